@@ -63,11 +63,26 @@ def needed_blocks(mask: Mask, columns: Columns, ranks: int) -> Needed:
         by_rank = _filled(x.reshape(x.shape[0], ranks, tokens, *x.shape[2:]), 2, size)
         return by_rank.reshape(x.shape[0], -1, *x.shape[2:])
 
+    columns = columns._replace(segments=_by_place(columns.segments))
     ends = bounds(jax.tree.map(padded, columns), size)
     met = mask.may_meet(ends, ends)
     count = met.shape[1] // ranks
     met = met.reshape(-1, ranks, count, ranks, count).any(axis=2)
     return met & ~jnp.eye(ranks, dtype=bool)[:, :, None]
+
+
+def _by_place(segments_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Segments numbered by their first places, so that those of a rank are side by side, as bounds want them."""
+    places_S = jnp.arange(1, segments_BS.shape[1] + 1, dtype=jnp.int32)
+
+    def of_row(segments_S: Array) -> Array:
+        segments_S = jnp.minimum(segments_S, len(places_S))
+        none_S = jnp.full(len(places_S) + 1, len(places_S) + 1, jnp.int32)
+        first_S, segments_S, own_S = jax_compat.alike(none_S, segments_S, places_S)
+        first_S = first_S.at[segments_S].min(own_S)
+        return jnp.where(segments_S > 0, first_S[segments_S], 0)
+
+    return jax.vmap(of_row)(segments_BS)
 
 
 def most_by_distance(needed_BRRN: Needed) -> Int[Array, " R"]:

@@ -30,7 +30,7 @@ from mmjax.configurable import ConfigError, configurable, divides, one_of, requi
 
 CP_WAYS = ("gather", "need", "ring", "all-to-all")
 """How attention brings queries and keys of different ranks of cp together; see `mmjax.attention.exchange`."""
-CP_TOKENS = ("lpt", "zigzag", "striped", "contiguous", "random")
+CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 """Which rank of cp has which tokens; see `mmjax.attention.distribution`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 
@@ -53,7 +53,8 @@ class Layout:
         queries may see), ``ring`` (keys that travel) or ``all-to-all`` (all tokens of some heads, whose number cp
         divides).
       cp_tokens: which rank has which tokens, by blocks: ``lpt`` gives all ranks the same number of tokens and about the
-        same work; ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
+        same work; ``segments`` whole media of an encoder or samples of an LLM, in rows where they fit, else as ``lpt``;
+        ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
       tp: tensor parallel degree.
       sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
         them together for these (sequence parallelism). Without tp it changes nothing.

@@ -18,6 +18,7 @@ from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
 from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks, sizes
 from mmjax.attention.tokens import Tokens
+from mmjax.data.split import Split
 
 ROWS, TOKENS, RANKS = 2, 60, 3
 BLOCKS = 7
@@ -85,7 +86,7 @@ def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Ma
     needed, most = plan(mask, inputs)
     known = mask.columns(Tokens.of({name: jnp.asarray(x) for name, x in inputs.items()}))
     real = inputs["segments"] > 0
-    seen = np.asarray(mask.allowed(known, known)) & real[:, :, None] & real[:, None, :]
+    seen = np.asarray(mask.allowed(known, known), bool) & real[:, :, None] & real[:, None, :]
     length, size = TOKENS // RANKS, block_size(TOKENS // RANKS)
     for to in range(RANKS):
         assert not np.any(needed[:, to, to])
@@ -106,7 +107,14 @@ def test_ranks_with_other_rows_send_as_much() -> None:
     """A permutation takes all devices of a program, so they are in the same branch whatever their own rows need."""
     mesh, spec = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("dp", "cp")), PartitionSpec("dp", "cp")
     mask, inputs = Mask("causal"), rows((60,), (20, 40, 60))
+    inputs["segments"][0, :20] = 2  # the second rank gives the third what it has, and no other rank anything
     given = arrays(3)
+
+    def most(inputs: Any) -> Any:
+        return gathered_tokens(Tokens.of(inputs, ("cp",)), mask, ("cp",), "need").inputs["most"]
+
+    equal = jax.shard_map(most, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())  # refuses what varies
+    np.testing.assert_array_equal(jax.jit(equal)(inputs), [0, 7, 0])
 
     def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
         tokens = Tokens.of(inputs, ("cp",))
@@ -117,3 +125,22 @@ def test_ranks_with_other_rows_send_as_much() -> None:
 
     got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *given)
     require_equal(got, alone(mask, inputs, given))
+
+
+def test_nothing_travels_where_segments_are_whole_on_ranks() -> None:
+    """Segments 1 and 4 on the first rank, 3 on the second, 2 and 5 on the third: bounds of numbers would overlap."""
+    segments = np.repeat([[1, 4, 3, 2, 5]] * ROWS, [9, 11, 20, 13, 7], axis=1).astype(np.int32)
+    inputs = {"segments": segments, "order": np.argsort(np.argsort(segments, axis=1, kind="stable"), axis=1)}
+    inputs["order"] = inputs["order"].astype(np.int32)
+    for mask in (Mask("full"), Mask("causal"), Mask("causal", 5)):
+        assert not plan(mask, inputs)[0].any()
+        require_equal(among("need", RANKS, mask, inputs, arrays(4)), alone(mask, inputs, arrays(4)))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 4, 12, 8, 4, 4), (16, 16, 16)])
+def test_media_that_the_data_give_whole_to_ranks_exchange_nothing(sizes: tuple[int, ...]) -> None:
+    split = Split(ranks=RANKS, unit=4, token=4, method="segments", masks=((1, Mask("full")),))
+    segments = np.pad(np.repeat(np.arange(1, len(sizes) + 1), sizes), (0, TOKENS - sum(sizes))).astype(np.int32)
+    order = split.order_of_row({"segments": segments})
+    needed, most = plan(Mask("full"), {"segments": segments[order][None]})
+    assert not needed.any() and received_blocks(most, BLOCKS) == 0

@@ -255,7 +255,7 @@ WRONG = [
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
     ("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
     ("llm/Layout.cp_way='rings'", "llm/Layout.cp_way='rings': did you mean 'ring'?", "'gather', 'need', 'ring'"),
-    ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'zigzag'"),
+    ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'segments', 'zigzag'"),
     ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),

@@ -68,6 +68,7 @@ FAST = {
     "2→2, nested": NESTED,
     "1→2, need": over(LLM, "need", "contiguous"),
     "3→2, need, pp, windows": over(ODD, "need", "contiguous"),
+    "2→1, need, whole media": over(VISION, "need", "segments"),
 }
 SLOW = {
     "2→1, need": over(VISION, "need", "contiguous"),
@@ -82,6 +83,13 @@ SLOW = {
         over(PIPELINE, "need", "contiguous"), schedule="zb-h1", remat="dots", microbatches=3
     ),
     "1→2→2, need, prefixes": over(replace(DRAWING, model="masked, prefix"), "need", "contiguous"),
+    "4→2, whole segments": over(BOTH, "gather", "segments"),
+    "1→2→2, need, whole segments": over(DRAWING, "need", "segments"),
+    "2→3, need, whole segments, masks of words": over(
+        Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7),
+        "need",
+        "segments",
+    ),
     "2→2, need, nested": over(NESTED, "need", "contiguous"),
     "1→2→2": DRAWING,
     "2→3, masks of words, ring": over(
