@@ -85,8 +85,8 @@ def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Ma
     inputs = {name: x[:, own] for name, x in inputs.items()}
     needed, most = plan(mask, inputs)
     known = mask.columns(Tokens.of({name: jnp.asarray(x) for name, x in inputs.items()}))
-    real = inputs["segments"] > 0
-    seen = np.asarray(mask.allowed(known, known), bool) & real[:, :, None] & real[:, None, :]
+    real = np.greater(inputs["segments"], 0)
+    seen = np.logical_and(mask.allowed(known, known), real[:, :, None] & real[:, None, :])
     length, size = TOKENS // RANKS, block_size(TOKENS // RANKS)
     for to in range(RANKS):
         assert not np.any(needed[:, to, to])
