@@ -91,8 +91,9 @@ def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Ma
     for to in range(RANKS):
         assert not np.any(needed[:, to, to])
         for source in set(range(RANKS)) - {to}:
-            pairs = seen[:, to * length : (to + 1) * length, source * length : (source + 1) * length].any(axis=1)
-            exact = np.stack([pairs[:, at : at + size].any(axis=1) for at in range(0, length, size)], axis=1)
+            mine, theirs = (slice(rank * length, (rank + 1) * length) for rank in (to, source))
+            pairs = np.asarray(np.any(seen[:, mine, theirs], axis=1))
+            exact = np.stack([np.any(pairs[:, at : at + size], axis=1) for at in range(0, length, size)], axis=1)
             assert np.all(needed[:, to, source] >= exact)
             assert most[(to - source) % RANKS] >= needed[:, to, source].sum(axis=-1).max()
 

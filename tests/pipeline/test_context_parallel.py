@@ -67,10 +67,10 @@ FAST = {
     ),
     "2→2, nested": NESTED,
     "1→2, need": over(LLM, "need", "contiguous"),
-    "3→2, need, pp, windows": over(ODD, "need", "contiguous"),
     "2→1, need, whole media": over(VISION, "need", "segments"),
 }
 SLOW = {
+    "3→2, need, pp, windows": over(ODD, "need", "contiguous"),
     "2→1, need": over(VISION, "need", "contiguous"),
     "2→3, need, masks of words": over(
         Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7),
