@@ -117,6 +117,30 @@ def exact(work_N: Work, ranks: int) -> Ranks:
     return chosen_NR.value.argmax(axis=1)
 
 
+def whole_parts(work_N: Work, sizes_N: Int[np.ndarray, " N"], ranks: int, room: int) -> Ranks | None:
+    """The most work first, to the rank that has the least of those with room for it; parts may differ in size.
+
+    Args:
+      work_N: work of each part of a sequence.
+      sizes_N: tokens of each.
+      ranks: ranks to give them to.
+      room: tokens that a rank has.
+
+    Returns:
+      The rank of each part, or None where a part is left that no rank has room for.
+    """
+    load_R, left_R, rank_N = np.zeros(ranks, np.int64), np.full(ranks, room), np.empty(len(work_N), np.int64)
+    for part in np.lexsort((-sizes_N, -work_N)):
+        fits = left_R >= sizes_N[part]
+        if not fits.any():
+            return None
+        rank = int(np.argmin(np.where(fits, load_R, np.iinfo(np.int64).max)))
+        rank_N[part] = rank
+        load_R[rank] += work_N[part]
+        left_R[rank] -= sizes_N[part]
+    return rank_N
+
+
 METHODS: Mapping[str, Callable[[Work, int], Ranks]] = {
     "lpt": lpt,
     "lpt-by-work": lpt_by_work,

@@ -4,6 +4,7 @@ Each way keeps its own part of queries, keys and values for backward, the output
 came from other ranks is brought again. Gradients of keys and values are summed in fp32 on the way home.
 
 * *gather*: every rank gets all keys and values, some heads at a time, so that the next come while these are used.
+* *need*: every rank gets the blocks of keys and values that its queries may see (see ``needed``).
 * *ring*: keys and values go from rank to rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers", §3).
 * *all-to-all*: every rank gets all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses", §3).
 
@@ -13,9 +14,9 @@ local to this rank's part of tp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from mmjax import jax_compat
 from mmjax.attention import blockwise
 from mmjax.attention.by_hand import ByHand, Known, attend, known
 from mmjax.attention.mask import Mask
+from mmjax.attention.needed import Need, most_by_distance, needed_blocks
 from mmjax.attention.tokens import Tokens
 
 MOST_CHUNKS = 4
@@ -54,13 +56,13 @@ class Company:
         """This rank's number."""
         return lax.axis_index(self.axes)
 
-    def gathered(self, x_BT: Array) -> Array:
+    def gathered(self, tree: Any) -> Any:
         """All ranks' parts of rows, in the order of the ranks."""
-        return lax.all_gather(x_BT, self.axes, axis=1, tiled=True)
+        return lax.all_gather(tree, self.axes, axis=1, tiled=True)
 
-    def scattered(self, x_BS: Array) -> Array:
+    def scattered(self, tree: Any) -> Any:
         """This rank's part of the sum of whole rows over all ranks."""
-        return lax.psum_scatter(x_BS, self.axes, scatter_dimension=1, tiled=True)
+        return lax.psum_scatter(tree, self.axes, scatter_dimension=1, tiled=True)
 
     def onward(self, tree: Any) -> Any:
         """What the rank behind this one holds, in a ring: in round k a rank has what rank + k began with."""
@@ -81,10 +83,11 @@ class Company:
         return {name: lax.dynamic_slice_in_dim(x, rank * length, length, 1) for name, x in known.items()}
 
 
-def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...]) -> Tokens:
-    """What a mask reads of all tokens of the rows, equal on all ranks that have a part of them."""
+def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], way: str) -> Tokens:
+    """What a mask, and a way of ``WAYS``, read of all tokens of the rows, equal on all ranks with a part of them."""
     own = with_order(tokens, mask)
-    return Tokens.of({name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()})
+    gathered = {name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()}
+    return Tokens.of(gathered | WAYS[way].plan(mask, Company.over(axes), gathered))
 
 
 def with_order(tokens: Tokens, mask: Mask) -> Known:
@@ -117,9 +120,10 @@ def attention_among(
     Raises:
       ValueError: the way does not fit the number of heads.
     """
-    asking = with_order(tokens, kernel.mask) | (found or {})
+    asking, asked = with_order(tokens, kernel.mask) | (found or {}), known(keys, kernel.mask)
+    asked |= {name: keys.inputs[name] for name in WAYS[way].PLAN}
     q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, lax.axis_index(axes))
-    return attend(WAYS[way](kernel.mask, kernel, Company.over(axes)), q, k, v, asking, known(keys, kernel.mask))
+    return attend(WAYS[way](kernel.mask, kernel, Company.over(axes)), q, k, v, asking, asked)
 
 
 @dataclass(frozen=True)
@@ -129,20 +133,31 @@ class _Among(ByHand):
     Attributes:
       kernel: what computes attention once they are.
       company: the ranks.
+      PLAN: names of what it makes of what is known of all tokens, once for all layers with the same mask.
     """
 
     kernel: ByHand
     company: Company
+    PLAN: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def plan(cls, mask: Mask, company: Company, asked: Known) -> Known:
+        """What the names of ``PLAN`` stand for."""
+        del mask, company, asked
+        return {}
 
 
 # ---- all keys on every rank ------------------------------------------------------------------------------------------
 
 
 class _Gather(_Among):
+    chunks: ClassVar[int] = MOST_CHUNKS
+
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
+        carrier, asked = self._carrier(asked)
         outs, lses = [], []
         for own_q, own_k, own_v in zip(*self._parts(q, k, v), strict=True):
-            own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
+            own_k, own_v = carrier.gathered((own_k, own_v))
             out, lse = self.kernel.forward(own_q, own_k, own_v, asking, asked)
             outs.append(out)
             lses.append(lse)
@@ -151,21 +166,42 @@ class _Gather(_Among):
     def backward(
         self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
+        carrier, asked = self._carrier(asked)
         found = []
         for own_q, own_k, own_v, own_lse, own_out, d_own in zip(
             *self._parts(q, k, v), lse, *self._parts(out, d_out, groups=k.shape[2]), strict=True
         ):
-            own_k, own_v = self.company.gathered(own_k), self.company.gathered(own_v)
+            own_k, own_v = carrier.gathered((own_k, own_v))
             dq, dk, dv = self.kernel.backward(own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
-            found.append((dq, *(self.company.scattered(d.astype(jnp.float32)) for d in (dk, dv))))
+            found.append((dq, *carrier.scattered((dk.astype(jnp.float32), dv.astype(jnp.float32)))))
         dq, dk, dv = (jnp.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
         return dq, dk, dv
+
+    def _carrier(self, asked: Known) -> tuple[Company | Need, Known]:
+        """What brings keys and values and takes their gradients home, and what is known of the keys."""
+        return self.company, asked
 
     def _parts(self, *arrays: Array, groups: int = 0) -> list[list[Array]]:
         """Heads in a few parts: key/value heads, and the query heads that read them."""
         groups = groups or arrays[1].shape[2]
-        count = next(n for n in range(min(MOST_CHUNKS, groups), 0, -1) if groups % n == 0)
+        count = next(n for n in range(min(self.chunks, groups), 0, -1) if groups % n == 0)
         return [jnp.split(x, count, axis=2) for x in arrays]
+
+
+class _Need(_Gather):
+    """All heads at once: what travels in a branch hides behind nothing, and each branch waits for its number."""
+
+    PLAN = ("needed", "most")
+    chunks = 1
+
+    @classmethod
+    def plan(cls, mask: Mask, company: Company, asked: Known) -> Known:
+        needed_BRRN = needed_blocks(mask, mask.columns(Tokens.of(asked)), company.size)
+        return {"needed": needed_BRRN, "most": most_by_distance(needed_BRRN)}
+
+    def _carrier(self, asked: Known) -> tuple[Company | Need, Known]:
+        need = Need(self.company.axes, asked["needed"], asked["most"])
+        return need, {name: x for name, x in asked.items() if name not in self.PLAN}
 
 
 # ---- keys that travel ------------------------------------------------------------------------------------------------
@@ -242,9 +278,5 @@ class _AllToAll(_Among):
         return next(n for n in range(1, heads // groups + 1) if groups * n % ranks == 0 and heads % (groups * n) == 0)
 
 
-WAYS: Mapping[str, Callable[[Mask, ByHand, Company], ByHand]] = {
-    "gather": _Gather,
-    "ring": _Ring,
-    "all-to-all": _AllToAll,
-}
+WAYS: Mapping[str, type[_Among]] = {"gather": _Gather, "need": _Need, "ring": _Ring, "all-to-all": _AllToAll}
 """Ways by name."""

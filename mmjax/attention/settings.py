@@ -65,7 +65,7 @@ LIBRARIES: Mapping[str, Library] = {
         devices="NVIDIA's Hopper GPUs",
         package="tokamax",
         any_mask=True,
-        cp_ways=("gather", "all-to-all"),
+        cp_ways=("gather", "need", "all-to-all"),
     ),
 }
 ATTENTIONS = (AUTO, "dense", "blockwise", *LIBRARIES)

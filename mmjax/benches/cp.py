@@ -98,7 +98,7 @@ def _bytes() -> Iterator[Row]:
             masks = (drawn(name, length, seed) for seed in range(MASKS))
             sizes = np.mean([received_of_need(mask, METHODS[method], BLOCK, RANKS) for mask in masks], axis=0)
             for one, size in zip(both, sizes, strict=True):
-                case = f"{name}, {length} tokens: the fullest rank receives, need, {method}, {one}, counted"
+                case = f"{name}, {length} tokens: a rank receives, need, {method}, {one}, counted"
                 yield _row(case, size / MIB, "MiB")
 
 

@@ -1,6 +1,6 @@
 """Bytes that a context-parallel rank receives in the attention of a layer, counted: bfloat16, sums of gradients fp32.
 
-Shapes: T tokens, N blocks, R ranks.
+Shapes: B rows, T tokens, N blocks, of all ranks or of one, R ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool, Int
 
+from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks
 from mmjax.attention.pairs import Intervals, block_work
+from mmjax.attention.tokens import Tokens
+from mmjax.benches.cp_attention import Runs, known
 
 HEADS, GROUPS, WIDTH = 64, 8, 128
 """Query heads, key/value heads and their width in a layer of Llama 3.1 70B."""
@@ -35,24 +37,15 @@ def received(way: str, tokens: int, ranks: int) -> tuple[float, float]:
 def received_of_need(
     mask: Intervals, method: Callable[[np.ndarray, int], np.ndarray], block: int, ranks: int
 ) -> tuple[float, float]:
-    """Bytes of the rank that receives most, if only blocks come that a query of the rank sees.
+    """Bytes that every rank receives under "need", by its own plan, where all ranks have equally many tokens.
 
-    In a backward they come again, and each rank that had a block sends its share of the gradients home.
+    In a backward the same comes again, and as much of the gradients goes home.
     """
     rank_N = method(block_work(mask, block), ranks)
-    needed_RN = needed(mask, block, rank_N, ranks)
-    needed_RN[rank_N, np.arange(len(rank_N))] = False  # its own are there
-    size = 2 * GROUPS * WIDTH * block
-    came_R = needed_RN.sum(axis=1)
-    home_R = np.bincount(rank_N, needed_RN.sum(axis=0), ranks)
-    return float(came_R.max() * size * ITEM), float((came_R * ITEM + home_R * SUM).max() * size)
-
-
-def needed(mask: Intervals, block: int, rank_N: Int[np.ndarray, " N"], ranks: int) -> Bool[np.ndarray, "R N"]:
-    """The blocks of keys of which a query of each rank sees any."""
-    rank_T = np.repeat(rank_N, block)[: mask.tokens]
-    seeing = mask.last_T > mask.first_T
-    ends_RN = np.zeros((ranks, len(rank_N) + 1), np.int64)  # where runs of seen blocks begin, and end
-    np.add.at(ends_RN, (rank_T[seeing], mask.first_T[seeing] // block), 1)
-    np.add.at(ends_RN, (rank_T[seeing], (mask.last_T[seeing] - 1) // block + 1), -1)
-    return ends_RN.cumsum(axis=1)[:, :-1] > 0
+    place_T = np.argsort(np.repeat(rank_N, block), kind="stable")
+    runs_T2 = np.stack([mask.first_T, mask.last_T], axis=-1).astype(np.int32)
+    rule, size = Runs("full"), block_size(mask.tokens // ranks)
+    needed_BRRN = needed_blocks(rule, rule.columns(Tokens.of(known(place_T, runs_T2[place_T]))), ranks)
+    blocks = received_blocks(np.asarray(most_by_distance(needed_BRRN)), needed_BRRN.shape[3])
+    numbers = 2 * GROUPS * WIDTH * size * blocks
+    return float(numbers * ITEM), float(numbers * (ITEM + SUM))

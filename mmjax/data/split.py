@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from mmjax.attention.distribution import METHODS
+from mmjax.attention.distribution import METHODS, whole_parts
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
@@ -40,13 +40,15 @@ class Split:
     Attributes:
       ranks: ranks that each have a part of a row.
       unit: positions of a part are a multiple of this.
+      token: positions that are one token, and stay together; parts hold whole tokens.
       method: how blocks are given to ranks, a key of `attention.distribution.METHODS`; "contiguous" leaves all tokens
-        where they are.
+        where they are. Or "segments": whole segments, in rows where ranks have room for that, else "lpt".
       masks: of the module's layers, how many have each mask; the work of a block follows from what they allow.
     """
 
     ranks: int = 1
     unit: int = 1
+    token: int = 1
     method: str = "contiguous"
     masks: tuple[tuple[int, Mask], ...] = ()
 
@@ -84,10 +86,7 @@ class Split:
 
     def order_of_row(self, row: Row) -> Int[np.ndarray, " T"]:
         """The order of the tokens of one row, from the inputs that are read of it."""
-        width = len(row["segments"])
-        places_NK = np.arange(width, dtype=np.int32).reshape(-1, self.block(width))
-        _, rank_N = self._distributed(row)
-        return places_NK[np.argsort(rank_N, kind="stable")].reshape(-1)
+        return np.argsort(self._distributed(row)[1], kind="stable").astype(np.int32)
 
     def work(self, inputs: Mapping[str, HeldRows]) -> Int[np.ndarray, "R K"]:
         """Keys that the tokens of each rank see in rows, summed over layers.
@@ -96,7 +95,7 @@ class Split:
         """
         rows = (self._row(inputs, number) for number in range(inputs["segments"].shape[0]))
         found = (self._distributed(row) for row in rows)
-        return np.stack([np.bincount(rank_N, work_N, self.ranks) for work_N, rank_N in found]).astype(np.int64)
+        return np.stack([np.bincount(rank_T, work_T, self.ranks) for work_T, rank_T in found]).astype(np.int64)
 
     def imbalance(self, width: int) -> float:
         """Work of the fullest rank over the mean in a row of about this width that is one segment."""
@@ -115,12 +114,36 @@ class Split:
         read = {name: inputs[name].row(number) for name in self.reads & inputs.keys()}
         return {name: values for name, values in read.items() if values is not None}
 
-    def _distributed(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """Work and rank of each block of a row."""
-        width = len(row["segments"])
-        block = self.block(width) if self.permutes else self.unit
-        work_N = np.add.reduceat(self.pairs(row), np.arange(0, width, block))
-        return work_N, METHODS[self.method](work_N, self.ranks)
+    def _distributed(self, row: Row) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
+        """Work and rank of each position of a row."""
+        work_T = self.pairs(row)
+        rank_T = self._by_segments(row["segments"], work_T) if self.method == "segments" else None
+        return work_T, self._by_blocks(work_T) if rank_T is None else rank_T
+
+    def _by_blocks(self, work_T: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+        block = self.block(len(work_T)) if self.permutes else self.unit
+        work_N = np.add.reduceat(work_T, np.arange(0, len(work_T), block))
+        method = "lpt" if self.method == "segments" else self.method
+        return np.repeat(METHODS[method](work_N, self.ranks), block)
+
+    def _by_segments(
+        self, segments_T: Int[np.ndarray, " T"], work_T: Int[np.ndarray, " T"]
+    ) -> Int[np.ndarray, " T"] | None:
+        """Ranks by whole segments, padding where there is room; None where these do not fit."""
+        starts_N = np.flatnonzero(np.diff(segments_T, prepend=segments_T[:1] - 1))
+        sizes_N = np.diff(starts_N, append=len(segments_T))
+        real_N = segments_T[starts_N] > 0
+        if (sizes_N % self.token).any():
+            return None
+        room, work_N = len(segments_T) // self.ranks, np.add.reduceat(work_T, starts_N)
+        rank_N = whole_parts(work_N[real_N], sizes_N[real_N], self.ranks, room)
+        if rank_N is None:
+            return None
+        rank_T = np.empty(len(segments_T), np.int64)
+        rank_T[segments_T > 0] = np.repeat(rank_N, sizes_N[real_N])
+        used_K = np.bincount(rank_N, sizes_N[real_N], self.ranks).astype(np.int64)
+        rank_T[segments_T == 0] = np.repeat(np.arange(self.ranks), room - used_K)
+        return rank_T
 
 
 def fullest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 
 from mmjax.configurable import ConfigError, configurable, divides, one_of, require
 
-CP_WAYS = ("gather", "ring", "all-to-all")
+CP_WAYS = ("gather", "need", "ring", "all-to-all")
 """How attention brings queries and keys of different ranks of cp together; see `mmjax.attention.exchange`."""
-CP_TOKENS = ("lpt", "zigzag", "striped", "contiguous", "random")
+CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 """Which rank of cp has which tokens; see `mmjax.attention.distribution`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 
@@ -49,10 +49,12 @@ class Layout:
       copies: groups of ranks, each of dp·cp·tp, that all compute every microbatch; several want pp and lanes 1. For an
         encoder that every pipeline stage of the LLM runs for itself.
       cp: context parallel degree: ranks that each have a part of the tokens of a row.
-      cp_way: how they bring queries and keys together: ``gather`` (all keys on every rank), ``ring`` (keys that travel)
-        or ``all-to-all`` (all tokens of some heads, whose number cp divides).
+      cp_way: how they bring queries and keys together: ``gather`` (all keys on every rank), ``need`` (those that its
+        queries may see), ``ring`` (keys that travel) or ``all-to-all`` (all tokens of some heads, whose number cp
+        divides).
       cp_tokens: which rank has which tokens, by blocks: ``lpt`` gives all ranks the same number of tokens and about the
-        same work; ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
+        same work; ``segments`` whole media of an encoder or samples of an LLM, in rows where they fit, else as ``lpt``;
+        ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
       tp: tensor parallel degree.
       sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
         them together for these (sequence parallelism). Without tp it changes nothing.

@@ -60,8 +60,9 @@ class Context:
 
         What is known of all tokens is gathered here, once for all of these layers.
         """
-        keys = gathered_tokens(self.tokens, mask, self.axes.positions) if self.axes.positions else None
-        found = self.way.found(mask, self.tokens, keys, self.axes.cp_way) if self.cache is None else None
+        axes, way = self.axes.positions, self.axes.cp_way
+        keys = gathered_tokens(self.tokens, mask, axes, way) if axes else None
+        found = self.way.found(mask, self.tokens, keys, way) if self.cache is None else None
         return replace(self, mask=mask, keys=keys, found=found)
 
     def whole(self, x_BT: Array) -> Array:
@@ -86,8 +87,9 @@ class Context:
     ) -> Float[Array, "B T H K"]:
         """Attention of queries to keys and values, and to those before them, under the mask of the tokens."""
         if axes := self.axes.positions:
-            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes)
-            return self.way.among(axes, self.axes.cp_way, q, k, v, self.tokens, self.mask, keys, self.found)
+            cp_way = self.axes.cp_way
+            keys = self.keys or gathered_tokens(self.tokens, self.mask, axes, cp_way)
+            return self.way.among(axes, cp_way, q, k, v, self.tokens, self.mask, keys, self.found)
         if self.cache is None:
             return self.way.attend(q, k, v, self.tokens, self.mask, found=self.found)
         k, v, keys = self.cache.extended(k, v)

@@ -73,7 +73,7 @@ def exchange_seconds(
     share = module.attention / module.forward.of(part)
     hides = took.forward * share, took.backward * share
     sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
-    way = {"gather": _gathering, "ring": _ringing, "all-to-all": _crossing}[layout.cp_way]
+    way = {"gather": _gathering, "need": _needing, "ring": _ringing, "all-to-all": _crossing}[layout.cp_way]
     ahead, back = (part.layers * seconds for seconds in way(module, layout, sent, size, hides, wider))
     return ahead, (back + ahead * (module.recompute.layer > 0)) if took.backward else 0.0
 
@@ -115,6 +115,14 @@ def _gathering(
     return ahead, back
 
 
+def _needing(
+    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+) -> tuple[float, float]:
+    """At most what *gather* sends; how much less depends on the rows. All of it is waited for."""
+    once = sent(size)
+    return once, once + sent(wider * size)
+
+
 def _ringing(
     module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
 ) -> tuple[float, float]:
@@ -146,6 +154,8 @@ def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]
     if layout.cp_way == "gather":  # these heads, the next ones, and the gradients of these
         chunks = head_chunks(module, layout)
         return size / chunks * (min(chunks, 2) + wider)
+    if layout.cp_way == "need":  # all heads at once
+        return size * (1 + wider)
     if layout.cp_way == "ring":  # what came, and what comes
         return 2 * size / ranks * (1 + wider)
     heads, groups = module.heads

@@ -124,8 +124,9 @@ def splits_of(config: Config) -> dict[str, Split]:
 
 def split_of(module: Module, layout: Layout) -> Split:
     """How the rows of a module are split over ranks of cp, whose parts those of tp may share in whole tokens."""
-    method, unit = cp_tokens(module, layout), module.patches_per_token * layout.width_unit // layout.cp
-    return Split(ranks=layout.cp, unit=unit, method=method, masks=module.masks)
+    method, token = cp_tokens(module, layout), module.patches_per_token
+    unit = token * layout.width_unit // layout.cp
+    return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
 
 
 def encoder_specs(config: Config) -> dict[str, EncoderSpec]:

@@ -47,7 +47,7 @@ def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[
 
     def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
         tokens = Tokens.of(inputs, ("cp",))
-        keys = gathered_tokens(tokens, mask, ("cp",))
+        keys = gathered_tokens(tokens, mask, ("cp",), way)
         real = (inputs["segments"] > 0)[..., None, None]
         attend = lambda q, k, v: jnp.where(real, Way("blockwise").among(("cp",), way, q, k, v, tokens, mask, keys), 0)  # noqa: E731
         out, back = jax.vjp(attend, q, k, v)

@@ -95,7 +95,7 @@ def among(name: str, cp_way: str, ranks: int, mask: Mask, inputs: Any, *, beside
 
     def run(inputs: Any, *given: Any) -> Any:
         tokens, way = Tokens.of(inputs, ("cp",)), Way(name)
-        keys = gathered_tokens(tokens, mask, ("cp",))
+        keys = gathered_tokens(tokens, mask, ("cp",), cp_way)
         found = way.found(mask, tokens, keys, cp_way) if beside else None
         attend = lambda q, k, v: way.among(("cp",), cp_way, q, k, v, tokens, mask, keys, found)  # noqa: E731
         return both(attend, inputs["segments"], *given)
@@ -140,7 +140,7 @@ def test_masks_of_words_on_one_rank(name: str, by_blocks: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("stands_in")
-@pytest.mark.parametrize(("cp_way", "ranks"), [("gather", 3), ("all-to-all", 2)])
+@pytest.mark.parametrize(("cp_way", "ranks"), [("gather", 3), ("need", 3), ("all-to-all", 2)])
 @pytest.mark.parametrize("name", [*RUNS, *OTHERS])
 def test_intervals_among_ranks(name: str, cp_way: str, ranks: int, by_blocks: list[str]) -> None:
     mask = (RUNS | OTHERS)[name]

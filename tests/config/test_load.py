@@ -254,8 +254,8 @@ WRONG = [
     ("llm/Layout.pp=5", "llm/Layout.pp=5: a stage needs a layer and there are 4", "use 4"),
     ("vision/Layout.pp=3", "vision/Layout.pp=3: a stage needs a layer and there are 2", "use 2"),
     ("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
-    ("llm/Layout.cp_way='rings'", "llm/Layout.cp_way='rings': did you mean 'ring'?", "'gather', 'ring', 'all-to-all'"),
-    ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'zigzag'"),
+    ("llm/Layout.cp_way='rings'", "llm/Layout.cp_way='rings': did you mean 'ring'?", "'gather', 'need', 'ring'"),
+    ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'segments', 'zigzag'"),
     ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),
@@ -431,6 +431,10 @@ def test_rings_of_ranks_that_share_tokens() -> None:
     assert message.startswith("llm/Layout.overlap=True: ranks that share no tokens exchange none; set it to False")
     message = refusal([], ["Train.lowering=single", "llm/Layout.overlap=True"])
     assert message.startswith("llm/Layout.overlap=True: Train.lowering='single' has no rings; set it to False")
+    message = refusal([], ["Train.lowering=single", "llm/Layout.cp=2", "llm/Layout.cp_way=need", "vision/Layout.cp=2"])
+    assert message.startswith(
+        "llm/Layout.cp_way='need': under Train.lowering='single' ranks cannot send to one another"
+    )
 
 
 def test_projector_width_and_tp() -> None:

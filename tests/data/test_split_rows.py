@@ -40,7 +40,9 @@ def test_work_is_that_of_all_layers() -> None:
 
 
 def test_layouts_name_distributions_of_equal_tokens() -> None:
-    assert set(CP_TOKENS) == set(METHODS) - {"lpt-by-work", "exact"}  # one gives ranks unequal numbers, one takes long
+    assert set(CP_TOKENS) == set(METHODS) - {"lpt-by-work", "exact"} | {
+        "segments"
+    }  # one gives ranks unequal numbers, one takes long
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,7 +52,7 @@ def test_layouts_name_distributions_of_equal_tokens() -> None:
 def test_ranks_have_equally_many_tokens_in_whole_blocks(
     width: int, ranks: int, unit: int, method: str, data: Any
 ) -> None:
-    split = Split(ranks=ranks, unit=unit, method=method, masks=(CAUSAL,))
+    split = Split(ranks=ranks, unit=unit, token=unit, method=method, masks=(CAUSAL,))
     wide = split.rounded(width)
     assert width <= wide < width + ranks * max(unit, BLOCK) and wide % (ranks * unit) == 0
     assert split.rounded(wide) == wide
@@ -71,6 +73,67 @@ def test_work_is_balanced_where_blocks_are_many() -> None:
     load = split.pairs(row)[split.order_of_row(row)].reshape(4, -1).sum(axis=1)
     runs = split.pairs(row).reshape(4, -1).sum(axis=1)
     assert load.max() / load.mean() < 1.001 < 1.7 < runs.max() / runs.mean()
+
+
+def media(sizes: list[int], width: int) -> dict[str, np.ndarray]:
+    """A row of media of these sizes, with padding behind them."""
+    segments = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    return {"segments": np.pad(segments, (0, width - len(segments))).astype(np.int32)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.sampled_from([1, 4]), st.data())
+def test_whole_media_stay_on_a_rank_where_they_fit(ranks: int, token: int, data: Any) -> None:
+    split = Split(ranks=ranks, unit=token, token=token, method="segments", masks=(FULL,))
+    sizes = [token * size for size in data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=20))]
+    width = split.rounded(data.draw(st.integers(sum(sizes), 2 * sum(sizes))))
+    row = media(sizes, width)
+    order = split.order_of_row(row)
+    np.testing.assert_array_equal(np.sort(order), np.arange(width))
+    np.testing.assert_array_equal(order[::token] % token, 0)
+    parts = row["segments"][order].reshape(ranks, -1)
+    where = [set(np.flatnonzero((parts == number).any(axis=1))) for number in range(1, len(sizes) + 1)]
+    if max(map(len, where)) > 1:  # they do not fit: by blocks, as lpt does
+        plain = Split(ranks=ranks, unit=token, method="lpt", masks=(FULL,))
+        np.testing.assert_array_equal(order, plain.order_of_row(row))
+        return
+    assert all((np.diff(order.reshape(ranks, -1)[rank][part > 0]) > 0).all() for rank, part in enumerate(parts))
+    load = split.pairs(row)[order].reshape(ranks, -1).sum(axis=1)
+    held = {"segments": HeldRows((0,), (1, width), 1, row["segments"][None])}
+    np.testing.assert_array_equal(split.work(held)[0], load)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "work"),
+    [
+        ([4] * 8, 32, [32] * 4),  # equal ones in turn
+        ([8, 4, 4, 8, 4, 4], 32, [64, 64, 32, 32]),
+        ([4, 8, 4, 8], 32, [64, 64, 16, 16]),  # the least loaded rank, and padding fills it up
+        ([16, 4, 4], 32, None),  # a medium that no rank has room for
+        ([5, 5, 5, 5, 5], 32, None),  # five of them on four ranks of eight positions
+    ],
+)
+def test_the_largest_medium_first_to_the_least_loaded_rank(sizes: list[int], width: int, work: Any) -> None:
+    row, masks = media(sizes, width), (FULL,)
+    segments, blocks = (Split(ranks=4, method=method, masks=masks) for method in ("segments", "lpt"))
+    load = segments.pairs(row)[segments.order_of_row(row)].reshape(4, -1).sum(axis=1)
+    wanted = work or segments.pairs(row)[blocks.order_of_row(row)].reshape(4, -1).sum(axis=1)
+    np.testing.assert_array_equal(np.sort(load), np.sort(wanted))
+
+
+def test_media_of_broken_tokens_are_given_by_blocks() -> None:
+    row = media([6, 8, 8, 6], 32)
+    one, other = (Split(ranks=2, unit=4, token=4, method=method, masks=(FULL,)) for method in ("segments", "lpt"))
+    np.testing.assert_array_equal(one.order_of_row(row), other.order_of_row(row))
+
+
+def test_many_media_are_balanced_and_few_are_not() -> None:
+    sizes = np.random.default_rng(0).integers(60, 260, 48)
+    split = Split(ranks=4, method="segments", masks=(FULL,))
+    for count, least, most in ((48, 1, 1.05), (5, 1.2, 2)):
+        row = media(sizes[:count].tolist(), split.rounded(2 * int(sizes[:count].sum())))
+        work = split.work({"segments": HeldRows((0,), (1, len(row["segments"])), 1, row["segments"][None])})
+        assert least <= fullest_over_mean(work) < most
 
 
 SPEC = EncoderSpec(patch=2, merge=2, buckets=((2, 16),))

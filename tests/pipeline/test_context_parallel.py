@@ -66,8 +66,31 @@ FAST = {
         CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
     ),
     "2→2, nested": NESTED,
+    "1→2, need": over(LLM, "need", "contiguous"),
+    "2→1, need, whole media": over(VISION, "need", "segments"),
 }
 SLOW = {
+    "3→2, need, pp, windows": over(ODD, "need", "contiguous"),
+    "2→1, need": over(VISION, "need", "contiguous"),
+    "2→3, need, masks of words": over(
+        Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7),
+        "need",
+        "contiguous",
+    ),
+    "4→2, need, remat full": replace(over(BOTH, "need", "contiguous"), remat="full"),
+    "1→2, need, lpt": over(SAME, "need"),
+    "1→2, need, zb-h1, remat dots": replace(
+        over(PIPELINE, "need", "contiguous"), schedule="zb-h1", remat="dots", microbatches=3
+    ),
+    "1→2→2, need, prefixes": over(replace(DRAWING, model="masked, prefix"), "need", "contiguous"),
+    "4→2, whole segments": over(BOTH, "gather", "segments"),
+    "1→2→2, need, whole segments": over(DRAWING, "need", "segments"),
+    "2→3, need, whole segments, masks of words": over(
+        Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7),
+        "need",
+        "segments",
+    ),
+    "2→2, need, nested": over(NESTED, "need", "contiguous"),
     "1→2→2": DRAWING,
     "2→3, masks of words, ring": over(
         Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7), "ring"

@@ -11,6 +11,7 @@ from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Efficiency
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.traffic import exchanged_bytes
 from mmjax.planner.work import Held, ModuleWork, Shares, Work
 
 BYTES = 1e9
@@ -73,6 +74,15 @@ def test_gathered_heads_wait_for_the_first_and_hide_the_others() -> None:
     assert seconds["F", "llm.0", False] == pytest.approx(4e13 / H100.flops / 4 + once / 4)
     again = estimate(Layout(cp=4), replace(hidden, recompute=Shares(layer=2e13))).costs.seconds
     assert again["B", "llm.0", False] == pytest.approx(seconds["B", "llm.0", False] + once / 4)
+
+
+def test_needed_keys_are_bounded_by_all_and_waited_for() -> None:
+    compute, once = 2e12 / H100.flops / 4, 2 * BYTES * 3 / 4 / H100.link
+    seconds = estimate(Layout(cp=4, cp_way="need")).costs.seconds
+    assert seconds["F", "llm.0", False] == pytest.approx(compute + once)
+    assert seconds["B", "llm.0", False] == pytest.approx(2 * compute + 3 * once)
+    held, fewer = (exchanged_bytes(LLM, Layout(cp=4, cp_way=way), (1.0, 128)) for way in ("need", "gather"))
+    assert held == pytest.approx(3 * BYTES) and fewer == pytest.approx(BYTES), "keys and values of all heads, and sums"
 
 
 def test_heads_that_change_places_hide_nothing() -> None:
