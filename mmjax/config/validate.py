@@ -362,7 +362,7 @@ def _check_one_program(config: Config) -> None:
         fix = "Train.lowering='single' has no rings; set it to False, or Train.lowering to 'auto'"
         require(not layout.overlap, f"{module}/Layout.overlap", layout.overlap, fix)
         fix = "under Train.lowering='single' ranks cannot send to one another; use 'gather', or Train.lowering='auto'"
-        alone = layout.cp == 1 or layout.cp_way != "need"
+        alone = layout.cp == 1 or layout.cp_way not in ("need", "ring")
         require(alone, f"{module}/Layout.cp_way", layout.cp_way, fix)
     fix = "keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
     for module, offload in config.offloads.items():

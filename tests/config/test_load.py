@@ -431,10 +431,10 @@ def test_rings_of_ranks_that_share_tokens() -> None:
     assert message.startswith("llm/Layout.overlap=True: ranks that share no tokens exchange none; set it to False")
     message = refusal([], ["Train.lowering=single", "llm/Layout.overlap=True"])
     assert message.startswith("llm/Layout.overlap=True: Train.lowering='single' has no rings; set it to False")
-    message = refusal([], ["Train.lowering=single", "llm/Layout.cp=2", "llm/Layout.cp_way=need", "vision/Layout.cp=2"])
-    assert message.startswith(
-        "llm/Layout.cp_way='need': under Train.lowering='single' ranks cannot send to one another"
-    )
+    for way in ("need", "ring"):
+        changes = ["Train.lowering=single", "llm/Layout.cp=2", f"llm/Layout.cp_way={way}", "vision/Layout.cp=2"]
+        start = f"llm/Layout.cp_way={way!r}: under Train.lowering='single' ranks cannot send to one another"
+        assert refusal([], changes).startswith(start)
 
 
 def test_projector_width_and_tp() -> None:

@@ -34,6 +34,12 @@ CASES = [
         id="intervals, all-to-all, prefix, zb-h1",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        "tokamax",
+        replace(MASKED, llm=Layout(cp=3, pp=2, cp_way="need", cp_tokens="contiguous")),
+        id="intervals, need",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("tokamax", replace(MASKED, llm=Layout(tp=2), remat="full"), id="words, tp", marks=pytest.mark.slow),
     pytest.param("cudnn", replace(MASKED, model="plain", llm=Layout(tp=2)), id="cudnn, tp", marks=pytest.mark.slow),
 ]
