@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from numpy import float64
 
 from mmjax import bench
 from mmjax.benches import BENCHES, Bench
@@ -31,6 +33,7 @@ def test_bounds_hold_at_their_value_and_on_their_side():
     nan = float("nan")
     assert not at_most(2).met_by(nan) and not at_least(2).met_by(nan)
     assert FREE.ok and GOOD.ok and not BAD.ok
+    assert json.dumps(replace(GOOD, value=float64(1.25)).as_json()) == json.dumps(GOOD.as_json())
 
 
 @pytest.mark.parametrize("row", [GOOD, FREE, BAD])

@@ -17,7 +17,7 @@ class Target:
 
     def met_by(self, value: float) -> bool:
         """Whether ``value`` keeps the promise; NaN does not."""
-        return value <= self.value if self.bound == "≤" else value >= self.value
+        return bool(value <= self.value if self.bound == "≤" else value >= self.value)  # NumPy's is no JSON
 
     def __str__(self) -> str:
         return f"{self.bound} {self.value:g}"
