@@ -47,12 +47,14 @@ class Predictor(Walker):
 
         Args:
           placed: the model on its devices.
-          shapes: input shapes of every bucket combination that may occur.
+          shapes: input shapes of every bucket combination that may occur. Prompts and what is scored have no lists of
+            tokens that ranks read: what follows them is not known yet.
           microbatches: number of microbatches that are answered side by side.
           room: tokens of prompt and answer in a row; 0 means as many as the widest row of prompts has.
         """
+        shapes = {signature: placed.without_lists(inputs) for signature, inputs in shapes.items()}
         self._shapes, self._traced = shapes, {signature: placed.shapes(inputs) for signature, inputs in shapes.items()}
-        self._prediction = self._pass = prediction(placed, self._traced)
+        self._prediction = self._pass = prediction(self._traced)
         self.room = room or max(inputs[LLM]["segments"].shape[1] for inputs in shapes.values())
         costs = placed.nominal_costs(next(iter(shapes.values())))
         schedule = forward_only(placed.graph, microbatches, costs)

@@ -113,7 +113,9 @@ class StepSeconds:
         """Seconds, in forward and backward, in which a stage's cp ranks make whole rows between modules."""
         modules, layout = self.work.modules, self.candidate.layouts[name]
         given = part.last and any(name in other.after for other in modules.values())
-        sources = [one for one in modules[name].after if modules[one].has_backward] if part.first else []
+        # Gradients of listed tokens are in one place each: there is nothing to sum.
+        summed = (one for one in modules[name].after if modules[one].has_backward and self.listed(one, name) == 1)
+        sources = summed if part.first else ()
         return whole_rows_seconds(
             layout,
             self.clock.of(name),
@@ -156,14 +158,38 @@ class StepSeconds:
     def _crossing(self, edge: EdgeNode) -> float:
         """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
 
-        Between modules every rank of cp and tp has whole rows, inside of one its part.
+        Between modules these are whole rows, which every rank of cp and tp has, or all lists; inside of one it is a
+        rank's part.
         """
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         if source != target:
-            return self._sent(source)
+            share = self.listed(source, target)
+            return self._sent(source) * (share * self._context(target) if share < 1 else 1)
         module, (rows, width), layout = self.work.modules[source], self.rows[source], self.candidate.layouts[source]
         parts = module.context(layout) * (layout.tp if layout.shares_tokens else 1)
         return rows * width / module.width * module.carried / parts
+
+    def _arriving(self, edge: EdgeNode) -> float:
+        """Bytes of what an edge carries at a rank of its end, for all dp ranks together."""
+        source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
+        if source != target:
+            return self._sent(source) * self.listed(source, target)
+        return self._crossing(edge)
+
+    def listed(self, source: str, target: str) -> float:
+        """The length of a rank's list of the tokens that it reads of another module, over all tokens; 1 where ranks
+        take whole rows. See `mmjax.data.send_lists`."""
+        one, other = self.work.modules[source], self.work.modules[target]
+        if not one.together or sum(source in reader.after for reader in self.work.modules.values()) > 1:
+            return 1.0
+        (rows, width), (rows_read, width_read) = self.rows[source], self.rows[target]
+        tokens = rows * width / one.together
+        places = rows_read * width_read / max(1, other.together) / self._context(target)
+        return min(1.0, one.blended * places / tokens)
+
+    def _context(self, name: str) -> int:
+        """Ranks of cp that share the positions of a module's rows."""
+        return self.work.modules[name].context(self.candidate.layouts[name])
 
     def _sent(self, name: str) -> float:
         """Bytes of a microbatch's activation on the way out of a module."""

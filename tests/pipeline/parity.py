@@ -245,7 +245,7 @@ def make_packer(case: Case, cells: int) -> Packer:
         pad=PAD,
         one_bucket=case.one_bucket,
         mask=MODELS[case.model].llm.mask,
-    ).split_over(splits_of(case.config()))
+    ).split_over(splits_of(case.config()), lists=case.lowering != "single")
 
 
 def optimizers(case: Case) -> dict[str, OptimizerConfig]:
