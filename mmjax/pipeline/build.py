@@ -288,11 +288,28 @@ class PlacedModel:
 
     def without_lists(self, inputs: InputShapes) -> InputShapes:
         """The same inputs where tokens go to other modules in whole rows."""
-        lists = {stage.model.module: stage.model.send_list for stage in self.stages.values() if stage.model.last}
+        lists = self._send_lists
         return {
             module: {name: array for name, array in own.items() if name != lists.get(module)}
             for module, own in inputs.items()
         }
+
+    def require_no_lists(self, inputs: InputShapes, what: str) -> None:
+        """Requires inputs for whole rows.
+
+        Raises:
+          ValueError: they have lists, and what points at other modules' tokens holds places in these.
+        """
+        for module, name in self._send_lists.items():
+            if name in inputs.get(module, ()):
+                raise ValueError(
+                    f"{module}/{name}: {what} takes whole rows of other modules' tokens; pack without lists"
+                )
+
+    @cached_property
+    def _send_lists(self) -> dict[str, str]:
+        """By module, the input that lists its tokens."""
+        return {stage.model.module: stage.model.send_list for stage in self.stages.values() if stage.model.send_list}
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:
         """Costs for ordering ops before any are measured: matrix-product FLOPs of a padded microbatch, per rank.

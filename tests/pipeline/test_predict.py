@@ -91,7 +91,7 @@ def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[An
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, transport=case.transport, dtype=case.dtype)
     model = replace(parity.MODELS[case.model], unroll=case.unroll)
     placed = PlacedModel(model, layouts, parity.world(), settings)
-    packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()))
+    packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()), lists=False)
     batch = [parity.signed(part) for part in packer.step(0, samples).microbatches]
     starts = [(inputs[LLM]["segments"] > 0).sum(axis=1) for _, inputs in batch]
     made = Predictor(placed, dict(batch), case.microbatches)
@@ -219,7 +219,7 @@ def test_drawings_are_the_references(case: Case) -> None:
     ]
     made, batch, starts, states = predictor(case, samples)
     model, leaves = made.placed.model, parity.initial_parameters(case.model)
-    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
+    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells, lists=False)
     made.load(states)
     first, drawn = made.draw(batch), made.draw(batch)
     parts = packer.plan(0, [meta_of(sample, packer.encoders) for sample in samples]).microbatches
