@@ -132,7 +132,7 @@ def test_what_is_to_be_answered_has_no_lists() -> None:
 OWN = (
     {"vision": {"send_llm": (0,)}},  # the encoder alone, whose lists are made of text that it does not see
     {"vision": {"send_llm": (1,)}, "llm": {"vision_index": (0,)}},
-    {"llm": {"send_painter": (1,), "weights": (1,)}},
+    {"llm": {"send_painter": (1,)}},
     {"llm": {"vision_index": (1,), "tokens": (1,)}, "painter": {"index": (0,)}},
     {"painter": {"index": (1,), "patches": (1,)}},
 )

@@ -258,3 +258,13 @@ def test_another_number_of_microbatches_is_refused() -> None:
     made, batch, starts, _ = predictor(case, samples)
     with pytest.raises(ValueError, match="2 microbatches for a predictor of 1"):
         made.generate(batch * 2, starts * 2, LIMIT, ())
+
+
+def test_tokens_by_lists_are_refused() -> None:
+    """Prompts have whole rows: what points through lists would read other tokens."""
+    case, samples = Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(cp=2), microbatches=1), prompts()
+    made, _, _, _ = predictor(case, samples)
+    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
+    with_lists = [parity.signed(part) for part in packer.step(0, samples).microbatches]
+    with pytest.raises(ValueError, match="^vision/send_llm: a predictor takes whole rows"):
+        made.losses(with_lists)
