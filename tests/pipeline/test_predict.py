@@ -266,5 +266,5 @@ def test_tokens_by_lists_are_refused() -> None:
     made, _, _, _ = predictor(case, samples)
     packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
     with_lists = [parity.signed(part) for part in packer.step(0, samples).microbatches]
-    with pytest.raises(ValueError, match="^vision/send_llm: a predictor takes whole rows"):
+    with pytest.raises(ValueError, match=r"^vision/send_llm: a predictor takes whole rows"):
         made.losses(with_lists)
