@@ -29,7 +29,7 @@ from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
-from mmjax.data.send_lists import alone, list_shapes, send_list, with_lists
+from mmjax.data.send_lists import alone, list_shapes, longest_lists, send_list, with_lists
 from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
 from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
@@ -196,6 +196,10 @@ class Packer:
     def list_shapes(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, tuple[int, int]]]:
         """By module, name and shape of the list that stands beside inputs of these shapes, where there is one."""
         return list_shapes(self._listed, inputs, self.splits, self.cells)
+
+    def longest_lists(self, each: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, tuple[str, tuple[int, int]]]:
+        """The longest such lists, where any module may have the shapes that it has in any of these inputs."""
+        return longest_lists(self._listed, each, self.splits, self.cells)
 
     @property
     def widest(self) -> int:

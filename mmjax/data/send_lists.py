@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,21 @@ def list_shapes(
         split = splits.get(one.module, WHOLE)
         if length := list_length(one, inputs, split, cells):
             found[one.source] = send_list(one.module), (cells, split.ranks * length)
+    return found
+
+
+def longest_lists(
+    pointers: Sequence[Pointers],
+    each: Sequence[Mapping[str, Mapping[str, Any]]],
+    splits: Mapping[str, Split],
+    cells: int,
+) -> dict[str, tuple[str, tuple[int, int]]]:
+    """`list_shapes` of the longest lists, where any module may have the shapes that it has in any of these inputs."""
+    found: dict[str, tuple[str, tuple[int, int]]] = {}
+    for one, sending, reading in product(pointers, each, each):
+        inputs = {**reading, one.source: sending[one.source]}
+        for module, (name, shape) in list_shapes([one], inputs, splits, cells).items():
+            found[module] = name, max(shape, found.get(module, (name, shape))[1])
     return found
 
 

@@ -13,7 +13,7 @@ import mmap
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -208,18 +208,31 @@ class BatchShape:
         return self._known[key]
 
     def _most_bytes(self) -> int:
-        """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one."""
-        counts, most = self._packer.bucket_counts, dict[str, int]()
-        for at in range(max(counts.values(), default=1)):
-            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()}, self._own)
-            for module, arrays in empty.inputs.items():
-                alone = Microbatch(inputs={module: arrays}, bucket={})
-                size = place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
-                most[module] = max(most.get(module, 0), size)
-        return sum(most.values()) * self._packer.microbatches
+        """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one.
 
-    def _empty(self, bucket: dict[str, int], own: OwnRows | None) -> Microbatch:
-        return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, own)
+        Lists, whose length depends on the buckets of two modules, count in all cells.
+        """
+        counts, most, each = self._packer.bucket_counts, dict[str, int](), []
+        for at in range(max(counts.values(), default=1)):
+            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()}, self._own, lists=False)
+            for module, arrays in empty.inputs.items():
+                most[module] = max(most.get(module, 0), _bytes_of({module: arrays}))
+            each.append(empty.inputs)
+        lists = {
+            module: {name: np.empty(shape, np.int32)}
+            for module, (name, shape) in self._packer.longest_lists(each).items()
+        }
+        return (sum(most.values()) + _bytes_of(lists)) * self._packer.microbatches
+
+    def _empty(self, bucket: dict[str, int], own: OwnRows | None, *, lists: bool = True) -> Microbatch:
+        packer = replace(self._packer, lists=lists and self._packer.lists)
+        return packer.fill(packer.plan_microbatch((), self._rows, bucket), {}, own)
+
+
+def _bytes_of(inputs: Any) -> int:
+    """Bytes of the block of a microbatch."""
+    alone = Microbatch(inputs=inputs, bucket={})
+    return place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
 
 
 def _is_number(value: Any) -> bool:
