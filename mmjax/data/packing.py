@@ -29,7 +29,7 @@ from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
-from mmjax.data.send_lists import alone, list_shapes, longest_lists, send_list, with_lists
+from mmjax.data.send_lists import alone, send_list, with_lists
 from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
 from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
@@ -190,16 +190,8 @@ class Packer:
     def inputs(self) -> Mapping[str, frozenset[str]]:
         """The names of a microbatch's arrays, by module; lists are there in some buckets alone."""
         empty = self.fill(self.plan_microbatch((), 1), {}, OwnRows(cells={}))
-        listed = {one.source: {send_list(one.module)} for one in self._listed}
+        listed = {one.source: {send_list(one.module)} for one in self.listed}
         return {module: frozenset(arrays.keys() | listed.get(module, set())) for module, arrays in empty.inputs.items()}
-
-    def list_shapes(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, tuple[int, int]]]:
-        """By module, name and shape of the list that stands beside inputs of these shapes, where there is one."""
-        return list_shapes(self._listed, inputs, self.splits, self.cells)
-
-    def longest_lists(self, each: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, tuple[str, tuple[int, int]]]:
-        """The longest such lists, where any module may have the shapes that it has in any of these inputs."""
-        return longest_lists(self._listed, each, self.splits, self.cells)
 
     @property
     def widest(self) -> int:
@@ -267,7 +259,7 @@ class Packer:
         stay = frozenset({"llm"}) if plan.apart else frozenset[str]()
         inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
         # It is read by programs for whole rows, since the tokens that follow have no place in a list.
-        inputs = inputs if plan.apart else with_lists(inputs, self.splits, self._listed, self.cells, own)
+        inputs = inputs if plan.apart else with_lists(inputs, self.splits, self.listed, self.cells, own)
         whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
         return Microbatch(inputs=whole, bucket=plan.bucket)
 
@@ -293,8 +285,8 @@ class Packer:
         return (*shown, *drawn)
 
     @property
-    def _listed(self) -> tuple[Pointers, ...]:
-        """Those of them whose tokens may go by lists."""
+    def listed(self) -> tuple[Pointers, ...]:
+        """The inputs whose tokens go by lists, in buckets where these are shorter than all tokens."""
         return alone(self._pointers) if self.lists else ()
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:

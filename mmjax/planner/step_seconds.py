@@ -113,16 +113,25 @@ class StepSeconds:
         """Seconds, in forward and backward, in which a stage's cp ranks make whole rows between modules."""
         modules, layout = self.work.modules, self.candidate.layouts[name]
         given = part.last and any(name in other.after for other in modules.values())
-        # Gradients of listed tokens are in one place each: there is nothing to sum.
-        summed = (one for one in modules[name].after if modules[one].has_backward and self.listed(one, name) == 1)
-        sources = summed if part.first else ()
+        sources = [one for one in modules[name].after if modules[one].has_backward] if part.first else []
         return whole_rows_seconds(
             layout,
             self.clock.of(name),
             modules[name].context(layout),
             given=self._sent(name) / layout.dp if given else 0.0,
-            entered=sum(map(self._sent, sources)) / layout.dp,
+            entered=sum(self._summed(one, name) for one in sources) / layout.dp,
         )
+
+    def _summed(self, source: str, target: str) -> float:
+        """Bytes of gradients of a module's tokens that its reader's cp ranks sum, for all dp ranks together.
+
+        Those of lists lie side by side. Where both modules are on the same ranks they are gathered, half of a sum.
+        """
+        share, ends = self.listed(source, target), [self.candidate.layouts[name] for name in (source, target)]
+        if share == 1:
+            return self._sent(source)
+        gathered = ends[0].ranks == ends[1].ranks and ends[0].dp == ends[1].dp
+        return self._sent(source) * share * self._context(target) / 2 if gathered else 0.0
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.

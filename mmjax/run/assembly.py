@@ -22,6 +22,7 @@ from mmjax.data.loader import Source, StepMaker, make_packer, make_source, token
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder, train_schedule
+from mmjax.data.send_lists import list_shapes
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer
@@ -252,7 +253,7 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
             own, rows = empty.inputs[name], rows_per_cell * packer.cells
             scaled = {k: a.shape[1] * width // own["segments"].shape[1] for k, a in own.items()}
             inputs[name] = {k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in own.items()}
-        for module, (name, shape) in packer.list_shapes(inputs).items():
+        for module, (name, shape) in list_shapes(packer.listed, inputs, packer.splits, packer.cells).items():
             inputs[module] = {**inputs[module], name: jax.ShapeDtypeStruct(shape, np.int32)}
         shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
     return shapes

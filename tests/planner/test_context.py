@@ -10,7 +10,7 @@ from planner.models import model
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
-from mmjax.planner.candidates import LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
+from mmjax.planner.candidates import COLOCATED, LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
 from mmjax.planner.choose import Choice, choose, estimated, proportional
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
@@ -164,6 +164,8 @@ def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
         assert gap == pytest.approx(passing)
         if share < 1:  # and no sum of gradients
             assert one.costs.seconds["B", "llm.0", False] < whole.costs.seconds["B", "llm.0", False]
+    together = Candidate(mode=COLOCATED, layouts={"vision": Layout(tp=8), "llm": Layout(cp=8)}, microbatches=8)
+    assert replace(one, candidate=together)._summed("vision", "llm") == sent * 0.25 * 8 / 2  # a gather on the way home
     other = replace(vision, name="other", after=("vision",))  # two readers take one tensor
     assert replace(one, work=replace(work, modules={**work.modules, "other": other})).listed("vision", "llm") == 1
 

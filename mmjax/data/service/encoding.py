@@ -20,6 +20,7 @@ import numpy as np
 
 from mmjax.data.own_rows import HeldRows, OwnRows, turn_of
 from mmjax.data.packing import Packer
+from mmjax.data.send_lists import longest_lists
 from mmjax.data.service import tree
 from mmjax.data.types import Microbatch, StepBatch
 
@@ -218,10 +219,9 @@ class BatchShape:
             for module, arrays in empty.inputs.items():
                 most[module] = max(most.get(module, 0), _bytes_of({module: arrays}))
             each.append(empty.inputs)
-        lists = {
-            module: {name: np.empty(shape, np.int32)}
-            for module, (name, shape) in self._packer.longest_lists(each).items()
-        }
+        own = self._packer
+        longest = longest_lists(own.listed, each, own.splits, own.cells)
+        lists = {module: {name: np.empty(shape, np.int32)} for module, (name, shape) in longest.items()}
         return (sum(most.values()) + _bytes_of(lists)) * self._packer.microbatches
 
     def _empty(self, bucket: dict[str, int], own: OwnRows | None, *, lists: bool = True) -> Microbatch:
