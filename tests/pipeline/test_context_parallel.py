@@ -130,6 +130,9 @@ SLOW = {
     "1→2→3": replace(
         DRAWING, vision=Layout(rank_offset=4), llm=Layout(cp=2, pp=2), painter=Layout(cp=3, rank_offset=5)
     ),
+    "1→2, lists in one bucket": replace(
+        LLM, buckets=((2, 16), (6, 32)), microbatches=4, samples=25, text_only=7, clip_norm=0.0
+    ),
     "buckets": replace(LLM, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0),
 }
 CASES = [
