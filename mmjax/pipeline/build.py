@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.routing import INSIDE, LISTED, WHOLE
@@ -220,7 +221,14 @@ class PlacedModel:
         """Traces every stage for one combination of buckets; stages whose shapes do not change are shared.
 
         ``graph`` is a schedule's and says which stages' backward is split; without it none is.
+
+        Raises:
+          ValueError: inputs have lists of tokens that no stage sends by; see also ``input_aval``.
         """
+        for module, own in inputs.items():
+            if unsent := [name for name in own if name.startswith(SEND) and name != self._send_lists.get(module)]:
+                fix = "its tokens go to other modules in whole rows; pack without lists"
+                raise ValueError(f"{module}/{unsent[0]}: {fix}")
         graph = graph or self.graph
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():

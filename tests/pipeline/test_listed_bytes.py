@@ -69,6 +69,13 @@ def test_a_rank_receives_its_share_of_the_tokens(route: str) -> None:
     assert sum(arriving(routings[1]).values()) == before
 
 
+def test_lists_that_no_stage_sends_by_are_refused() -> None:
+    """What points through them would read other tokens."""
+    inputs = {"vision": {"send_painter": np.zeros((1, 4), np.int32)}}
+    with pytest.raises(ValueError, match=r"^vision/send_painter: its tokens go to other modules in whole rows"):
+        placed("leader").shapes(inputs)
+
+
 def test_the_stage_that_reads_them_sums_no_gradients() -> None:
     """Whole rows have gradients on every rank, which are summed; of listed tokens each rank has those of its own."""
     model = placed("leader")
