@@ -11,8 +11,8 @@ from mmjax.run import assembly
 plain = assembly.own_rows
 
 
-def lacking(placed, microbatches):
-    own = plain(placed, microbatches)
+def lacking(placed, names, microbatches):
+    own = plain(placed, names, microbatches)
     if own is None or jax_compat.process_index() != 1:
         return own
     vision = own.cells["vision"]

@@ -47,6 +47,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
         *("llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='zb-h1'"),
         *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.pp=2", "vision/Layout.rank_offset=4"),
     ),
+    "cp": ("llm/Layout.tp=1", "llm/Layout.cp=6", "vision/Layout.rank_offset=6"),
     "dp, unrolled": (
         *("llm/Layout.tp=1", "llm/Layout.dp=3", "Train.unroll=True"),
         *("vision/Layout.dp=3", "vision/Layout.rank_offset=3"),

@@ -100,13 +100,14 @@ CHECKED = {
         vision__Packing_buckets=((8, 64), (32, 64)),
     ),
     "rows over processes": tiny(Layout(cp=2, rank_offset=6), Layout(cp=6)),
+    "lists over processes": tiny(Layout(tp=2, dp=2, rank_offset=4), Layout(cp=4), World_route="sliced"),
     "rings over processes": tiny(Layout(dp=2, rank_offset=6), Layout(dp=2, cp=3, cp_way="ring")),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
     "draws": small("digits_draw", (*SMALL_HANDS, "vision/Offload.activations=True", "audio/Offload.activations=True")),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
-TWO_ONLY = {"homogeneous", "apart", "draws", "rows over processes", "rings over processes"}
+TWO_ONLY = {"homogeneous", "apart", "draws", "rows over processes", "lists over processes", "rings over processes"}
 APART: list[str] = []  # the tiny configuration's own
 
 

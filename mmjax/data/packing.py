@@ -29,6 +29,7 @@ from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
+from mmjax.data.send_lists import alone, send_list, with_lists
 from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
 from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
@@ -52,6 +53,8 @@ class Packer:
       splits: how rows are split over ranks of context parallelism, by module (see `split_over`).
       mask: the rules of which of the LLM's tokens see which (see `attention.language`); all but the plain ones need
         words of each token.
+      lists: whether tokens go to other modules by lists of what each rank reads, where these are shorter than all
+        tokens (see `send_lists`).
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -65,14 +68,15 @@ class Packer:
     axes: int = 1
     splits: Mapping[str, Split] = field(default_factory=dict)
     mask: str = "causal"
+    lists: bool = False
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():
             if not spec.buckets:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
 
-    def split_over(self, splits: Mapping[str, Split]) -> Packer:
-        """The packer whose rows are split so, and as wide as that wants."""
+    def split_over(self, splits: Mapping[str, Split], *, lists: bool = False) -> Packer:
+        """The packer whose rows are split so, and as wide as that wants; see `lists`."""
 
         def rounded(module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
             return tuple(dict.fromkeys((rows, splits[module].rounded(width)) for rows, width in buckets))
@@ -82,7 +86,7 @@ class Packer:
             for name, spec in self.encoders.items()
         }
         text = rounded("llm", self.text) if "llm" in splits else self.text
-        return replace(self, encoders=encoders, text=text, splits=dict(splits))
+        return replace(self, encoders=encoders, text=text, splits=dict(splits), lists=lists)
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
         """The plan of `step`: microbatch m holds samples m*n … (m+1)*n-1; missing samples leave rows empty.
@@ -184,9 +188,10 @@ class Packer:
 
     @cached_property
     def inputs(self) -> Mapping[str, frozenset[str]]:
-        """The names of a microbatch's arrays, by module."""
+        """The names of a microbatch's arrays, by module; lists are there in some buckets alone."""
         empty = self.fill(self.plan_microbatch((), 1), {}, OwnRows(cells={}))
-        return {module: frozenset(arrays) for module, arrays in empty.inputs.items()}
+        listed = {one.source: {send_list(one.module)} for one in self.listed}
+        return {module: frozenset(arrays.keys() | listed.get(module, set())) for module, arrays in empty.inputs.items()}
 
     @property
     def widest(self) -> int:
@@ -253,6 +258,8 @@ class Packer:
         # What is to be answered is read one token after another, by ranks that have whole rows.
         stay = frozenset({"llm"}) if plan.apart else frozenset[str]()
         inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
+        # It is read by programs for whole rows, since the tokens that follow have no place in a list.
+        inputs = inputs if plan.apart else with_lists(inputs, self.splits, self.listed, self.cells, own)
         whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
         return Microbatch(inputs=whole, bucket=plan.bucket)
 
@@ -276,6 +283,11 @@ class Packer:
         )
         drawn = (Pointers(module=name, name="index", source="llm") for name in self.encoders if name not in self._shown)
         return (*shown, *drawn)
+
+    @property
+    def listed(self) -> tuple[Pointers, ...]:
+        """The inputs whose tokens go by lists, in buckets where these are shorter than all tokens."""
+        return alone(self._pointers) if self.lists else ()
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
         """The batch of `step` in all rows, from whole samples; see `plan`."""
@@ -359,14 +371,20 @@ class Packer:
         return arrays
 
     def _llm_cells(self, name: str, cells: int, own: OwnRows | None) -> Sequence[int]:
-        """The cells whose rows of an input of the LLM are filled: the wanted ones; and those that a generator's tokens
-        point into, where the order of the LLM's tokens follows from the input."""
+        """The cells whose rows of an input of the LLM are filled: the wanted ones; and those whose pointers are, where
+        the input is these, or the order of the LLM's tokens follows from it."""
         if name == "segments":
             return range(cells)
-        found = {*wanted_cells(own, "llm", name, cells)}
-        for drawn in (self.encoders.keys() - {*self._shown}) if name in self._ordered_by("llm") else ():
-            found |= {*wanted_cells(own, drawn, "index", cells)}
+        found, orders = {*wanted_cells(own, "llm", name, cells)}, name in self._ordered_by("llm")
+        for one in self._pointers:
+            if orders or (one.module, one.name) == ("llm", name):
+                found |= self._pointing_cells(one, own)
         return sorted(found)
+
+    def _pointing_cells(self, one: Pointers, own: OwnRows | None) -> set[int]:
+        """The cells whose pointers are filled: the wanted ones, and those whose lists are made of them."""
+        made = wanted_cells(own, one.source, send_list(one.module), self.cells)
+        return {*wanted_cells(own, one.module, one.name, self.cells), *made}
 
     def _ordered_by(self, module: str) -> frozenset[str]:
         """The inputs that the order of a module's tokens follows from, where tokens change places."""
@@ -439,7 +457,9 @@ class Packer:
                         _write(opened[key], *span, values)
         arrays |= opened
         if spec.drawn:
-            arrays["index"] = empty("index", (lead[0], width // spec.patches_per_token), -1, np.int32)
+            (one,) = (one for one in self._pointers if one.module == name)
+            shape, cells = (lead[0], width // spec.patches_per_token), sorted(self._pointing_cells(one, own))
+            arrays["index"] = HeldRows.full(cells, shape, plan.cells, -1)
             self._index(name, plan, samples, arrays["index"])
         return arrays
 

@@ -11,6 +11,7 @@ from math import prod
 
 from mmjax.attention.language import WORDS
 from mmjax.data.own_rows import OwnRows, wanted_cells
+from mmjax.data.send_lists import send_list
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
 OPENED = ("patches", "targets", "times", "weights")
@@ -105,7 +106,10 @@ class MicrobatchPlan:
             *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
         )
         texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
-        texts |= {cell for name in self.encoders for cell in wanted_cells(own, name, "index", self.cells)}
+        # Where a token goes is read in the text, also by who sends it.
+        for name in self.encoders:
+            reading = (name, "index"), (name, send_list("llm")), ("llm", send_list(name))
+            texts |= {cell for pair in reading for cell in wanted_cells(own, *pair, self.cells)}
         found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
         for name in self.encoders:
             for cell in {c for key in OPENED for c in wanted_cells(own, name, key, self.cells)}:

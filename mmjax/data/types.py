@@ -254,6 +254,9 @@ class Microbatch:
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
+    Where tokens go by lists, inputs of the module that has them: "send_<module that reads them>" [cells, ranks * N]
+    int32, indices into its flattened tokens of the cell, -1 at the end; an index is then a place in its rank's list
+    (see `send_lists`).
     Where a process reads its own rows only, an input may be `HeldRows`; segments are always whole.
     bucket: the index of the static shape, per encoder and generator; and of the LLM where its rows are packed.
     """

@@ -2,7 +2,8 @@
 
 Forward materialises an activation in the destination's layout; backward brings the gradient home by the same kind of
 routing with the roles exchanged, one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding
-them would scale it.
+them would scale it. Where each rank of cp has tokens that were listed for it, their gradients lie side by side on the
+way home.
 Source: heterogeneous parallelism for MLLM training, §3.1 (non-colocated) and §3.2 (colocated).
 """
 
@@ -14,7 +15,7 @@ import jax
 
 from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.mesh.movers import mover_of
-from mmjax.mesh.routing import make_routing
+from mmjax.mesh.routing import WHOLE, Lies, make_routing
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer, MovedTransfer, Transfer
 from mmjax.mesh.world import World
@@ -40,8 +41,7 @@ class Boundary:
         world: World,
         transport: str = "auto",
         route: str = "leader",
-        *,
-        inside: bool = False,
+        lies: tuple[Lies, Lies] = WHOLE,
     ):
         """Plans the routes.
 
@@ -52,7 +52,7 @@ class Boundary:
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
           route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
-          inside: whether both stages are of one module, so that its tokens stay where they are on ranks of cp.
+          lies: how the tensor lies at source and target.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
@@ -61,14 +61,15 @@ class Boundary:
             if value not in legal:
                 raise ValueError(f"{field}={value!r}: not a {field}; use one of {', '.join(legal)}")
 
-        def transfer(direction: str, start: Submesh, end: Submesh) -> Transfer:
-            routing = make_routing(route, f"{name} {direction}", start, end, aval, inside=inside)
+        def transfer(direction: str, start: Submesh, end: Submesh, lies: tuple[Lies, Lies]) -> Transfer:
+            routing = make_routing(route, f"{name} {direction}", start, end, aval, lies)
             if start.ranks == end.ranks:
                 return LocalTransfer(routing)
             return MovedTransfer(routing, mover_of(transport, start, end)(routing, world))
 
         self.name = name
-        self.forward, self.backward = transfer("forward", source, target), transfer("backward", target, source)
+        self.forward = transfer("forward", source, target, lies)
+        self.backward = transfer("backward", target, source, (lies[1], lies[0]))
 
         @jax.custom_vjp
         def apply(x: jax.Array) -> jax.Array:

@@ -92,7 +92,7 @@ class CollectiveMover(Mover):
 
     def __init__(self, routing: Routing, world: World):
         super().__init__(routing, world)
-        parts = components(routing.routes, routing.sharding(routing.target))
+        parts = components(routing.routes, routing.target_end.sharding)
         self._programs = [self._program(routes) for routes in parts]
 
     def _program(self, routes: tuple[Route, ...]) -> Program:

@@ -1,8 +1,9 @@
 """Routes: which rank hands which piece to which rank across a boundary. Pure arithmetic, no JAX.
 
 Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that the
-intervals of both dp splits, dividing each other or not, are unions of units. A *piece* is what one rank sends another
-at once: a unit, a slice of one, or all rows of a rank. Both sides number their pieces; a route joins two numbers.
+intervals of both dp splits, dividing each other or not, are unions of units. Where the ranks of one end have parts of
+what stands in a row, a unit is one part of such an interval. A *piece* is what one rank sends another at once: a unit,
+a slice of one, or all rows of a rank. Both sides number their pieces; a route joins two numbers.
 Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2 (equal dp, fan-in and fan-out are the special cases).
 """
 
@@ -17,22 +18,42 @@ from itertools import chain, count
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by ``width`` = copies·cp·tp ranks.
+    """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by copies·cp·tp ranks.
+
+    Each part of an interval counts as an interval of its own, those of the first interval first; ``width`` ranks hold
+    the same.
 
     Attributes:
       ranks: the stage's ranks in (copy, dp, cp, tp) order.
-      dp: number of intervals.
+      dp: number of intervals of rows.
       copies: equal runs of ranks that each hold all intervals.
+      parts: equal parts of what stands in each row, which the ranks of cp have one each; 1 where all have everything.
     """
 
     ranks: tuple[int, ...]
     dp: int
     copies: int = 1
+    parts: int = 1
+
+    @property
+    def intervals(self) -> int:
+        """Number of intervals, parts of rows counted apart."""
+        return self.dp * self.parts
 
     @property
     def width(self) -> int:
         """Ranks that hold the same interval."""
-        return len(self.ranks) // self.dp
+        return len(self.ranks) // self.intervals
+
+    def held(self, rows: int, parts: int) -> int:
+        """Number of units that a rank holds, of a tensor in so many intervals of rows and parts of each."""
+        return rows // self.dp * (parts // self.parts)
+
+    def place(self, row: int, part: int, rows: int, parts: int) -> tuple[int, int]:
+        """The interval that a unit lies in, and its number there: by rows, then by parts."""
+        interval, number = divmod(row, rows // self.dp)
+        shared = parts // self.parts  # 1 where ranks have parts of their own
+        return interval * self.parts + part // shared, number * shared + part % shared
 
     def group(self, interval: int) -> tuple[int, ...]:
         """Ranks that hold interval number ``interval``, copy by copy; the first is its leader."""
@@ -43,7 +64,7 @@ class RowSharding:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of all intervals, in row order."""
-        return tuple(self.group(interval) for interval in range(self.dp))
+        return tuple(self.group(interval) for interval in range(self.intervals))
 
     def leader(self, interval: int, copy: int = 0) -> int:
         """The rank that sends and receives for an interval: canonical (first) cp and tp coordinates, in one copy."""
@@ -64,9 +85,27 @@ class Route:
     kept: int
 
 
-def units(source_dp: int, target_dp: int) -> int:
-    """Number of units that a tensor's rows are cut into."""
-    return math.lcm(source_dp, target_dp)
+@dataclass(frozen=True)
+class Units:
+    """The units of a tensor between two stages.
+
+    Attributes:
+      rows: intervals that its rows are cut into.
+      parts: parts of each.
+    """
+
+    rows: int
+    parts: int
+
+    @classmethod
+    def between(cls, source: RowSharding, target: RowSharding) -> Units:
+        """The fewest units that both ends hold whole ones of."""
+        return cls(math.lcm(source.dp, target.dp), math.lcm(source.parts, target.parts))
+
+    def places(self, end: RowSharding) -> list[tuple[int, int]]:
+        """For each unit, its interval at one end and its number there."""
+        numbered = ((row, part) for row in range(self.rows) for part in range(self.parts))
+        return [end.place(row, part, self.rows, self.parts) for row, part in numbered]
 
 
 def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
@@ -80,13 +119,10 @@ def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 
     They come from the source's leaders; where the target's leader is itself in a copy of the source, from that copy's.
     """
-    total = units(source.dp, target.dp)
-    held, wanted = total // source.dp, total // target.dp
-    routes = []
-    for unit in range(total):
-        receiver = target.leader(unit // wanted)
-        sender = source.leader(unit // held, source.copy_of(receiver))
-        routes.append(Route(sender, unit % held, receiver, unit % wanted))
+    units, routes = Units.between(source, target), []
+    for (held_in, sent), (wanted_in, kept) in zip(units.places(source), units.places(target), strict=True):
+        receiver = target.leader(wanted_in)
+        routes.append(Route(source.leader(held_in, source.copy_of(receiver)), sent, receiver, kept))
     return tuple(routes)
 
 
@@ -107,16 +143,15 @@ def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
     So every rank sends and every rank receives. Source rank ``i`` numbers its slices ``i, i + width, ...`` of its first
     unit first, then those of the next; a target rank receives neighbouring slices and numbers them in order.
     """
-    total, sent, kept = units(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
-    held, wanted = total // source.dp, total // target.dp
+    units, sent, kept = Units.between(source, target), slices_sent(source, target), slices_kept(source, target)
     return tuple(
         Route(
-            source.group(unit // held)[j % source.width],
-            unit % held * sent + j // source.width,
-            target.group(unit // wanted)[j // kept],
-            unit % wanted * kept + j % kept,
+            source.group(held_in)[j % source.width],
+            held * sent + j // source.width,
+            target.group(wanted_in)[j // kept],
+            wanted * kept + j % kept,
         )
-        for unit in range(total)
+        for (held_in, held), (wanted_in, wanted) in zip(units.places(source), units.places(target), strict=True)
         for j in range(kept * target.width)
     )
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +22,54 @@ from mmjax.mesh.collectives import broadcast_from_leader
 from mmjax.mesh.routes import (
     Route,
     RowSharding,
+    Units,
     leader_routes,
     peer_routes,
     sliced_routes,
     slices_kept,
     slices_sent,
-    units,
 )
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
+
+Lies = Literal["whole", "inside", "listed"]
+"""How a tensor lies at one end of a boundary: rows over dp and whole on every rank of cp; as the features of a module's
+tokens, between two of its stages; or rows over dp, of which each rank of cp has the part that was listed for it."""
+WHOLE: tuple[Lies, Lies] = ("whole", "whole")
+INSIDE: tuple[Lies, Lies] = ("inside", "inside")
+LISTED: tuple[Lies, Lies] = ("whole", "listed")
+"""From the module that has the tokens to the one that reads them."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a boundary."""
+
+    submesh: Submesh
+    lies: Lies
+
+    @property
+    def sharding(self) -> RowSharding:
+        """How the tensor lies on the ranks."""
+        one = self.submesh
+        return {"whole": one.row_sharding, "inside": one.token_sharding, "listed": one.list_sharding}[self.lies]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Spec of the tensor."""
+        spread = self.submesh.spread
+        return spread.tokens if self.lies == "listed" else spread.activation(inside=self.lies == "inside")
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Axes over which ranks hold the same."""
+        spread = self.submesh.spread
+        return {"whole": spread.together, "inside": spread.replica, "listed": spread.alike}[self.lies]
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Intervals of rows, parts of each, and the ranks that hold the same."""
+        return self.sharding.dp, self.sharding.parts, self.sharding.width
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,84 +80,108 @@ class Routing(ABC):
       name: used in messages and program names.
       source, target: the stage submeshes.
       aval: shape ``[rows, ...]`` and dtype of the tensor.
-      inside: whether both stages are of one module: then rows ``[rows, positions, ...]`` lie as its tokens do. Between
-        modules they are whole on every rank of cp.
+      lies: how it lies at source and target.
 
     Raises:
-      ValueError: for rows that do not divide into the units of both dp, or stages of one module that differ in degrees.
+      ValueError: for rows that do not divide into the units of both ends, or stages of one module that differ in
+        degrees.
     """
 
     name: str
     source: Submesh
     target: Submesh
     aval: jax.ShapeDtypeStruct
-    inside: bool = False
+    lies: tuple[Lies, Lies] = WHOLE
 
     def __post_init__(self) -> None:
-        if self.inside:
-            degrees = [(end.row_sharding.dp, end.token_sharding.dp, end.row_sharding.width) for end in self.ends]
+        if self.lies == INSIDE:
+            whole = [End(end.submesh, "whole").degrees for end in self.ends]
+            degrees = [(own[0], end.degrees[0], own[2]) for own, end in zip(whole, self.ends, strict=True)]
             if degrees[0] != degrees[1]:
                 raise ValueError(f"{self.name}: stages of one module with the degrees {degrees[0]} and {degrees[1]}")
             return
-        if self.aval.shape[0] % self.units:
+        rows, parts = self.units.rows, self.units.parts
+        if self.aval.shape[0] % rows:
             raise ValueError(
-                f"{self.name}: {self.aval.shape[0]} rows do not divide into {self.units} equal intervals; pad the rows"
+                f"{self.name}: {self.aval.shape[0]} rows do not divide into {rows} equal intervals; pad the rows"
+            )
+        if parts > 1 and self.aval.shape[1] % parts:
+            raise ValueError(
+                f"{self.name}: {self.aval.shape[1]} tokens of a cell are no lists of equal length for cp={parts}; "
+                "pad the lists"
             )
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def source_end(self) -> End:
+        """How the tensor lies at the source."""
+        return End(self.source, self.lies[0])
+
+    @cached_property
+    def target_end(self) -> End:
+        """How the tensor lies at the target."""
+        return End(self.target, self.lies[1])
+
     @property
-    def ends(self) -> tuple[Submesh, Submesh]:
+    def ends(self) -> tuple[End, End]:
         """Source and target."""
-        return self.source, self.target
+        return self.source_end, self.target_end
 
-    def sharding(self, end: Submesh) -> RowSharding:
-        """How the tensor lies on the ranks of one end."""
-        return end.token_sharding if self.inside else end.row_sharding
-
-    def spec(self, end: Submesh) -> PartitionSpec:
-        """Spec of the tensor at one end."""
-        return end.spread.activation(inside=self.inside)
-
-    def group(self, end: Submesh) -> tuple[str, ...]:
-        """Axes over which the ranks of one end hold the same."""
-        return end.spread.replica if self.inside else end.spread.together
-
-    @property
-    def units(self) -> int:
-        """Number of units that the rows are cut into; see ``routes``."""
-        return units(self.sharding(self.source).dp, self.sharding(self.target).dp)
+    @cached_property
+    def units(self) -> Units:
+        """The units that the tensor is cut into; see ``routes``."""
+        return Units.between(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def source_units(self) -> int:
         """Number of units that a source rank holds."""
-        return self.units // self.sharding(self.source).dp
+        return self.source_end.sharding.held(self.units.rows, self.units.parts)
 
     @property
     def target_units(self) -> int:
         """Number of units that a target rank holds."""
-        return self.units // self.sharding(self.target).dp
+        return self.target_end.sharding.held(self.units.rows, self.units.parts)
 
     @property
     def unit(self) -> tuple[int, ...]:
         """Shape of a unit."""
-        if self.inside:
+        if self.lies == INSIDE:
             return self.source_aval.sharding.shard_shape(self.aval.shape)
-        return (self.aval.shape[0] // self.units, *self.aval.shape[1:])
+        rows, *rest = self.aval.shape
+        rest = [rest[0] // self.units.parts, *rest[1:]] if self.units.parts > 1 else rest
+        return (rows // self.units.rows, *rest)
 
     @cached_property
     def source_aval(self) -> jax.ShapeDtypeStruct:
         """The tensor in the source's layout."""
-        return self._placed(self.source)
+        return self._placed(self.source_end)
 
     @cached_property
     def target_aval(self) -> jax.ShapeDtypeStruct:
         """The tensor in the target's layout."""
-        return self._placed(self.target)
+        return self._placed(self.target_end)
 
-    def _placed(self, submesh: Submesh) -> jax.ShapeDtypeStruct:
-        sharding = submesh.sharding(self.spec(submesh))
-        return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=sharding)
+    def _placed(self, end: End) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=end.submesh.sharding(end.spec))
+
+    def as_units(self, x: jax.Array) -> jax.Array:
+        """The units of a source rank's shard, ``[units, *unit]``, by rows and then by parts."""
+        row, *rest = self.unit
+        shared = self.units.parts // self.source_end.sharding.parts  # parts that the rank has of each row
+        if shared == 1:
+            return x.reshape(self.source_units, row, *rest)
+        split = x.reshape(self.source_units // shared, row, shared, *rest)
+        return jnp.moveaxis(split, 2, 1).reshape(self.source_units, row, *rest)
+
+    def of_units(self, units: jax.Array) -> jax.Array:
+        """A target rank's shard from its units, ``[units, *unit]``."""
+        row, *rest = self.unit
+        shared = self.units.parts // self.target_end.sharding.parts
+        if shared == 1:
+            return units.reshape(self.target_units * row, *rest)
+        split = jnp.moveaxis(units.reshape(self.target_units // shared, shared, row, *rest), 1, 2)
+        return split.reshape(self.target_units // shared * row, shared * rest[0], *rest[1:])
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
 
@@ -163,11 +227,11 @@ class Routing(ABC):
         return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *rest), self.aval.dtype, sharding=sharding)
 
     def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
-        return Spmd(cut, self.source.mesh, self.spec(self.source), self.source.spread.each)
+        return Spmd(cut, self.source.mesh, self.source_end.spec, self.source.spread.each)
 
     def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
         each = self.target.spread.each
-        return Spmd(join, self.target.mesh, each, self.spec(self.target), check_vma=False)
+        return Spmd(join, self.target.mesh, each, self.target_end.spec, check_vma=False)
 
 
 class PeerRouting(Routing):
@@ -175,7 +239,7 @@ class PeerRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return peer_routes(self.sharding(self.source), self.sharding(self.target))
+        return peer_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -197,11 +261,11 @@ class PeerRouting(Routing):
 
 
 class LeaderRouting(Routing):
-    """Units go from leader to leader, then through the target's tp·cp group."""
+    """Units go from leader to leader, then through the target's tp·cp group, or tp group where parts differ over cp."""
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return leader_routes(self.sharding(self.source), self.sharding(self.target))
+        return leader_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -219,14 +283,14 @@ class LeaderRouting(Routing):
         return self._over_source(self._cut) if self.source_units > 1 else None
 
     def joining(self) -> Spmd | None:
-        joins = self.target_units > 1 or self.sharding(self.target).width > 1
+        joins = self.target_units > 1 or self.target_end.sharding.width > 1
         return self._over_target(self._join) if joins else None
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.split(rows, self.source_units))
+        return tuple(self.as_units(rows))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
-        return broadcast_from_leader(jnp.concatenate(pieces), self.group(self.target))
+        return broadcast_from_leader(self.of_units(jnp.stack(pieces)), self.target_end.group)
 
 
 class SlicedRouting(Routing):
@@ -238,11 +302,11 @@ class SlicedRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        return sliced_routes(self.sharding(self.source), self.sharding(self.target))
+        return sliced_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return (-(-math.prod(self.unit) // (self._kept * self.sharding(self.target).width)),)
+        return (-(-math.prod(self.unit) // (self._kept * self.target_end.sharding.width)),)
 
     @property
     def sent(self) -> int:
@@ -254,11 +318,11 @@ class SlicedRouting(Routing):
 
     @property
     def _sent(self) -> int:
-        return slices_sent(self.sharding(self.source), self.sharding(self.target))
+        return slices_sent(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def _kept(self) -> int:
-        return slices_kept(self.sharding(self.source), self.sharding(self.target))
+        return slices_kept(self.source_end.sharding, self.target_end.sharding)
 
     def cutting(self) -> Spmd:
         return self._over_source(self._cut)
@@ -267,33 +331,37 @@ class SlicedRouting(Routing):
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        share, width, (size,) = self._sent, self.sharding(self.source).width, self.piece
-        flat_UE = rows.reshape(self.source_units, -1)
+        share, width, (size,) = self._sent, self.source_end.sharding.width, self.piece
+        flat_UE = self.as_units(rows).reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
         slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
-        me = lax.axis_index(self.group(self.source))
+        me = lax.axis_index(self.source_end.group)
         return tuple(lax.dynamic_index_in_dim(slices_SWE, me, 1, keepdims=False))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
         own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
-        flat_UE = lax.all_gather(own_UE, self.group(self.target), axis=1, tiled=True)
+        flat_UE = lax.all_gather(own_UE, self.target_end.group, axis=1, tiled=True)
         flat_UE = flat_UE[:, : math.prod(self.unit)]
-        return flat_UE.reshape(self.target_units * self.unit[0], *self.unit[1:])
+        return self.of_units(flat_UE.reshape(self.target_units, *self.unit))
 
 
 def make_routing(
-    route: str, name: str, source: Submesh, target: Submesh, aval: jax.ShapeDtypeStruct, *, inside: bool = False
+    route: str,
+    name: str,
+    source: Submesh,
+    target: Submesh,
+    aval: jax.ShapeDtypeStruct,
+    lies: tuple[Lies, Lies] = WHOLE,
 ) -> Routing:
     """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
 
-    Between stages of equal dp and width no leader is needed: the ranks of a group hold the same rows, and each hands
-    them to its counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
+    Between stages of equal degrees no leader is needed: the ranks of a group hold the same, and each hands it to its
+    counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
     """
-    shardings = [end.token_sharding if inside else end.row_sharding for end in (source, target)]
-    degrees = {(sharding.dp, sharding.width) for sharding in shardings}
+    degrees = {End(submesh, own).degrees for submesh, own in zip((source, target), lies, strict=True)}
     made = LeaderRouting
-    if route == "sliced" and max(width for _, width in degrees) > 1:
+    if route == "sliced" and max(width for _, _, width in degrees) > 1:
         made = SlicedRouting
     elif len(degrees) == 1:
         made = PeerRouting
-    return made(name, source, target, aval, inside)
+    return made(name, source, target, aval, lies)

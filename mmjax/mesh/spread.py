@@ -106,11 +106,17 @@ class Spread:
         """Axes over which ranks have tokens of the same rows."""
         return tuple(axis for axis in self.axes.all if axis not in self.rows)
 
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Axes over which ranks have the same host inputs."""
+        return tuple(axis for axis in self.together if axis not in self.positions)
+
     # ---- what is computed --------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Host inputs ``[rows, positions, ...]``."""
+        """Host inputs ``[rows, positions, ...]``; tokens ``[cells, listed, ...]`` that each rank reads of another
+        module."""
         return PartitionSpec(self.rows, self.positions) if self.positions else PartitionSpec(self.rows)
 
     @property
@@ -120,7 +126,8 @@ class Spread:
         return PartitionSpec(self.rows)
 
     def activation(self, *, inside: bool) -> PartitionSpec:
-        """Activations ``[rows, positions, ...]`` on an edge, inside of a module or between two, and their gradients."""
+        """Activations ``[rows, positions, ...]`` that a stage gives, to one of its module or of others, and their
+        gradients."""
         return PartitionSpec(self.rows, self.stream) if inside and self.stream else self.whole_rows
 
     @property

@@ -65,6 +65,11 @@ class Submesh:
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies)
 
     @property
+    def list_sharding(self) -> RowSharding:
+        """How tokens of other modules lie on these ranks that were listed for each rank of cp."""
+        return RowSharding(self.ranks, self.layout.dp, self.layout.copies, self.layout.cp)
+
+    @property
     def token_sharding(self) -> RowSharding:
         """How features lie on these ranks inside of a module: the parts of a row are intervals of their own."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.spread.stream)

@@ -91,7 +91,7 @@ class MovedTransfer(Transfer):
 class LocalTransfer(Transfer):
     """A transfer between modules on the same ranks: the devices read their ranks under the other layout (§3.2).
 
-    Equal dp is a relabelling; fan-in gathers among siblings; fan-out selects; other pairs exchange pieces.
+    Equal degrees are a relabelling; fan-in gathers among siblings; fan-out selects; other pairs exchange pieces.
     ``trace`` may be called inside ``jit``, so that a whole straight-line step is one program.
     """
 
@@ -104,32 +104,48 @@ class LocalTransfer(Transfer):
             fix = "on one rank set both have the same dp and copies, or neither has copies"
             raise ValueError(f"{routing.name}: copies={ends[0].copies} to copies={ends[1].copies}: {fix}")
         self._program = None
-        if self.source.layout.dp != self.target.layout.dp:
+        if self._intervals[0] != self._intervals[1]:
             self._program = Program(f"{routing.name} unpack", self.trace, [self.source_aval], self.target_aval)
+
+    @property
+    def _intervals(self) -> list[tuple[int, int]]:
+        """Intervals of rows, and parts of each, at source and target."""
+        return [end.degrees[:2] for end in self.routing.ends]
 
     def trace(self, x: jax.Array) -> jax.Array:
         """The transform as a traceable function of the global array."""
-        source_dp, target_dp = self.source.layout.dp, self.target.layout.dp
-        if source_dp == target_dp:
+        (source_dp, source_parts), (target_dp, target_parts) = self._intervals
+        if (source_dp, source_parts) == (target_dp, target_parts):
             return x
-        if source_dp % target_dp == 0:
-            mesh = self._siblings(target_dp, source_dp // target_dp)
-            return Spmd(self._gather, mesh, PartitionSpec(("a", "k")), PartitionSpec("a"), check_vma=False)(x)
-        if target_dp % source_dp == 0:
-            mesh = self._siblings(source_dp, target_dp // source_dp)
-            return Spmd(self._select, mesh, PartitionSpec("a"), PartitionSpec(("a", "k")))(x)
+        if source_dp % target_dp == 0 and target_parts == 1:
+            mesh, finer = self._siblings(target_dp, source_dp // target_dp, source_parts)
+            return Spmd(self._gather, mesh, finer, PartitionSpec("a"), check_vma=False)(x)
+        if target_dp % source_dp == 0 and source_parts == 1:
+            mesh, finer = self._siblings(source_dp, target_dp // source_dp, target_parts)
+            return Spmd(self._select, mesh, PartitionSpec("a"), finer)(x)
         return self._exchange(x)
 
-    def _siblings(self, groups: int, siblings: int) -> Mesh:
-        """A mesh of the same devices: intervals of the coarser dp, their parts in the finer one, and replicas."""
-        return Mesh(self.source.mesh.devices.reshape(groups, siblings, -1), ("a", "k", "r"))
+    def _siblings(self, groups: int, siblings: int, parts: int) -> tuple[Mesh, PartitionSpec]:
+        """A mesh of the same devices, and the finer end's spec on it.
+
+        Its axes are copies, intervals of the coarser dp, those of the finer one in them, parts of rows, and replicas.
+        """
+        copies = self.routing.source_end.sharding.copies  # both ends have as many
+        devices = self.source.mesh.devices.reshape(copies, groups, siblings, parts, -1)
+        spec = PartitionSpec(("a", "k"), *(["p"] if parts > 1 else []))
+        return Mesh(devices, ("c", "a", "k", "p", "r")), spec
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, "k", tiled=True)
+        rows = lax.all_gather(x, "k", tiled=True)
+        return lax.all_gather(rows, "p", axis=1, tiled=True) if self._intervals[0][1] > 1 else rows
 
     def _select(self, x: jax.Array) -> jax.Array:
         rows = x.shape[0] * self.source.layout.dp // self.target.layout.dp
-        return lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
+        own = lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
+        if (parts := self._intervals[1][1]) == 1:
+            return own
+        width = x.shape[1] // parts
+        return lax.dynamic_slice_in_dim(own, lax.axis_index("p") * width, width, axis=1)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         routing, end = self.routing, self.source  # either will do: the ranks are the same, in the same order

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from mmjax.data.send_lists import send_list
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
@@ -222,9 +223,15 @@ class MultimodalModel:
                     give=piece.give if last and (node.ends or piece.levels) else None,
                     before=before,
                     last=last,
+                    send_list=self._send_list(name) if last else "",
                 )
             )
         return result
+
+    def _send_list(self, name: str) -> str:
+        """The host input that lists a module's tokens for the ranks of the one module that reads them."""
+        targets = [edge.target for edge in self.out_of(name)]
+        return send_list(targets[0]) if len(targets) == 1 else ""
 
     def _slices(self, piece: Piece, first: bool, tp: int) -> tuple[ModuleSlice, ...]:
         name, node = piece.name, piece.node

@@ -1,6 +1,7 @@
 """Tokens of one module at their places among those of another: modality tokens into rows of text, and back.
 
-Shapes: B rows, T tokens, D width, K tokens that a place is a mean of; R rows of Tm tokens each of the other module.
+Shapes: B rows, T tokens, D width, K tokens that a place is a mean of; R rows of Tm tokens each of the other module;
+C cells, N places of all lists of a cell, one list for each rank that reads tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def merge_modality_tokens(
 
     Args:
       x_BTD: text embeddings of this rank's rows.
-      tokens_RTD: modality tokens of the same cells.
+      tokens_RTD: modality tokens of the same cells: all of them, or those that are listed for this rank.
       index: indices into the flattened tokens of the row's cell, negative where there is no placeholder.
       cells: cells among these rows; both row dimensions are cell-major.
       shares_BTK: the weights of the K tokens whose mean stands at a placeholder; ``None`` where it is one token.
@@ -46,6 +47,17 @@ def merge_modality_tokens(
         return jnp.where((first_BT >= 0)[..., None], picked_BTD.astype(x_BTD.dtype), x_BTD)
 
     return merge(x_BTD, tokens_RTD, index, shares_BTK)
+
+
+def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"]) -> Float[Array, "C N D"]:
+    """The tokens that ranks of another module read, list by list.
+
+    Args:
+      tokens_RTD: tokens of the cells, R rows cell by cell.
+      lists_CN: indices into the flattened tokens of the cell; -1, which gives zeros, where a list is shorter.
+    """
+    flat_CND = tokens_RTD.reshape(lists_CN.shape[0], -1, tokens_RTD.shape[-1])
+    return jax.vmap(lookup)(flat_CND, lists_CN)
 
 
 @jax.checkpoint  # likewise

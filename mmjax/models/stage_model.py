@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,8 @@ class StageModel:
       opens: how stored parameters become weights, by name among the stage's; those not named are the weights.
       before: the one of ``sources`` that is the stage before it in its module; "" for the first.
       last: whether it is its module's last stage, so that what takes its activation are other modules.
+      send_list: host input with the tokens that each rank of cp of the one module that takes its activation reads; the
+        inputs need not have it, then all ranks take whole rows. "" where none or several take it.
     """
 
     name: str
@@ -75,6 +77,11 @@ class StageModel:
     opens: Mapping[str, Open] = field(default_factory=dict)
     before: str = ""
     last: bool = True
+    send_list: str = ""
+
+    def read(self, given: Collection[str]) -> tuple[str, ...]:
+        """The host inputs that it reads, if its module's are those ``given``."""
+        return (*self.inputs, self.send_list) if self.send_list in given else self.inputs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.routing import INSIDE, LISTED, WHOLE
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
@@ -219,48 +221,63 @@ class PlacedModel:
         """Traces every stage for one combination of buckets; stages whose shapes do not change are shared.
 
         ``graph`` is a schedule's and says which stages' backward is split; without it none is.
+
+        Raises:
+          ValueError: inputs have lists of tokens that no stage sends by; see also ``input_aval``.
         """
+        for module, own in inputs.items():
+            if unsent := [name for name in own if name.startswith(SEND) and name != self._send_lists.get(module)]:
+                fix = "its tokens go to other modules in whole rows; pack without lists"
+                raise ValueError(f"{module}/{unsent[0]}: {fix}")
         graph = graph or self.graph
-        out: dict[str, Any] = {}
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():
             carry: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).places}
             for edge in self.graph.in_edges(name):
                 for source, place in (self.graph.ends(edge, m) for m in self.graph.turns(edge)):
-                    boundary = self.boundary(source, place, out[source])
+                    sent = functions[source]
+                    boundary = self.boundary(source, place, sent.out.activation, listed=sent.listed)
                     boundaries[edge_name(source, place)] = boundary
                     carry[place][edge.src] = boundary.forward.target_aval
             split = graph.stage(name).split
             for place, received in carry.items():
                 functions[place] = self._stage_functions(place, inputs[stage.model.module], received, split)
-                out[place] = functions[place].out.activation
         return Shapes(functions, boundaries)
 
-    def boundary(self, source: str, target: str, aval: Any, *, whole_rows: bool = False) -> Boundary:
+    def boundary(
+        self, source: str, target: str, aval: Any, *, whole_rows: bool = False, listed: bool = False
+    ) -> Boundary:
         """The boundary between two places for an activation of ``source``; made once for each shape.
 
-        ``whole_rows`` says that rows are whole on every rank of cp inside of modules too.
+        Args:
+          source, target: the places.
+          aval: the activation.
+          whole_rows: whether rows are whole on every rank of cp inside of modules too.
+          listed: whether the activation is tokens that were listed for the ranks of cp of another module.
         """
         inside = not whole_rows and self.places[source].model.module == self.places[target].model.module
-        key = (source, target, aval.shape, aval.dtype, inside)
+        lies = INSIDE if inside else LISTED if listed else WHOLE
+        key = (source, target, aval.shape, aval.dtype, lies)
         if key not in self._boundaries:
             ends = (self.places[source].submesh, self.places[target].submesh)
             name = edge_name(source, target)
             ways = self.settings.transport, self.settings.route
-            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways, inside=inside)
+            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways, lies=lies)
         return self._boundaries[key]
 
     def _stage_functions(
         self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
     ) -> StageFunctions:
         stage = self.places[place]
-        avals = {name: self.input_aval(stage, inputs[name]) for name in stage.model.inputs}
-        key = (place, split, *((n, a.shape, a.dtype) for n, a in (*avals.items(), *carry.items())))
+        model = stage.model
+        whole = {name: name == model.send_list for name in model.read(inputs)}
+        avals = {name: self.input_aval(stage, inputs[name], whole_rows=own) for name, own in whole.items()}
+        key = (place, split, *((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items())))
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             made = SplitFunctions if split else StageFunctions
             sends = bool(self.graph.out_edges(stage.name))
-            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
+            self._functions[key] = made(model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
         return self._functions[key]
 
     def input_aval(self, stage: Stage, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
@@ -276,6 +293,31 @@ class PlacedModel:
             raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by {of}; {fix}")
         sharding = stage.submesh.sharding(spread.whole_rows if whole_rows else spread.tokens)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    def without_lists(self, inputs: InputShapes) -> InputShapes:
+        """The same inputs where tokens go to other modules in whole rows."""
+        lists = self._send_lists
+        return {
+            module: {name: array for name, array in own.items() if name != lists.get(module)}
+            for module, own in inputs.items()
+        }
+
+    def require_no_lists(self, inputs: InputShapes, what: str) -> None:
+        """Requires inputs for whole rows.
+
+        Raises:
+          ValueError: they have lists, and what points at other modules' tokens holds places in these.
+        """
+        for module, name in self._send_lists.items():
+            if name in inputs.get(module, ()):
+                raise ValueError(
+                    f"{module}/{name}: {what} takes whole rows of other modules' tokens; pack without lists"
+                )
+
+    @cached_property
+    def _send_lists(self) -> dict[str, str]:
+        """By module, the input that lists its tokens."""
+        return {stage.model.module: stage.model.send_list for stage in self.stages.values() if stage.model.send_list}
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:
         """Costs for ordering ops before any are measured: matrix-product FLOPs of a padded microbatch, per rank.

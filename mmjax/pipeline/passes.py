@@ -26,7 +26,7 @@ class Pass:
     Attributes:
       programs: by place and buckets.
       boundaries: by edge between two places and buckets.
-      inputs: names of the host inputs by stage.
+      inputs: names of the host inputs, by stage where they are others than in training.
       whole_rows: stages whose rows are whole on every rank of cp.
     """
 
@@ -36,7 +36,7 @@ class Pass:
     whole_rows: frozenset[str] = frozenset()
 
 
-def prediction(placed: PlacedModel, traced: Mapping[Signature, Shapes]) -> Pass:
+def prediction(traced: Mapping[Signature, Shapes]) -> Pass:
     """What stages predict in place of their losses."""
     programs, boundaries, shared = {}, {}, {}
     for signature, own in traced.items():
@@ -45,7 +45,7 @@ def prediction(placed: PlacedModel, traced: Mapping[Signature, Shapes]) -> Pass:
                 shared[id(f)] = Program.of(f"infer {name}", f.infer, f.forward_avals)
             programs[name, signature] = shared[id(f)]
         boundaries |= {(edge, signature): boundary for edge, boundary in own.boundaries.items()}
-    return Pass(programs, boundaries, {name: stage.model.inputs for name, stage in placed.stages.items()})
+    return Pass(programs, boundaries, {})
 
 
 def decoding(
@@ -73,7 +73,7 @@ def decoding(
             begins[name, signature], follows[name, signature] = begin, follow
             begin_edges |= {(edge, signature): boundary for edge, boundary in begun.items()}
             follow_edges |= {(edge, signature): boundary for edge, boundary in followed.items()}
-    begin = Pass(begins, begin_edges, {**predicted.inputs, **maker.begin}, frozenset(maker.begin))
+    begin = Pass(begins, begin_edges, maker.begin, frozenset(maker.begin))
     return begin, Pass(follows, follow_edges, maker.follow, frozenset(maker.follow))
 
 

@@ -47,12 +47,14 @@ class Predictor(Walker):
 
         Args:
           placed: the model on its devices.
-          shapes: input shapes of every bucket combination that may occur.
+          shapes: input shapes of every bucket combination that may occur. Prompts and what is scored have no lists of
+            tokens that ranks read: what follows them is not known yet.
           microbatches: number of microbatches that are answered side by side.
           room: tokens of prompt and answer in a row; 0 means as many as the widest row of prompts has.
         """
+        shapes = {signature: placed.without_lists(inputs) for signature, inputs in shapes.items()}
         self._shapes, self._traced = shapes, {signature: placed.shapes(inputs) for signature, inputs in shapes.items()}
-        self._prediction = self._pass = prediction(placed, self._traced)
+        self._prediction = self._pass = prediction(self._traced)
         self.room = room or max(inputs[LLM]["segments"].shape[1] for inputs in shapes.values())
         costs = placed.nominal_costs(next(iter(shapes.values())))
         schedule = forward_only(placed.graph, microbatches, costs)
@@ -165,7 +167,7 @@ class Predictor(Walker):
         """Continues every row until one of ``stops`` or ``limit`` new tokens.
 
         Args:
-          microbatches: as for a training step; LLM rows hold one prompt each, then padding (segment 0).
+          microbatches: as for ``losses``; LLM rows hold one prompt each, then padding (segment 0).
           starts: per microbatch, the prompt's length in each row; 0 for an empty row.
           limit: largest number of new tokens; an answer ends in any case when its row has no ``room`` for another.
           stops: tokens that end an answer; they are not returned.
@@ -180,7 +182,7 @@ class Predictor(Walker):
             than its room.
           ConfigError: the language model has no logits, or its mask shows tokens later ones.
         """
-        self._require_count(microbatches)
+        self._require_fitting(microbatches)
         if (longest := max(int(np.max(start, initial=0)) for start in starts)) > self.room:
             raise ValueError(f"a prompt of {longest} tokens in rows with room for {self.room}")
         (begin, follow), stages = self._decoding, self._here(self._llm)
@@ -213,12 +215,12 @@ class Predictor(Walker):
         """The weighted loss of each LLM row, the sum over its targets, by microbatch.
 
         Args:
-          microbatches: as for a training step.
+          microbatches: as for a training step, without lists of tokens that ranks read.
 
         Raises:
-          ValueError: when the number of microbatches is not the one the predictor was made for.
+          ValueError: when the number of microbatches is not the one the predictor was made for, or they have lists.
         """
-        self._require_count(microbatches)
+        self._require_fitting(microbatches)
         self._see(microbatches)
         losses = self._predicted(LLM)
         self._forget()
@@ -228,15 +230,15 @@ class Predictor(Walker):
         """Draws with each generator, from noise and the LLM's hidden states.
 
         Args:
-          microbatches: as for a training step; their patches are noise.
+          microbatches: as for ``losses``; their patches are noise.
 
         Returns:
           Patches [R, T, E] by generator and microbatch.
 
         Raises:
-          ValueError: when the number of microbatches is not the one the predictor was made for.
+          ValueError: when the number of microbatches is not the one the predictor was made for, or they have lists.
         """
-        self._require_count(microbatches)
+        self._require_fitting(microbatches)
         self._see(microbatches)
         drawn = {}
         for name, node in self.placed.model.generators.items():
@@ -267,9 +269,11 @@ class Predictor(Walker):
         self._run(self._prediction, batch, self._here(own), self._steps[name])
         return self._predicted(name)
 
-    def _require_count(self, microbatches: Sequence[Any]) -> None:
+    def _require_fitting(self, microbatches: Sequence[Any]) -> None:
         if len(microbatches) != self.microbatches:
             raise ValueError(f"{len(microbatches)} microbatches for a predictor of {self.microbatches}")
+        for _, inputs in microbatches:
+            self.placed.require_no_lists(inputs, "a predictor")
 
     def _here(self, stages: Sequence[str]) -> list[str]:
         return [name for name in stages if name in self.placed.local_stages]

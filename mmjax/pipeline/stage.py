@@ -22,6 +22,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import Open
+from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value, handle
 from mmjax.pipeline.stage_state import StageState
@@ -72,6 +73,7 @@ class StageFunctions:
       kept: avals of the residuals that backward reads.
       keeps_carry: whether backward reads the received activations.
       has_backward: whether anything wants a gradient from this stage.
+      listed: whether its activation is the tokens ``[cells, listed, D]`` that its send list names, not whole rows.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class StageFunctions:
           model: the stage.
           state: its parameters and gradient sums, and the devices that they are on.
           inputs: avals of its host inputs, rows first.
-          carry: avals of the activations that reach it, by source stage.
+          carry: avals of the activations that reach it, by source stage, with shardings.
           cells: cells of a microbatch.
           wanted_carry: source stages that want a gradient.
           sends: whether another stage takes its activation.
@@ -101,14 +103,19 @@ class StageFunctions:
         self.model, self.state, self.submesh = model, state, state.submesh
         self.wanted_carry, self.keeps_carry, self.sends = wanted_carry, False, sends
         self.has_backward = bool(state.trainable or wanted_carry)
+        self.listed = sends and model.send_list in inputs
         self._cells = cells // self.submesh.layout.dp
         self._linear: dict[tuple[str, ...], _Linear] = {}
         self._residuals: list[Residual] = []
         self._avals = (state.param_avals, inputs, carry)
         spread = self.submesh.spread
         self._sent = spread.activation(inside=not model.last)
-        self._received = {name: spread.activation(inside=name == model.before) for name in carry}
-        self._in_specs = (state.param_specs, dict.fromkeys(inputs, spread.tokens), self._received)
+        self._received = {name: aval.sharding.spec for name, aval in carry.items()}
+        self._in_specs = (
+            state.param_specs,
+            {name: aval.sharding.spec for name, aval in inputs.items()},
+            self._received,
+        )
         self._outputs = Output(self._sent, spread.whole_rows)
         if self.has_backward:
             self._plan()
@@ -149,7 +156,10 @@ class StageFunctions:
         if not self.sends:
             return Output(None, own)
         given = give(params, inputs, features, axes) if give else features
-        return Output(self._whole(given) if self.model.last else given, own)
+        if not self.model.last:
+            return Output(given, own)
+        whole = self._whole(given)
+        return Output(listed_tokens(whole, inputs[self.model.send_list]) if self.listed else whole, own)
 
     def _whole(self, x_BT: jax.Array) -> jax.Array:
         """Whole rows, equal on all ranks that have a part of them."""

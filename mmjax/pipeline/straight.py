@@ -62,7 +62,7 @@ class StraightExecutor(OneProgramExecutor):
     def _place(self, avals: Inputs, microbatches: Sequence[InputShapes]) -> Inputs:
         stacked: Inputs = {}
         for name, stage in self.placed.stages.items():
-            own = {k: np.stack([inputs[stage.model.module][k] for inputs in microbatches]) for k in stage.model.inputs}
+            own = {k: np.stack([inputs[stage.model.module][k] for inputs in microbatches]) for k in avals[name]}
             stacked[name] = to_devices(own, {k: avals[name][k].sharding for k in own})
         return stacked
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
-from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.build import InputShapes, PlacedModel, Stage
 from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State
@@ -108,18 +109,24 @@ class Walker:
     ) -> None:
         """Sends every stage the host inputs that it reads, or those that ``names`` has of it.
 
-        ``whole_rows`` are stages whose rows are whole on every rank of cp.
+        ``whole_rows`` are stages whose rows are whole on every rank of cp; lists of tokens always are.
         """
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
             stage, places = self.graph.stage(name), self.placed.local_places(name)
             for index, (_, inputs) in enumerate(microbatches):
                 if place := places.get(stage.place(index)):
-                    read = names[name] if names else place.model.inputs
-                    own = {key: inputs[stage.module][key] for key in read}
-                    spread = place.submesh.spread
-                    sharding = place.submesh.sharding(spread.whole_rows if name in whole_rows else spread.tokens)
-                    self.inputs[name, index] = to_devices(own, sharding)
+                    given = inputs[stage.module]
+                    read = names[name] if names and name in names else place.model.read(given)
+                    own = {key: given[key] for key in read}
+                    shardings = {key: self._sharding(place, key, whole=name in whole_rows) for key in read}
+                    each = {key: jax.tree.map(lambda _, one=shardings[key]: one, own[key]) for key in read}
+                    self.inputs[name, index] = to_devices(own, each)
+
+    def _sharding(self, place: Stage, key: str, *, whole: bool) -> NamedSharding:
+        """Sharding of a host input of a place."""
+        spread = place.submesh.spread
+        return place.submesh.sharding(spread.whole_rows if whole or key == place.model.send_list else spread.tokens)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
         """Hands an activation to the edges that leave ``stage``."""

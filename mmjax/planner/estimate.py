@@ -67,7 +67,7 @@ class Estimate(StepSeconds):
         """
         phased, in_flight = self.candidate.phases(self.work), self.in_flight(node)
         dp = self.candidate.layouts[node.module].dp
-        arriving = {edge: self._crossing(edge) / dp for edge in self.graph.in_edges(node.name)}
+        arriving = {edge: self._arriving(edge) / dp for edge in self.graph.in_edges(node.name)}
         leaving = [self._crossing(edge) / dp for edge in self.graph.out_edges(node.name)]
         kept = 0.0
         for edge, size in arriving.items():

@@ -119,8 +119,19 @@ class StepSeconds:
             self.clock.of(name),
             modules[name].context(layout),
             given=self._sent(name) / layout.dp if given else 0.0,
-            entered=sum(map(self._sent, sources)) / layout.dp,
+            entered=sum(self._summed(one, name) for one in sources) / layout.dp,
         )
+
+    def _summed(self, source: str, target: str) -> float:
+        """Bytes of gradients of a module's tokens that its reader's cp ranks sum, for all dp ranks together.
+
+        Those of lists lie side by side. Where both modules are on the same ranks they are gathered, half of a sum.
+        """
+        share, ends = self.listed(source, target), [self.candidate.layouts[name] for name in (source, target)]
+        if share == 1:
+            return self._sent(source)
+        gathered = ends[0].ranks == ends[1].ranks and ends[0].dp == ends[1].dp
+        return self._sent(source) * share * self._context(target) / 2 if gathered else 0.0
 
     def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
@@ -156,14 +167,38 @@ class StepSeconds:
     def _crossing(self, edge: EdgeNode) -> float:
         """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
 
-        Between modules every rank of cp and tp has whole rows, inside of one its part.
+        Between modules these are whole rows, which every rank of cp and tp has, or all lists; inside of one it is a
+        rank's part.
         """
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         if source != target:
-            return self._sent(source)
+            share = self.listed(source, target)
+            return self._sent(source) * (share * self._context(target) if share < 1 else 1)
         module, (rows, width), layout = self.work.modules[source], self.rows[source], self.candidate.layouts[source]
         parts = module.context(layout) * (layout.tp if layout.shares_tokens else 1)
         return rows * width / module.width * module.carried / parts
+
+    def _arriving(self, edge: EdgeNode) -> float:
+        """Bytes of what an edge carries at a rank of its end, for all dp ranks together."""
+        source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
+        if source != target:
+            return self._sent(source) * self.listed(source, target)
+        return self._crossing(edge)
+
+    def listed(self, source: str, target: str) -> float:
+        """The length of a rank's list of the tokens that it reads of another module, over all tokens; 1 where ranks
+        take whole rows. See `mmjax.data.send_lists`."""
+        one, other = self.work.modules[source], self.work.modules[target]
+        if not one.together or sum(source in reader.after for reader in self.work.modules.values()) > 1:
+            return 1.0
+        (rows, width), (rows_read, width_read) = self.rows[source], self.rows[target]
+        tokens = rows * width / one.together
+        places = rows_read * width_read / max(1, other.together) / self._context(target)
+        return min(1.0, one.blended * places / tokens)
+
+    def _context(self, name: str) -> int:
+        """Ranks of cp that share the positions of a module's rows."""
+        return self.work.modules[name].context(self.candidate.layouts[name])
 
     def _sent(self, name: str) -> float:
         """Bytes of a microbatch's activation on the way out of a module."""

@@ -122,6 +122,8 @@ class ModuleWork:
       heads: query heads, and key/value heads.
       carried: bytes of a row's activation between two stages of the module.
       sent: bytes of a row's activation on the way out of the module.
+      together: positions that are one token between modules; 0 where others take whole rows, whatever they read.
+      blended: tokens of it that a place in another module is a mean of.
       held: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
       after: modules whose activations it takes.
       enters: layers of its targets, beside the first, that its activations enter.
@@ -145,6 +147,8 @@ class ModuleWork:
     heads: tuple[int, int] = (1, 1)
     carried: float = 0.0
     sent: float = 0.0
+    together: int = 0
+    blended: int = 1
     held: Mapping[int, Held] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
     enters: tuple[int, ...] = ()

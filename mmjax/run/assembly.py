@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mmjax import jax_compat
 from mmjax.config import Config, require_devices
@@ -21,6 +22,7 @@ from mmjax.data.loader import Source, StepMaker, make_packer, make_source, token
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder, train_schedule
+from mmjax.data.send_lists import list_shapes
 from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import Tokenizer
@@ -114,7 +116,9 @@ def packer_for(
     shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
     llm = build_modules(config)[LLM]
     shapes |= {"axes": llm.position_axes, "mask": llm.sees}
-    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes).split_over(splits_of(config))
+    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
+    # In one program for all stages, values go from lane to lane as they lie.
+    packer = packer.split_over(splits_of(config), lists=config.train.lowering != "single")
     _check_reorder(config, packer)
     return packer
 
@@ -226,7 +230,7 @@ def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataS
     """
     require_same_data(config, source)
     spec = data_spec(config, parts.packer, step_order(config, parts))
-    return spec, spec.maker(source, own_rows(parts.placed, config.train.microbatches))
+    return spec, spec.maker(source, own_rows(parts.placed, parts.packer.inputs, config.train.microbatches))
 
 
 def planned_data_spec(config: Config) -> DataSpec:
@@ -240,7 +244,7 @@ def planned_data_spec(config: Config) -> DataSpec:
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
     """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the media's buckets."""
-    empty = packer.microbatch([], rows)
+    empty = replace(packer, lists=False).microbatch([], rows)
     counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
     for buckets in itertools.product(*map(range, counts.values())):
         inputs: dict[str, Any] = dict(empty.inputs)
@@ -249,19 +253,24 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
             own, rows = empty.inputs[name], rows_per_cell * packer.cells
             scaled = {k: a.shape[1] * width // own["segments"].shape[1] for k, a in own.items()}
             inputs[name] = {k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in own.items()}
+        for module, (name, shape) in list_shapes(packer.listed, inputs, packer.splits, packer.cells).items():
+            inputs[module] = {**inputs[module], name: jax.ShapeDtypeStruct(shape, np.int32)}
         shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
     return shapes
 
 
-def own_rows(placed: PlacedModel, microbatches: int) -> OwnRows | None:
-    """The rows that this process's devices read of a step's microbatches; ``None`` for all, in a run of one process."""
+def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> OwnRows | None:
+    """The rows that this process's devices read of a step's microbatches; ``None`` for all, in a run of one process.
+
+    ``names`` are those of the host inputs that there are, by module.
+    """
     if placed.world.processes == 1:
         return None
     count = math.lcm(*(layout.lanes for layout in placed.layouts.values()))
-    return OwnRows.in_turns([_rows_of(placed, microbatch) for microbatch in range(min(count, microbatches))])
+    return OwnRows.in_turns([_rows_of(placed, names, microbatch) for microbatch in range(min(count, microbatches))])
 
 
-def _rows_of(placed: PlacedModel, microbatch: int) -> OwnRows:
+def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> OwnRows:
     """The rows of a microbatch that this process's devices read."""
     cells: dict[str, dict[str, set[int]]] = {}
     for stage in (placed.places[node.place(microbatch)] for node in placed.graph.stages):
@@ -270,7 +279,7 @@ def _rows_of(placed: PlacedModel, microbatch: int) -> OwnRows:
         layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})
         here = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
         read = {cell for i in here for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
-        for name in stage.model.inputs:
+        for name in stage.model.read(names[stage.model.module]):
             own.setdefault(name, set()).update(read)
     return OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})
 

@@ -158,7 +158,7 @@ def placed_for(
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
     """Shapes of the host inputs of every module at a point, with `times` as many rows."""
-    empty, found = packer.microbatch([], packer.cells), {}
+    empty, found = replace(packer, lists=False).microbatch([], packer.cells), {}
     for name, own in empty.inputs.items():
         rows, width = point.shapes[name]
         had = own["segments"].shape[1]

@@ -203,6 +203,8 @@ def module_work(
         attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
         carried=carried,
         sent=sent,
+        together=0 if config.train.lowering == "single" else node.module.patches_per_token,
+        blended=node.medium.blended if node.medium else 1,
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
@@ -264,7 +266,7 @@ def _split(
 
 def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
     """Inputs of so many rows of every module, as wide as its largest bucket, rounded up to what ranks of tp share."""
-    shapes = max(bucket_shapes(packer, 1).values(), key=_positions)
+    shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=_positions)
     found: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
         split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)

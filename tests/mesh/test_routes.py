@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mmjax.mesh.routes import (
     Route,
     RowSharding,
+    Units,
     components,
     leader_routes,
     peer_routes,
@@ -21,7 +22,6 @@ from mmjax.mesh.routes import (
     sliced_routes,
     slices_kept,
     slices_sent,
-    units,
 )
 
 steady = settings(derandomize=True, deadline=None)
@@ -69,7 +69,8 @@ def test_a_group_has_the_ranks_of_every_copy():
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target):
     counts = [n for n in range(1, source * target + 1) if n % source == n % target == 0]
-    assert units(source, target) == counts[0]
+    ends = RowSharding(tuple(range(source)), source), RowSharding(tuple(range(target)), target)
+    assert Units.between(*ends) == Units(counts[0], 1)
 
 
 # ---- who sends what to whom ------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def unit_kept(route: Route, target: RowSharding, total: int, share: int = 1) -> 
 @steady
 @given(shardings(first=0), shardings(first=200))
 def test_leaders_hand_every_unit_once_to_leaders_in_row_order(source, target):
-    total, routes = units(source.dp, target.dp), leader_routes(source, target)
+    total, routes = math.lcm(source.dp, target.dp), leader_routes(source, target)
     assert [unit_sent(route, source, total) for route in routes] == list(range(total))
     assert [unit_kept(route, target, total) for route in routes] == list(range(total))
     assert {replica(source, route.source)[1] for route in routes} == {0}
@@ -128,7 +129,7 @@ def test_the_leaders_way_back_is_the_plan_of_the_opposite_boundary(source, targe
 @steady
 @given(shardings(first=0), shardings(first=200))
 def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(source, target):
-    total, sent, kept = units(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
+    total, sent, kept = math.lcm(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
     found = Counter()
     for route in sliced_routes(source, target):
         unit, (_, sender), (_, receiver) = (

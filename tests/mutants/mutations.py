@@ -71,7 +71,7 @@ IDENTITIES = frozenset(
 )
 """Calls that become their first argument."""
 
-SYMMETRIC = frozenset(("min", "max", "lcm", "units", "isinstance", "add", "where"))
+SYMMETRIC = frozenset(("min", "max", "lcm", "between", "isinstance", "add", "where"))
 """Calls whose neighbours are not swapped: equal either way, or ill-typed. ``where`` swaps its branches alone."""
 
 UNORDERED = frozenset(("any", "all", "set", "frozenset", "sum", "len", "min", "max", "prod", "lcm", "sorted"))

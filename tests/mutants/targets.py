@@ -27,6 +27,7 @@ NARROW = (
 FROZEN, SINGLE = "apart, eye frozen", "one program, llm frozen, 1 microbatch"
 
 ROUTES, COLLECTIVES, BOUNDARY = (f"tests/mesh/test_{name}.py" for name in ("routes", "collectives", "boundary"))
+LISTED = "tests/mesh/test_listed.py"
 SUBMESH, LAYOUT, SPMD = (f"tests/mesh/test_{name}.py" for name in ("submesh", "layout", "spmd"))
 HANDLES = "tests/pipeline/test_split.py::test_a_handle_has_the_gradient_of_what_is_stored[vision.0]"
 STAGE, ZERO = (f"tests/pipeline/test_{name}.py" for name in ("stage", "zero"))
@@ -50,15 +51,15 @@ COPIES = (
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
-    "mmjax/mesh/routes.py": (ROUTES,),
+    "mmjax/mesh/routes.py": (ROUTES, LISTED),
     "mmjax/mesh/layout.py": (LAYOUT, SUBMESH),
-    "mmjax/mesh/spread.py": ("tests/mesh/test_spread.py", SUBMESH, BOUNDARY, *toy("apart")),
-    "mmjax/mesh/submesh.py": (SUBMESH, ROUTES),
+    "mmjax/mesh/spread.py": ("tests/mesh/test_spread.py", SUBMESH, LISTED, BOUNDARY, *toy("apart")),
+    "mmjax/mesh/submesh.py": (SUBMESH, ROUTES, LISTED),
     "mmjax/mesh/spmd.py": (SPMD, BOUNDARY),
     "mmjax/mesh/collectives.py": (COLLECTIVES, BOUNDARY),
-    "mmjax/mesh/boundary.py": (BOUNDARY,),
-    "mmjax/mesh/transfer.py": (BOUNDARY,),
-    "mmjax/mesh/routing.py": (BOUNDARY,),
+    "mmjax/mesh/boundary.py": (LISTED, BOUNDARY),
+    "mmjax/mesh/transfer.py": (LISTED, BOUNDARY),
+    "mmjax/mesh/routing.py": (LISTED, BOUNDARY),
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO, NARROW),

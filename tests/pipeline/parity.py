@@ -230,8 +230,8 @@ def step_samples(count: int, model: str = "plain", text_only: int = 0) -> Steps:
     )
 
 
-def make_packer(case: Case, cells: int) -> Packer:
-    """The packer of a case."""
+def make_packer(case: Case, cells: int, *, lists: bool = True) -> Packer:
+    """The packer of a case; what is scored or answered has no ``lists``."""
     specs = Maker.of(MODELS[case.model]).encoders
     rows = math.ceil(case.per / cells)
     return Packer(
@@ -245,7 +245,7 @@ def make_packer(case: Case, cells: int) -> Packer:
         pad=PAD,
         one_bucket=case.one_bucket,
         mask=MODELS[case.model].llm.mask,
-    ).split_over(splits_of(case.config()))
+    ).split_over(splits_of(case.config()), lists=lists and case.lowering != "single")
 
 
 def optimizers(case: Case) -> dict[str, OptimizerConfig]:

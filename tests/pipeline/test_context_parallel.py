@@ -153,6 +153,11 @@ SLOW = {
     "1→2→3": replace(
         DRAWING, vision=Layout(rank_offset=4), llm=Layout(cp=2, pp=2), painter=Layout(cp=3, rank_offset=5)
     ),
+    "1→2, dp 3 to 2": Case(vision=Layout(dp=3, rank_offset=4), llm=Layout(cp=2, dp=2)),
+    "1→2, dp 4 to 2, sliced": Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(cp=2, dp=2), route="sliced"),
+    "1→2, lists in one bucket": replace(
+        LLM, buckets=((2, 16), (6, 32)), microbatches=4, samples=25, text_only=7, clip_norm=0.0
+    ),
     "buckets": replace(LLM, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0),
 }
 CASES = [

@@ -74,7 +74,7 @@ def test_every_copy_reads_all_rows_and_is_shown() -> None:
     world = World([PlannedDevice(rank, process_index=1 - rank // 2) for rank in range(4)])
     layouts = {"vision": COPIES.vision, "llm": COPIES.llm}
     placed = PlacedModel(parity.MODELS["plain"], layouts, world, Settings(optimizers=optimizers, total_steps=1))
-    rows = own_rows(placed, 3)
+    rows = own_rows(placed, dict.fromkeys(layouts, ()), 3)
     assert rows and set(rows.cells["vision"].values()) == {(0, 1)}
     lines = [line.split() for line in layout_text(placed, 4)]
     assert ["vision.0", "k0d0", "k0d1", "k1d0", "k1d1"] in lines

@@ -91,7 +91,7 @@ def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[An
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, transport=case.transport, dtype=case.dtype)
     model = replace(parity.MODELS[case.model], unroll=case.unroll)
     placed = PlacedModel(model, layouts, parity.world(), settings)
-    packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()))
+    packer = parity.make_packer(replace(case, samples=len(samples)), cell_count(layouts.values()), lists=False)
     batch = [parity.signed(part) for part in packer.step(0, samples).microbatches]
     starts = [(inputs[LLM]["segments"] > 0).sum(axis=1) for _, inputs in batch]
     made = Predictor(placed, dict(batch), case.microbatches)
@@ -219,7 +219,7 @@ def test_drawings_are_the_references(case: Case) -> None:
     ]
     made, batch, starts, states = predictor(case, samples)
     model, leaves = made.placed.model, parity.initial_parameters(case.model)
-    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
+    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells, lists=False)
     made.load(states)
     first, drawn = made.draw(batch), made.draw(batch)
     parts = packer.plan(0, [meta_of(sample, packer.encoders) for sample in samples]).microbatches
@@ -258,3 +258,13 @@ def test_another_number_of_microbatches_is_refused() -> None:
     made, batch, starts, _ = predictor(case, samples)
     with pytest.raises(ValueError, match="2 microbatches for a predictor of 1"):
         made.generate(batch * 2, starts * 2, LIMIT, ())
+
+
+def test_tokens_by_lists_are_refused() -> None:
+    """Prompts have whole rows: what points through lists would read other tokens."""
+    case, samples = Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(cp=2), microbatches=1), prompts()
+    made, _, _, _ = predictor(case, samples)
+    packer = parity.make_packer(replace(case, samples=len(samples)), made.placed.cells)
+    with_lists = [parity.signed(part) for part in packer.step(0, samples).microbatches]
+    with pytest.raises(ValueError, match=r"^vision/send_llm: a predictor takes whole rows"):
+        made.losses(with_lists)

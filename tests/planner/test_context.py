@@ -10,7 +10,7 @@ from planner.models import model
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
-from mmjax.planner.candidates import LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
+from mmjax.planner.candidates import COLOCATED, LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
 from mmjax.planner.choose import Choice, choose, estimated, proportional
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
@@ -138,6 +138,36 @@ def test_another_way_is_taken_where_heads_divide_and_nothing_hides_the_gather() 
     assert chosen(replace(fast, heads=(28, 28)))[1] is None, "28 heads do not divide by 8"
     hidden = transformer("llm", 8, 4096, 65_536, heads=32, groups=8)
     assert chosen(hidden)[1] is None, "attention hides the gather of few heads"
+
+
+def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
+    """An image token may stand at every place of a row, so a list has as many as a rank has places."""
+    plain = vlm(LONG, images=64.0)  # half of a row
+    vision = replace(plain.modules["vision"], together=1)
+    work = replace(plain, modules={**plain.modules, "vision": vision})
+    fleet = Fleet(kinds={"": Kind(clock=clock(work), devices=24, memory=H100.memory)})
+
+    def estimate(work: Work, cp: int, dp: int = 1) -> Estimate:
+        layouts = {"vision": Layout(dp=2, rank_offset=16), "llm": Layout(cp=cp, dp=dp)}
+        return estimated(
+            work, fleet, Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=8), proportional(work)
+        )
+
+    for cp, dp, share in ((1, 1, 1.0), (2, 1, 1.0), (4, 1, 0.5), (8, 1, 0.25), (8, 2, 0.25)):
+        one, whole = (estimate(own, cp, dp) for own in (work, plain))
+        assert one.listed("vision", "llm") == share and whole.listed("vision", "llm") == 1
+        (edge,) = (edge for edge in one.graph.edges if edge.src == "vision.0")
+        sent = vision.sent * 64
+        assert (one._arriving(edge), one._crossing(edge)) == (sent * share, sent * (share * cp if share < 1 else 1))
+        passing = 3 * sent * (1 - share) / dp  # kept, and an activation and a gradient on their way
+        gap = whole.needs["llm.0"].activations - one.needs["llm.0"].activations
+        assert gap == pytest.approx(passing)
+        if share < 1:  # and no sum of gradients
+            assert one.costs.seconds["B", "llm.0", False] < whole.costs.seconds["B", "llm.0", False]
+    together = Candidate(mode=COLOCATED, layouts={"vision": Layout(tp=8), "llm": Layout(cp=8)}, microbatches=8)
+    assert replace(one, candidate=together)._summed("vision", "llm") == sent * 0.25 * 8 / 2  # a gather on the way home
+    other = replace(vision, name="other", after=("vision",))  # two readers take one tensor
+    assert replace(one, work=replace(work, modules={**work.modules, "other": other})).listed("vision", "llm") == 1
 
 
 def test_cp_halves_what_a_device_keeps() -> None:

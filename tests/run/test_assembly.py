@@ -60,7 +60,8 @@ def test_a_process_reads_the_rows_of_its_own_devices(tmp_path, settings, wanted)
     config = load_config([write_tiny(tmp_path)], settings)
     half = -(-config.devices // 2)
     world = World(PlannedDevice(rank, process_index=rank // half) for rank in range(config.devices))
-    own = own_rows(place(config, world=world).placed, config.train.microbatches)
+    parts = place(config, world=world)
+    own = own_rows(parts.placed, parts.packer.inputs, config.train.microbatches)
     assert own is not None
     for module, inputs in wanted.items():
         for name, cells in inputs.items():
@@ -69,7 +70,7 @@ def test_a_process_reads_the_rows_of_its_own_devices(tmp_path, settings, wanted)
 
 
 def test_in_one_process_all_rows_are_its_own(tmp_path):
-    assert own_rows(place(load_config([write_tiny(tmp_path)])).placed, 2) is None
+    assert own_rows(place(load_config([write_tiny(tmp_path)])).placed, {}, 2) is None
 
 
 def test_a_pipeline_in_one_program_is_refused_to_several_processes(tmp_path, monkeypatch):

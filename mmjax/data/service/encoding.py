@@ -13,13 +13,14 @@ import mmap
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mmjax.data.own_rows import HeldRows, OwnRows, turn_of
 from mmjax.data.packing import Packer
+from mmjax.data.send_lists import longest_lists
 from mmjax.data.service import tree
 from mmjax.data.types import Microbatch, StepBatch
 
@@ -208,18 +209,30 @@ class BatchShape:
         return self._known[key]
 
     def _most_bytes(self) -> int:
-        """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one."""
-        counts, most = self._packer.bucket_counts, dict[str, int]()
-        for at in range(max(counts.values(), default=1)):
-            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()}, self._own)
-            for module, arrays in empty.inputs.items():
-                alone = Microbatch(inputs={module: arrays}, bucket={})
-                size = place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
-                most[module] = max(most.get(module, 0), size)
-        return sum(most.values()) * self._packer.microbatches
+        """Bytes of the largest batch: each module in its largest bucket, which need not be the costliest (last) one.
 
-    def _empty(self, bucket: dict[str, int], own: OwnRows | None) -> Microbatch:
-        return self._packer.fill(self._packer.plan_microbatch((), self._rows, bucket), {}, own)
+        Lists, whose length depends on the buckets of two modules, count in all cells.
+        """
+        counts, most, each = self._packer.bucket_counts, dict[str, int](), []
+        for at in range(max(counts.values(), default=1)):
+            empty = self._empty({name: min(at, count - 1) for name, count in counts.items()}, self._own, lists=False)
+            for module, arrays in empty.inputs.items():
+                most[module] = max(most.get(module, 0), _bytes_of({module: arrays}))
+            each.append(empty.inputs)
+        own = self._packer
+        longest = longest_lists(own.listed, each, own.splits, own.cells)
+        lists = {module: {name: np.empty(shape, np.int32)} for module, (name, shape) in longest.items()}
+        return (sum(most.values()) + _bytes_of(lists)) * self._packer.microbatches
+
+    def _empty(self, bucket: dict[str, int], own: OwnRows | None, *, lists: bool = True) -> Microbatch:
+        packer = replace(self._packer, lists=lists and self._packer.lists)
+        return packer.fill(packer.plan_microbatch((), self._rows, bucket), {}, own)
+
+
+def _bytes_of(inputs: Any) -> int:
+    """Bytes of the block of a microbatch."""
+    alone = Microbatch(inputs=inputs, bucket={})
+    return place_arrays(StepBatch(step=0, microbatches=(alone,), denominators={})).size
 
 
 def _is_number(value: Any) -> bool:

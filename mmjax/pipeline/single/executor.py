@@ -40,7 +40,7 @@ class SingleExecutor(OneProgramExecutor):
         Raises:
           ConfigError: for several processes, or when a module is neither on all ranks nor on stage submeshes of the
             pipeline.
-          ValueError: when the schedule has an op that has no meaning in one program.
+          ValueError: when the schedule has an op that has no meaning in one program, or tokens go by lists.
         """
         if placed.world.processes > 1:
             raise ConfigError("Train.lowering='single': it runs in one process, this run has several; set it to 'auto'")
@@ -48,6 +48,8 @@ class SingleExecutor(OneProgramExecutor):
         self._ops: dict[int, LaneOps] = {}
         self._held: Any = None  # first argument of the programs; made from the states after they were replaced
         self._states: dict[str, State] | None = {}
+        for inputs in shapes.values():
+            placed.require_no_lists(inputs, "Train.lowering='single'")
         super().__init__(placed, schedule, shapes)
 
     @property
