@@ -204,9 +204,16 @@ class MegatronEstimate(Estimate):
 
     def _crossing(self, edge: EdgeNode) -> float:
         """As in the base class, but ranks of cp get parts of rows from other modules too."""
+        return super()._crossing(edge) / self._parts(edge)
+
+    def _arriving(self, edge: EdgeNode) -> float:
+        """Likewise."""
+        return super()._arriving(edge) / self._parts(edge)
+
+    def _parts(self, edge: EdgeNode) -> int:
+        """Ranks that share what an edge brings from another module."""
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
-        parts = self.work.modules[target].context(self.candidate.layouts[target]) if source != target else 1
-        return super()._crossing(edge) / parts
+        return self._context(target) if source != target else 1
 
     def _exchanged(self, name: str) -> float:
         """Not counted, as other temporaries of attention are not."""

@@ -74,7 +74,7 @@ def check(given: Given, vocab: int, tp: int, tied: bool, z: float, chunk: int, d
     off = 1e-5 if dtype == np.float32 else 0.02
     for name, one, other in zip(("loss", "x", "head"), got, want, strict=True):
         one = np.asarray(one, np.float64)
-        size = np.abs(weights).sum() if name == "loss" else np.linalg.norm(other)
+        size = np.abs(weights).sum() + abs(other) if name == "loss" else np.linalg.norm(other)
         assert np.linalg.norm(one - other) <= off * max(size, 1e-3), name
     assert not np.asarray(got[1], np.float32)[weights == 0].any(), "a token without weight has no gradient"
     assert not np.asarray(got[2], np.float32)[:, vocab:].any(), "what pads the vocabulary has none"

@@ -283,7 +283,7 @@ def test_scores_of_the_half_that_was_not_fitted() -> None:
     assert predictions.right_modes(NEAR) == len(predictions.kept_rankings()) == 11
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_the_bench_and_tables_of_the_docs() -> None:
     from studies.nvidia.report import tables
 
