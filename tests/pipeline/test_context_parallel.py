@@ -52,7 +52,6 @@ def over(case: Case, way: str, tokens: str = "lpt") -> Case:
 
 
 FAST = {
-    "1→2, tp": LLM,
     "2→1": VISION,
     "3→2, pp, windows": ODD,
     "4→2, ring, tied, one program": over(BOTH, "ring", "zigzag"),
@@ -70,6 +69,7 @@ FAST = {
     "2→1, need, whole media": over(VISION, "need", "segments"),
 }
 SLOW = {
+    "1→2, tp": LLM,
     "3→2, need, pp, windows": over(ODD, "need", "contiguous"),
     "2→1, need": over(VISION, "need", "contiguous"),
     "2→3, need, masks of words": over(
