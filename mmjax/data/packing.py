@@ -10,9 +10,9 @@ E numbers in a patch, A axes of a medium.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any
@@ -20,18 +20,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from mmjax.attention.language import WORDS, Rules
 from mmjax.configurable import ConfigError
+from mmjax.data.filling import Filling, shown
 from mmjax.data.first_fit import holds, rows_needed, spread
-from mmjax.data.mask_words import sample_words
-from mmjax.data.mrope import sample_positions
-from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
-from mmjax.data.patches import patch_inputs, patch_places, patch_shapes, unpatchify
+from mmjax.data.own_rows import OwnRows
+from mmjax.data.patches import unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import alone, send_list, with_lists
 from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
-from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
 
@@ -253,8 +250,7 @@ class Packer:
 
         `samples` is by place in the plan, and has at least the samples and media that `MicrobatchPlan.needed` names.
         """
-        inputs = {"llm": self._llm_rows(plan, samples, own)}
-        inputs |= {name: self._encoder_rows(name, plan, samples, own) for name in self.encoders}
+        inputs = {module: self._filling.rows(module, plan, samples, own) for module in ("llm", *self.encoders)}
         # What is to be answered is read one token after another, by ranks that have whole rows.
         stay = frozenset({"llm"}) if plan.apart else frozenset[str]()
         inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
@@ -269,7 +265,7 @@ class Packer:
         for name, split in self.splits.items():
             if split.ranks == 1:
                 continue
-            rows = self._llm_rows(plan, {}, nothing) if name == "llm" else self._encoder_rows(name, plan, {}, nothing)
+            rows = self._filling.rows(name, plan, {}, nothing)
             work = split.work(rows)
             found[name] = work.reshape(self.cells, -1, split.ranks).sum(axis=1)
         return found
@@ -277,12 +273,13 @@ class Packer:
     @property
     def _pointers(self) -> tuple[Pointers, ...]:
         """The inputs that hold places in other modules' rows."""
-        shown = (
+        encoders = shown(self.encoders)
+        read = (
             Pointers(module="llm", name=f"{name}_index", source=name, together=self.encoders[name].patches_per_token)
-            for name in self._shown
+            for name in encoders
         )
-        drawn = (Pointers(module=name, name="index", source="llm") for name in self.encoders if name not in self._shown)
-        return (*shown, *drawn)
+        drawn = (Pointers(module=name, name="index", source="llm") for name in self.encoders if name not in encoders)
+        return (*read, *drawn)
 
     @property
     def listed(self) -> tuple[Pointers, ...]:
@@ -305,7 +302,7 @@ class Packer:
         spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
         if (split := self.splits.get(name, WHOLE)).permutes:
-            known = self._encoder_rows(name, plan, {}, OwnRows(cells={}))
+            known = self._filling.rows(name, plan, {}, OwnRows(cells={}))
             patches_RTE = restored(patches_RTE, split.order(known))
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
@@ -322,166 +319,18 @@ class Packer:
         if strangers := sorted(set(names) - set(self.encoders)):
             raise ConfigError(f"Model.encoders={sorted(self.encoders)} lack {strangers[0]!r}, which a sample has")
 
-    def _llm_rows(
-        self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
-    ) -> dict[str, HeldRows]:
-        shape = (plan.llm.rows_per_cell * plan.cells, plan.llm.width)
-        values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
-        values |= {f"{name}_index": -1 for name in self._shown}
-        blended = {name: self.encoders[name].blended for name in self._shown if self.encoders[name].blended > 1}
-        values |= {f"{name}_shares": 0 for name in blended}
-        deep = {f"{name}_{what}": (count,) for name, count in blended.items() for what in ("index", "shares")}
-        deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
-        rules = Rules.parse(self.mask)
-        words = WORDS if rules.kind == "words" else ()
-        values |= dict.fromkeys(words, 0)
-        arrays: dict[str, HeldRows] = {}
-        for name, value in values.items():
-            cells = self._llm_cells(name, plan.cells, own)
-            dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
-            dtype = np.uint32 if name in ("is", "attends") else dtype
-            arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
-        in_row: dict[int, int] = {}
-        for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
-            in_row[row] = in_row.get(row, 0) + 1
-            _write(arrays["segments"], row, slice(start, start + meta.tokens), in_row[row])
-            if plan.llm.axes == 1:
-                _write(arrays["positions"], row, slice(start, start + meta.tokens), np.arange(meta.tokens))
-        for index, sample in samples.items():
-            (row, start), n = plan.llm.places[index], len(sample.tokens)
-            _write(arrays["tokens"], row, slice(start, start + n), sample.tokens)
-            _write(arrays["targets"], row, slice(start, start + n - 1), sample.tokens[1:])
-            _write(arrays["weights"], row, slice(start, start + n - 1), sample.loss_weights[1:])
-            if plan.llm.axes > 1:
-                grids = plan.metas[index].grids
-                made = partial(sample_positions, sample, grids, self.encoders)
-                _write(arrays["positions"], row, slice(start, start + n), made)
-            if any(arrays[name].row(row) is not None for name in words):
-                found = sample_words(rules, sample, plan.metas[index].grids, self.encoders)
-                for name in words:
-                    _write(arrays[name], row, slice(start, start + n), found[name])
-        for name in self._shown:
-            for _, sample, where, tokens in self._places(name, plan, samples):
-                row, start = plan.llm.places[sample]
-                if name in blended:
-                    _write(arrays[f"{name}_index"], row, start + where, tokens.index)
-                    _write(arrays[f"{name}_shares"], row, start + where, tokens.shares)
-                else:
-                    _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
-        return arrays
-
-    def _llm_cells(self, name: str, cells: int, own: OwnRows | None) -> Sequence[int]:
-        """The cells whose rows of an input of the LLM are filled: the wanted ones; and those whose pointers are, where
-        the input is these, or the order of the LLM's tokens follows from it."""
-        if name == "segments":
-            return range(cells)
-        found, orders = {*wanted_cells(own, "llm", name, cells)}, name in self._ordered_by("llm")
-        for one in self._pointers:
-            if orders or (one.module, one.name) == ("llm", name):
-                found |= self._pointing_cells(one, own)
-        return sorted(found)
-
-    def _pointing_cells(self, one: Pointers, own: OwnRows | None) -> set[int]:
-        """The cells whose pointers are filled: the wanted ones, and those whose lists are made of them."""
-        made = wanted_cells(own, one.source, send_list(one.module), self.cells)
-        return {*wanted_cells(own, one.module, one.name, self.cells), *made}
-
-    def _ordered_by(self, module: str) -> frozenset[str]:
-        """The inputs that the order of a module's tokens follows from, where tokens change places."""
-        split = self.splits.get(module, WHOLE)
-        return split.reads if split.permutes else frozenset()
-
-    @property
-    def _shown(self) -> list[str]:
-        """The encoders, whose tokens replace their placeholders; a generator reads the LLM's output at its own."""
-        return [name for name, spec in self.encoders.items() if not spec.drawn]
-
-    def _places(
-        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample]
-    ) -> Iterator[tuple[int, int, np.ndarray, Places]]:
-        """For each sample that is here: cell, sample, its placeholders' places in its tokens, and the encoder's tokens
-        that belong to them, by their places in the cell's flattened rows.
-
-        Raises ValueError where the numbers of placeholders and of tokens differ.
-        """
-        spec, part = self.encoders[name], plan.encoders[name]
-        width = spec.buckets[part.bucket][1]
-        for cell in range(plan.cells):
-            found: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
-            for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
-                first = (row * width + start + spec.prefix) // spec.patches_per_token
-                found[sample] += range(first, first + prod(grid) // spec.patches_per_token)
-            for sample in sorted(found.keys() & samples.keys()):
-                where = np.flatnonzero(samples[sample].placeholders(name))
-                grids, images = plan.metas[sample].grids.get(name, ()), samples[sample].tiled.get(name, ())
-                index, shares = arrange(spec, grids, images)
-                if len(where) != len(index):
-                    question = samples[sample].question
-                    raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {len(index)} tokens")
-                tokens = np.append(np.asarray(found[sample], np.int32), np.int32(NEWLINE))
-                yield cell, sample, where, Places(tokens[np.where(index < 0, -1, index)], shares)
-
-    def _encoder_rows(
-        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
-    ) -> dict[str, HeldRows]:
-        spec, part = self.encoders[name], plan.encoders[name]
-        rows, width = spec.buckets[part.bucket]
-        lead = (rows * plan.cells, width)
-
-        def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> HeldRows:
-            whole = input_ in ("segments", *self._ordered_by(name))
-            cells = range(plan.cells) if whole else wanted_cells(own, name, input_, plan.cells)
-            return HeldRows.full(cells, shape, plan.cells, value, dtype)
-
-        arrays = {
-            "segments": empty("segments", lead, dtype=np.int32),
-            "positions": empty("positions", (*lead, spec.axes), dtype=np.int32),
-        }
-        opened = {key: empty(key, (*lead, *shape)) for key, shape in patch_shapes(spec).items()}
-        reading = {cell for key in opened for cell in wanted_cells(own, name, key, plan.cells)}
-        for cell, places in enumerate(part.places):
-            media, in_row = plan.media(name, cell), dict[int, int]()
-            for item in sorted(range(len(places)), key=lambda i: places[i]):
-                (row, start), (sample, number, grid) = places[item], media[item]
-                in_row[row] = in_row.get(row, 0) + 1
-                before = cell * rows + row, slice(start, start + spec.special)
-                start += spec.prefix
-                span = cell * rows + row, slice(start, start + prod(grid))
-                for where in (before, span):
-                    _write(arrays["segments"], *where, in_row[row])
-                _write(arrays["positions"], *before, -1 - np.arange(spec.special)[:, None])
-                _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
-                if cell in reading:
-                    made = patch_inputs(samples[sample], name, number, spec)
-                    for key, values in made.items():
-                        _write(opened[key], *span, values)
-        arrays |= opened
-        if spec.drawn:
-            (one,) = (one for one in self._pointers if one.module == name)
-            shape, cells = (lead[0], width // spec.patches_per_token), sorted(self._pointing_cells(one, own))
-            arrays["index"] = HeldRows.full(cells, shape, plan.cells, -1)
-            self._index(name, plan, samples, arrays["index"])
-        return arrays
-
-    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: HeldRows) -> None:
-        """Writes into `out` [R, T/merge**A] where each token's placeholder is in the LLM rows of its cell."""
-        rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
-        for cell, sample, where, tokens in self._places(name, plan, samples):
-            text_row, start = plan.llm.places[sample]
-            numbers = tokens.index[:, 0]
-            first = (text_row - cell * plan.llm.rows_per_cell) * plan.llm.width + start
-            for row in np.unique(numbers // tokens_per_row):
-                own = numbers // tokens_per_row == row
-                _write(out, cell * rows_per_cell + int(row), numbers[own] % tokens_per_row, first + where[own])
+    @cached_property
+    def _filling(self) -> Filling:
+        return Filling(
+            encoders=self.encoders,
+            splits=self.splits,
+            pointers=self._pointers,
+            mask=self.mask,
+            pad=self.pad,
+            cells=self.cells,
+        )
 
 
 def _segments(module: str, cells: Sequence[Sequence[SampleMeta]]) -> list[list[int]]:
     """Positions that each of a module's segments takes, by cell."""
     return [[n for meta in cell for n in meta.segments(module)] for cell in cells]
-
-
-def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:
-    """Writes `values` into a row, if it is wanted; only then are they made, where they are a function."""
-    target = out.row(row)
-    if target is not None:
-        target[where] = values() if callable(values) else values
