@@ -207,7 +207,9 @@ class Layout:
     def describe(self) -> str:
         """The degrees above one and the rank range, for messages: ``pp=2 tp=2 layers=3+5 on ranks 0-3``."""
         parts = [f"{n}={getattr(self, n)}" for n in DEGREES if getattr(self, n) > 1]
-        parts += [f"cp_way={self.cp_way}"] if self.cp > 1 and self.cp_way != CP_WAYS[0] else []
+        if self.cp > 1:
+            parts += [f"cp_way={self.cp_way}"] if self.cp_way != CP_WAYS[0] else []
+            parts += [f"cp_tokens={self.cp_tokens}"] if self.cp_tokens != CP_TOKENS[0] else []
         parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
         return f"{' '.join(parts) or 'one device'} on {show_range(self.rank_offset, self.rank_offset + self.size - 1)}"
 

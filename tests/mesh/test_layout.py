@@ -157,6 +157,8 @@ def test_describe_names_degrees_above_one_and_ranks():
     assert Layout(pp=2, chunks=3, cp=2).describe() == "pp=2 chunks=3 cp=2 on ranks 0-3"
     assert Layout(dp=2, ep=2, optimizer_instances=2).describe() == "dp=2 ep=2 optimizer_instances=2 on ranks 0-1"
     assert Layout(rank_offset=3).describe() == "one device on rank 3"
+    split = Layout(cp=2, cp_way="need", cp_tokens="segments")
+    assert split.describe() == "cp=2 cp_way=need cp_tokens=segments on ranks 0-1"
 
 
 @steady
