@@ -263,7 +263,8 @@ class StepSeconds:
         unit, ahead = max(node.lanes for node in self.graph.stages), self._ahead
         period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, unit)
         enough = (traits.settles * (self.depth + ahead) + 1) // period * period
-        enough += (2 + (unit > 1) + (ahead > 0)) * period
+        # Among lanes, deferred W's settle late: a unit takes longer until as many wait as may.
+        enough += (2 + (unit > 1) * (1 + 4 * traits.splits) + (ahead > 0)) * period
         enough += (count - enough) % period
         if self.candidate.window:
             period = enough = self.candidate.window
