@@ -210,9 +210,9 @@ def test_samples_in_wrong_places(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_a_process_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of the encoder's two shards has no patches."""
 
-    def lacking(placed: Any, microbatches: int) -> OwnRows:
+    def lacking(placed: Any, names: Any, microbatches: int) -> OwnRows:
         inputs = {stage.model.module: stage.model.inputs for stage in placed.stages.values()}
-        cells = {module: dict.fromkeys(names, (0, 1)) for module, names in inputs.items()}
+        cells = {module: dict.fromkeys(own, (0, 1)) for module, own in inputs.items()}
         return OwnRows(cells={**cells, "vision": {**cells["vision"], "patches": (0,)}})
 
     monkeypatch.setattr(assembly, "own_rows", lacking)
