@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from mmjax import jax_compat
 from mmjax.attention.by_hand import ByHand, Known, attend, known
 from mmjax.attention.mask import Columns, Mask, bounds
-from mmjax.attention.tokens import Tokens
+from mmjax.attention.tokens import Tokens, filled
 
 BLOCK = 512
 """The most tokens of a block, where there are several."""
@@ -63,25 +63,13 @@ def attention(
 class Blockwise(ByHand):
     """Attention by blocks, forward and backward."""
 
-    def forward(
-        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    def forward(self, *given: Any) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
         """See ``forward``."""
-        return forward(self.mask, q_BTHK, k_BSGK, v_BSGK, asking, asked)
+        return forward(self.mask, *given)
 
-    def backward(
-        self,
-        q_BTHK: Array,
-        k_BSGK: Array,
-        v_BSGK: Array,
-        asking: Known,
-        asked: Known,
-        out_BTHK: Array,
-        stats: Float[Array, "B H T"],
-        d_out_BTHK: Array,
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, *given: Any) -> tuple[Array, Array, Array]:
         """See ``backward``."""
-        return backward(self.mask, q_BTHK, k_BSGK, v_BSGK, asking, asked, out_BTHK, stats, d_out_BTHK)
+        return backward(self.mask, *given)
 
 
 @dataclass(frozen=True)
@@ -208,11 +196,8 @@ def _columns(mask: Mask, known: Known, block: int, count: int) -> Columns:
 
 def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Array:
     """``[B, T, H, ...]`` as ``[B, P, t, *groups, ...]``; what is missing at the end is 0, in segments padding."""
-    B, T = x_BT.shape[:2]
-    lacking = block * count - T
-    if lacking:
-        x_BT = jnp.pad(x_BT, [(0, 0), (0, lacking)] + [(0, 0)] * (x_BT.ndim - 2))
-    return x_BT.reshape(B, count, block, *groups, *x_BT.shape[3:])
+    x_BT = filled(x_BT, block)
+    return x_BT.reshape(len(x_BT), count, block, *groups, *x_BT.shape[3:])
 
 
 def _like(blocked: Array, x_BT: Array) -> Array:

@@ -10,19 +10,18 @@ Shapes: B rows, T tokens, H query heads, G key/value heads, K head width (local 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import blockwise, kernels
-from mmjax.attention.by_hand import ByHand, Known
-from mmjax.attention.kernels import Asked, Sequence, runs, starts
-from mmjax.attention.mask import Mask
-from mmjax.attention.settings import LIBRARIES
+from mmjax.attention import blockwise
+from mmjax.attention.by_hand import Known
+from mmjax.attention.kernels import Asked, Kernel, Sequence, runs, starts
 
 RUNS = 16
 """Runs of a row, on average over the rows of a rank, that packed rows may have, padding among them."""
@@ -30,35 +29,22 @@ _PACKED_ON = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "G
 """Devices whose cuDNN takes packed rows, by a word of their names: from compute capability 9.0."""
 
 
-def refusal(asked: Asked) -> str:
-    """Why cuDNN does not compute this; "" where it does."""
-    return kernels.refusal(asked, LIBRARIES["cudnn"], "NVIDIA")
-
-
 @dataclass(frozen=True)
-class CuDNN(ByHand):
+class CuDNN(Kernel):
     """Attention among whole rows, forward and backward.
 
     Attributes:
-      window: tokens that a token sees under a causal mask, itself included; 0 means all.
       packed: whether the device takes packed rows.
-      by_index: whether tokens stand in the order of their rows.
     """
 
-    window: int
-    packed: bool
-    by_index: bool = True
+    packed: bool = False
+    LIBRARY = "cudnn"
+    DEVICES = ("NVIDIA",)
 
     @classmethod
     def of(cls, asked: Asked) -> CuDNN:
         """For calls without ``refusal``."""
-        packed = not asked.window and asked.named(*_PACKED_ON)
-        return cls(asked.mask, asked.window, packed, asked.by_index)
-
-    @property
-    def plain(self) -> Mask:
-        """The mask of tokens in the order of their rows."""
-        return Mask(self.mask.kind, self.window)
+        return replace(super().of(asked), packed=not asked.window and asked.named(*_PACKED_ON))
 
     @property
     def causal(self) -> bool:
@@ -66,44 +52,30 @@ class CuDNN(ByHand):
         return self.mask.kind == "causal"
 
     def forward(
-        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
+        self, q: Array, k: Array, v: Array, asking: Known, asked: Known
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "N H T"]]:
         """The output, and the logarithm of each softmax's denominator by run; see ``ByHand``."""
         del asking  # the keys' own
         ways = (_whole_forward, *(_packed_forward,) * self.packed, _blockwise_forward)
-        segments_BT, (q, k, v), row = self._in_rows(asked, q_BTHK, k_BSGK, v_BSGK)
-        out, stats = lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], q, k, v, segments_BT)
-        return row.back(out) if row else out, stats
+        row, segments_BT, *given = self._in_rows(asked, q, k, v)
+        out, stats = lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], *given, segments_BT)
+        return row.back(out), stats
 
     def backward(
-        self,
-        q_BTHK: Array,
-        k_BSGK: Array,
-        v_BSGK: Array,
-        asking: Known,
-        asked: Known,
-        out_BTHK: Array,
-        stats: Float[Array, "N H T"],
-        d_out_BTHK: Array,
+        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, stats: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """See ``ByHand``."""
         del asking
         ways = (_whole_backward, *(_packed_backward,) * self.packed, _blockwise_backward)
-        segments_BT, given, row = self._in_rows(asked, q_BTHK, k_BSGK, v_BSGK, out_BTHK, d_out_BTHK)
-        *given, d_out = given
-        gradients = lax.switch(
-            _way(self, segments_BT), [partial(way, self) for way in ways], *given, stats, d_out, segments_BT
-        )
-        dq, dk, dv = (row.back(d) if row else d for d in gradients)
+        row, segments_BT, q, k, v, out, d_out = self._in_rows(asked, q, k, v, out, d_out)
+        given = (q, k, v, out, stats, d_out, segments_BT)
+        dq, dk, dv = map(row.back, lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], *given))
         return dq, dk, dv
 
-    def _in_rows(self, asked: Known, *given: Array) -> tuple[Array, list[Array], Sequence | None]:
-        """Segments and arrays in the order of rows, and what puts them back."""
-        segments_BT, *rest = jax_compat.alike(asked["segments"], *given)
-        if self.by_index:
-            return segments_BT, rest, None
-        row = Sequence.of(asked)
-        return row.put(segments_BT), [row.put(x) for x in rest], row
+    def _in_rows(self, asked: Known, *given: Array) -> tuple[Any, ...]:
+        """What puts tokens in the order of their rows, then segments and arrays that it has put so."""
+        row = Sequence.of(asked, by_index=self.by_index)
+        return row, *map(row.put, jax_compat.alike(asked["segments"], *given))
 
 
 def _way(call: CuDNN, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
@@ -119,7 +91,7 @@ def _way(call: CuDNN, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
 
 
 def _whole_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
-    out, stats_BHT = jax_compat.cudnn_forward(q, k, v, causal=call.causal, window=call.window)
+    out, stats_BHT = jax_compat.cudnn_forward(q, k, v, causal=call.causal, window=call.mask.window)
     return out, _in_slots(stats_BHT)
 
 
@@ -127,7 +99,7 @@ def _whole_backward(
     call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     stats_BHT = stats_NHT[: len(q)]
-    return jax_compat.cudnn_backward(q, k, v, out, stats_BHT, d_out, causal=call.causal, window=call.window)
+    return jax_compat.cudnn_backward(q, k, v, out, stats_BHT, d_out, causal=call.causal, window=call.mask.window)
 
 
 def _in_slots(stats_BHT: Float[Array, "B H T"]) -> Float[Array, "N H T"]:
@@ -155,7 +127,7 @@ def _packed_backward(
 
 def _blockwise_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     tokens = {"segments": segments_BT}
-    out, stats_BHT = blockwise.forward(call.plain, q, k, v, tokens, tokens)
+    out, stats_BHT = blockwise.forward(call.mask, q, k, v, tokens, tokens)
     return out, _in_slots(stats_BHT)
 
 
@@ -163,5 +135,5 @@ def _blockwise_backward(
     call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     tokens, stats_BHT = {"segments": segments_BT}, stats_NHT[: len(q)]
-    gradients = blockwise.backward(call.plain, q, k, v, tokens, tokens, out, stats_BHT, d_out)
+    gradients = blockwise.backward(call.mask, q, k, v, tokens, tokens, out, stats_BHT, d_out)
     return tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True))

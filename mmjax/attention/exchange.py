@@ -142,9 +142,15 @@ class _Among(ByHand):
 
     @classmethod
     def plan(cls, mask: Mask, company: Company, asked: Known) -> Known:
-        """What the names of ``PLAN`` stand for."""
+        """The arrays of ``PLAN``."""
         del mask, company, asked
         return {}
+
+    @classmethod
+    def queries(cls, asking: Known, asked: Known) -> Known:
+        """What is known of the queries whose attention a rank computes, from that of its own tokens and of all."""
+        del asked
+        return asking
 
 
 # ---- all keys on every rank ------------------------------------------------------------------------------------------
@@ -241,9 +247,13 @@ class _Ring(_Among):
 
 
 class _AllToAll(_Among):
+    @classmethod
+    def queries(cls, asking: Known, asked: Known) -> Known:
+        return asked | {name: x for name, x in asking.items() if name not in asked}
+
     def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
         q, k, v = self._by_heads(q, k, v)
-        out, lse = self.kernel.forward(q, k, v, self._all(asking, asked), asked)
+        out, lse = self.kernel.forward(q, k, v, self.queries(asking, asked), asked)
         return self.company.by_tokens(out), lse
 
     def backward(
@@ -252,14 +262,10 @@ class _AllToAll(_Among):
         heads, times = k.shape[2], self._times(q, k)
         q, k, v = self._by_heads(q, k, v)
         out, d_out = self.company.by_heads(out), self.company.by_heads(d_out)
-        found = self.kernel.backward(q, k, v, self._all(asking, asked), asked, out, lse, d_out)
+        found = self.kernel.backward(q, k, v, self.queries(asking, asked), asked, out, lse, d_out)
         dq, dk, dv = (self.company.by_tokens(d.astype(jnp.float32)) for d in found)
         add = lambda d: d.reshape(*d.shape[:2], heads, times, d.shape[3]).sum(axis=3)  # noqa: E731
         return dq, add(dk), add(dv)
-
-    def _all(self, asking: Known, asked: Known) -> Known:
-        """What is known of all tokens as queries."""
-        return asked | {name: x for name, x in asking.items() if name not in asked}
 
     def _by_heads(self, q: Array, k: Array, v: Array) -> list[Array]:
         times = self._times(q, k)

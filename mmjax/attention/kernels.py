@@ -6,7 +6,8 @@ runs of all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.by_hand import Known
+from mmjax.attention.by_hand import ByHand, Known
 from mmjax.attention.mask import Columns, Mask
-from mmjax.attention.settings import Library
-from mmjax.attention.tokens import Tokens
+from mmjax.attention.settings import LIBRARIES
+from mmjax.attention.tokens import Tokens, filled, picked
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,48 @@ class Asked:
         return self.mask.window if self.cp_way or self.mask.window < self.queries else 0
 
 
-def refusal(asked: Asked, library: Library, *words: str) -> str:
-    """Why a library's kernel does not compute this; "" where it does.
+@dataclass(frozen=True)
+class Kernel(ByHand):
+    """A library's way to compute attention.
 
-    Args:
-      asked: the call.
-      library: what the library takes.
-      words: a device of the library has one of them in its name.
+    Attributes:
+      by_index: whether tokens stand in the order of their rows, and queries and keys are of the same tokens.
+      LIBRARY: its key in ``settings.LIBRARIES``.
+      DEVICES: a device that it runs on has one of these words in its name.
     """
-    if asked.platform != "gpu" or not asked.named(*words):
-        return f"{library.name} runs on {library.devices} and this is {asked.device_kind}"
-    if asked.dtype not in library.dtypes:
-        return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {asked.dtype}"
-    if not asked.by_index and not asked.cp_way:
-        return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
-    return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind, asked.cp_way)
+
+    by_index: bool = True
+    LIBRARY: ClassVar[str]
+    DEVICES: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, asked: Asked) -> Self:
+        """The way of a call without ``refusal``."""
+        return cls(replace(asked.mask, window=asked.window), asked.by_index)
+
+    @classmethod
+    def refusal(cls, asked: Asked) -> str:
+        """Why the library does not compute a call; "" where it does."""
+        library = LIBRARIES[cls.LIBRARY]
+        if asked.platform != "gpu" or not asked.named(*cls.DEVICES):
+            return f"{library.name} runs on {library.devices} and this is {asked.device_kind}"
+        if asked.dtype not in library.dtypes:
+            return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {asked.dtype}"
+        if not asked.by_index and not asked.cp_way:
+            return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
+        return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind, asked.cp_way)
+
+    @classmethod
+    def found(cls, mask: Mask, asking: Known, asked: Known, *, by_index: bool) -> Known:
+        """Arrays that ``forward`` and ``backward`` read of ``asking``, made once for all layers with a mask.
+
+        Args:
+          mask: which tokens see which.
+          asking, asked: what is known of queries and of keys.
+          by_index: see ``Kernel``.
+        """
+        del mask, asking, asked, by_index
+        return {}
 
 
 def starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -127,16 +155,18 @@ class Sequence:
     """Keys that are put where their tokens stand in their rows, and back.
 
     Attributes:
-      places_BS: for each place, the index of the key that stands there.
+      places_BS: for each place, the index of the key that stands there; ``None`` where keys stand at their places.
       back_BS: for each key, its place.
     """
 
-    places_BS: Int[Array, "B S"]
-    back_BS: Int[Array, "B S"]
+    places_BS: Int[Array, "B S"] | None = None
+    back_BS: Int[Array, "B S"] | None = None
 
     @classmethod
-    def of(cls, asked: Known) -> Sequence:
+    def of(cls, asked: Known, *, by_index: bool = False) -> Sequence:
         """By the order of tokens, which are the places of a row; where a mask reads none, segment by segment."""
+        if by_index:
+            return cls()
         if "order" not in asked:
             places_BS = jnp.argsort(asked["segments"], axis=1, stable=True).astype(jnp.int32)
             return cls(places_BS, _reversed(places_BS))
@@ -144,11 +174,11 @@ class Sequence:
 
     def put(self, x_BS: Array) -> Array:
         """What is known of keys, in the order of their rows."""
-        return _picked(x_BS, self.places_BS)
+        return x_BS if self.places_BS is None else picked(x_BS, self.places_BS)
 
     def back(self, x_BS: Array) -> Array:
         """The reverse of ``put``."""
-        return _picked(x_BS, self.back_BS)
+        return x_BS if self.back_BS is None else picked(x_BS, self.back_BS)
 
 
 def _reversed(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
@@ -159,12 +189,6 @@ def _reversed(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
         return jnp.zeros_like(index_S).at[order_S].set(index_S, unique_indices=True, mode="promise_in_bounds")
 
     return jax.vmap(of_row)(order_BS)
-
-
-def _picked(x_BS: Array, places_BS: Int[Array, "B S"]) -> Array:
-    x_BS, places_BS = jax_compat.alike(x_BS, places_BS)
-    pick = lambda x_S, places_S: x_S.at[places_S].get(mode="promise_in_bounds", unique_indices=True)  # noqa: E731
-    return jax.vmap(pick)(x_BS, places_BS)
 
 
 def seen_runs(
@@ -192,7 +216,7 @@ def seen_runs(
         return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_run_Bt | ~real_Bt
 
     def cut(x_BT: Array) -> Array:
-        x_BT = jnp.pad(x_BT, [(0, 0), (0, -T % block)] + [(0, 0)] * (x_BT.ndim - 2))
+        x_BT = filled(x_BT, block)
         return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, block, *x_BT.shape[2:]), 1, 0)
 
     found = lax.map(of_block, jax.tree.map(cut, own))

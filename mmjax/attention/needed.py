@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int
 
 from mmjax import jax_compat
 from mmjax.attention.mask import Columns, Mask, bounds
+from mmjax.attention.tokens import filled, picked
 
 BLOCK = 128
 """The most tokens of a block."""
@@ -60,7 +61,7 @@ def needed_blocks(mask: Mask, columns: Columns, ranks: int) -> Needed:
     size = block_size(tokens)
 
     def padded(x: Array) -> Array:
-        by_rank = _filled(x.reshape(x.shape[0], ranks, tokens, *x.shape[2:]), 2, size)
+        by_rank = filled(x.reshape(x.shape[0], ranks, tokens, *x.shape[2:]), size, axis=2)
         return by_rank.reshape(x.shape[0], -1, *x.shape[2:])
 
     columns = columns._replace(segments=_by_place(columns.segments))
@@ -140,7 +141,7 @@ class Need:
 
         def bring(distance: int, size: int, rows_BRNt: Array) -> Array:
             to, source = (me + distance) % self._ranks, (me - distance) % self._ranks
-            sent = _picked(own_BNt, self._listed(to, me)[:, :size])
+            sent = picked(own_BNt, self._listed(to, me)[:, :size])
             found_BNt = self._placed(self._sent(sent, distance), source=source, to=me)
             return lax.dynamic_update_index_in_dim(rows_BRNt, found_BNt, source, 1)
 
@@ -155,7 +156,7 @@ class Need:
 
         def bring_home(distance: int, size: int, sum_BNt: Array) -> Array:
             to, source = (me + distance) % self._ranks, (me - distance) % self._ranks
-            sent = _picked(of(source), self._listed(me, source)[:, :size])
+            sent = picked(of(source), self._listed(me, source)[:, :size])
             return sum_BNt + self._placed(self._sent(sent, -distance), source=me, to=to)
 
         sum_BNt = self._by_distance(bring_home, of(me))
@@ -170,7 +171,7 @@ class Need:
         return x
 
     def _sent(self, x: Array, distance: int) -> Array:
-        """What the rank so far before this one has."""
+        """The array of the rank so far before this one."""
         routes = [(rank, (rank + distance) % self._ranks) for rank in range(self._ranks)]
         return lax.ppermute(x, self.axes, routes)
 
@@ -186,19 +187,9 @@ class Need:
         """Blocks that travelled, of the source's numbers, each at its own; 0 where none was needed."""
         needed_BN = self._between(to, source)
         places_BN = jnp.maximum(jnp.cumsum(needed_BN, axis=-1) - 1, 0)
-        return jnp.where(needed_BN.reshape(*needed_BN.shape, *[1] * (came.ndim - 2)), _picked(came, places_BN), 0)
+        return jnp.where(needed_BN.reshape(*needed_BN.shape, *[1] * (came.ndim - 2)), picked(came, places_BN), 0)
 
     def _blocked(self, x_BT: Array) -> Array:
         """``[B, T, ...]`` as ``[B, N, t, ...]``, with 0 at the end."""
-        filled = _filled(x_BT, 1, block_size(x_BT.shape[1]))
-        return filled.reshape(x_BT.shape[0], self._blocks, -1, *x_BT.shape[2:])
-
-
-def _picked(x_BN: Array, numbers_BM: Int[Array, "B M"]) -> Array:
-    return jax.vmap(lambda x_N, numbers_M: x_N[numbers_M])(x_BN, numbers_BM)
-
-
-def _filled(x: Array, axis: int, size: int) -> Array:
-    """The array with 0 at the end of an axis, up to a multiple of a size."""
-    lacking = -x.shape[axis] % size
-    return jnp.pad(x, [(0, lacking * (own == axis)) for own in range(x.ndim)]) if lacking else x
+        x_BT = filled(x_BT, block_size(x_BT.shape[1]))
+        return x_BT.reshape(x_BT.shape[0], self._blocks, -1, *x_BT.shape[2:])

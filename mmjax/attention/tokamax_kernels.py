@@ -22,11 +22,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention import blockwise, kernels
-from mmjax.attention.by_hand import ByHand, Known
-from mmjax.attention.kernels import Asked, Sequence, intervals, seen_runs
+from mmjax.attention import blockwise
+from mmjax.attention.by_hand import Known
+from mmjax.attention.kernels import Kernel, Sequence, intervals, seen_runs
 from mmjax.attention.mask import Mask
-from mmjax.attention.settings import LIBRARIES
+from mmjax.attention.tokens import filled
 
 _ON = ("H100", "H200", "H800", "H20", "GH200")
 """Devices that the kernels are written for, by a word of their names: compute capability 9.0."""
@@ -38,62 +38,39 @@ _BLOCKS = {"block_q": 64, "block_kv": 128, "num_stages": 2}
 _BACKWARD_BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "block_kv_dq": 64, "num_stages": 2}
 
 
-def refusal(asked: Asked) -> str:
-    """Why tokamax does not compute this; "" where it does."""
-    return kernels.refusal(asked, LIBRARIES["tokamax"], *_ON)
-
-
-def found(mask: Mask, asking: Known, asked: Known, *, in_rows: bool) -> Known:
-    """The interval of keys that each query sees, and whether it sees all of them, for layers to read.
-
-    Args:
-      mask: which tokens see which.
-      asking, asked: what is known of queries and of keys.
-      in_rows: whether keys stand in the order of their rows; else they are put there.
-    """
-    if in_rows and _is_plain(mask):
-        return {}  # found faster from segments
-    row = None if in_rows else Sequence.of(asked)
-    first_BT, last_BT, are_runs = seen_runs(mask, asking, {n: row.put(x) for n, x in asked.items()} if row else asked)
-    return {"first": first_BT, "last": last_BT, "are_runs": are_runs}
-
-
 @dataclass(frozen=True)
-class Tokamax(ByHand):
+class Tokamax(Kernel):
     """Attention of queries in any order, each to an interval of keys, forward and backward.
 
     A mask of words, or of windows of a grid, may show keys that are no interval. That is data: where a rank has such
     rows, it computes by blocks.
-
-    Attributes:
-      window: tokens that a token sees under a causal mask, itself included; 0 means all.
-      by_index: whether tokens stand in the order of their rows, and queries and keys are of the same tokens.
     """
 
-    window: int
-    by_index: bool = True
+    LIBRARY = "tokamax"
+    DEVICES = _ON
 
     @classmethod
-    def of(cls, asked: Asked) -> Tokamax:
-        """For calls without ``refusal``."""
-        return cls(asked.mask, asked.window, asked.by_index)
+    def found(cls, mask: Mask, asking: Known, asked: Known, *, by_index: bool) -> Known:
+        """The interval of keys that each query sees, and whether it sees all of them; see ``Kernel``."""
+        if by_index and _is_plain(mask):
+            return {}  # found faster from segments
+        row = Sequence.of(asked, by_index=by_index)
+        first_BT, last_BT, are_runs = seen_runs(mask, asking, {name: row.put(x) for name, x in asked.items()})
+        return {"first": first_BT, "last": last_BT, "are_runs": are_runs}
 
-    def forward(
-        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known
-    ) -> tuple[Float[Array, "B T H K"], Any]:
+    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Float[Array, "B T H K"], Any]:
         """The output, and two numbers of each softmax; see ``ByHand``."""
         kernel, settings = forward_kernel()
-        static = {"out_dtype": q_BTHK.dtype, "normalize_output": True, "return_residuals": True}
-        static |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": settings, **self._static(q_BTHK)}
-        T, seen = q_BTHK.shape[1], self._seen(asking, asked)
+        static = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
+        static |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": settings, **self._static(q)}
+        T, seen = q.shape[1], self._seen(asking, asked)
 
         def of_row(qkv: list[Array], first: Array, last: Array | None) -> Any:
             return kernel(*qkv, None, None, first, last, **static)
 
         def by_kernel(q: Array, k: Array, v: Array) -> Any:
-            row = self._row(asked)
-            k, v = (row.put(x) if row else x for x in (k, v))
-            out, stats = jax.vmap(of_row)(_filled(q, k, v), *seen.intervals)
+            row = Sequence.of(asked, by_index=self.by_index)
+            out, stats = jax.vmap(of_row)(_filled(q, row.put(k), row.put(v)), *seen.intervals)
             return _typed((out[:, :T], tuple(stats)), q)
 
         def by_blocks(q: Array, k: Array, v: Array) -> Any:
@@ -101,40 +78,32 @@ class Tokamax(ByHand):
             (lse_BTH,) = _filled(jnp.swapaxes(lse_BHT, 1, 2))
             return _typed((out, (jnp.swapaxes(lse_BTH, 1, 2), jnp.zeros((len(q), q.shape[2], lse_BTH.shape[1])))), q)
 
-        return seen.choose(by_kernel, by_blocks, q_BTHK, k_BSGK, v_BSGK)
+        return seen.choose(by_kernel, by_blocks, q, k, v)
 
     def backward(
-        self,
-        q_BTHK: Array,
-        k_BSGK: Array,
-        v_BSGK: Array,
-        asking: Known,
-        asked: Known,
-        out_BTHK: Array,
-        stats: Any,
-        d_out_BTHK: Array,
+        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, stats: Any, d_out: Array
     ) -> tuple[Array, Array, Array]:
         """See ``ByHand``."""
         kernel, settings = backward_kernel()
-        static = {"config": settings, "ds_dtype": None, **self._static(q_BTHK)}
-        (T, S), seen = (q_BTHK.shape[1], k_BSGK.shape[1]), self._seen(asking, asked)
+        static = {"config": settings, "ds_dtype": None, **self._static(q)}
+        (T, S), seen = (q.shape[1], k.shape[1]), self._seen(asking, asked)
 
         def of_row(qkv: list[Array], stats: Any, outs: list[Array], first: Array, last: Array | None) -> Any:
             return kernel(*qkv, stats, *outs, None, None, first, last, **static)[:3]
 
         def by_kernel(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
-            row = self._row(asked)
-            k, v = (row.put(x) if row else x for x in (k, v))
-            dq, dk, dv = jax.vmap(of_row)(_filled(q, k, v), stats, _filled(out, d_out), *seen.intervals)
-            dk, dv = (row.back(x[:, :S]) if row else x[:, :S] for x in (dk, dv))
-            return _typed((dq[:, :T], dk, dv), q)
+            row = Sequence.of(asked, by_index=self.by_index)
+            dq, dk, dv = jax.vmap(of_row)(
+                _filled(q, row.put(k), row.put(v)), stats, _filled(out, d_out), *seen.intervals
+            )
+            return _typed((dq[:, :T], row.back(dk[:, :S]), row.back(dv[:, :S])), q)
 
         def by_blocks(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
             lse_BHT = stats[0][..., :T]
             gradients = blockwise.backward(self.mask, q, k, v, asking, asked, out, lse_BHT, d_out)
             return _typed(tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), q)
 
-        return seen.choose(by_kernel, by_blocks, q_BTHK, k_BSGK, v_BSGK, out_BTHK, stats, d_out_BTHK)
+        return seen.choose(by_kernel, by_blocks, q, k, v, out, stats, d_out)
 
     # ---- what the kernels are told -----------------------------------------------------------------------------------
 
@@ -147,18 +116,14 @@ class Tokamax(ByHand):
         causal = self._by_segment and self.mask.kind == "causal"
         return {"is_causal": causal, "logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": None}
 
-    def _row(self, asked: Known) -> Sequence | None:
-        """What puts keys in the order of their rows, where they do not stand so."""
-        return None if self.by_index else Sequence.of(asked)
-
     def _seen(self, asking: Known, asked: Known) -> _Seen:
         """The intervals of all heads; under a causal mask, which the kernels know, they need no end."""
         if not self._by_segment:
-            own = asking if "are_runs" in asking else found(self.mask, asking, asked, in_rows=self.by_index)
+            own = asking if "are_runs" in asking else self.found(self.mask, asking, asked, by_index=self.by_index)
             return _Seen(own["first"], own["last"], None if _is_plain(self.mask) else own["are_runs"])
         first_BT, last_BT = intervals(asked["segments"])
-        if self.window:
-            first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (self.window - 1))
+        if window := self.mask.window:
+            first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (window - 1))
         return _Seen(first_BT, None if self.mask.kind == "causal" else last_BT)
 
 
@@ -194,7 +159,7 @@ def _is_plain(mask: Mask) -> bool:
 
 def _filled(*given: Array) -> list[Array]:
     """Arrays ``[B, T, ...]`` filled up with zeros."""
-    return [jnp.pad(x, [(0, 0), (0, -x.shape[1] % _ROUND)] + [(0, 0)] * (x.ndim - 2)) for x in given]
+    return [filled(x, _ROUND) for x in given]
 
 
 def _typed(results: Any, like: Array) -> Any:

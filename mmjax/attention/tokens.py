@@ -1,6 +1,6 @@
 """The tokens of packed rows: their segments, positions and order.
 
-Shapes: B rows, T tokens, A axes of a position.
+Shapes: B rows, T tokens, A axes of a position; N places of a row, M of them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
+
+from mmjax import jax_compat
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,16 @@ class Tokens:
             fix = "add 'positions' to what Module.inputs gives, or @reads('positions') to the callback"
             raise ValueError(f"the stage reads no positions; {fix}")
         return self.inputs["positions"]
+
+
+def filled(x: Array, size: int, axis: int = 1) -> Array:
+    """The array with 0 at the end of an axis, up to a multiple of a size."""
+    lacking = -x.shape[axis] % size
+    return jnp.pad(x, [(0, lacking * (own == axis)) for own in range(x.ndim)]) if lacking else x
+
+
+def picked(x_BN: Array, numbers_BM: Int[Array, "B M"]) -> Array:
+    """For each row, what stands at some of its places."""
+    x_BN, numbers_BM = jax_compat.alike(x_BN, numbers_BM)
+    pick = lambda x_N, numbers_M: x_N.at[numbers_M].get(mode="promise_in_bounds")  # noqa: E731
+    return jax.vmap(pick)(x_BN, numbers_BM)

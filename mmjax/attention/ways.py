@@ -14,23 +14,23 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from mmjax.attention import blockwise, cudnn, tokamax_kernels
-from mmjax.attention.by_hand import ByHand, Known, attend, known
-from mmjax.attention.exchange import attention_among, with_order
-from mmjax.attention.kernels import Asked
+from mmjax.attention import blockwise
+from mmjax.attention.by_hand import Known, attend, known
+from mmjax.attention.cudnn import CuDNN
+from mmjax.attention.exchange import WAYS, attention_among, with_order
+from mmjax.attention.kernels import Asked, Kernel
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.settings import AUTO
+from mmjax.attention.tokamax_kernels import Tokamax
 from mmjax.attention.tokens import Tokens
 from mmjax.configurable import require
 
 # The names are those of ``settings.ATTENTIONS``.
 PLAIN: Mapping[str, Callable[..., Array]] = {"dense": dense_attention, "blockwise": blockwise.attention}
 """Ways that take every mask on every device."""
-KERNELS: Mapping[str, Callable[[Asked], ByHand]] = {"cudnn": cudnn.CuDNN.of, "tokamax": tokamax_kernels.Tokamax.of}
+KERNELS: Mapping[str, type[Kernel]] = {kernel.LIBRARY: kernel for kernel in (CuDNN, Tokamax)}
 """Ways of a library."""
-REFUSALS: Mapping[str, Callable[[Asked], str]] = {"cudnn": cudnn.refusal, "tokamax": tokamax_kernels.refusal}
-"""Why they do not compute a call; "" where they do."""
 BEST_FIRST = ("cudnn",)
 """The kernels that ``auto`` may choose, the best first."""
 
@@ -67,7 +67,7 @@ class Way:
         if chosen in PLAIN:
             return PLAIN[chosen](q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
         asking = known(tokens, mask)
-        return attend(KERNELS[chosen](asked), q_BTHK, k_BSGK, v_BSGK, asking | (found or {}), asking)
+        return attend(KERNELS[chosen].of(asked), q_BTHK, k_BSGK, v_BSGK, asking | (found or {}), asking)
 
     def among(
         self,
@@ -84,7 +84,7 @@ class Way:
         """The same where the tokens of rows lie over some axes; see ``exchange.attention_among``."""
         asked = Asked.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way)
         chosen = self.chosen(asked)
-        kernel = KERNELS[chosen](asked) if chosen in KERNELS else blockwise.Blockwise(mask)
+        kernel = KERNELS[chosen].of(asked) if chosen in KERNELS else blockwise.Blockwise(mask)
         return attention_among(axes, cp_way, kernel, q_BTHK, k_BTGK, v_BTGK, tokens, keys, found)
 
     def found(self, mask: Mask, tokens: Tokens, keys: Tokens | None, cp_way: str) -> Known:
@@ -96,22 +96,22 @@ class Way:
           keys: what is known of all tokens of the rows, where they lie on several ranks.
           cp_way: how keys of other ranks are brought, a key of ``exchange.WAYS``.
         """
-        if self.name != "tokamax":
+        if self.name not in KERNELS:
             return {}
+        found = KERNELS[self.name].found
         if keys is None:
             asking = known(tokens, mask)
-            return tokamax_kernels.found(mask, asking, asking, in_rows=True)
+            return found(mask, asking, asking, by_index=True)
         asked = with_order(keys, mask)
-        asking = asked if cp_way == "all-to-all" else with_order(tokens, mask)
-        return tokamax_kernels.found(mask, asking, asked, in_rows=False)
+        return found(mask, WAYS[cp_way].queries(with_order(tokens, mask), asked), asked, by_index=False)
 
     def chosen(self, asked: Asked) -> str:
         """The name of the way that is taken for such a call."""
         if self.name in PLAIN:
             return self.name
         if self.name == AUTO:
-            return next((name for name in BEST_FIRST if not REFUSALS[name](asked)), "blockwise")
-        why = REFUSALS[self.name](asked)
+            return next((name for name in BEST_FIRST if not KERNELS[name].refusal(asked)), "blockwise")
+        why = KERNELS[self.name].refusal(asked)
         require(not why, self.setting, self.name, f"{why}; use {AUTO!r} or 'blockwise'")
         return self.name
 

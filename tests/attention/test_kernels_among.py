@@ -23,7 +23,7 @@ from mmjax.attention.kernels import Asked, Sequence, seen_runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import KERNELS, REFUSALS, Way
+from mmjax.attention.ways import KERNELS, Way
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 
@@ -243,12 +243,12 @@ def gaps(kernel: str, name: str, dtype: Any) -> list[float]:
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, n, 64)), dtype) for n in (8, 2, 2, 8))
     call = Asked.of(q, k, tokens, mask, cp_way="all-to-all")
-    if why := REFUSALS[kernel](call):
+    if why := KERNELS[kernel].refusal(call):
         pytest.skip(why)
     with jax.default_matmul_precision("highest"):
         attend = lambda q, k, v: dense_attention(q, k, v, tokens, mask)  # noqa: E731
         exact = both(attend, tokens.segments_BT, *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
-    asked, way, half = with_order(tokens, mask), KERNELS[kernel](call), TOKENS // 2
+    asked, way, half = with_order(tokens, mask), KERNELS[kernel].of(call), TOKENS // 2
     real = (tokens.segments_BT > 0)[..., None, None]
     outs, found = [], []
     for part in [slice(TOKENS)] if kernel == "cudnn" else [slice(half), slice(half, TOKENS)]:

@@ -19,9 +19,9 @@ from mmjax.attention.by_hand import KEPT
 from mmjax.attention.kernels import Asked, intervals, runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
-from mmjax.attention.settings import ATTENTIONS, AUTO
+from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import KERNELS, PLAIN, REFUSALS, Way
+from mmjax.attention.ways import KERNELS, PLAIN, Way
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.models.dit.config import DiTConfig
@@ -54,7 +54,7 @@ def asked(**changes: Any) -> Asked:
 
 
 def test_every_name_of_the_setting_is_a_way() -> None:
-    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS) and KERNELS.keys() == REFUSALS.keys()
+    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS) and KERNELS.keys() == LIBRARIES.keys()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_kernels_are_dense_attention(way: str, segments: int, groups: int, mask:
     """In bf16, within its rounding; the last 50 tokens are padding."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 600, n, 64)), jnp.bfloat16) for n in (8, groups, groups, 8))
-    if why := REFUSALS[way](Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
+    if why := KERNELS[way].refusal(Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
         pytest.skip(why)
     cut = jnp.asarray(1 + np.arange(600) * segments // 600).at[550:].set(0)
     rows = jnp.stack([cut, jnp.ones(600, jnp.int32)]).astype(jnp.int32)
