@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
@@ -70,6 +71,15 @@ class Stage:
     def name(self) -> str:
         """Its name, such as ``llm.0``."""
         return self.model.name
+
+    def has_whole(self, name: str, *, whole_rows: bool = False) -> bool:
+        """Whether every rank of cp has the whole of a host input: of lists of tokens always."""
+        return whole_rows or name == self.model.send_list
+
+    def input_sharding(self, name: str, *, whole_rows: bool = False) -> NamedSharding:
+        """The sharding of a host input: rows over dp, and their tokens over cp unless ``whole_rows``."""
+        spread, whole = self.submesh.spread, self.has_whole(name, whole_rows=whole_rows)
+        return self.submesh.sharding(spread.whole_rows if whole else spread.tokens)
 
 
 @dataclass(frozen=True)
@@ -269,29 +279,27 @@ class PlacedModel:
         self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
     ) -> StageFunctions:
         stage = self.places[place]
-        model = stage.model
-        whole = {name: name == model.send_list for name in model.read(inputs)}
-        avals = {name: self.input_aval(stage, inputs[name], whole_rows=own) for name, own in whole.items()}
+        avals = {name: self.input_aval(stage, name, inputs[name]) for name in stage.model.read(inputs)}
         key = (place, split, *((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items())))
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             made = SplitFunctions if split else StageFunctions
             sends = bool(self.graph.out_edges(stage.name))
-            self._functions[key] = made(model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
+            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
         return self._functions[key]
 
-    def input_aval(self, stage: Stage, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
-        """Aval of a host input on the stage's devices: rows over dp, and their tokens over cp unless ``whole_rows``.
+    def input_aval(self, stage: Stage, name: str, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
+        """Aval of a host input on the stage's devices; see ``Stage.input_sharding``.
 
         Raises:
           ValueError: tokens do not divide by cp, or by cp·tp where ranks of tp share them.
         """
-        spread, layout = stage.submesh.spread, stage.submesh.layout
-        if not whole_rows and layout.width_unit > 1 and array.shape[1] % layout.width_unit:
+        layout, whole = stage.submesh.layout, stage.has_whole(name, whole_rows=whole_rows)
+        if not whole and layout.width_unit > 1 and array.shape[1] % layout.width_unit:
             of = f"Layout.cp={layout.cp}" + (f" times tp={layout.tp}" if layout.shares_tokens else "")
             fix = "pad them, or use other degrees" + (", or set Layout.sp to False" if layout.shares_tokens else "")
             raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by {of}; {fix}")
-        sharding = stage.submesh.sharding(spread.whole_rows if whole_rows else spread.tokens)
+        sharding = stage.input_sharding(name, whole_rows=whole_rows)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def without_lists(self, inputs: InputShapes) -> InputShapes:

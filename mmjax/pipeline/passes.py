@@ -121,8 +121,10 @@ class _Maker:
         return {s: boundaries[name].forward.target_aval for s, name in edges.items() if name in boundaries}
 
     def _avals(self, stage: Stage, inputs: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        own = {name: inputs[name] for name in names[stage.name]}
-        return jax.tree.map(lambda array: self._placed.input_aval(stage, array, whole_rows=True), own)
+        def avals(name: str) -> Any:  # an input may be a tree, such as how the next token is chosen
+            return jax.tree.map(lambda x: self._placed.input_aval(stage, name, x, whole_rows=True), inputs[name])
+
+        return {name: avals(name) for name in names[stage.name]}
 
     def _decoding(self, stage: Stage, given: tuple[Any, Any], behind: tuple[Any, Any]) -> tuple[StageDecoding, Program]:
         key = (stage.name, *((aval.shape, aval.dtype) for aval in jax.tree.leaves((given, behind))))

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
-from mmjax.pipeline.build import InputShapes, PlacedModel, Stage
+from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State
@@ -119,14 +118,10 @@ class Walker:
                     given = inputs[stage.module]
                     read = names[name] if names and name in names else place.model.read(given)
                     own = {key: given[key] for key in read}
-                    shardings = {key: self._sharding(place, key, whole=name in whole_rows) for key in read}
+                    shardings = {key: place.input_sharding(key, whole_rows=name in whole_rows) for key in read}
+                    # An input may be a tree, such as how the next token is chosen.
                     each = {key: jax.tree.map(lambda _, one=shardings[key]: one, own[key]) for key in read}
                     self.inputs[name, index] = to_devices(own, each)
-
-    def _sharding(self, place: Stage, key: str, *, whole: bool) -> NamedSharding:
-        """Sharding of a host input of a place."""
-        spread = place.submesh.spread
-        return place.submesh.sharding(spread.whole_rows if whole or key == place.model.send_list else spread.tokens)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
         """Hands an activation to the edges that leave ``stage``."""
