@@ -239,7 +239,7 @@ def _load(path: Path) -> Any:
         from tokenizers import Tokenizer as HfTokenizer
     except ImportError:
         raise ConfigError(
-            f"Data.tokenizer={str(path)!r} needs the tokenizers package: pip install 'mmjax[hf]', or set it to ''"
+            f"Data.tokenizer={str(path)!r} needs the tokenizers package: pip install tokenizers, or set it to ''"
         ) from None
     if not path.is_file():
         raise ConfigError(f"Data.tokenizer={str(path)!r} does not exist: give the path of a tokenizer.json, or ''")

@@ -273,7 +273,7 @@ def _compiled(source: str, place: str) -> Any:
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        fix = "pip install 'mmjax[hf]', or name another template, such as 'chatml'"
+        fix = "pip install jinja2, or name another template, such as 'chatml'"
         raise ConfigError(f"Source.template='folder': {place} needs the jinja2 package: {fix}") from None
 
     class Generation(Extension):
