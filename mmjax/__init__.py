@@ -9,6 +9,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from mmjax import sigterm
 from mmjax.exports import exported
 from mmjax.version import __version__ as __version__
 
@@ -160,10 +161,12 @@ def __dir__() -> list[str]:
 
 
 def _end_at_ctrl_c() -> None:
-    """Makes Ctrl-C end the process at once while `python -m mmjax.…` is starting, until the command has begun (see
-    `one_line_errors`): the exception that Python raises for it would often be lost in JAX's imports."""
-    if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` is starting, until the command has
+    begun (see `one_line_errors`): the exception that Python raises for Ctrl-C would often be lost in JAX's imports."""
+    if sys.argv[:1] == ["-m"]:
+        sigterm.end_from_the_start()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 _end_at_ctrl_c()

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from mmjax import sigterm
 from mmjax.configurable import ConfigError, suggest
+from mmjax.sigterm import INTERRUPTED as INTERRUPTED
+from mmjax.sigterm import Sigterm
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+REFUSED = 2
+"""Exit status after an error that the user can mend: the same command would end in the same way."""
 FOLLOWED = 3
 """Exit status of a process that has ended because another one has."""
 WIDTH = 120
@@ -119,16 +122,16 @@ def parse_flags(
 def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """A context for an entry point: errors that the user can mend become one line on stderr and exit status 2.
 
-    These are ConfigError and `kinds`. Ctrl-C becomes the line `interrupted` and status 130.
+    These are ConfigError and `kinds`. Ctrl-C and SIGTERM become the line `interrupted` and status 130.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with _lost_interrupts_sent_again():
+        with Sigterm(sigterm.raise_interrupt), _lost_interrupts_sent_again():
             yield
     except (ConfigError, *kinds) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(REFUSED) from None
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
@@ -159,20 +162,22 @@ def _lost_interrupts_sent_again() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for imports of JAX and of modules that need it, which take seconds: Ctrl-C ends the process at once.
+    """A context for imports of JAX and of modules that need it, which take seconds: Ctrl-C and SIGTERM end the process
+    at once.
 
     The exception that it would raise is often lost in them. An entry point enters it only after checking its command
     line and configuration, so that mistakes are reported at once.
     """
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Sigterm(sigterm.leave_now):
+        if not usual or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_plain(main: Callable[[], int]) -> NoReturn:
@@ -183,6 +188,7 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    sigterm.expect_end()
     sys.exit(status)
 
 

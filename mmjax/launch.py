@@ -1,7 +1,8 @@
 """``python -m mmjax.launch -n 4 [--devices_per_process=2] -m mmjax.train --gin_file=F …``: N processes on this host.
 
 Each process gets its number, and the address where they meet, in its environment. Their output is printed line by line,
-with the number in front. If one fails, the launcher says which and why, and stops the others. It never imports JAX.
+with the number in front. If one fails, the launcher says which and why, stops the others, and starts all again where
+that may help. It never imports JAX.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import IO
 
 from mmjax.configurable import ConfigError
 from mmjax.flags import FOLLOWED, INTERRUPTED, Flag, entry, one_line_errors, parse_flags
+from mmjax.restarts import MOST, Restarts, grace_of, is_training
 
 USAGE = "python -m mmjax.launch -n N [--devices_per_process=D] -m mmjax.train"
 FLAGS = (
@@ -32,9 +34,20 @@ FLAGS = (
         "Unless given, a CPU process gets its share of what the layouts need, and sees every GPU.",
         default=0,
     ),
+    Flag(
+        name="max_restarts",
+        doc="how often in a row all are started again after a crash that left no newer checkpoint and no further step; "
+        f"{MOST} for mmjax.train and 0 for other commands unless given.",
+    ),
 )
 GRACE = 8.0
-"""Seconds that the other processes have to end, by themselves or after SIGTERM, before they are killed."""
+"""Seconds that the other processes have to end after one has failed, by themselves or after SIGTERM, before they are
+killed."""
+MARGIN = 20.0
+"""Seconds after `Checkpoint.grace_seconds` until processes that were sent SIGTERM are killed; they end before that by
+themselves, and clusters wait longer."""
+PAUSE = 1.0
+"""Seconds between an end and the next start."""
 _NEWS = 3.0
 """Seconds of ``GRACE`` before SIGTERM, in which they may still report what they know."""
 _LAST_LINES = 8
@@ -44,13 +57,21 @@ _POLL = 0.05
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the processes; the exit status is that of the first that failed, or 0."""
     with one_line_errors():
-        count, each, command = _parse(sys.argv[1:] if argv is None else list(argv))
-    with _Job(count, each, command) as job:
-        return job.wait()
+        count, each, most, command = _parse(sys.argv[1:] if argv is None else list(argv))
+        restarts = Restarts(command, most)
+    with _Job(count, each, grace_of(command)) as job:
+        status = job.run(command)
+        while not job.asked:
+            again, line = restarts.again(status)
+            job.say(line)
+            if not again:
+                break
+            status = job.run(restarts.command) if job.pause() else INTERRUPTED
+        return status
 
 
-def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
-    """Number of processes, devices of each, and the command without Python.
+def _parse(argv: list[str]) -> tuple[int, int, int, list[str]]:
+    """Number of processes, devices of each, restarts in a row without progress, and the command without Python.
 
     Raises:
       ConfigError: something is missing or out of range.
@@ -70,7 +91,10 @@ def _parse(argv: list[str]) -> tuple[int, int, list[str]]:
         raise ConfigError(f"-n={count}: must be an integer of 1 or more, such as 2")
     if each < 0:
         raise ConfigError(f"--devices_per_process={each}: must be 1 or more, such as 2")
-    return int(count), each, command
+    most = str(values["max_restarts"]) or str(MOST if is_training(command) else 0)
+    if not most.isdecimal():
+        raise ConfigError(f"--max_restarts={most}: must be an integer of 0 or more, such as {MOST}")
+    return int(count), each, int(most), command
 
 
 def _help() -> str:
@@ -90,25 +114,49 @@ class _Child:
 
 
 class _Job:
-    """The processes of one launch, from their start to their end."""
+    """The processes of one launch, from their first start to their last end.
 
-    def __init__(self, count: int, each: int, command: Sequence[str]):
-        self._width, self._asked, self._lock = len(str(count - 1)), 0, threading.Lock()
+    Attributes:
+      asked: whether Ctrl-C or SIGTERM has asked all to end.
+    """
+
+    def __init__(self, count: int, each: int, grace: float):
+        """Starts nothing. `grace` is the number of seconds that processes may take to end after SIGTERM."""
+        self._count, self._each, self._grace = count, each, grace
+        self._width, self._lock = len(str(count - 1)), threading.Lock()
+        self.asked, self._interrupts, self._deadline = False, 0, 0.0
         self._previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         self._children: list[_Child] = []
-        port = free_port()
-        try:
-            for number in range(count):
-                self._children.append(self._start(number, _environment(number, count, each, port), command))
-        except BaseException:
-            self.__exit__()
-            raise
+
+    def run(self, command: Sequence[str]) -> int:
+        """Starts all processes and waits for their end; returns the exit status."""
+        self._children, port = [], free_port()
+        for number in range(self._count):
+            environment = _environment(number, self._count, self._each, port)
+            self._children.append(self._start(number, environment, command))
+            if self.asked:  # this one may have missed the signal; none has anything to save yet
+                self._end(GRACE)
+                return INTERRUPTED
+        return self._wait()
+
+    def pause(self) -> bool:
+        """Waits before another start; returns whether there is to be one."""
+        until = time.monotonic() + PAUSE
+        while not self.asked and time.monotonic() < until:
+            time.sleep(_POLL)
+        return not self.asked
+
+    def say(self, line: str) -> None:
+        """Prints a line of the launcher's own, if there is one."""
+        if line:
+            with self._lock:
+                print(f"launch: {line}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(list(self._children), GRACE)
+        self._end(GRACE)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -140,7 +188,7 @@ class _Job:
                     out.write(f"[{child.number:>{self._width}}] {text}\n")
                     out.flush()
 
-    def wait(self) -> int:
+    def _wait(self) -> int:
         """Waits for all processes; if one fails, says so and stops the others. Returns the exit status."""
         noticed = None
         while running := [child for child in self._children if child.process.poll() is None]:
@@ -149,25 +197,33 @@ class _Job:
             if failed and (failed.process.returncode != FOLLOWED or (noticed and time.monotonic() > noticed + _NEWS)):
                 break
             # Python may lose a Ctrl-C: a process that has not got it would wait for those that are gone.
-            if self._asked and any(child.process.returncode for child in self._children):
+            if self._interrupts and any(child.process.returncode for child in self._children):
+                break
+            if self._deadline and time.monotonic() > self._deadline:
+                names = ", ".join(str(child.number) for child in running)
+                self.say(f"process {names} has not ended in time: killed")
+                self._end(0.0)
                 break
             noticed = noticed or (time.monotonic() if failed else None)
             time.sleep(_POLL)
-        if (failed := self._failed()) and not self._asked:
+        if failed := self._failed():
             _drain(failed)
-            self._say(failed, failed.process.returncode)
-            self._end(running, GRACE)
+            self._blame(failed, failed.process.returncode)
+            self._end(GRACE)
             return _shell(failed.process.returncode)
-        self._end(running, GRACE)
+        self._end(GRACE)
         statuses = [_shell(child.process.returncode) for child in self._children]
-        return INTERRUPTED if self._asked and any(statuses) else max(statuses)
+        return INTERRUPTED if self.asked and any(statuses) else max(statuses)
 
     def _failed(self) -> _Child | None:
-        """A process that failed, if possible one that did not just follow another; None after Ctrl-C."""
-        ended = [child for child in self._children if child.process.poll() and not self._asked]
+        """A process that failed, if possible one that did not just follow another; None after Ctrl-C and SIGTERM."""
+        ended = [child for child in self._children if child.process.poll() and not self.asked]
         return min(ended, key=lambda child: child.process.returncode == FOLLOWED, default=None)
 
-    def _say(self, child: _Child, status: int) -> None:
+    def _blame(self, child: _Child, status: int) -> None:
+        if status == INTERRUPTED:
+            self.say(f"process {child.number} was interrupted; stopping the others")
+            return
         why = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         lines = [f"launch: process {child.number} {why}; stopping the others"]
         if child.last:
@@ -176,22 +232,24 @@ class _Job:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _stop(self, number: int, _frame: object) -> None:
-        """Passes Ctrl-C on; the second one, or SIGTERM, ends everything."""
-        self._asked += 1
-        hard = self._asked > 1 or number == signal.SIGTERM
+        """Passes Ctrl-C and the first SIGTERM on. After SIGTERM and a second Ctrl-C the processes' time is limited."""
+        if number == signal.SIGTERM and self._deadline:
+            return
+        self.asked = True
+        self._interrupts += number == signal.SIGINT
+        if number == signal.SIGTERM:
+            self._deadline = time.monotonic() + self._grace + MARGIN
+        elif self._interrupts > 1:
+            self._deadline = time.monotonic() + GRACE
         for child in self._children:
-            if hard:
-                _signal(child, signal.SIGTERM)
-            else:  # not to its data workers, which leave Ctrl-C to it but may be about to start
+            if child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGINT)
-        if hard:
-            threading.Thread(target=self._end, args=(list(self._children), GRACE), daemon=True).start()
+                    child.process.send_signal(number)
 
-    def _end(self, children: Sequence[_Child], grace: float) -> None:
-        """Ends processes that still run: waits for them, then sends SIGTERM, then SIGKILL."""
-        started = time.monotonic()
-        for after, number in ((_NEWS, signal.SIGTERM), (grace, signal.SIGKILL)):
+    def _end(self, grace: float) -> None:
+        """Ends the processes that still run: waits for them, then sends SIGTERM, then SIGKILL."""
+        children, started = self._children, time.monotonic()
+        for after, number in ((min(_NEWS, grace), signal.SIGTERM), (grace, signal.SIGKILL)):
             while any(child.process.poll() is None for child in children) and time.monotonic() < started + after:
                 time.sleep(_POLL)
             for child in children:

@@ -247,7 +247,14 @@ def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> It
     command = train_command(files, flags.bindings, allow_code=flags.allow_code)
     yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"
     jobs = [
-        ClusterJob(name=out.stem, kind=kind, devices=ranks, per_node=node, command=command)
+        ClusterJob(
+            name=out.stem,
+            kind=kind,
+            devices=ranks,
+            per_node=node,
+            command=command,
+            grace=config.checkpoint.grace_seconds,
+        )
         for kind, ranks, node in planned.blocks(choice.best)
     ]
     for name, made, how in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):

@@ -37,7 +37,7 @@ FLAGS = (
     Flag(
         name="from_scratch",
         default=False,
-        doc="begin again in a run directory that has steps in metrics.jsonl and no checkpoint to go on from.",
+        doc="begin again in a run directory that has steps in metrics.jsonl and has lost its checkpoints.",
     ),
     Flag(name="json", default=False, doc="with --dry_run: one line of JSON instead of text."),
 )
@@ -125,8 +125,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
 
 def _stopped(trainer: Trainer) -> str:
     saved = trainer.latest_checkpoint()
-    begins = "with --from_scratch begins again" if trainer.step else "starts again"
-    again = f"continues after step {saved}" if saved else begins
+    again = f"continues after step {saved}" if saved else "begins again"
     return f"stopped after step {trainer.step}; the same command {again}"
 
 

@@ -32,6 +32,23 @@ if act in ("stop", "busy"):
         time.sleep(60)
     except KeyboardInterrupt:
         sys.exit(130)
+if act == "slow":
+    wait, over = [], lambda *_: (wait.append(1), print("heard", flush=True))
+    signal.signal(signal.SIGTERM, over)
+    print("slow", flush=True)
+    while not wait:
+        time.sleep(0.01)
+    time.sleep(1.0)
+    print(f"saved after {len(wait)}", flush=True)
+    sys.exit(130)
+if act.startswith("until"):
+    # One more line each time, as a checkpoint leaves one in a run's journal, until there are so many.
+    with open(os.environ["RUN"] + "/commits.jsonl", "a+") as file:
+        file.seek(0)
+        steps = len(file.readlines())
+        if steps < int(act[5:]):
+            print(steps, file=file)
+            sys.exit(1)
 if act.isdecimal():
     time.sleep(0.3)
     print("oh no", file=sys.stderr, flush=True)
@@ -66,7 +83,7 @@ def test_help(capsys):
     said = capsys.readouterr().out
     assert end.value.code == 0 and said.startswith(f"usage: {launch.USAGE} --gin_file=F")
     heads = [line.split()[0] for line in said.splitlines() if line.startswith("  -")]
-    assert heads == ["-n", "--devices_per_process", "-m"]
+    assert heads == ["-n", "--devices_per_process", "--max_restarts", "-m"]
 
 
 @pytest.mark.parametrize(("act", "status", "why"), [("7", 7, "ended with status 7"), ("die", 137, "SIGKILL")])
@@ -104,6 +121,7 @@ def test_a_command_that_is_none(capsys):
         (["-n", "2", "twice", "-m", "x"], "error: 'twice' is no flag"),
         (["-n", "2", "--devices_per_process=-1", "-m", "x"], "error: --devices_per_process=-1: must be 1 or more"),
         (["-n", "2", "--devices=2", "-m", "x"], "error: --devices=2: no flag --devices; did you mean"),
+        (["-n", "2", "--max_restarts=-1", "-m", "x"], "error: --max_restarts=-1: must be an integer of 0 or more"),
     ],
 )
 def test_refused_in_one_line(argv, error, capsys):
@@ -127,6 +145,63 @@ def test_ctrl_c_stops_all_also_one_that_does_not_hear_it(child, other):
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(15) == 130
     launcher.stdout.close()
+
+
+def test_sigterm_is_passed_on_once_and_waited_out(child):
+    """Longer than the others' end would be waited for after a failure, however often it comes."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "mmjax.launch", "-n", "2", *child, "slow", "stop"],
+        env=dict(os.environ),
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert launcher.stdout is not None
+    assert any("slow" in line for line in launcher.stdout)
+    for _ in range(3):
+        launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    said = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 130 and said.count("heard") == 1 and "saved after 1" in said
+    assert "launch:" not in said
+
+
+def test_who_does_not_end_in_time_after_sigterm_is_killed(child, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "MARGIN", 0.5)
+    monkeypatch.setattr(launch, "grace_of", lambda command: 0.5)
+    alarm = subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -TERM {os.getpid()}"])
+    started = time.monotonic()
+    assert main(["-n", "1", *child, "deaf"]) == 130
+    assert time.monotonic() - started < 20
+    assert "launch: process 0 has not ended in time: killed\n" in capsys.readouterr().err
+    alarm.wait()
+
+
+def test_starts_again_as_long_as_there_is_progress(child, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "PAUSE", 0.01)
+    monkeypatch.setenv("RUN", str(tmp_path))
+    assert main(["-n", "1", "--max_restarts=2", *child, "until4", f"--run_dir={tmp_path}"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "again" in line]
+    assert said == ["launch: starting again, restart 1 of 2 without progress"] * 4
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "starts"),
+    [("7", 7, 3), ("75", 75, 3), ("2", 2, 1), ("130", 130, 1), ("143", 143, 1)],
+)
+def test_gives_up_without_progress_and_at_once_where_it_cannot_help(child, act, status, starts, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "PAUSE", 0.01)
+    assert main(["-n", "1", "--max_restarts=2", *child, act]) == status
+    out = capsys.readouterr()
+    assert out.out == "[0] hello of 1\n" * starts
+    last = "launch: given up: 2 restarts have brought no newer checkpoint and no further step"
+    assert (out.err.splitlines()[-1] == last) == (starts > 1)
+
+
+def test_only_training_starts_again_by_itself(child, capsys):
+    assert main(["-n", "1", *child, "7"]) == 7
+    assert capsys.readouterr().out == "[0] hello of 1\n"
 
 
 def test_the_launcher_does_not_import_jax():

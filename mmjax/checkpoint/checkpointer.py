@@ -70,6 +70,8 @@ class Checkpointer:
       config: how many to keep.
       report: receives one-line messages: a failed save (from a background thread), a skipped directory.
         By default they are logged as warnings.
+      committed: is told each step whose checkpoint is whole, in the first process, from a background thread; may raise
+        OSError.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         *,
         report: Callable[[str], None] = _logger.warning,
+        committed: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.directory = Path(directory).absolute()
         self.config = config or CheckpointConfig()
         self._folder = Folder(self.directory)
-        self._report = report
+        self._report, self._committed = report, committed
         self._writer: threading.Thread | None = None
         self._swept = False
         self._closed = False
@@ -283,6 +286,10 @@ class Checkpointer:
         self._saved, self._failure = step, None
         if not is_first():
             return
+        try:
+            self._committed(step)
+        except OSError as error:
+            self._report(f"the checkpoint of step {step} could not be noted ({cause(error)})")
         try:
             self._folder.delete_replaced(step)
             self._prune(step)

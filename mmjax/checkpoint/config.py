@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mmjax.configurable import configurable, not_negative, positive, require
+from mmjax.sigterm import GRACE
 
 FRESH = "fresh"
 """The value of `init_from` that asks for new values instead of a folder."""
@@ -24,21 +25,25 @@ class CheckpointConfig:
     """When to save, how much to keep, and what a new run starts from.
 
     Attributes:
-      every: steps between checkpoints; 0 saves at the end of the run only.
+      every: steps between checkpoints; 0 saves at the end of the run only, be it by Ctrl-C or SIGTERM.
       keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
       copy_frozen: whether they have a copy of frozen modules that began with parameters of a folder, be it of mmjax or
         of safetensors; False has the name of that folder and checksums instead, so the folder must stay as it is.
       init_from: a run, checkpoint or export whose parameters a new run starts with; a module's own is in Weights.
+      grace_seconds: most seconds from SIGTERM to the end of a process: the step that is running and a checkpoint have
+        to fit in. A cluster has to wait longer before it kills; files that mmjax writes for one ask it to.
     """
 
     every: int = 500
     keep: int = 3
     copy_frozen: bool = True
     init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})
+    grace_seconds: float = GRACE
 
     def __post_init__(self) -> None:
         not_negative("Checkpoint.every", self.every)
         positive("Checkpoint.keep", self.keep)
+        positive("Checkpoint.grace_seconds", self.grace_seconds, GRACE)
 
 
 @configurable("Weights")

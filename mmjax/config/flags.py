@@ -12,18 +12,19 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import util
 from typing import NoReturn
 
 from mmjax import flags as flags_of
+from mmjax import sigterm
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import scopes_of
 from mmjax.config.types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
-from mmjax.flags import INTERRUPTED, WIDTH, Flag, Flags, entry, importing
+from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, WIDTH, Flag, Flags, entry, importing
 from mmjax.mesh import company
 from mmjax.models.config import ModelConfig
+from mmjax.sigterm import Sigterm
 
 __all__ = [
     "INCOMPLETE",
@@ -94,31 +95,38 @@ def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractCont
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the status of `main`. After Ctrl-C at once: threads that compile are not waited for."""
-    try:
+    """Ends the process with the status of `main`. After Ctrl-C and SIGTERM at once: threads that compile are not waited
+    for."""
+    with Sigterm(sigterm.leave_now) as ending:
         try:
-            status = main()
-            company.leave()
-        except SystemExit as end:
-            status = end.code
-        except Exception as error:
-            if not company.in_company():
-                raise
-            status = _fallen(error)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    if status == INTERRUPTED:
-        company.abandon("interrupted", INTERRUPTED)
-        # Else the semaphores of data workers are reported as leaked. Python's type stubs leave this name out.
-        getattr(util, "_run_finalizers")(0)  # noqa: B009
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
-    if company.in_company():  # left early: the others must not be waited for
-        company.abandon(f"exit status {status}")
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
+            try:
+                status = main()
+                ending.react = lambda: None  # the process is ending by itself
+                company.leave()
+            except SystemExit as end:
+                status = end.code
+            except KeyboardInterrupt:  # Ctrl-C after the end of `main`
+                status = INTERRUPTED
+            except Exception as error:
+                if not company.in_company():
+                    raise
+                status = _fallen(error)
+            ending.react = lambda: None
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 1
+        if status == INTERRUPTED:
+            company.abandon("interrupted", INTERRUPTED)
+            sigterm.free_semaphores()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        if company.in_company():  # left early: the others must not be waited for
+            # What is refused here is to be refused by all: who starts the command again asks for that status.
+            company.abandon(f"exit status {status}", REFUSED if status == REFUSED else FOLLOWED)
+            sys.stderr.flush()
+            os._exit(status if isinstance(status, int) else 1)
+        sigterm.expect_end()
     sys.exit(status)
 
 

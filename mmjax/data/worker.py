@@ -14,12 +14,15 @@ import signal
 import sys
 import threading
 from importlib.abc import MetaPathFinder
-from multiprocessing import spawn
+from multiprocessing import popen_spawn_posix, resource_tracker, spawn
 from typing import Any
+
+from mmjax.sigterm import quieten_tracker
 
 GRAIN_PROCESS = "grain-process-prefetch"  # how the names of Grain's processes begin
 OWN_PROCESS = "mmjax-data"  # and those of ours
 SPAWNED = "__mp_main__"  # the name under which a spawned process imports its parent's main module
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
 
 
 class _NoJax(MetaPathFinder):
@@ -41,7 +44,9 @@ if __name__ == SPAWNED:
 
 
 def become_main_of_workers() -> None:
-    """From now on, data processes import this module as their parent's main module; others do as before."""
+    """From now on, data processes import this module as their parent's main module, and are born deaf to signals that
+    their parent answers; others start as before."""
+    quieten_tracker()
     original = spawn.get_preparation_data
     if getattr(original, "serves_workers", False):
         return
@@ -55,12 +60,28 @@ def become_main_of_workers() -> None:
 
     get_preparation_data.serves_workers = True  # type: ignore[attr-defined]
     spawn.get_preparation_data = get_preparation_data
+    launch = getattr(popen_spawn_posix.Popen, "_launch")  # noqa: B009  Python's type stubs leave this name out
+
+    def launch_deaf(popen: Any, process: Any) -> None:
+        if not process.name.startswith((GRAIN_PROCESS, OWN_PROCESS)):
+            launch(popen, process)
+            return
+        resource_tracker.ensure_running()  # which unblocks signals when it has started
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # a new process begins with the same mask
+        try:
+            launch(popen, process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        popen.terminate = popen.kill  # else Python waits for ever at its exit for one that SIGTERM does not end
+
+    setattr(popen_spawn_posix.Popen, "_launch", launch_deaf)  # noqa: B010
 
 
 def prepare(index: int, count: int) -> None:
-    """Leaves Ctrl-C to the parent, and ends this process as soon as the parent is gone, however it went."""
+    """Leaves Ctrl-C and SIGTERM to the parent, and ends this process as soon as the parent is gone, however it went."""
     del index, count
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from mmjax import sigterm
 from mmjax.configurable import ConfigError
 from mmjax.flags import FOLLOWED
 from mmjax.mesh.lifeline import Lifeline
@@ -115,6 +116,7 @@ def enter(lifeline: Lifeline) -> None:
     """Keeps this process's lifeline: from now on other processes wait for this one."""
     global _lifeline
     _lifeline = lifeline
+    sigterm.tell_others(abandon)
 
 
 def give_up(reason: str) -> NoReturn:

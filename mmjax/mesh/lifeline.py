@@ -8,19 +8,18 @@ the process with a stack trace; it remains in use for hosts that vanish without 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import util
 from typing import Any, Protocol
 
-from mmjax.flags import FOLLOWED
+from mmjax.flags import FOLLOWED, INTERRUPTED
+from mmjax.sigterm import CLEAN_UP as _CLEAN_UP
+from mmjax.sigterm import end_process, quieten_tracker
 
 _PARTED, _FAILED = b"p", b"f"
 _LONGEST = 300
@@ -31,8 +30,6 @@ MEETING, KNOCK = 300.0, 10.0
 """Seconds for all processes to connect once process 0 has published its address, and for a connection's first line."""
 _STRANGERS = 64
 """Connections that may wait to be identified, beside those of the expected processes."""
-_CLEAN_UP = 5.0
-"""Most seconds that a process cleans up before it ends after another; it needs few unless others use the cores."""
 SEEING_OFF = 2 * _CLEAN_UP
 """Most seconds that process 0 waits for the others to end before it; they may clean up while programs are compiled."""
 
@@ -81,8 +78,7 @@ class Lifeline:
           TimeoutError: in process 0, when a process does not connect; the message says which.
         """
         line = cls(index, end or _end_process)
-        # A process that ends after another exits at once; the warning of Python's tracker, which cleans up, is hidden.
-        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+        quieten_tracker()
         if index == 0:
             line._listen(keys, host, count)
         else:
@@ -269,20 +265,4 @@ def _read_failure(said: bytes) -> tuple[int, int, str] | None:
 
 def _end_process(news: str, status: int) -> None:
     """Ends this process at once: other threads may wait forever in a collective for the process that has ended."""
-    # Python's streams are bypassed: another thread may hold their locks.
-    os.write(2, f"{'error: ' if status == FOLLOWED else ''}{news}; this one ends too\n".encode())
-    # Hides the errors of libraries and of the main thread, which are cut off.
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    last = threading.Thread(target=_clean_up, daemon=True)
-    last.start()
-    last.join(_CLEAN_UP)
-    os._exit(status)
-
-
-def _clean_up() -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    with contextlib.suppress(Exception):
-        # Else the semaphores of data workers are reported as leaked. Python's type stubs leave this name out.
-        getattr(util, "_run_finalizers")(0)  # noqa: B009
+    end_process(f"{'' if status == INTERRUPTED else 'error: '}{news}; this one ends too", status)

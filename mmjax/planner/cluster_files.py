@@ -8,19 +8,27 @@ neighbours, stay inside nodes.
 A run on several kinds of device is a heterogeneous job of Slurm, and a JobSet with a replicated job for each kind. In
 both every node then has one process, with all of the node's devices: a kind's ranks have to end where its nodes do,
 and the numbers of processes go on from one kind to the next.
+
+Both schedulers send SIGTERM early enough for a checkpoint, and both files start a run again that has crashed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmjax.configurable import ConfigError, positive, require
+from mmjax.flags import REFUSED
 from mmjax.mesh.company import NAMES, variable
+from mmjax.restarts import COUNTED, FINAL, MOST, run_dir_of
+from mmjax.sigterm import GRACE
 
+MARGIN = 30
+"""Seconds after a run's own time limit until a scheduler kills what SIGTERM has not ended."""
 PORT = 9876
 """The port of process 0, where pods meet."""
 KIND_LABEL = "mmjax/accelerator"
@@ -28,6 +36,10 @@ KIND_LABEL = "mmjax/accelerator"
 _POD, _INDEX = "node", "MMJAX_NODE_OF_KIND"
 _LONGEST = 40
 """The most letters of a job's name: a pod's name has at most 63, and adds numbers of its own to the job's."""
+_STRAGGLE = 60
+"""Seconds that Slurm leaves to the other tasks when one has ended; they end by themselves, each with its own status."""
+_SRUN = f"--cpu-bind=none --kill-on-bad-exit=0 --wait={_STRAGGLE}"
+"""Options of every step. If Slurm killed the other tasks, their status would hide that of the first to end."""
 _SLURM, _DNS = r"[^A-Za-z0-9_.-]+", r"[^a-z0-9]+"
 
 
@@ -41,6 +53,7 @@ class ClusterJob:
       per_node: devices of a node.
       command: the command of every process, such as ``train_command``'s.
       kind: kind of the devices where a run is on several kinds, with a job for each; else empty.
+      grace: most seconds that a process takes to end after SIGTERM, ``Checkpoint.grace_seconds``.
 
     Raises:
       ConfigError: a number is below 1, or there is no command.
@@ -51,6 +64,7 @@ class ClusterJob:
     per_node: int
     command: tuple[str, ...]
     kind: str = ""
+    grace: float = GRACE
 
     def __post_init__(self) -> None:
         positive("devices", self.devices, 8)
@@ -61,6 +75,11 @@ class ClusterJob:
     def nodes(self) -> int:
         """Number of nodes that the devices need; the last one may have devices to spare."""
         return -(-self.devices // self.per_node)
+
+    @property
+    def notice(self) -> int:
+        """Seconds between SIGTERM and SIGKILL."""
+        return math.ceil(self.grace) + MARGIN
 
     @property
     def gpus(self) -> str:
@@ -109,7 +128,7 @@ def slurm_file(*jobs: ClusterJob) -> str:
     Raises:
       ConfigError: see `_starts`.
     """
-    job, head = jobs[0], f"#!/bin/bash\n#SBATCH --job-name={_label(jobs[0].name, _SLURM)}\n#SBATCH --output=%x-%j.out\n"
+    job, head = jobs[0], _slurm_head(jobs[0])
     if len(jobs) > 1:
         return head + _mixed_slurm(jobs)
     return f"""\
@@ -123,7 +142,50 @@ def slurm_file(*jobs: ClusterJob) -> str:
 
 # A task for each device: it sees all of its node's and takes the one of its number there. Tasks fill node after node,
 # and share its cores. When one ends badly all do, and the same file continues from the last checkpoint.
-srun --distribution=plane={job.on_node} --cpu-bind=none --kill-on-bad-exit=1 {shlex.join(job.command)}
+train() {{
+srun --distribution=plane={job.on_node} {_SRUN} {shlex.join(job.command)}
+}}
+
+{_restarting(job.command)}"""
+
+
+def _slurm_head(job: ClusterJob) -> str:
+    """The options of a whole job. It goes on in its file of output when Slurm puts it back into the queue."""
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={_label(job.name, _SLURM)}
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@{job.notice}
+"""
+
+
+def _restarting(command: Sequence[str]) -> str:
+    """Lines of bash that call ``train`` until it ends well or is not to be started again, as ``Restarts`` decides."""
+    run_dir = run_dir_of(command)
+    files = " ".join(shlex.quote(str(run_dir / name)) for name in COUNTED) if run_dir else "/dev/null"
+    final = "|".join(str(status) for status in FINAL if status)
+    return f"""\
+# After a crash the run starts again, until {MOST} restarts in a row have brought no newer checkpoint and no further
+# step. A refused configuration (status {REFUSED}) is not started again, nor what Ctrl-C or SIGTERM has ended.
+progress() {{ cat -- {files} 2>/dev/null | wc -l; }}
+best=$(progress) vain=0 stopped=
+trap 'stopped=1' TERM INT
+until train; do
+  status=$?
+  case $status in {final}) exit $status ;; esac
+  [ -z "$stopped" ] || exit $status
+  now=$(progress)
+  [ "$now" -le "$best" ] || {{ best=$now; vain=0; }}
+  if [ "$vain" -ge {MOST} ]; then
+    echo "given up: {MOST} restarts have brought no newer checkpoint and no further step" >&2
+    exit $status
+  fi
+  vain=$((vain + 1))
+  echo "starting again, restart $vain of {MOST} without progress" >&2
+  sleep 1
+done
 """
 
 
@@ -137,7 +199,7 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
     # For an option that a component lacks, srun may take what Slurm says of the first; so each component has all.
     steps = " : \\\n".join(
         f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
-        f'--gpus-per-node={job.gpus} \\\n  --cpu-bind=none --kill-on-bad-exit=1 "${{run[@]}}"'
+        f'--gpus-per-node={job.gpus} \\\n  {_SRUN} "${{run[@]}}"'
         for group, job in enumerate(jobs)
     )
     numbered = f'export {variable(NAMES[2])}=$SLURM_PROCID; exec "$@"'
@@ -149,9 +211,12 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
 # continues from the last checkpoint.
 export {variable(NAMES[0])}="$(hostname):{PORT}" {variable(NAMES[1])}={processes}
 run=(bash -c {shlex.quote(numbered)} task {shlex.join(jobs[0].command)})
+train() {{
 srun \\
 {steps}
-"""
+}}
+
+{_restarting(jobs[0].command)}"""
 
 
 def jobset_file(
@@ -178,7 +243,7 @@ def jobset_file(
     )
     return f"""\
 # A pod for each node, whose one process has all of its devices. The pods meet at the first one's name.
-# When one ends badly all start again, from the last checkpoint.
+# When one ends badly all start again, from the last checkpoint; but not where the configuration is refused.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -188,7 +253,11 @@ spec:
     enableDNSHostnames: true
     subdomain: {_text(name)}
   failurePolicy:
-    maxRestarts: 3
+    maxRestarts: {MOST}
+    rules:
+    - name: refused
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
 {pods}"""
 
@@ -213,9 +282,14 @@ def _replicated(
         completions: {job.nodes}
         parallelism: {job.nodes}
         backoffLimit: 0
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onExitCodes: {{operator: In, values: [{REFUSED}]}}
         template:
           spec:
             restartPolicy: Never
+            terminationGracePeriodSeconds: {job.notice}
 {nodes}\
             containers:
             - name: mmjax

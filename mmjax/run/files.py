@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmjax.checkpoint.folder import Folder
+from mmjax.checkpoint.journal import Journal
 from mmjax.config import Config, differences, load_run_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.run.metrics import MetricsWriter, read_metrics, repair
@@ -32,6 +34,10 @@ def recorded(run_dir: Path, allow_code: bool = False) -> Config | None:
 class RunFiles:
     """Writes into one run directory, and remembers what it could not write.
 
+    Attributes:
+      run_dir: the directory.
+      journal: the checkpoints that were whole.
+
     Args:
       run_dir: made if missing.
       report: receives one-line messages.
@@ -42,6 +48,7 @@ class RunFiles:
 
     def __init__(self, run_dir: str | Path, report: Callable[[str], None]):
         self.run_dir, self._report = made_run_dir(run_dir), report
+        self.journal = Journal(self.run_dir)
         self._metrics: MetricsWriter | None = None
         self._evaluations: list[Mapping[str, Any]] = []  # those that are not in the file
         self._failed: dict[str, str] = {}
@@ -65,7 +72,7 @@ class RunFiles:
         return (*filter(None, [metrics]), *(f"{name} ({cause})" for name, cause in self._failed.items()))
 
     def begin(self, config: Config, planned: Timeline, step: int) -> None:
-        """Writes ``config.gin`` and the planned timeline of a run that goes on after ``step``.
+        """Writes ``config.gin``, the journal and the planned timeline of a run that goes on after ``step``.
 
         If the configuration was another one so far, that one is kept as ``config-until-<step>.gin``, and the difference
         is reported. Configurations of attempts after ``step`` that left no checkpoint are dropped.
@@ -75,6 +82,10 @@ class RunFiles:
         """
         with self._needed():
             self._keep_config(config, step)
+            if not step:
+                self.journal.begin()
+            elif saved := Folder(self.run_dir / "checkpoints").steps():
+                self.journal.complete(saved[-1])
             source, unit = "planned with nominal costs", "forwards of the costliest stage"
             timeline.draw_timeline(planned, self.run_dir / "timeline.png", source=source, unit=unit)
             timeline.write_trace(planned, self.run_dir / "timeline.json")

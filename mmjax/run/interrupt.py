@@ -1,7 +1,7 @@
-"""Ctrl-C as a request. An optimizer step that is cut in two leaves some stages a step ahead of the others.
+"""Ctrl-C and SIGTERM as a request. An optimizer step that is cut in two leaves some stages a step ahead of the others.
 
-The first Ctrl-C raises nothing where it arrives: an exception in the middle of somebody else's code is swallowed there,
-or leaves a lock behind. It is heard at the next `check`, and while a `result` is waited for.
+The first of them raises nothing where it arrives: an exception in the middle of somebody else's code is swallowed
+there, or leaves a lock behind. It is heard at the next `check`, and while a `result` is waited for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from mmjax.sigterm import Sigterm
+
 T = TypeVar("T")
 _POLL = 0.05  # seconds until a request is heard while something is waited for
 
 
 class Stopped(Exception):
-    """Raised at a point where the run's state is whole, after Ctrl-C."""
+    """Raised at a point where the run's state is whole, after Ctrl-C or SIGTERM."""
 
 
 class StopRequest:
-    """A context in which the first Ctrl-C is a request and the second a `KeyboardInterrupt`.
+    """A context in which SIGTERM and the first Ctrl-C are requests, and the next Ctrl-C is a `KeyboardInterrupt`.
 
+    After SIGTERM the process ends within `Checkpoint.grace_seconds`; clusters repeat it, so another one does nothing.
     Outside the main thread, where Python delivers no signals, it does nothing. Several processes have to stop after the
     same step: there a request is heard only when all have agreed.
 
@@ -39,8 +42,10 @@ class StopRequest:
         """`total` is for several processes that run the same steps: it dispatches a sum over one number of each."""
         self.wanted, self._total, self._agreed = False, total, False
         self._previous: Any = None
+        self._sigterm = Sigterm(self._stop_soon)
 
     def __enter__(self) -> StopRequest:
+        self._sigterm.__enter__()
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._receive)
         return self
@@ -48,6 +53,7 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
+        self._sigterm.__exit__(kind, error, at)
 
     def check(self) -> None:
         """Raises `Stopped` if somebody asked to stop, and all processes agreed."""
@@ -80,6 +86,13 @@ class StopRequest:
         del number, frame
         if self.wanted:
             raise KeyboardInterrupt
+        self._note(b"\nstopping after this step; Ctrl-C again stops without saving\n")
+
+    def _stop_soon(self) -> None:
+        if not self.wanted:
+            self._note(b"\nSIGTERM: stopping after this step\n")
+
+    def _note(self, line: bytes) -> None:
         self.wanted = True
         # A handler may run in the middle of another write, so this goes past Python's streams and their locks.
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops without saving\n")
+        os.write(2, line)

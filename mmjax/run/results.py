@@ -87,7 +87,7 @@ class TrainResult:
       evaluation: the last evaluation; ``None`` where it failed or there was none.
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       evaluation_failure: why the last evaluation has failed; empty if it has not.
-      interrupted: whether Ctrl-C ended it.
+      interrupted: whether Ctrl-C or SIGTERM ended it.
       unusable: how many samples could not be used so far; ``skipped.jsonl`` names them.
       unwritten: files that the run directory lacks because the disk was full, a line for each.
     """

@@ -151,21 +151,32 @@ class _Told:
         self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{rest}")
 
 
-def run_begins(files: RunFiles | None, checkpointer: Checkpointer, from_scratch: bool) -> bool:
+def run_begins(
+    files: RunFiles | None,
+    checkpointer: Checkpointer,
+    from_scratch: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> bool:
     """Whether a run begins anew in its directory instead of going on from a checkpoint; all processes have to call it.
+
+    A run that was killed before its first checkpoint was whole begins again; one that has lost its checkpoints does
+    not.
 
     Args:
       files: the directory's files, in process 0; else `None`.
       checkpointer: the directory's checkpoints.
       from_scratch: whether a run whose checkpoints are gone begins again.
+      say: is told that steps without a checkpoint are trained again.
 
     Raises:
-      ConfigError: the directory has steps and no checkpoint, and `from_scratch` is not set; or `from_scratch` is set,
-        and there are checkpoints to go on from.
+      ConfigError: the directory has steps and has lost its checkpoints, or has no journal that says that it had none,
+        and `from_scratch` is not set; or `from_scratch` is set, and there are checkpoints to go on from.
     """
-    own = (str(files.run_dir), files.last_step, checkpointer.is_empty()) if files else None
-    run_dir, last, empty = json.loads(first_says(json.dumps(own)))
-    if last and empty and not from_scratch:
+    own = (str(files.run_dir), files.last_step, checkpointer.is_empty(), files.journal.is_empty()) if files else None
+    run_dir, last, empty, never = json.loads(first_says(json.dumps(own)))
+    if last and empty and never and not from_scratch:
+        say(f"{run_dir} has steps up to {last}, but no checkpoint was whole before the run ended: it begins again")
+    elif last and empty and not from_scratch:
         raise ConfigError(
             f"--run_dir={run_dir!r}: metrics.jsonl has steps up to {last}, but {checkpointer.directory} has no "
             "checkpoint to go on from; name another directory, or add --from_scratch to begin again"

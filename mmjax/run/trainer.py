@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from mmjax import sigterm
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config, validate
 from mmjax.configurable import require
@@ -84,6 +85,7 @@ class Trainer:
         validate(config)  # it may have been changed by hand since it was loaded
         require_sinks(config.train.sinks)
         require_access(config.data)
+        sigterm.within(config.checkpoint.grace_seconds)
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
         self.run_dir = Path(run_dir) if run_dir else None
@@ -97,9 +99,14 @@ class Trainer:
             if self._files:
                 opened.enter_context(RunLock(self._files.run_dir))
             if self.run_dir:
-                self._checkpointer = Checkpointer(self.run_dir / "checkpoints", config.checkpoint, report=self._report)
+                note = self._files.journal.add if self._files else lambda step: None
+                self._checkpointer = Checkpointer(
+                    self.run_dir / "checkpoints", config.checkpoint, report=self._report, committed=note
+                )
                 opened.callback(self._checkpointer.close)
-            begins = self._checkpointer is None or run_begins(self._files, self._checkpointer, from_scratch)
+            begins = self._checkpointer is None or run_begins(
+                self._files, self._checkpointer, from_scratch, self._report
+            )
             self._starts = find_starts(config) if begins else Starts()
             self._source = open_source(config, split="train", skipped=self._skipped_path)
             self.config, self.chosen = self._with_buckets()
@@ -148,7 +155,8 @@ class Trainer:
     def train(self, steps: int | None = None) -> TrainResult:
         """Trains until ``Train.steps`` (or ``steps`` in all) are done.
 
-        Ctrl-C finishes the step, saves a checkpoint and returns; a second one raises ``KeyboardInterrupt`` at once.
+        Ctrl-C and SIGTERM finish the step, save a checkpoint and return; a second Ctrl-C raises ``KeyboardInterrupt``
+        at once.
         Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: when it is heard, and that it never cuts a step in two."""
+"""Ctrl-C and SIGTERM as a request: when it is heard, and that it never cuts a step in two."""
 
 from __future__ import annotations
 
@@ -35,6 +35,27 @@ def test_second_raises_where_it_arrives() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest():
         ctrl_c()
         ctrl_c()
+
+
+def test_sigterm_is_a_request_however_often_it_comes(capfd: pytest.CaptureFixture[str]) -> None:
+    """Clusters repeat it. Ctrl-C after it is somebody who does not want to wait."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            stop.check()
+        ctrl_c()
+    assert capfd.readouterr().err == "\nSIGTERM: stopping after this step\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_after_ctrl_c_changes_nothing() -> None:
+    with StopRequest() as stop:
+        ctrl_c()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            stop.check()
 
 
 def test_heard_while_waiting() -> None:

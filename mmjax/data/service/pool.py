@@ -94,7 +94,7 @@ class Pool:
             self._tasks.put(None)
         with self._lock:
             for process in self._processes.values():
-                process.terminate()
+                process.kill()
         for thread in self._threads:
             thread.join()
         while not self._tasks.empty():
@@ -123,7 +123,7 @@ class Pool:
             if not future.done():
                 future.set_exception(failure or BatchError(f"step {step}: not made"))
         connection.close()
-        process.terminate()
+        process.kill()
         process.join()
 
     def _start(self, number: int) -> tuple[Any, Connection]:
@@ -136,7 +136,7 @@ class Pool:
             process.start()
             self._processes[number] = process
             if self._closed:
-                process.terminate()
+                process.kill()
         there.close()
         return process, here
 

@@ -1,0 +1,73 @@
+"""The journal of a run's checkpoints: a line for each that was whole. It outlives the checkpoints.
+
+A run directory that has steps and no checkpoint was either killed before its first checkpoint was whole, or it has lost
+its checkpoints. The journal tells the two apart. It imports no JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mmjax.configurable import ConfigError
+
+NAME = "commits.jsonl"
+
+
+class Journal:
+    """The file `commits.jsonl` of a run directory, which a single process writes.
+
+    A line is on disk before `add` returns. One that a kill has torn counts as a checkpoint: it was whole by then.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / NAME
+
+    def is_empty(self) -> bool:
+        """Whether it says that no checkpoint was ever whole; a missing journal does not.
+
+        Raises:
+          ConfigError: it cannot be read.
+        """
+        try:
+            return self.path.stat().st_size == 0 and self.path.is_file()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read ({error.strerror}); remove it") from None
+
+    def begin(self) -> None:
+        """Starts a journal without a line, before the run writes its first step. Raises OSError."""
+        with open(self.path, "wb") as file:
+            os.fsync(file.fileno())
+        _sync(self.path.parent)
+
+    def complete(self, step: int) -> None:
+        """Adds the checkpoint of a step to a journal that has none, or to a missing one. Raises OSError.
+
+        A kill just before the line, or an earlier version of mmjax, has left it out.
+        """
+        if not self.path.exists() or self.is_empty():
+            self.add(step)
+            _sync(self.path.parent)
+
+    def add(self, step: int) -> None:
+        """Adds the checkpoint of a step. Raises OSError."""
+        with open(self.path, "ab+") as file:
+            torn = False
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            file.write(b"\n" * torn + json.dumps({"step": step}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Puts the names in a directory on disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

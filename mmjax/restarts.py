@@ -1,0 +1,104 @@
+"""Whether a command that has ended badly is started again: by its exit status, and by how far its run has got.
+
+It imports no JAX, and the configuration only where the command names a gin file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.checkpoint.folder import Folder
+from mmjax.checkpoint.journal import NAME as JOURNAL
+from mmjax.configurable import ConfigError
+from mmjax.flags import INTERRUPTED, REFUSED
+from mmjax.sigterm import GRACE
+
+MOST = 3
+"""Restarts in a row without progress."""
+FINAL = (0, REFUSED, INTERRUPTED, 143)
+"""Exit statuses after which nothing is started again: success, a mistake in the command or the configuration, Ctrl-C
+and SIGTERM; 143 is that of a process that has no handler for SIGTERM."""
+COUNTED = (JOURNAL, "metrics.jsonl")
+"""Files of a run directory that get a line for each checkpoint and for each step."""
+_TRAIN = ("-m", "mmjax.train")
+
+
+class Restarts:
+    """Decides after each end of a command whether it is started again.
+
+    Attributes:
+      command: the command to start next.
+    """
+
+    def __init__(self, command: Sequence[str], most: int):
+        """Notes how far the run of `command` has got; `most` restarts in a row may bring it no further."""
+        self.command, self._most, self._vain = tuple(command), most, 0
+        self._run_dir = run_dir_of(command)
+        self._best = (0, 0) if "--from_scratch" in command else self._progress()
+
+    def again(self, status: int) -> tuple[bool, str]:
+        """Whether the command is started again after this exit status, and a line about it ("" where none is due)."""
+        if status in FINAL or not self._most:
+            return False, ""
+        now = self._progress()
+        if any(new > best for new, best in zip(now, self._best, strict=True)):
+            self._vain = 0
+        self._best = max(now[0], self._best[0]), max(now[1], self._best[1])
+        if self._vain == self._most:
+            return False, f"given up: {self._most} restarts have brought no newer checkpoint and no further step"
+        self._vain += 1
+        if self._run_dir and Folder(self._run_dir / "checkpoints").steps():
+            self.command = tuple(word for word in self.command if not word.startswith("--from_scratch"))
+        return True, f"starting again, restart {self._vain} of {self._most} without progress"
+
+    def _progress(self) -> tuple[int, ...]:
+        """Numbers of checkpoints and of steps so far."""
+        return tuple(_lines(self._run_dir / name) if self._run_dir else 0 for name in COUNTED)
+
+
+def is_training(command: Sequence[str]) -> bool:
+    """Whether a command trains, so that it goes on from a checkpoint when it is started again."""
+    return any(tuple(command[at : at + 2]) == _TRAIN for at in range(len(command)))
+
+
+def run_dir_of(command: Sequence[str]) -> Path | None:
+    """The run directory of a command; `None` where it names neither a directory nor a configuration."""
+    if directory := _values(command, "run_dir"):
+        return Path(directory[-1])
+    if not (files := _values(command, "gin_file")):
+        return None
+    from mmjax.config import default_run_dir
+
+    return default_run_dir(files)
+
+
+def grace_of(command: Sequence[str]) -> float:
+    """`Checkpoint.grace_seconds` of a command's configuration."""
+    lines = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.") and "=" in word]
+    if not lines and not _values(command, "gin_file"):
+        return GRACE
+    from mmjax.config.gin_reader import read_bindings
+
+    try:
+        bindings = read_bindings(_values(command, "gin_file"), lines)
+    except ConfigError:  # its processes say so
+        return GRACE
+    values = [binding.value for binding in bindings if binding.key == "Checkpoint.grace_seconds"]
+    return float(values[-1]) if values and isinstance(values[-1], int | float) else GRACE
+
+
+def _values(command: Sequence[str], name: str) -> list[str]:
+    """The values of a flag, written with "=" or as the next word."""
+    flag = f"--{name}"
+    attached = [(at, word.partition("=")[2]) for at, word in enumerate(command) if word.startswith(f"{flag}=")]
+    following = [(at, command[at + 1]) for at, word in enumerate(command[:-1]) if word == flag]
+    return [value for _, value in sorted(attached + following)]
+
+
+def _lines(path: Path) -> int:
+    try:
+        with open(path, "rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError:
+        return 0
