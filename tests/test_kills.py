@@ -75,9 +75,7 @@ def test_ten_kills(seed: int, tmp_path: Path) -> None:
     rng.shuffle(phases)
     saved, workers = 0, 0
     for number, phase in enumerate(phases):
-        # Steps that left no checkpoint are not trained again without a word.
-        lost = ["--from_scratch"] if steps_of(run / "metrics.jsonl") and not saved else []
-        command = Command("train", [*flags, *lost], tmp_path / f"output{number}")
+        command = Command("train", flags, tmp_path / f"output{number}")
         try:
             longest = {"start-up": 3.0, "compilation": 1.0, "checkpoint": 0.1}.get(phase, 0.3)
             members = kill(command, inside(phase, command, run), rng.uniform(0, longest))

@@ -202,7 +202,7 @@ def test_stopping_and_resuming_changes_no_bit(tiny_run: Path, tmp_path: Path) ->
         pytest.param("waiting for data", marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_anywhere_in_a_step(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_and_sigterm_anywhere_in_a_step(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """The checkpoint is of whole steps, wherever the signal arrives."""
     config = load_config([write_tiny(tmp_path)])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
@@ -210,10 +210,13 @@ def test_ctrl_c_anywhere_in_a_step(tiny_run: Path, tmp_path: Path, monkeypatch: 
         kind = "update" if where == "at an update" else "B"
         original, calls = handlers[kind], []
 
+        # SIGTERM at an update, as often as a cluster may send it; Ctrl-C elsewhere.
+        numbers = [signal.SIGTERM] * 3 if where == "at an update" else [signal.SIGINT]
+
         def disturbed(op: Any) -> None:
             calls.append(op)
-            if len(calls) == 5:
-                signal.raise_signal(signal.SIGINT)
+            for number in numbers if len(calls) == 5 else ():
+                signal.raise_signal(number)
             original(op)
 
         if where == "waiting for data":
@@ -272,14 +275,16 @@ def test_sigkill_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_and_the_same_command_again(number: signal.Signals, tiny_run: Path, tmp_path: Path) -> None:
+    """To the group, as terminals and clusters send it: data workers leave it to the command."""
     run, members, status = tmp_path, [], 0
     for attempt in range(4):  # on a busy machine a run may end before it hears the signal
         run = tmp_path / f"run{attempt}"
         flags = train_flags(write_tiny(tmp_path, Data_workers=1, Checkpoint_every=0), run)
         command = Command("train", flags, tmp_path / "output")
         command.wait_for(lambda run=run: len(_lines(run / "metrics.jsonl")) >= 3)
-        members = command.send(signal.SIGINT)
+        members = command.send(number)
         status = command.end()
         if status != 0:
             break
@@ -289,7 +294,7 @@ def test_sigint_and_the_same_command_again(tiny_run: Path, tmp_path: Path) -> No
     saved = Checkpointer(run / "checkpoints").latest_step()
     assert saved is not None and 3 <= saved < STEPS, command.text()
     text = command.text()
-    assert "Traceback" not in text
+    assert "Traceback" not in text and "leaked" not in text
     assert text.splitlines()[-1] == f"stopped after step {saved}; the same command continues after step {saved}"
     assert f"training {STEPS}/{STEPS}" not in text and "\x1b" not in text  # plain lines where there is no terminal
     assert [step for step, _ in losses(run)] == list(range(1, saved + 1))
@@ -381,7 +386,10 @@ def test_another_seed_is_refused(copied_run: Path, capsys: pytest.CaptureFixture
 
 
 def test_steps_without_a_checkpoint_are_not_trained_again_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -398,6 +406,17 @@ def test_steps_without_a_checkpoint_are_not_trained_again_without_a_word(
     )
     with pytest.raises(pytest.fail.Exception, match="further than that"):
         main([*flags, "--from_scratch"])
+    # A run that has lost its checkpoints is refused, and one that never had any begins again.
+    (run / "commits.jsonl").write_text('{"step": 30}\n')
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert "metrics.jsonl has steps up to 40" in capsys.readouterr().err
+    (run / "commits.jsonl").write_text("")
+    with pytest.raises(pytest.fail.Exception, match="further than that"):
+        main(flags)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run} has steps up to 40, but no checkpoint was whole before the run ended: it begins again"
+    ]
     assert (run / "metrics.jsonl").read_text() == rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from mmjax.configurable import ConfigError
+from mmjax.data import worker
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
 from mmjax.data.tasks.digits.config import DigitsConfig
@@ -132,6 +134,28 @@ if __name__ == "__main__":
     print(*(next(stream)["pid"] for _ in range(2)), flush=True)
     time.sleep(60)
 """
+
+
+def _outlive() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("name", [worker.GRAIN_PROCESS, worker.OWN_PROCESS])
+def test_workers_are_deaf_to_what_their_parent_answers(name: str) -> None:
+    """From birth, before any line of Python's could make them so; they are ended all the same where Python does it."""
+    worker.become_main_of_workers()
+    process = multiprocessing.get_context("spawn").Process(target=_outlive, name=f"{name}-0", daemon=True)
+    process.start()
+    assert process.pid
+    for _ in range(20):
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    assert process.is_alive()
+    process.terminate()  # as Python does with daemons at its exit
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")

@@ -86,9 +86,6 @@ class SoakTrial:
     def _resumed(self) -> str:
         """Resumes to the end; every step and every evaluation must be recorded once."""
         process = self._started_again()
-        if process.status == REFUSED and "--from_scratch" in process.text and not _checkpoints(self.run):
-            process = self._start_training(self.run, "layout", "--from_scratch")
-            self._wait(process)
         trained = bool(_rows(self.run))
         try:
             self._require_end(process, {0})
