@@ -56,8 +56,8 @@ class Sigterm:
                 _state.contexts.append(self)
                 _listen()
                 self._previous = signal.signal(signal.SIGTERM, _receive)
-                if _state.came:  # an exception that a library has dropped
-                    self.react()
+                if _state.came:  # in an earlier context, where a library has dropped its exception
+                    self._react_at_once()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -72,6 +72,13 @@ class Sigterm:
             _state.came, _state.left = False, _state.left + 1
             if _state.alarm:
                 _state.alarm.release()
+
+    def _react_at_once(self) -> None:
+        try:
+            self.react()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
 
 def within(seconds: float) -> None:

@@ -62,10 +62,11 @@ def test_more_ranks_than_tests_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
     command = Command("check", [f"--gin_file={write_tiny(tmp_path)}"], tmp_path / "output")
     command.wait_for(lambda: "shrunk" in command.text())
-    command.send(signal.SIGINT)
+    command.send(number)
     assert command.end() == 130, command.text()
     assert "Traceback" not in command.text() and command.text().splitlines()[-1] == "interrupted"
 

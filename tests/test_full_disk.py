@@ -100,7 +100,7 @@ def launched(processes: int, flags: list[str], output: Path, monkeypatch: pytest
         return Command("train", flags, output)
     for name in ("JAX_NUM_CPU_DEVICES", "NPROC"):
         monkeypatch.delenv(name, raising=False)
-    return Command("launch", ["-n", str(processes), "-m", "mmjax.train", *flags], output)
+    return Command("launch", ["-n", str(processes), "--max_restarts=0", "-m", "mmjax.train", *flags], output)
 
 
 @pytest.mark.slow

@@ -382,7 +382,8 @@ def test_each_of_two_processes_asks_for_its_own_rows(tmp_path, started, monkeypa
     server = BentServer(planned_data_spec(load_config([gin_file])))
 
     def launch(name: str, *flags: str) -> Command:
-        command = ["-n", "2", "-m", "mmjax.train", *train_flags(gin_file, tmp_path / name), *flags]
+        command = ["-n", "2", "--max_restarts=0", "-m", "mmjax.train"]
+        command += [*train_flags(gin_file, tmp_path / name), *flags]
         started.append(Command("launch", command, tmp_path / f"{name}.log"))
         return started[-1]
 

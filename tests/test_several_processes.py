@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -208,7 +209,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_death_ends_all_and_the_same_command_goes_on(dead: int, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     own = train_flags(write_tiny(tmp_path, Train_eval_every=0), run)
-    flags = ["-n", "2", "-m", "mmjax.train", *own]
+    flags = ["-n", "2", "--max_restarts=0", "-m", "mmjax.train", *own]
     broken = Command("launch", flags, tmp_path / "broken")
     try:
         broken.wait_for(lambda: "training 5/" in broken.text(), 300)
@@ -224,6 +225,32 @@ def test_a_death_ends_all_and_the_same_command_goes_on(dead: int, undisturbed: P
     again = Command("launch", flags, tmp_path / "again")
     assert again.end(400) == 0, again.text()
     assert "continuing after step 4" in again.text() or "continuing after step 2" in again.text()
+    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
+    assert numbers(run) == numbers(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_launch_starts_again_after_deaths(undisturbed: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint is whole, where the run begins again, and after it, where it goes on."""
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, Train_eval_every=0, Checkpoint_every=4), run)
+    command = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "output")
+    try:
+        for dead, (step, since) in enumerate(((2, 0), (6, 1))):
+            command.wait_for(
+                lambda n=step, k=since: f"training {n}/" in command.text().split("starting again")[k:][0], 400
+            )
+            os.kill(process_of(command, dead), signal.SIGKILL)
+            command.wait_for(lambda n=dead: command.text().count("starting again") > n, 60)
+        assert command.end(400) == 0, command.text()
+        command.assert_nothing_left()
+    finally:
+        command.stop()
+    said = command.text()
+    assert said.count("launch: starting again, restart 1 of 3 without progress") == 2, said
+    assert "no checkpoint was whole before the run ended: it begins again" in said and "Traceback" not in said
+    assert f"[0] continuing after step {4}" in said
     assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
     assert numbers(run) == numbers(undisturbed)
 
@@ -389,22 +416,66 @@ def test_a_checkpoint_that_one_process_cannot_write(tmp_path: Path, monkeypatch:
     assert Checkpointer(checkpoints).latest_step() == STEPS and numbers(run) == trained
 
 
-def interrupted(flags: Sequence[str], output: Path, when: Callable[[Command], bool]) -> str:
-    """Starts a launch, interrupts it as by Ctrl-C once `when` holds, and returns its output.
+def interrupted(
+    flags: Sequence[str],
+    output: Path,
+    when: Callable[[Command], bool],
+    send: Callable[[Command], object] = lambda command: command.send(signal.SIGINT),
+) -> str:
+    """Starts a launch, interrupts it once `when` holds, by default as by Ctrl-C, and returns its output.
 
     The time limits allow for a busy machine: a process that misses the signal ends with another status, or never.
     """
     command = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], output)
     try:
         command.wait_for(lambda: when(command), 600)
-        command.send(signal.SIGINT)
+        send(command)
         assert command.end(180) == 130, command.text()
         command.assert_nothing_left(60)
     finally:
         command.stop()
     text = command.text()
-    assert not any(word in text for word in ("Traceback", "error", "leaked", "launch: process")), text
+    assert not any(word in text for word in ("Traceback", "error", "leaked", "again, restart")), text
+    assert (send is not single) <= ("launch: process" not in text), text
     return text
+
+
+def everywhere(command: Command) -> None:
+    """Sends SIGTERM to every process, data workers too, and more than once, as a cluster may."""
+    for _ in range(3):
+        for member in command.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def single(command: Command) -> None:
+    """Sends SIGTERM to one process of two."""
+    os.kill(process_of(command, 1), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("send", [everywhere, single, lambda command: command.send(signal.SIGTERM)])
+def test_sigterm_saves_a_checkpoint_and_the_same_command_goes_on(
+    send: Callable[[Command], object], undisturbed: Path, tmp_path: Path
+) -> None:
+    """While programs are compiled, and while steps run: to all processes, to one, or to the launcher alone."""
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, **INTERRUPTED), run)
+    text = interrupted(flags, tmp_path / "compiling", lambda command: "compiling programs" in command.text(), send)
+    assert "interrupted" in text and not Checkpointer(run / "checkpoints").steps()
+    # The evaluation after step 6 keeps a run on a busy machine from ending before it hears the signal.
+    long = [*flags, "--gin.Train.eval_samples=3000", "--gin.Train.eval_every=6"]
+    text = interrupted(long, tmp_path / "training", lambda command: "training 3/" in command.text(), send)
+    saved = Checkpointer(run / "checkpoints").latest_step()
+    assert saved is not None and 3 <= saved <= 6, text
+    assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
+    again = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "again")
+    assert again.end(600) == 0, again.text()
+    assert f"continuing after step {saved}" in again.text()
+    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
+    assert numbers(run) == numbers(undisturbed)
 
 
 INTERRUPTED = {"Train_eval_samples": 0, "Data_workers": 1, "Checkpoint_every": 0}

@@ -106,6 +106,11 @@ def test_contexts_nest_and_are_left_as_they_were_entered() -> None:
     assert heard == ["inner", "next"]
     with Sigterm(lambda: heard.append("again")):
         pass
+    with Sigterm(lambda: None), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+        with Sigterm(sigterm.raise_interrupt):
+            pytest.fail("it raises when it is entered")
+    assert not sigterm._state.contexts
     assert heard == ["inner", "next"] and signal.getsignal(signal.SIGTERM) is before
 
 

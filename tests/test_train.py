@@ -202,7 +202,9 @@ def test_stopping_and_resuming_changes_no_bit(tiny_run: Path, tmp_path: Path) ->
         pytest.param("waiting for data", marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_and_sigterm_anywhere_in_a_step(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_and_sigterm_anywhere_in_a_step(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """The checkpoint is of whole steps, wherever the signal arrives."""
     config = load_config([write_tiny(tmp_path)])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:

@@ -22,6 +22,8 @@ from mmjax.mesh.company import Processes, find_processes
 from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "digits_vlm.gin")
+ENDS = {"requeue": "", "open-mode": "append", "signal": "TERM@55"}
+"""How a job is ended and put back into the queue: 25 s for a checkpoint, and 30 more."""
 ODD = ("it's", 'two "words"', "$HOME", "$(hostname)", "$$(X)", "a\nb", "#no: comment", "ü", "`id`", "\\", "")
 
 
@@ -33,7 +35,7 @@ def job(
 
 def options(text: str) -> dict[str, str]:
     """The options that sbatch reads: its comments before the first command."""
-    head = text.partition("\nsrun ")[0]
+    head = text.partition("\ntrain() {")[0]
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", head, re.MULTILINE))
 
 
@@ -74,8 +76,8 @@ def test_slurm_starts_a_task_for_each_device(
     text = slurm_file(job(devices=devices, per_node=per_node))
     assert text.startswith("#!/bin/bash\n#SBATCH ")
     asked = {"nodes": str(nodes), "ntasks": str(devices), "ntasks-per-node": str(on_node), "exclusive": "", "mem": "0"}
-    assert options(text) == {"job-name": "mine", "output": "%x-%j.out", "gpus-per-node": str(on_node), **asked}
-    own = [f"--distribution=plane={on_node}", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    assert options(text) == {"job-name": "mine", "output": "%x-%j.out", "gpus-per-node": str(on_node), **asked, **ENDS}
+    own = [f"--distribution=plane={on_node}", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=60"]
     assert started(text, tmp_path) == [*own, "train"]
     last = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-9]", "SLURM_NTASKS": options(text)["ntasks"]}
     found = find_processes({}, {**last, "SLURM_PROCID": str(devices - 1), "SLURM_LOCALID": "0"})
@@ -91,7 +93,11 @@ def test_a_jobset_starts_a_pod_for_each_node(devices: int, nodes: int, on_node: 
         "jobset.x-k8s.io/v1alpha2", "JobSet", {"name": "mine"},
     )  # fmt: skip
     assert read["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": "mine"}
-    assert read["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    assert read["spec"]["failurePolicy"] == {"maxRestarts": 3, "rules": [refused]}
+    never = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
+    assert jobs["podFailurePolicy"] == {"rules": [never]}
+    assert jobs["template"]["spec"]["terminationGracePeriodSeconds"] == 55
     assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", nodes, nodes)
     assert jobs["backoffLimit"] == 0 and jobs["template"]["spec"]["restartPolicy"] == "Never"
     assert (own["image"], own["workingDir"], own["command"]) == ("here/mmjax:1", "/shared", ["train"])
@@ -120,7 +126,7 @@ def environment(own: dict[str, Any], index: int) -> dict[str, str]:
 
 
 def test_odd_words_arrive_as_they_are(tmp_path: Path) -> None:
-    assert started(slurm_file(job(command=ODD)), tmp_path)[3:] == list(ODD)
+    assert started(slurm_file(job(command=ODD)), tmp_path)[4:] == list(ODD)
     _, _, own = container(jobset_file(job(command=ODD), image="a: b #c", claim='"'))
     assert [expanded(word) for word in own["command"]] == list(ODD)
     assert own["image"] == "a: b #c"
@@ -162,6 +168,46 @@ def test_the_command_is_one_that_train_reads() -> None:
     assert train_command(["a.gin"], allow_code=True)[3:] == ("--gin_file=a.gin", "--allow_code")
 
 
+def test_longer_checkpoints_are_waited_for() -> None:
+    own = ClusterJob(name="mine", devices=8, per_node=8, command=("train",), grace=90.5)
+    assert options(slurm_file(own))["signal"] == "TERM@121"
+    assert container(jobset_file(own))[1]["template"]["spec"]["terminationGracePeriodSeconds"] == 121
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts"),
+    [
+        ([0], 1),
+        ([2, 0], 1),  # refused
+        ([130, 0], 1),  # ended by SIGTERM
+        ([1, 75, 137, 3, 0], 4),  # given up after three restarts that bring nothing
+        (["1+", 1, 1, "137+", 1, 1, 1, 0], 7),  # two of them leave a line: a checkpoint or a step
+        (["3+", 0], 2),
+    ],
+)
+def test_a_slurm_file_starts_a_crashed_run_again(ends: list[Any], starts: int, tmp_path: Path) -> None:
+    """As `Restarts` decides for `mmjax.launch`."""
+    run = tmp_path / "a run"
+    run.mkdir()
+    command = ("python", "-m", "mmjax.train", f"--run_dir={run}")
+    (tmp_path / "job.sh").write_text(slurm_file(job(command=command)))
+    (tmp_path / "ends").write_text("\n".join(map(str, ends)) + "\n")
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\ncd {tmp_path}\nend=$(head -n1 ends)\nsed -i 1d ends\necho started\n"
+        f'[[ $end != *+ ]] || echo row >> "a run/metrics.jsonl"\nexit ${{end%+}}\n'
+    )
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for program in ("srun", "sleep"):
+        (tmp_path / program).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout == "started\n" * starts
+    assert done.returncode == int(str(ends[starts - 1]).rstrip("+")), done.stderr
+    assert ("given up: 3 restarts" in done.stderr) == (starts > 3)
+
+
 def mixed(*kinds: tuple[str, int]) -> list[ClusterJob]:
     """A run whose every process says which one it is."""
     command = (sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))", *ODD)
@@ -178,7 +224,8 @@ for group in itertools.count():
     flags = list(itertools.takewhile(lambda word: word.startswith("--"), own))
     asked = dict(flag[2:].split("=") for flag in flags)
     assert asked["het-group"] == str(group) and asked["ntasks-per-node"] == "1" and asked["nodes"] == asked["ntasks"]
-    assert asked["gpus-per-node"] == os.environ["GPUS"].split()[group] and asked["kill-on-bad-exit"] == "1"
+    assert asked["gpus-per-node"] == os.environ["GPUS"].split()[group] and asked["kill-on-bad-exit"] == "0"
+    assert asked["wait"] == "60"
     for node in range(int(asked["nodes"])):
         said = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST=f"kind{group}-[1-9]", SLURM_NTASKS=asked["ntasks"])
         said |= dict(SLURM_PROCID=str(number), SLURM_LOCALID="0")
@@ -198,6 +245,7 @@ def test_a_heterogeneous_slurm_job_numbers_processes_as_ranks_are(
     for part, (kind, count), of_kind in zip((head, *others), kinds, nodes, strict=True):
         asked = options(part)
         assert asked.pop("job-name", "mine") == "mine" and asked.pop("output", "%x-%j.out") == "%x-%j.out"
+        assert {name: asked.pop(name, value) for name, value in ENDS.items()} == ENDS
         each = {"gpus-per-node": f"{kind}:{min(8, count)}", "exclusive": "", "mem": "0"}
         assert asked == {"nodes": str(of_kind), "ntasks-per-node": "1", **each}
     file, fake = tmp_path / "job.sh", tmp_path / "srun"
@@ -244,7 +292,7 @@ def test_one_kind_of_several_is_asked_for_by_name(tmp_path: Path) -> None:
     text = slurm_file(own)
     asked = options(text)
     assert (asked["gpus-per-node"], asked["ntasks"]) == ("l20:8", "12") and "hetjob" not in text
-    assert started(text, tmp_path)[3:] == list(own.command)
+    assert started(text, tmp_path)[4:] == list(own.command)
     (replicated,) = yaml.safe_load(jobset_file(own))["spec"]["replicatedJobs"]
     assert replicated["template"]["spec"]["template"]["spec"]["nodeSelector"] == {"mmjax/accelerator": "l20"}
 
