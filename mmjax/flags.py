@@ -24,6 +24,8 @@ REFUSED = 2
 """Exit status after an error that the user can mend: the same command would end in the same way."""
 FOLLOWED = 3
 """Exit status of a process that has ended because another one has."""
+TOO = "this one ends too"
+"""How the line of such a process ends."""
 WIDTH = 120
 """Width of a line of help."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from mmjax.configurable import ConfigError
-from mmjax.flags import FOLLOWED, INTERRUPTED, Flag, entry, one_line_errors, parse_flags
+from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, TOO, Flag, entry, one_line_errors, parse_flags
 from mmjax.restarts import MOST, Restarts, grace_of, is_training
 
 USAGE = "python -m mmjax.launch -n N [--devices_per_process=D] -m mmjax.train"
@@ -112,6 +112,12 @@ class _Child:
     last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     readers: list[threading.Thread] = field(default_factory=list)
 
+    @property
+    def followed(self) -> bool:
+        """Whether it has ended because another one has; where that one was refused, its status is the same."""
+        ended = self.process.returncode
+        return ended == FOLLOWED or (ended == REFUSED and any(line.endswith(TOO) for line in list(self.last)))
+
 
 class _Job:
     """The processes of one launch, from their first start to their last end.
@@ -194,7 +200,7 @@ class _Job:
         while running := [child for child in self._children if child.process.poll() is None]:
             failed = self._failed()
             # Processes that ended because another one did may be seen first; that one is named, if it shows up in time.
-            if failed and (failed.process.returncode != FOLLOWED or (noticed and time.monotonic() > noticed + _NEWS)):
+            if failed and (not failed.followed or (noticed and time.monotonic() > noticed + _NEWS)):
                 break
             # Python may lose a Ctrl-C: a process that has not got it would wait for those that are gone.
             if self._interrupts and any(child.process.returncode for child in self._children):
@@ -218,7 +224,7 @@ class _Job:
     def _failed(self) -> _Child | None:
         """A process that failed, if possible one that did not just follow another; None after Ctrl-C and SIGTERM."""
         ended = [child for child in self._children if child.process.poll() and not self.asked]
-        return min(ended, key=lambda child: child.process.returncode == FOLLOWED, default=None)
+        return min(ended, key=lambda child: child.followed, default=None)
 
     def _blame(self, child: _Child, status: int) -> None:
         if status == INTERRUPTED:

@@ -49,6 +49,10 @@ if act.startswith("until"):
         if steps < int(act[5:]):
             print(steps, file=file)
             sys.exit(1)
+if act == "follow":
+    print("error: process 1 has ended; this one ends too", file=sys.stderr, flush=True)
+    time.sleep(0.1)
+    sys.exit(2)
 if act.isdecimal():
     time.sleep(0.3)
     print("oh no", file=sys.stderr, flush=True)
@@ -102,6 +106,12 @@ def test_one_that_fails_is_named_and_the_others_end(child, act, status, why, cap
 def test_who_followed_another_is_not_blamed(child, capsys):
     assert main(["-n", "2", *child, "3", "7"]) == 7  # 3 is the status of those that follow
     assert "launch: process 1 ended with status 7" in capsys.readouterr().err
+
+
+def test_who_followed_one_that_was_refused_is_not_blamed_either(child, capsys):
+    """It has the same status, so that Slurm, which knows the highest alone, hears of it."""
+    assert main(["-n", "2", *child, "follow", "2"]) == 2
+    assert "launch: process 1 ended with status 2" in capsys.readouterr().err
 
 
 def test_a_command_that_is_none(capsys):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mmjax.flags import FOLLOWED, INTERRUPTED
+from mmjax.flags import FOLLOWED, INTERRUPTED, TOO
 from mmjax.sigterm import CLEAN_UP as _CLEAN_UP
 from mmjax.sigterm import end_process, quieten_tracker
 
@@ -265,4 +265,4 @@ def _read_failure(said: bytes) -> tuple[int, int, str] | None:
 
 def _end_process(news: str, status: int) -> None:
     """Ends this process at once: other threads may wait forever in a collective for the process that has ended."""
-    end_process(f"{'' if status == INTERRUPTED else 'error: '}{news}; this one ends too", status)
+    end_process(f"{'' if status == INTERRUPTED else 'error: '}{news}; {TOO}", status)
