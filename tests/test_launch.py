@@ -26,6 +26,8 @@ print("hello of", os.environ["MMJAX_NUM_PROCESSES"], flush=True)
 if act == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("deaf", flush=True)
+    if "READY" in os.environ:
+        open(os.environ["READY"], "w").close()
     time.sleep(60)
 if act in ("stop", "busy"):
     try:
@@ -38,7 +40,7 @@ if act == "slow":
     print("slow", flush=True)
     while not wait:
         time.sleep(0.01)
-    time.sleep(1.0)
+    time.sleep(0.4)
     print(f"saved after {len(wait)}", flush=True)
     sys.exit(130)
 if act.startswith("until"):
@@ -158,7 +160,7 @@ def test_ctrl_c_stops_all_also_one_that_does_not_hear_it(child, other):
 
 
 def test_sigterm_is_passed_on_once_and_waited_out(child):
-    """Longer than the others' end would be waited for after a failure, however often it comes."""
+    """However often it comes; the other process has ended long before."""
     launcher = subprocess.Popen(
         [sys.executable, "-m", "mmjax.launch", "-n", "2", *child, "slow", "stop"],
         env=dict(os.environ),
@@ -177,10 +179,12 @@ def test_sigterm_is_passed_on_once_and_waited_out(child):
     assert "launch:" not in said
 
 
-def test_who_does_not_end_in_time_after_sigterm_is_killed(child, capsys, monkeypatch):
+def test_who_does_not_end_in_time_after_sigterm_is_killed(child, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("READY", str(tmp_path / "ready"))
     monkeypatch.setattr(launch, "MARGIN", 0.5)
     monkeypatch.setattr(launch, "grace_of", lambda command: 0.5)
-    alarm = subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -TERM {os.getpid()}"])
+    wait = f"while [ ! -e {tmp_path}/ready ]; do sleep 0.05; done; kill -TERM {os.getpid()}"
+    alarm = subprocess.Popen(["sh", "-c", wait])
     started = time.monotonic()
     assert main(["-n", "1", *child, "deaf"]) == 130
     assert time.monotonic() - started < 20

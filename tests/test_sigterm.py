@@ -88,7 +88,7 @@ def body():
         come()
         time.sleep(60)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    time.sleep(1)
+    time.sleep(0.5)
     print(status, file=sys.stderr)
 """
     assert ended(body)[:2] == (0, f"interrupted\n{INTERRUPTED}\n")
