@@ -188,7 +188,7 @@ def export_folders(
     for path, modules in sources.items():
         place = Path(out) if together else Path(out) / modules[0]
         found = folder_parameters(config, path, shapes)
-        made[str(place)] = modules, rewrite(found.folder, found.places, read, place)
+        made[str(place)] = modules, rewrite(found.folder, found.places, read, place, copies=found.copies)
     without = tuple(name for name in saved.modules if name not in adapters and not config.pretrained(name))
     if LLM in without and not sources:
         made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))

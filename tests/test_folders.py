@@ -155,7 +155,11 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         ([path, "llm/Weights.init_from='runs/x'"], "llm/Weights.init_from='runs/x': Weights.path="),
         (["vision/Weights.path='nowhere'"], "vision/Weights.path='nowhere': nowhere is no directory"),
         ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),
-        ([f"Model.weights={str(folder)!r}"], f"Model.weights={str(folder)!r}: "),
+        (
+            [f"Model.weights={str(folder)!r}"],
+            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of llava, "
+            "llava_onevision, qwen2_5_vl, qwen2_vl; name the folder of a single module in its Weights.path",
+        ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -195,6 +199,32 @@ def test_a_model_of_new_values_becomes_a_folder(tmp_path: Path, capsys: pytest.C
     with Trainer(config, tmp_path / "again", style="silent") as trainer:
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items() if name in stored}
     assert_same_leaves(held, stored)
+
+
+@pytest.mark.long
+def test_the_copy_of_a_tied_head_follows_the_embedding(tmp_path: Path) -> None:
+    """Of a folder that has both tensors; its old index is left behind."""
+    c = DecoderConfig(
+        layers=2, width=16, heads=2, kv_heads=2, mlp=16, vocab=260, qkv_bias=True, norm_eps=1e-6, tied=True
+    )
+    shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "qwen"
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
+
+    write(their_config(c), expand(rows(c), c.layers), read, home)
+    before = everything(home)
+    embed = before["model.embed_tokens.weight"]
+    save_file({**before, "lm_head.weight": embed}, home / "model.safetensors", metadata={"format": "pt"})
+    (home / "model.safetensors.index.json").write_text('{"weight_map": {"gone": "gone.safetensors"}}')
+    own = (f"llm/Weights.path={str(home)!r}", *ALONE, *ONE_STEP)
+    assert train([*train_flags(without_sizes(tmp_path), tmp_path / "run"), *gin(own)]) == 0
+    export_folders(tmp_path / "run", tmp_path / "out")
+    after = everything(tmp_path / "out")
+    assert after.keys() == {*before, "lm_head.weight"}
+    np.testing.assert_array_equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+    assert not np.array_equal(after["lm_head.weight"], embed)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.long

@@ -38,7 +38,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
-from mmjax.models.pretrained import find_pretrained, stored_dtypes
+from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
@@ -327,6 +327,8 @@ class _Builder:
         weights = self._build(WeightsConfig, module)
         try:
             theirs = {**read_config(folder), "extractor": read_extractor(folder)}
+            if not weights.path:
+                require_whole(theirs)
             given = find_pretrained(family, theirs, weights.layer).fields()
         except ConfigError as error:
             setting = folder_setting(weights, module)

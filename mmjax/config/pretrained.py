@@ -10,7 +10,7 @@ from mmjax.models.config import projector_name
 from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
 from mmjax.weights.folder import WeightsFolder
-from mmjax.weights.parameters import FolderParameters, find_leaves
+from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
 from mmjax.weights.table import Shape, View, expand
 
 
@@ -37,6 +37,7 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
     modules, families = pretrained_folders(config)[path], dict(config.model.families)
     projectors = {projector_name(name): own for name, own in config.projectors.items()}
     places: dict[str, tuple[str, View]] = {}
+    copies: dict[str, tuple[str, View]] = {}
     try:
         folder = WeightsFolder.open(path)
         for module in modules:
@@ -46,7 +47,8 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
             entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
             keys = {"prefixes": found.begins, "others": found.others, "unused": unused}
             places |= find_leaves(folder, module, entries, wanted, **keys)
+            copies |= find_copies(folder, module, entries, places)
     except ConfigError as error:
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
-    return FolderParameters(folder=folder, places=places)
+    return FolderParameters(folder=folder, places=places, copies=copies)

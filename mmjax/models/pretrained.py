@@ -152,6 +152,18 @@ def find_pretrained(family: Family, theirs: Settings, layer: int = 0) -> Pretrai
     return Pretrained({**theirs, "feature_layer": layer} if layer else theirs, {}, weights)
 
 
+def require_whole(theirs: Settings) -> None:
+    """Requires that a ``config.json`` is that of a whole model.
+
+    Raises:
+      ConfigError: mmjax reads no whole model of its type; the message does not name the folder.
+    """
+    kind = theirs.get("model_type", "")
+    if kind not in WHOLES:
+        fix = "name the folder of a single module in its Weights.path, such as llm/Weights.path"
+        raise ConfigError(f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(WHOLES))}; {fix}")
+
+
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:
     """The dtypes of a module's tensors in a folder.
 

@@ -133,11 +133,14 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, set[str]]:
-    """Names of the files with tensors, and by file the keys that the index promises."""
-    if (folder / INDEX).is_file():
-        return _indexed(folder)
+    """Names of the files with tensors, and by file the keys that the index promises.
+
+    A single file counts before an index beside it, which an earlier save may have left: ``transformers`` takes it too.
+    """
     if (folder / SINGLE).is_file():
         return {SINGLE: set()}
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         fix = "load it with transformers and save_pretrained it, which writes safetensors"

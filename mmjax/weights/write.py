@@ -24,7 +24,14 @@ _METADATA = {"format": "pt"}
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def rewrite(folder: WeightsFolder, places: Mapping[str, tuple[str, View]], read: Read, out: Path) -> int:
+def rewrite(
+    folder: WeightsFolder,
+    places: Mapping[str, tuple[str, View]],
+    read: Read,
+    out: Path,
+    *,
+    copies: Mapping[str, tuple[str, View]] | None = None,
+) -> int:
     """Copies a folder with other parameters, file by file; tensors keep their keys, dtypes and files.
 
     Args:
@@ -32,19 +39,22 @@ def rewrite(folder: WeightsFolder, places: Mapping[str, tuple[str, View]], read:
       places: by leaf, the key of its tensor and its view.
       read: gives whole leaves.
       out: the directory to make.
+      copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
 
     Returns:
       How many tensors are made of leaves.
     """
-    by_key: dict[str, list[tuple[str, View]]] = {}
+    by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
         by_key.setdefault(key, []).append((leaf, view))
+    files = {tensor.file for tensor in folder.tensors.values()}
+    stale = {INDEX} if files == {SINGLE} else set()
     with _new(out) as made:
-        for file in sorted({tensor.file for tensor in folder.tensors.values()}):
+        for file in sorted(files):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
             _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, made / file)
         for other in sorted(Path(folder.path).iterdir()):
-            if other.is_file() and other.suffix not in _NOT_COPIED:
+            if other.is_file() and other.suffix not in _NOT_COPIED and other.name not in stale:
                 shutil.copyfile(other, made / other.name)
     return len(by_key)
 
@@ -134,7 +144,10 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit:
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     from safetensors.numpy import save_file
 
+    path.touch()  # the library makes its files for their owner alone
+    mode = path.stat().st_mode
     save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, path, metadata=_METADATA)
+    path.chmod(mode)
 
 
 @contextmanager

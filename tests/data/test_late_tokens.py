@@ -1,4 +1,4 @@
-"""Special tokens that a folder lists beside ``tokenizer.json``: ids and texts are those of a folder that lists them there.
+"""Special tokens that a folder lists beside ``tokenizer.json``: ids and texts are as if they stood in it.
 
 ``transformers`` gives all of these folders the same ids as the one that they are made of.
 """
