@@ -7,7 +7,8 @@ it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
 
 `--format=safetensors` writes what `transformers` loads: the folder that the run's modules started from, with the run's
 parameters, in the folder's dtypes. A run of modules from several folders gives a LLaVA, where that has such modules,
-else a folder for each, PATH/<module>; a language model of new values becomes a folder too.
+else a folder for each, PATH/<module>; a language model of new values becomes a folder too. The status is 1 where a
+module is in none of them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.config import Config, load_run_config
+from mmjax.config.exportable import compose_run
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import ALLOW_CODE, importing
-from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import merged_adapters, require_adapters
 
 if TYPE_CHECKING:  # see `importing`
@@ -33,7 +35,6 @@ if TYPE_CHECKING:  # see `importing`
     import numpy as np
 
     from mmjax.checkpoint import Checkpointer, SavedParameters
-    from mmjax.models.composed import Composed
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"not one folder of a whole model: {made.apart}")
             if made.without:
                 print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
-            return 0
+            return int(bool(made.without))
         done = export_run(run_dir, out, step, merge_lora=merge)
         print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
         print(reading_command(out))
@@ -168,7 +169,7 @@ def export_folders(
     config = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
-        from mmjax.config.composed_folder import write_whole
+        from mmjax.config.composed_folder import image_token, write_whole
         from mmjax.config.pretrained import folder_parameters, pretrained_folders
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
@@ -179,7 +180,7 @@ def export_folders(
     read = partial(_read_merged, saved) if merge_lora else partial(_read, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
     sources = pretrained_folders(config)
-    whole, why = _composed(config, saved)
+    whole, why = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
     if whole:
         tensors = write_whole(config, whole, read, Path(out))
         without = tuple(name for name in saved.modules if name not in (*adapters, *whole.modules))
@@ -196,22 +197,6 @@ def export_folders(
     if not made:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
     return ExportedFolders(step, made, without, why)
-
-
-def _composed(config: Config, saved: SavedParameters) -> tuple[Composed | None, str]:
-    """A new folder of a whole model that holds all modules, or why there is none; "" where one folder had them all."""
-    from mmjax.data.loader import tokenizer_of
-    from mmjax.models.composed import compose
-
-    names = [*config.modules, *map(projector_name, config.projectors)]
-    if config.model.weights and all(config.pretrained(name) == config.model.weights for name in names):
-        return None, ""
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    vocab, image = saved.leaves[f"{LLM}/embed"].shape[0], tokenizer.media_token(config.model.media[0])
-    try:
-        return compose(config.model, config.modules, config.projectors, vocab, image), ""
-    except ConfigError as error:
-        return None, str(error)
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
+from mmjax.config.exportable import export_advice
 from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
@@ -99,7 +100,7 @@ def advise(config: Config) -> tuple[str, ...]:
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:
         lines.append(f"World.devices={config.world.devices}: no layout uses {_ranks(idle)}")
-    return tuple(lines)
+    return (*lines, *export_advice(config))
 
 
 def check_devices(config: Config, found: int, other: tuple[Path, int] | None = None) -> None:

@@ -302,6 +302,16 @@ def _put_blanks(tokenizer: Any, scheme: str) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
 
 
+def read_tokenizer(path: str) -> Any:
+    """A tokenizer as the library has it; that of a folder with all tokens that its files list or name."""
+    if not Path(path).is_dir():
+        return _load(Path(path))
+    special = read_special_tokens(path)
+    loaded = _load(Path(path) / TOKENIZER, special.added)
+    _add_named(loaded, special)
+    return loaded
+
+
 def make_tokenizer(path: str, encoders: Sequence[str], image: str = "") -> Tokenizer:
     """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
 
