@@ -169,7 +169,7 @@ def export_folders(
     config = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
-        from mmjax.config.composed_folder import image_token, write_whole
+        from mmjax.config.composed_folder import grown_files, image_token, write_whole
         from mmjax.config.pretrained import folder_parameters, pretrained_folders
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
@@ -189,7 +189,9 @@ def export_folders(
     for path, modules in sources.items():
         place = Path(out) if together else Path(out) / modules[0]
         found = folder_parameters(config, path, shapes)
-        made[str(place)] = modules, rewrite(found.folder, found.places, read, place, copies=found.copies)
+        files = grown_files(config, found.folder.config) if LLM in modules else {}
+        tensors = rewrite(found.folder, found.places, read, place, copies=found.copies, files=files)
+        made[str(place)] = modules, tensors
     without = tuple(name for name in saved.modules if name not in adapters and not config.pretrained(name))
     if LLM in without and not sources:
         made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))

@@ -1,8 +1,9 @@
-"""Writes the folder of a whole model whose modules came from several folders, with tokenizer and processor."""
+"""Writes the folder of a whole model whose modules came from several folders, and what new tokens change in a copy."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from mmjax.data.processor.inline_images import with_inline_images
 from mmjax.data.processor.template import read_template
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
 from mmjax.models.composed import Composed, Read
+from mmjax.models.config import LLM
+from mmjax.weights.folder import CONFIG
 from mmjax.weights.write import write
 
 _OF_TEXT = ("special_tokens_map.json", "generation_config.json", "tokenizer.model")
@@ -60,7 +63,7 @@ def image_token(config: Config) -> int:
     number = _tokenizer(config).media_token(config.model.media[0])
     if not _text_folder(config):
         return number
-    loaded = read_tokenizer(config.data.tokenizer)
+    loaded = read_tokenizer(config.data.tokenizer, config.data.new_tokens)
     known = loaded.token_to_id(_IMAGE) if loaded.id_to_token(number) is None else None
     return number if known is None else known
 
@@ -87,12 +90,36 @@ def small_files(config: Config, whole: Composed) -> dict[str, bytes]:
     return found
 
 
+def grown_files(config: Config, theirs: Mapping[str, Any]) -> dict[str, bytes]:
+    """By name, the small files of a language model's folder that new tokens change; {} without new tokens.
+
+    Args:
+      config: the run's.
+      theirs: the folder's ``config.json``.
+    """
+    if not config.data.new_tokens:
+        return {}
+    rows = {"vocab_size": config.modules[LLM].vocab}
+    changed = {**theirs, **(rows if "vocab_size" in theirs or "text_config" not in theirs else {})}
+    if "text_config" in theirs:
+        changed["text_config"] = {**theirs["text_config"], **rows}
+    files = {CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
+    if folder := _text_folder(config):
+        loaded = read_tokenizer(config.data.tokenizer, config.data.new_tokens)
+        files |= {_TOKENIZER: loaded.to_str().encode(), **_about(folder, "added_tokens_decoder")}
+    return files
+
+
+def _about(folder: Path, *without: str) -> dict[str, bytes]:
+    """The tokenizer's settings; without the list of tokens, all of which the tokenizer's file has."""
+    kept = {key: value for key, value in read_json(str(folder), _ABOUT).items() if key not in without}
+    return {_ABOUT: json.dumps(kept, indent=2).encode()} if kept else {}
+
+
 def _about_text(folder: Path, image: str) -> dict[str, bytes]:
-    """The tokenizer's settings without lists of tokens, all of which its file has; and the template, with images."""
-    about = read_json(str(folder), _ABOUT)
+    """The tokenizer's settings, and the template with places for images."""
+    files = _about(folder, "added_tokens_decoder", "chat_template")
     source, _ = find_chat_template(str(folder))
-    kept = {key: value for key, value in about.items() if key not in ("added_tokens_decoder", "chat_template")}
-    files = {_ABOUT: json.dumps(kept, indent=2).encode()} if about else {}
     if source:
         parts = read_template(str(folder)).habits.parts
         files[_TEMPLATE] = with_inline_images(source, image, parts).encode()
@@ -116,7 +143,7 @@ def _with_image(config: Config, number: int) -> tuple[bytes, str]:
     """
     from tokenizers import AddedToken
 
-    loaded, ours = read_tokenizer(config.data.tokenizer), _tokenizer(config)
+    loaded, ours = read_tokenizer(config.data.tokenizer, config.data.new_tokens), _tokenizer(config)
     size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)
     names = (
         [str(loaded.id_to_token(number))]
@@ -132,7 +159,7 @@ def _with_image(config: Config, number: int) -> tuple[bytes, str]:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, config.model.media, config.data.image_encoder)
+    return make_tokenizer(config.data.tokenizer, config.model.media, config.data.image_encoder, config.data.new_tokens)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -18,18 +18,12 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
-from mmjax.config.processor import DECIDED, find_tokenizer, source_settings
+from mmjax.config.processor import DECIDED, data_settings, grown_tables, source_settings
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
-from mmjax.configurable import (
-    ConfigError,
-    gin_name,
-    near_misses,
-    preset_values,
-    suggest,
-)
+from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
@@ -260,12 +254,12 @@ class _Builder:
             name: pretrained_folder(model, dataclasses.replace(own, init_from=""), name)
             for name, own in weights.items()
         }
+        tokens = data_settings(self._values(DataConfig, ""), folders[LLM], model.weights, weights)
+        data = self._build(DataConfig, "", tokens)
         families = dict(model.families)
-        modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
-        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)]) for name in model.media}
+        modules = {name: self._module(family, name, folders[name], data) for name, family in families.items()}
+        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)], data) for name in model.media}
         settings = modules | {projector_name(name): own for name, own in projectors.items()}
-        if "tokenizer" not in self._values(DataConfig, ""):
-            data = self._build(DataConfig, "", {"tokenizer": find_tokenizer((folders[LLM], model.weights))})
         pictured = folders.get(data.image_encoder, "")
         return Config(
             train=self._build(TrainConfig),
@@ -311,12 +305,12 @@ class _Builder:
         binding = (bound.get((scope, found[2])) or bound.get(("", found[2]))) if found else None
         return ConfigError(f"{message} ({binding.where})" if binding else message)
 
-    def _module(self, family: Family, name: str, folder: str) -> Any:
+    def _module(self, family: Family, name: str, folder: str, data: DataConfig) -> Any:
         """Settings of a module, or of its projector; a folder of weights decides some."""
-        given = self._from_folder(family, name, folder) if folder else {}
+        given = self._from_folder(family, name, folder, data) if folder else {}
         return self._build(family.config, name, given)
 
-    def _from_folder(self, family: Family, name: str, folder: str) -> dict[str, Any]:
+    def _from_folder(self, family: Family, name: str, folder: str, data: DataConfig) -> dict[str, Any]:
         """The fields that a folder of weights decides; {} where all are bound, as in a run directory, whose run may
         have been moved away from the folder."""
         cls = family.config
@@ -330,6 +324,7 @@ class _Builder:
             if not weights.path:
                 require_whole(theirs)
             given = find_pretrained(family, theirs, weights.layer).fields()
+            given |= grown_tables(given, data) if module == LLM else {}
         except ConfigError as error:
             setting = folder_setting(weights, module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None

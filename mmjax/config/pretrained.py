@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mmjax.config.schema import Config, folder_setting
 from mmjax.configurable import ConfigError
-from mmjax.models.config import projector_name
+from mmjax.models.config import LLM, projector_name
 from mmjax.models.families import PROJECTOR
-from mmjax.models.pretrained import find_pretrained
+from mmjax.models.pretrained import TABLES, Pretrained, find_pretrained
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
-from mmjax.weights.table import Shape, View, expand
+from mmjax.weights.table import Shape, View, expand, match
 
 
 def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
@@ -44,6 +45,8 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
             found = find_pretrained(families.get(module, PROJECTOR), folder.config)
             own = config.modules[module] if module in families else projectors[module]
             wanted = {n.removeprefix(f"{module}/"): shape for n, shape in shapes.items() if n.startswith(f"{module}/")}
+            if module == LLM and config.data.new_tokens:
+                folder = _with_rows(folder, found, own)
             entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
             keys = {"prefixes": found.begins, "others": found.others, "unused": unused}
             places |= find_leaves(folder, module, entries, wanted, **keys)
@@ -52,3 +55,11 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places, copies=copies)
+
+
+def _with_rows(folder: WeightsFolder, found: Pretrained, settings: Any) -> WeightsFolder:
+    """The folder with tables that have a row for each token of a language model with these settings."""
+    for leaf, (key, _) in match(expand(found.rows(settings), settings.layers), folder.tensors).found.items():
+        if leaf in TABLES:
+            folder = folder.grown(key, settings.vocab)
+    return folder

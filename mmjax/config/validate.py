@@ -96,6 +96,8 @@ def advise(config: Config) -> tuple[str, ...]:
             lines.append(
                 f"{name}/Lora.rank={rank}: {name} is trained too; {name}/Optimizer.frozen=True trains adapters alone"
             )
+    if config.data.new_tokens and config.optimizers[LLM].frozen:
+        lines.append(f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={config.data.new_tokens} are not trained")
     used = set(itertools.chain.from_iterable(layout.ranks for layout in config.layouts.values()))
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.data.processor.files import TOKENIZER, has_tokenizer
 from mmjax.data.processor.special import NAMES, AddedToken, SpecialTokens, read_special_tokens
 
@@ -130,6 +130,7 @@ class FileTokenizer:
       said: what the folder of the file says of special tokens; they are guessed by their usual names where it says
         nothing.
       image: the encoder whose placeholder is the folder's image token.
+      new: texts that become tokens of their own, behind all others.
     """
 
     _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -141,12 +142,19 @@ class FileTokenizer:
     }
 
     def __init__(
-        self, path: str | Path, encoders: Sequence[str], *, said: SpecialTokens | None = None, image: str = ""
+        self,
+        path: str | Path,
+        encoders: Sequence[str],
+        *,
+        said: SpecialTokens | None = None,
+        image: str = "",
+        new: Sequence[str] = (),
     ):
         self._tokenizer = _load(Path(path), said.added if said else ())
         if said and said.blank:
             _put_blanks(self._tokenizer, said.blank)
         nameless = _add_named(self._tokenizer, said) if said else set()
+        _add_new(self._tokenizer, new)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._text_size = size = 1 + max(vocabulary.values(), default=-1)
         special: dict[str, int | None] = {}
@@ -302,25 +310,37 @@ def _put_blanks(tokenizer: Any, scheme: str) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
 
 
-def read_tokenizer(path: str) -> Any:
+def _add_new(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Makes texts tokens of their own; they stay in what is decoded."""
+    from tokenizers import AddedToken as Added
+
+    tokenizer.add_tokens([Added(text, normalized=False, special=False) for text in texts])
+
+
+def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
     """A tokenizer as the library has it; that of a folder with all tokens that its files list or name."""
-    if not Path(path).is_dir():
-        return _load(Path(path))
-    special = read_special_tokens(path)
-    loaded = _load(Path(path) / TOKENIZER, special.added)
-    _add_named(loaded, special)
+    if Path(path).is_dir():
+        special = read_special_tokens(path)
+        loaded = _load(Path(path) / TOKENIZER, special.added)
+        _add_named(loaded, special)
+    else:
+        loaded = _load(Path(path))
+    _add_new(loaded, new)
     return loaded
 
 
-def make_tokenizer(path: str, encoders: Sequence[str], image: str = "") -> Tokenizer:
+def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
 
-    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`.
+    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`. Texts that are
+    `new` are tokens of their own.
     """
+    fix = "bytes have no tokens of their own; name a tokenizer.json, or a folder with one, in Data.tokenizer"
+    require(bool(path) or not new, "Data.new_tokens", tuple(new), fix)
     if not path:
         return ByteTokenizer(encoders)
     if not Path(path).is_dir():
-        return FileTokenizer(path, encoders)
+        return FileTokenizer(path, encoders, new=new)
     if not has_tokenizer(path):
         raise ConfigError(f"Data.tokenizer={path!r} has no {TOKENIZER}: name a folder or a file that is one, or ''")
-    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image)
+    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image, new=new)

@@ -58,6 +58,8 @@ class Inside:
     prefixes: Prefixes
 
 
+TABLES = ("embed", "head")
+"""Leaves of a language model that have a row, or a column, for each token."""
 _TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _LANGUAGE: Prefixes = {
     "model.": ("language_model.model.", "model.language_model."),

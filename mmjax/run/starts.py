@@ -95,7 +95,8 @@ class Starts:
                 known = [name for name, leaf in start.saved.leaves.items() if leaf.crc32 is not None]
                 found = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
             else:
-                known = [name for name in start.saved.places if _module(name) in modules]
+                fresh = start.saved.folder.fresh  # rows that are in no folder
+                known = [n for n, (key, _) in start.saved.places.items() if _module(n) in modules and key not in fresh]
                 found = {name: _in_folder(start.saved, name, held[name]) for name in known}
             result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items() if _module(name) in modules}
         return result

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.weights.grown import GrownTensor
 from mmjax.weights.table import Shape, Tensor
 
 CONFIG = "config.json"
@@ -61,11 +62,13 @@ class WeightsFolder:
       path: the folder as it was named.
       config: its ``config.json``.
       tensors: its tensors by key.
+      fresh: by key of a tensor that has more rows here than in the folder, how many; see ``grown``.
     """
 
     path: str
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    fresh: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str) -> WeightsFolder:
@@ -85,7 +88,20 @@ class WeightsFolder:
 
     def tensor(self, key: str) -> Tensor:
         """The tensor of a key, of which slices are read as they are asked for."""
-        return _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
+        tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
+        if not (rows := self.fresh.get(key, 0)):
+            return tensor
+        first, *others = self.tensors[key].shape
+        return GrownTensor(tensor, key, (first - rows, *others), rows)
+
+    def grown(self, key: str, rows: int) -> WeightsFolder:
+        """The folder with a tensor of so many rows, the last ones of which are fresh; no fewer than it has."""
+        info = self.tensors[key]
+        more = rows - info.shape[0]
+        if more <= 0:
+            return self
+        taller = replace(info, shape=(rows, *info.shape[1:]), bytes=info.bytes // info.shape[0] * rows)
+        return replace(self, tensors={**self.tensors, key: taller}, fresh={**self.fresh, key: more})
 
 
 def read_config(path: str) -> dict[str, Any]:

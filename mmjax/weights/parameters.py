@@ -175,12 +175,12 @@ def _equal(folder: WeightsFolder, first: str, second: str) -> bool:
     shape = folder.tensors[first].shape
     if folder.tensors[second].shape != shape:
         return False
-    tensors = [folder.tensor(key) for key in (first, second)]
+    left, right = folder.tensor(first), folder.tensor(second)
     parts = (
         (slice(at, min(at + _COMPARED, shape[0])), *(slice(0, n) for n in shape[1:]))
         for at in range(0, shape[0], _COMPARED)
     )
-    return all(np.array_equal(*(np.asarray(tensor[part]) for tensor in tensors)) for part in parts)
+    return all(np.array_equal(np.asarray(left[part]), np.asarray(right[part])) for part in parts)
 
 
 def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:

@@ -31,6 +31,7 @@ def rewrite(
     out: Path,
     *,
     copies: Mapping[str, tuple[str, View]] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> int:
     """Copies a folder with other parameters, file by file; tensors keep their keys, dtypes and files.
 
@@ -40,6 +41,7 @@ def rewrite(
       read: gives whole leaves.
       out: the directory to make.
       copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
+      files: by name, files that take the place of the folder's.
 
     Returns:
       How many tensors are made of leaves.
@@ -47,15 +49,17 @@ def rewrite(
     by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
         by_key.setdefault(key, []).append((leaf, view))
-    files = {tensor.file for tensor in folder.tensors.values()}
-    stale = {INDEX} if files == {SINGLE} else set()
+    shards = {tensor.file for tensor in folder.tensors.values()}
+    stale = {INDEX} if shards == {SINGLE} else set()
     with _new(out) as made:
-        for file in sorted(files):
+        for file in sorted(shards):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
             _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, made / file)
         for other in sorted(Path(folder.path).iterdir()):
             if other.is_file() and other.suffix not in _NOT_COPIED and other.name not in stale:
                 shutil.copyfile(other, made / other.name)
+        for name, content in (files or {}).items():
+            (made / name).write_bytes(content)
     return len(by_key)
 
 

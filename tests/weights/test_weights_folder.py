@@ -263,6 +263,28 @@ def test_a_copy_with_other_values_is_refused(tmp_path: Path, head: Callable[[np.
         find_copies(folder, "toy", entries, places)
 
 
+@pytest.mark.parametrize("view", [SAME, TRANSPOSED], ids=["embed", "head"])
+def test_a_grown_table_has_the_rows_of_the_folder_and_fresh_ones(tmp_path: Path, view: View) -> None:
+    """Split anywhere over devices; fresh rows lie close to the mean, differ, and are the same each time."""
+    plain = WeightsFolder.open(str(write(tmp_path / "folder", ml_dtypes.bfloat16)))
+    key, table = "model.embed.weight", tensors(ml_dtypes.bfloat16)["model.embed.weight"]
+    folder = plain.grown(key, 12)
+    assert plain.grown(key, 5) is plain and folder.tensors[key].bytes == 12 * 8 * 2
+    whole = folder.tensor(key)[0:12, 0:8]
+    assert whole.dtype == table.dtype and whole.shape == (12, 8)
+    np.testing.assert_array_equal(whole[:7], table)
+    fresh, rows = whole[7:].astype(np.float32), table.astype(np.float32)
+    assert np.abs(fresh - rows.mean(0)).max() < 0.1 * rows.std(0).max() and len(np.unique(fresh, axis=0)) == 5
+    mesh = jax.make_mesh((4, 2), ("a", "b"), devices=jax.devices()[:8])
+    shape = (12, 8) if view is SAME else (8, 12)
+    spec = PartitionSpec("a", "b") if view is SAME else PartitionSpec("b", "a")
+    target = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+    places = find_leaves(folder, "toy", expand([Row("table", (key,), view)], 0), {"table": shape}, prefixes=["model.e"])
+    read = FolderParameters(folder=folder, places=places).read({"toy/table": target})["toy/table"]
+    want = whole.astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(read), want if view is SAME else want.T)
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o027], ids=oct)
 def test_files_of_tensors_have_the_mode_of_other_files(tmp_path: Path, mask: int) -> None:
     folder, before = WeightsFolder.open(str(write(tmp_path / "folder"))), os.umask(mask)
