@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from mmjax.config import Config, load_run_config
 from mmjax.config.exportable import compose_run
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.configurable import ConfigError, one_of
+from mmjax.configurable import ConfigError, one_of, require
 from mmjax.flags import ALLOW_CODE, importing
 from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import merged_adapters, require_adapters
@@ -40,13 +40,17 @@ FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
     Flag(name="out", doc="the directory to make; it must not exist.", required=True),
     Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
-    Flag(name="format", doc="orbax, or safetensors for folders that transformers loads.", default="orbax"),
+    Flag(
+        name="format",
+        doc="orbax, safetensors for folders that transformers loads, or peft for low-rank adapters alone.",
+        default="orbax",
+    ),
     Flag(name="merge_lora", doc="whether low-rank adapters are added to the weights that they adapt.", default=False),
     ALLOW_CODE,
 )
 Read = Callable[[Collection[str]], Mapping[str, "np.ndarray"]]
 """Leaves by name, in the host's memory."""
-FORMATS = ("orbax", "safetensors")
+FORMATS = ("orbax", "safetensors", "peft")
 PREFIX = "params/"
 
 
@@ -89,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
         form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
         one_of("--format", form, FORMATS)
+        require(not (merge and form == "peft"), "--merge_lora", merge, "--format=peft writes adapters; leave one out")
+        if form == "peft":
+            for folder, name in export_adapters(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name])):
+                print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
+            return 0
         if form == "safetensors":
             made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
             for folder, (modules, tensors) in made.tensors.items():
@@ -179,7 +188,8 @@ def export_folders(
     require_adapters(merge_lora, adapters)
     read = partial(_read_merged, saved) if merge_lora else partial(_read, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
-    sources = pretrained_folders(config)
+    loras = [lora_name(name) for name in config.loras]
+    sources = {path: names for path, names in pretrained_folders(config).items() if not set(names) & set(loras)}
     whole, why = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
     if whole:
         tensors = write_whole(config, whole, read, Path(out))
@@ -192,13 +202,55 @@ def export_folders(
         files = grown_files(config, found.folder.config) if LLM in modules else {}
         tensors = rewrite(found.folder, found.places, read, place, copies=found.copies, files=files)
         made[str(place)] = modules, tensors
-    without = tuple(name for name in saved.modules if name not in adapters and not config.pretrained(name))
+    copied = [name for names in sources.values() for name in names]
+    without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
         made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
         without = tuple(name for name in without if name != LLM)
     if not made:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
     return ExportedFolders(step, made, without, why)
+
+
+def export_adapters(
+    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False
+) -> list[tuple[str, str]]:
+    """Writes folders of PEFT from checkpoint `step` (0: the newest) of `run_dir`: low-rank adapters alone, in fp32.
+
+    One module's are `out`, those of several `out`/<module>. Weights have the names that a model of the folder has in
+    which the module is.
+
+    Returns:
+      Each folder and its module.
+
+    Raises:
+      ConfigError: there is no such run or checkpoint, or it has no adapters; `out` exists; or PEFT names no such
+        adapters.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    _require_room(out, step)
+    config = load_run_config(run_dir, allow_code=allow_code)
+    with importing():
+        from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.config.pretrained import adapted_module
+        from mmjax.models.lora.peft import adapter_rows, their_settings
+        from mmjax.weights.table import assemble, expand
+        from mmjax.weights.write import write_adapters
+    checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
+    saved = SavedParameters.find(str(checkpointer.directory / f"{_chosen(checkpointer, run_dir, step):08d}"))
+    names = [name for name in config.layouts if config.lora(name).rank]
+    require(bool(names), "--format", "peft", "the run has no adapters; use another format")
+    made = []
+    for name in names:
+        module, prefix = adapted_module(config, name), f"{lora_name(name)}/"
+        require(bool(module.rows), f"{name}/Lora.rank", module.lora.rank, "no folder of transformers has such a module")
+        entries = expand(adapter_rows(module), module.layers)
+        leaves = _read(saved, [prefix + entry.leaf for entry in entries])
+        tensors = assemble(entries, {leaf.removeprefix(prefix): value for leaf, value in leaves.items()})
+        place = Path(out) / name if len(names) > 1 else Path(out)
+        write_adapters(their_settings(module, config.pretrained(name)), tensors, place)
+        made.append((str(place), name))
+    return made
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:

@@ -154,7 +154,7 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         ([path, "llm/Decoder.width=32"], f"llm/Decoder.width=32: {folder} has 16; leave the setting out (--gin"),
         (
             [path, "llm/Lora.rank=2", f"llm_lora/Weights.path={str(folder)!r}"],
-            f"llm_lora/Weights.path={str(folder)!r}: adapters are read from runs and exports; set llm_lora/Weights",
+            f"llm_lora/Weights.path={str(folder)!r}: name a folder of PEFT in llm/Lora.path, or a run in llm_lora/",
         ),
         ([path, "llm/Weights.init_from='runs/x'"], "llm/Weights.init_from='runs/x': Weights.path="),
         (["vision/Weights.path='nowhere'"], "vision/Weights.path='nowhere': nowhere is no directory"),

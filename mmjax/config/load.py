@@ -32,6 +32,8 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.names import with_our_names
+from mmjax.models.lora.peft import read_settings
 from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
@@ -245,7 +247,7 @@ class _Builder:
     def config(self) -> Config:
         """The `Config`; each dataclass is checked by itself, and every scope is a known one."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
-        loras = {name: self._build(LoraConfig, name) for name, _, _ in model.placed}
+        loras = {name: self._lora(name, family) for name, family in model.families}
         scopes = scopes_of(model, data, [name for name, own in loras.items() if own.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
@@ -270,7 +272,10 @@ class _Builder:
             model=model,
             modules=modules,
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
-            loras=loras,
+            loras={
+                name: with_our_names(name, own, families[name], modules[name], folders[name])
+                for name, own in loras.items()
+            },
             projectors=projectors,
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
@@ -335,6 +340,21 @@ class _Builder:
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)
         return given
+
+    def _lora(self, name: str, family: Family) -> LoraConfig:
+        """The adapters of a module; a folder of PEFT decides some settings."""
+        values, path = self._values(LoraConfig, name), str(self._values(LoraConfig, name).get("path", ""))
+        if not path or values.keys() >= self._infos[LoraConfig].keys():
+            return self._build(LoraConfig, name)
+        try:
+            given = read_settings(path, getattr(family.config, "medium", ""))
+        except ConfigError as error:
+            raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
+        for field in given.keys() & values.keys():
+            if values[field] != given[field]:
+                fix = f"{path} has {given[field]!r}; leave the setting out"
+                raise self.located(ConfigError(f"{name}/Lora.{field}={values[field]!r}: {fix}"))
+        return self._build(LoraConfig, name, given)
 
     def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module with these settings; a frozen one is held as its folder of weights, if it has one,

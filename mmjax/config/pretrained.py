@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mmjax.config.schema import Config, folder_setting
+from mmjax.config.schema import Config, folder_setting, pretrained_folder
 from mmjax.configurable import ConfigError
-from mmjax.models.config import LLM, projector_name
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.families import PROJECTOR
+from mmjax.models.lora.names import layer_rows
+from mmjax.models.lora.peft import AdaptedModule, adapter_rows
 from mmjax.models.pretrained import TABLES, Pretrained, find_pretrained
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
@@ -36,6 +39,8 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
       ConfigError: the folder cannot be used, or does not fit; one line.
     """
     modules, families = pretrained_folders(config)[path], dict(config.model.families)
+    if adapted := [name for name in config.loras if lora_name(name) in modules]:
+        return _adapters(config, path, adapted, shapes)
     projectors = {projector_name(name): own for name, own in config.projectors.items()}
     places: dict[str, tuple[str, View]] = {}
     copies: dict[str, tuple[str, View]] = {}
@@ -55,6 +60,35 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
         setting = folder_setting(config.weights[modules[0]], modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places, copies=copies)
+
+
+def adapted_module(config: Config, name: str) -> AdaptedModule:
+    """A module with adapters, as folders of PEFT name its weights."""
+    settings, family = config.modules[name], dict(config.model.families)[name]
+    return AdaptedModule(
+        name=name,
+        layers=settings.layers,
+        rows=layer_rows(family, settings, pretrained_folder(config.model, config.weights[name], name)),
+        lora=config.lora(name),
+        medium=getattr(family.config, "medium", ""),
+    )
+
+
+def _adapters(config: Config, path: str, names: Sequence[str], shapes: Mapping[str, Shape]) -> FolderParameters:
+    """The places of the adapters of some modules in a folder of PEFT, which has no other ones."""
+    places: dict[str, tuple[str, View]] = {}
+    try:
+        folder = WeightsFolder.open(path)
+        entries = [
+            replace(entry, leaf=f"{lora_name(name)}/{entry.leaf}")
+            for name in names
+            for entry in expand(adapter_rows(adapted_module(config, name)), config.modules[name].layers)
+        ]
+        wanted = {entry.leaf: shapes[entry.leaf] for entry in entries}
+        places = find_leaves(folder, "", entries, wanted)
+    except ConfigError as error:
+        raise ConfigError(f"{names[0]}/Lora.path={path!r}: {error}") from None
+    return FolderParameters(folder=folder, places={leaf.removeprefix("/"): place for leaf, place in places.items()})
 
 
 def _with_rows(folder: WeightsFolder, found: Pretrained, settings: Any) -> WeightsFolder:

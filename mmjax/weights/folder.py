@@ -17,6 +17,8 @@ from mmjax.weights.table import Shape, Tensor
 CONFIG = "config.json"
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
 """Files that say how media become inputs; today's first. The first has its part for recordings in a dictionary."""
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a folder of PEFT, which has adapters alone."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -115,6 +117,8 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is no directory; name a folder as save_pretrained writes it")
     if not any(folder.iterdir()):
         raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
+    if not file.is_file() and (folder / ADAPTER_CONFIG).is_file():
+        return _read_object(folder / ADAPTER_CONFIG)
     if not file.is_file():
         raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
     return _read_object(file)
@@ -157,6 +161,8 @@ def _files(folder: Path) -> dict[str, set[str]]:
         return {SINGLE: set()}
     if (folder / INDEX).is_file():
         return _indexed(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTERS).is_file():
+        return {ADAPTERS: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         fix = "load it with transformers and save_pretrained it, which writes safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
+from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE, WeightsFolder
 from mmjax.weights.table import Entry, View, assemble
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
@@ -116,6 +116,13 @@ def write(
             (made / name).write_bytes(content)
         _save_shards(tensors(), made, shard_bytes)
     return len(by_key)
+
+
+def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:
+    """Writes a folder of PEFT: its ``adapter_config.json`` and its tensors by key."""
+    with _new(out) as made:
+        (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _save(tensors, made / ADAPTERS)
 
 
 def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
