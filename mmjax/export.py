@@ -240,7 +240,7 @@ def export_adapters(
     saved = SavedParameters.find(str(checkpointer.directory / f"{_chosen(checkpointer, run_dir, step):08d}"))
     names = [name for name in config.layouts if config.lora(name).rank]
     require(bool(names), "--format", "peft", "the run has no adapters; use another format")
-    made = []
+    folders = []
     for name in names:
         module, prefix = adapted_module(config, name), f"{lora_name(name)}/"
         require(bool(module.rows), f"{name}/Lora.rank", module.lora.rank, "no folder of transformers has such a module")
@@ -249,8 +249,8 @@ def export_adapters(
         tensors = assemble(entries, {leaf.removeprefix(prefix): value for leaf, value in leaves.items()})
         place = Path(out) / name if len(names) > 1 else Path(out)
         write_adapters(their_settings(module, config.pretrained(name)), tensors, place)
-        made.append((str(place), name))
-    return made
+        folders.append((str(place), name))
+    return folders
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:

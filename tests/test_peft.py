@@ -29,7 +29,7 @@ from mmjax.run.starts import shapes_of_model
 from mmjax.run.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
-PEFT, BASE = ORACLES / "peft", ORACLES / "llm" / "qwen2"
+PEFT, BASE = ORACLES / "adapters", ORACLES / "llm" / "qwen2"
 ADAPTED = (f"llm/Lora.path={str(PEFT)!r}", "llm/Optimizer.frozen=True")
 
 
@@ -61,7 +61,7 @@ def test_a_folder_decides_rank_alpha_and_targets(tmp_path: Path) -> None:
     saved = tmp_path / "saved.gin"
     saved.write_text(operative_config(config).replace(str(PEFT), "gone"))
     assert load_config([saved]).lora("llm").targets == lora.targets
-    with pytest.raises(ConfigError, match=r"llm/Lora\.rank=8: .*peft has 3; leave the setting out"):
+    with pytest.raises(ConfigError, match=r"llm/Lora\.rank=8: .*adapters has 3; leave the setting out"):
         configured(tmp_path, *ADAPTED, "llm/Lora.rank=8")
 
 

@@ -1,4 +1,4 @@
-"""Writes the folder of a whole model whose modules came from several folders, and what new tokens change in a copy."""
+"""Writes the folder of a whole model whose modules came from several folders, and files for new tokens in a copy."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def grown_files(config: Config, theirs: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _about(folder: Path, *without: str) -> dict[str, bytes]:
-    """The tokenizer's settings; without the list of tokens, all of which the tokenizer's file has."""
-    kept = {key: value for key, value in read_json(str(folder), _ABOUT).items() if key not in without}
-    return {_ABOUT: json.dumps(kept, indent=2).encode()} if kept else {}
+    """The tokenizer's settings without some keys, such as the list of tokens, which the tokenizer's file has too."""
+    settings = {key: value for key, value in read_json(str(folder), _ABOUT).items() if key not in without}
+    return {_ABOUT: json.dumps(settings, indent=2).encode()} if settings else {}
 
 
 def _about_text(folder: Path, image: str) -> dict[str, bytes]:

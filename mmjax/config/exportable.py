@@ -32,8 +32,8 @@ def export_advice(config: Config) -> tuple[str, ...]:
     unwritten = [name for name in _modules(config) if not config.pretrained(name)]
     if len(unwritten) == len(_modules(config)):
         return ()
-    whole, why = compose_run(config, _ANY_ROWS, 0)
-    if whole or not why:
+    _, why = compose_run(config, _ANY_ROWS, 0)
+    if not why:
         return ()
     left = f"--format=safetensors leaves {', '.join(unwritten)} out" if unwritten else "each module has its own folder"
     return (f"an export is not one folder of a whole model, and {left}: {why}",)

@@ -34,14 +34,14 @@ def find_tokenizer(folders: Iterable[str]) -> str:
 
 
 def data_settings(
-    values: Mapping[str, Any], llm: str, whole: str, weights: Mapping[str, WeightsConfig]
+    values: Mapping[str, Any], llm: str, model: str, weights: Mapping[str, WeightsConfig]
 ) -> dict[str, Any]:
     """The fields of `Data` that the language model's start decides: the tokenizer and its new tokens.
 
     Args:
       values: fields that are set.
       llm: the folder that the language model starts from; "" for none.
-      whole: Model.weights.
+      model: Model.weights.
       weights: where each module starts from.
 
     Raises:
@@ -53,16 +53,16 @@ def data_settings(
         require(start.new_tokens in ((), new), f"{name}/Weights.new_tokens", start.new_tokens, fix)
     chosen = values.get("new_tokens", new)
     require(not new or chosen == new, "Data.new_tokens", chosen, f"{LLM}/Weights.new_tokens={new!r}; leave one out")
-    given: dict[str, Any] = {"new_tokens": new} if new else {}
-    return given if "tokenizer" in values else given | {"tokenizer": find_tokenizer((llm, whole))}
+    decided: dict[str, Any] = {"new_tokens": new} if new else {}
+    return decided if "tokenizer" in values else decided | {"tokenizer": find_tokenizer((llm, model))}
 
 
-def grown_tables(given: Mapping[str, Any], data: DataConfig) -> dict[str, int]:
-    """The vocabulary of a language model with room for new tokens, where its folder's, among ``given``, has none."""
+def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int]:
+    """The vocabulary of a language model with room for new tokens, where its folder's ``settings`` have none."""
     if not data.new_tokens:
         return {}
     tokenizer = make_tokenizer(data.tokenizer, (), data.image_encoder, data.new_tokens)
-    return {"vocab": max(given["vocab"], tokenizer.table_size)}
+    return {"vocab": max(settings["vocab"], tokenizer.table_size)}
 
 
 def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:

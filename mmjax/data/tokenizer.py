@@ -287,7 +287,7 @@ def _with_added(path: Path, added: Sequence[AddedToken]) -> str:
     return json.dumps({**file, "added_tokens": [listed[number] for number in sorted(listed)]})
 
 
-def _add_named(tokenizer: Any, said: SpecialTokens) -> set[int]:
+def _add_named(tokenizer: Any, special: SpecialTokens) -> set[int]:
     """Adds special tokens that a folder names and lists nowhere behind all others, as ``transformers`` does.
 
     Returns:
@@ -295,8 +295,8 @@ def _add_named(tokenizer: Any, said: SpecialTokens) -> set[int]:
     """
     from tokenizers import AddedToken as Added
 
-    named = (said.texts.get(name, "") for name in NAMES)
-    texts = [text for text in dict.fromkeys([*named, *said.extra]) if text and tokenizer.token_to_id(text) is None]
+    named = (special.texts.get(name, "") for name in NAMES)
+    texts = [text for text in dict.fromkeys([*named, *special.extra]) if text and tokenizer.token_to_id(text) is None]
     tokenizer.add_special_tokens([Added(text, normalized=False, special=True) for text in texts])
     return {tokenizer.token_to_id(text) for text in texts}
 
@@ -311,14 +311,14 @@ def _put_blanks(tokenizer: Any, scheme: str) -> None:
 
 
 def _add_new(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Makes texts tokens of their own; they stay in what is decoded."""
+    """Makes texts tokens of their own; decoded text keeps them."""
     from tokenizers import AddedToken as Added
 
     tokenizer.add_tokens([Added(text, normalized=False, special=False) for text in texts])
 
 
 def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
-    """A tokenizer as the library has it; that of a folder with all tokens that its files list or name."""
+    """A tokenizer as the library has it; a folder's has all tokens that its files list or name."""
     if Path(path).is_dir():
         special = read_special_tokens(path)
         loaded = _load(Path(path) / TOKENIZER, special.added)

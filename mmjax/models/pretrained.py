@@ -155,7 +155,7 @@ def find_pretrained(family: Family, theirs: Settings, layer: int = 0) -> Pretrai
 
 
 def require_whole(theirs: Settings) -> None:
-    """Requires that a ``config.json`` is that of a whole model.
+    """Requires that a ``config.json`` describes a whole model.
 
     Raises:
       ConfigError: mmjax reads no whole model of its type; the message does not name the folder.

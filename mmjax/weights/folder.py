@@ -93,17 +93,17 @@ class WeightsFolder:
         tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
         if not (rows := self.fresh.get(key, 0)):
             return tensor
-        first, *others = self.tensors[key].shape
-        return GrownTensor(tensor, key, (first - rows, *others), rows)
+        shape = self.tensors[key].shape
+        return GrownTensor(tensor, key, (shape[0] - rows, *shape[1:]), rows)
 
     def grown(self, key: str, rows: int) -> WeightsFolder:
-        """The folder with a tensor of so many rows, the last ones of which are fresh; no fewer than it has."""
+        """The folder with a tensor that has at least so many rows; rows behind the folder's are fresh."""
         info = self.tensors[key]
-        more = rows - info.shape[0]
-        if more <= 0:
+        added = rows - info.shape[0]
+        if added <= 0:
             return self
         taller = replace(info, shape=(rows, *info.shape[1:]), bytes=info.bytes // info.shape[0] * rows)
-        return replace(self, tensors={**self.tensors, key: taller}, fresh={**self.fresh, key: more})
+        return replace(self, tensors={**self.tensors, key: taller}, fresh={**self.fresh, key: added})
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -27,15 +27,15 @@ class GrownTensor:
         self._tensor, self._key, self._shape, self._rows = tensor, key, shape, rows
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *others = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = first.indices(self._shape[0] + self._rows)
+        index = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = index[0].indices(self._shape[0] + self._rows)
         size = self._shape[0]
         parts = []
         if start < size:
-            parts.append(np.asarray(self._tensor[(slice(start, min(stop, size)), *others)]))
+            parts.append(np.asarray(self._tensor[(slice(start, min(stop, size)), *index[1:])]))
         if stop > size:
             fresh = self._fresh()[max(start, size) - size : stop - size]
-            parts.append(fresh[(slice(None), *others)])
+            parts.append(fresh[(slice(None), *index[1:])])
         return np.concatenate(parts)
 
     def _fresh(self) -> np.ndarray:
@@ -50,6 +50,6 @@ class GrownTensor:
         return (mean + _SPREAD * deviation * noise).astype(dtype)
 
     def _parts(self) -> Iterator[np.ndarray]:
-        whole = tuple(slice(0, size) for size in self._shape[1:])
+        columns = tuple(slice(0, size) for size in self._shape[1:])
         for at in range(0, self._shape[0], _PART):
-            yield np.asarray(self._tensor[(slice(at, min(at + _PART, self._shape[0])), *whole)])
+            yield np.asarray(self._tensor[(slice(at, min(at + _PART, self._shape[0])), *columns)])

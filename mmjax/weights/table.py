@@ -167,7 +167,7 @@ def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
     found = []
     for row in rows:
         for number in range(layers if "{}" in row.leaf else 1):
-            keys, copies = (tuple(key.replace("{}", str(number)) for key in own) for own in (row.keys, row.copies))
+            keys, copies = (tuple(key.replace("{}", str(number)) for key in keys) for keys in (row.keys, row.copies))
             found.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
     return tuple(found)
 

@@ -1,11 +1,11 @@
-"""Makes ``peft/``: low-rank adapters that PEFT has saved for the tiny Qwen2 of ``llm/``, and the logits under them.
+"""Makes ``adapters/``: low-rank adapters that PEFT has saved for the tiny Qwen2 of ``llm/``, and the logits under them.
 
     python tests/oracles/make_peft.py
 
 It needs torch, transformers and peft, which mmjax does not.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import json
@@ -17,7 +17,7 @@ import torch
 import transformers
 
 HERE = Path(__file__).parent
-BASE, OUT = HERE / "llm" / "qwen2", HERE / "peft"
+BASE, OUT = HERE / "llm" / "qwen2", HERE / "adapters"
 
 
 def main() -> None:

@@ -39,11 +39,11 @@ def with_our_names(name: str, lora: LoraConfig, family: Family, settings: Any, f
         return lora
     targets: list[str] = []
     for target in lora.targets:
-        ours = [own for own, theirs in weights.items() if _stands_for(target, own, theirs)]
-        if not any(fnmatchcase(own, target) for own in weights):
+        names = [ours for ours, theirs in weights.items() if _stands_for(target, ours, theirs)]
+        if not any(fnmatchcase(ours, target) for ours in weights):
             fix = f"{target!r} stands for no weight of {name}'s layers; they have {_listed(weights.items())}"
-            require(bool(ours), f"{name}/Lora.targets", lora.targets, fix)
-            targets += ours
+            require(bool(names), f"{name}/Lora.targets", lora.targets, fix)
+            targets += names
         else:
             targets.append(target)
     return replace(lora, targets=tuple(dict.fromkeys(targets)))

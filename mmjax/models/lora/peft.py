@@ -74,8 +74,8 @@ def read_settings(path: str, medium: str) -> dict[str, Any]:
                 f"{ADAPTER_CONFIG}: {key}={theirs[key]!r}: mmjax has no such adapters; merge them with PEFT"
             )
     rank, alpha = int(theirs.get("r", 8)), float(theirs.get("lora_alpha", 8))
-    found = (_PATH.fullmatch(key) for key in folder.tensors if _of(key, medium))
-    targets = tuple(dict.fromkeys(path[3] for path in found if path))
+    paths = (_PATH.fullmatch(key) for key in folder.tensors if _of(key, medium))
+    targets = tuple(dict.fromkeys(path[3] for path in paths if path))
     if not targets:
         raise ConfigError(f"it has no adapters of layers of {'an image tower' if medium else 'a language model'}")
     return {"rank": rank, "alpha": alpha * (math.sqrt(rank) if theirs.get("use_rslora") else 1), "targets": targets}
