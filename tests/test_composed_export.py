@@ -24,6 +24,8 @@ from mmjax.config.composed_folder import image_token, small_files
 from mmjax.config.exportable import compose_run
 from mmjax.config.pretrained import folder_parameters
 from mmjax.configurable import ConfigError
+from mmjax.data.chat import TEMPLATES
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.processor.template import read_template
 from mmjax.data.sample import layout_prompt, layout_tokens
 from mmjax.data.tokenizer import make_tokenizer
@@ -196,7 +198,7 @@ def speaking(folder: Path, template: str, *, image: bool = False) -> Path:
     return made
 
 
-def composed(folder: Path, llm: Path) -> tuple[Config, Path]:
+def composed(folder: Path, llm: Path, *bindings: str) -> tuple[Config, Path]:
     """The small files of the folder of a model of CLIP and a language model."""
     path = write_tiny(folder)
     own = ("vision/ViT", "llm/Decoder")
@@ -206,7 +208,7 @@ def composed(folder: Path, llm: Path) -> tuple[Config, Path]:
         "vision/Weights.layer=-2",
         "vision/ViT.merge=1",
     )
-    config = load_config([path], [f"llm/Weights.path={str(llm)!r}", *tower, *DIGITS, *ALONE])
+    config = load_config([path], [f"llm/Weights.path={str(llm)!r}", *tower, *DIGITS, *ALONE, *bindings])
     whole, why = compose_run(config, 310, image_token(config))
     assert whole, why
     out = folder / "out"
@@ -234,6 +236,26 @@ def test_the_template_has_images_where_the_run_had_them(template: str, image: bo
         weights = about.weights
     assert laid[str(out)] == laid[config.data.tokenizer] and sum(weights) > 0
     assert json.loads((out / "config.json").read_text())["image_token_index"] == (299 if image else medium) == 299
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_named_template_is_written_too(name: str, tmp_path: Path) -> None:
+    """A run that names a template leaves the folder's aside, and so does its export."""
+    source = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'", f"mine/Source.template={name!r}")
+    config, out = composed(tmp_path, speaking(tmp_path, CHATML), *source)
+    tokenizer, theirs = tokenizer_of(config.data, ("vision",)), make_tokenizer(str(out), ("vision",), "vision")
+    named, read = TEMPLATES[name], read_template(str(out))
+    counts, encoders = {"vision": [2, 1]}, {"vision": EncoderSpec(patch=1, channels=3)}
+    first = (("a <image>and\n<image>\nb ", " yes"), ("again?", "no"))
+    for turns, system in ((first, ""), (first, "Be short."), (first[:1], "")):
+        found = [
+            (
+                layout_tokens(own, encoders, counts, turns, template=template, system=system).tokens,
+                layout_prompt(own, encoders, counts, turns, "and?", template=template, system=system),
+            )
+            for own, template in ((tokenizer, named), (theirs, read))
+        ]
+        assert tokenizer.media_token("vision") == theirs.media_token("vision") and found[0] == found[1]
 
 
 def test_the_template_takes_messages_as_transformers_gives_them(tmp_path: Path) -> None:

@@ -254,7 +254,8 @@ def test_new_tokens_make_room(tmp_path: Path) -> None:
         frozen = replace(
             config, optimizers={**config.optimizers, "llm": replace(config.optimizers["llm"], frozen=True)}
         )
-        assert advise(frozen)[-1].startswith("llm/Optimizer.frozen=True: rows of Data.new_tokens=('<tool>'")
+        said = "llm/Optimizer.frozen=True: rows of Data.new_tokens=('<tool>'"
+        assert any(line.startswith(said) for line in advise(frozen))
         saved = tmp_path / f"{rows}.gin"
         saved.write_text(operative_config(config))
         assert load_config([saved]) == config

@@ -9,9 +9,11 @@ from typing import Any
 
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError
+from mmjax.data.chat import EOS, TEXT, Template
 from mmjax.data.processor.files import find_chat_template, read_json
-from mmjax.data.processor.inline_images import with_inline_images
+from mmjax.data.processor.inline_images import jinja_of, with_inline_images
 from mmjax.data.processor.template import read_template
+from mmjax.data.sources.config import FOLDER
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
 from mmjax.models.composed import Composed, Read
 from mmjax.models.config import LLM
@@ -84,7 +86,7 @@ def small_files(config: Config, whole: Composed) -> dict[str, bytes]:
             "vision_feature_select_strategy": whole.config["vision_feature_select_strategy"],
         }
         found[_PROCESSOR] = json.dumps(about, indent=2).encode()
-        found |= _about_text(text, image)
+        found |= _about_text(config, text, image)
     if tower and (Path(tower) / _IMAGES).is_file():
         found[_IMAGES] = (Path(tower) / _IMAGES).read_bytes()
     return found
@@ -116,14 +118,27 @@ def _about(folder: Path, *without: str) -> dict[str, bytes]:
     return {_ABOUT: json.dumps(settings, indent=2).encode()} if settings else {}
 
 
-def _about_text(folder: Path, image: str) -> dict[str, bytes]:
+def _about_text(config: Config, folder: Path, image: str) -> dict[str, bytes]:
     """The tokenizer's settings, and the template with places for images."""
     files = _about(folder, "added_tokens_decoder", "chat_template")
+    templates = {json.dumps([source.template, dict(source.pieces)]): source for source in config.sources.values()}
     source, _ = find_chat_template(str(folder))
-    if source:
+    if len(templates) == 1 and (only := next(iter(templates.values()))).template != FOLDER:
+        chat = only.chat(config.data.tokenizer)
+        assert isinstance(chat, Template)
+        files[_TEMPLATE] = with_inline_images(_jinja(chat, _tokenizer(config)), image, ()).encode()
+    elif source:
         parts = read_template(str(folder)).habits.parts
         files[_TEMPLATE] = with_inline_images(source, image, parts).encode()
     return files
+
+
+def _jinja(template: Template, tokenizer: Tokenizer) -> str:
+    """A template of ours in Jinja; a dialogue ends with an end token, as a run lays it out."""
+    eos, bos = tokenizer.shown([tokenizer.eos]), "" if tokenizer.bos is None else tokenizer.shown([tokenizer.bos])
+    ending = template.answer.split(TEXT)[1]
+    stops = EOS in ending or set(tokenizer.encode(ending)) & set(tokenizer.stops)
+    return jinja_of(template, bos, eos, "" if stops else eos)
 
 
 def _text_folder(config: Config) -> Path | None:
