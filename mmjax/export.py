@@ -7,7 +7,8 @@ it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
 
 `--format=safetensors` writes what `transformers` loads: the folder that the run's modules started from, with the run's
 parameters, in the folder's dtypes. A run of modules from several folders gives a LLaVA, where that has such modules,
-else a folder for each, PATH/<module>; a language model of new values becomes a folder too.
+else a folder for each, PATH/<module>; a language model of new values becomes a folder too. The status is 1 where a
+module is in none of them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.config import Config, load_run_config
+from mmjax.config.exportable import compose_run
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.configurable import ConfigError, one_of
+from mmjax.configurable import ConfigError, one_of, require
 from mmjax.flags import ALLOW_CODE, importing
-from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import merged_adapters, require_adapters
 
 if TYPE_CHECKING:  # see `importing`
@@ -33,19 +35,22 @@ if TYPE_CHECKING:  # see `importing`
     import numpy as np
 
     from mmjax.checkpoint import Checkpointer, SavedParameters
-    from mmjax.models.composed import Composed
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
     Flag(name="out", doc="the directory to make; it must not exist.", required=True),
     Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
-    Flag(name="format", doc="orbax, or safetensors for folders that transformers loads.", default="orbax"),
+    Flag(
+        name="format",
+        doc="orbax, safetensors for folders that transformers loads, or peft for low-rank adapters alone.",
+        default="orbax",
+    ),
     Flag(name="merge_lora", doc="whether low-rank adapters are added to the weights that they adapt.", default=False),
     ALLOW_CODE,
 )
 Read = Callable[[Collection[str]], Mapping[str, "np.ndarray"]]
 """Leaves by name, in the host's memory."""
-FORMATS = ("orbax", "safetensors")
+FORMATS = ("orbax", "safetensors", "peft")
 PREFIX = "params/"
 
 
@@ -88,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
         form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
         one_of("--format", form, FORMATS)
+        require(not (merge and form == "peft"), "--merge_lora", merge, "--format=peft writes adapters; leave one out")
+        if form == "peft":
+            for folder, name in export_adapters(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name])):
+                print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
+            return 0
         if form == "safetensors":
             made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
             for folder, (modules, tensors) in made.tensors.items():
@@ -96,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"not one folder of a whole model: {made.apart}")
             if made.without:
                 print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
-            return 0
+            return int(bool(made.without))
         done = export_run(run_dir, out, step, merge_lora=merge)
         print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
         print(reading_command(out))
@@ -168,7 +178,7 @@ def export_folders(
     config = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
-        from mmjax.config.composed_folder import write_whole
+        from mmjax.config.composed_folder import grown_files, image_token, write_whole
         from mmjax.config.pretrained import folder_parameters, pretrained_folders
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
@@ -178,8 +188,9 @@ def export_folders(
     require_adapters(merge_lora, adapters)
     read = partial(_read_merged, saved) if merge_lora else partial(_read, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
-    sources = pretrained_folders(config)
-    whole, why = _composed(config, saved)
+    loras = [lora_name(name) for name in config.loras]
+    sources = {path: names for path, names in pretrained_folders(config).items() if not set(names) & set(loras)}
+    whole, why = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
     if whole:
         tensors = write_whole(config, whole, read, Path(out))
         without = tuple(name for name in saved.modules if name not in (*adapters, *whole.modules))
@@ -188,8 +199,11 @@ def export_folders(
     for path, modules in sources.items():
         place = Path(out) if together else Path(out) / modules[0]
         found = folder_parameters(config, path, shapes)
-        made[str(place)] = modules, rewrite(found.folder, found.places, read, place)
-    without = tuple(name for name in saved.modules if name not in adapters and not config.pretrained(name))
+        files = grown_files(config, found.folder.config) if LLM in modules else {}
+        tensors = rewrite(found.folder, found.places, read, place, copies=found.copies, files=files)
+        made[str(place)] = modules, tensors
+    copied = [name for names in sources.values() for name in names]
+    without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
         made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
         without = tuple(name for name in without if name != LLM)
@@ -198,20 +212,45 @@ def export_folders(
     return ExportedFolders(step, made, without, why)
 
 
-def _composed(config: Config, saved: SavedParameters) -> tuple[Composed | None, str]:
-    """A new folder of a whole model that holds all modules, or why there is none; "" where one folder had them all."""
-    from mmjax.data.loader import tokenizer_of
-    from mmjax.models.composed import compose
+def export_adapters(
+    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False
+) -> list[tuple[str, str]]:
+    """Writes folders of PEFT from checkpoint `step` (0: the newest) of `run_dir`: low-rank adapters alone, in fp32.
 
-    names = [*config.modules, *map(projector_name, config.projectors)]
-    if config.model.weights and all(config.pretrained(name) == config.model.weights for name in names):
-        return None, ""
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    vocab, image = saved.leaves[f"{LLM}/embed"].shape[0], tokenizer.media_token(config.model.media[0])
-    try:
-        return compose(config.model, config.modules, config.projectors, vocab, image), ""
-    except ConfigError as error:
-        return None, str(error)
+    One module's are `out`, those of several `out`/<module>. Weights have the names that a model of the folder has in
+    which the module is.
+
+    Returns:
+      Each folder and its module.
+
+    Raises:
+      ConfigError: there is no such run or checkpoint, or it has no adapters; `out` exists; or PEFT names no such
+        adapters.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    _require_room(out, step)
+    config = load_run_config(run_dir, allow_code=allow_code)
+    with importing():
+        from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.config.pretrained import adapted_module
+        from mmjax.models.lora.peft import adapter_rows, their_settings
+        from mmjax.weights.table import assemble, expand
+        from mmjax.weights.write import write_adapters
+    checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
+    saved = SavedParameters.find(str(checkpointer.directory / f"{_chosen(checkpointer, run_dir, step):08d}"))
+    names = [name for name in config.layouts if config.lora(name).rank]
+    require(bool(names), "--format", "peft", "the run has no adapters; use another format")
+    folders = []
+    for name in names:
+        module, prefix = adapted_module(config, name), f"{lora_name(name)}/"
+        require(bool(module.rows), f"{name}/Lora.rank", module.lora.rank, "no folder of transformers has such a module")
+        entries = expand(adapter_rows(module), module.layers)
+        leaves = _read(saved, [prefix + entry.leaf for entry in entries])
+        tensors = assemble(entries, {leaf.removeprefix(prefix): value for leaf, value in leaves.items()})
+        place = Path(out) / name if len(names) > 1 else Path(out)
+        write_adapters(their_settings(module, config.pretrained(name)), tensors, place)
+        folders.append((str(place), name))
+    return folders
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:

@@ -14,14 +14,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
 from mmjax import reference
-from mmjax.config import Config, load_config, operative_config
+from mmjax.config import Config, advise, load_config, operative_config
+from mmjax.config.composed_folder import image_token, small_files
+from mmjax.config.exportable import compose_run
 from mmjax.config.pretrained import folder_parameters
 from mmjax.configurable import ConfigError
-from mmjax.data.types import Sample
+from mmjax.data.chat import TEMPLATES
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.processor.template import read_template
+from mmjax.data.sample import layout_prompt, layout_tokens
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.types import EncoderSpec, Sample
 from mmjax.export import export_folders
 from mmjax.models.composed import compose
 from mmjax.run.trainer import Trainer
@@ -163,3 +171,117 @@ def test_a_layer_is_of_a_tower_in_a_folder_of_its_own(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config([path], bindings)
         assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+IN_PARTS = CHATML.replace("message.content", "message.content[0].text")
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def speaking(folder: Path, template: str, *, image: bool = False) -> Path:
+    """A copy of a language model's folder with a tokenizer as published ones are: its tokens are listed twice."""
+    made = Path(shutil.copytree(ORACLES / "llm" / "qwen2", folder / "speaking"))
+    tokenizer = json.loads((ORACLES / "processors" / "chatml" / "tokenizer.json").read_text())
+    if image:
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 299, "content": "<image>"})
+    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    listed = {str(token.pop("id")): token for token in tokenizer["added_tokens"]}
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (made / "tokenizer_config.json").write_text(
+        json.dumps({**about, "added_tokens_decoder": listed, "chat_template": template})
+    )
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
+    return made
+
+
+def composed(folder: Path, llm: Path, *bindings: str) -> tuple[Config, Path]:
+    """The small files of the folder of a model of CLIP and a language model."""
+    path = write_tiny(folder)
+    own = ("vision/ViT", "llm/Decoder")
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(own)))
+    tower = (
+        f"vision/Weights.path={str(ORACLES / 'vision' / 'clip')!r}",
+        "vision/Weights.layer=-2",
+        "vision/ViT.merge=1",
+    )
+    config = load_config([path], [f"llm/Weights.path={str(llm)!r}", *tower, *DIGITS, *ALONE, *bindings])
+    whole, why = compose_run(config, 310, image_token(config))
+    assert whole, why
+    out = folder / "out"
+    out.mkdir()
+    for name, content in small_files(config, whole).items():
+        (out / name).write_bytes(content)
+    (out / "config.json").write_text(json.dumps(whole.config))
+    return config, out
+
+
+@pytest.mark.parametrize("image", [False, True], ids=["added", "there"])
+@pytest.mark.parametrize("template", [CHATML, IN_PARTS], ids=["text", "parts"])
+def test_the_template_has_images_where_the_run_had_them(template: str, image: bool, tmp_path: Path) -> None:
+    """Of a dialogue with images between texts and in lines of their own; ``<image>`` may be a token already."""
+    config, out = composed(tmp_path, speaking(tmp_path, template, image=image))
+    turns = (("a <image>and <image>\nb", "yes"), ("<image>", "no <image>"))
+    counts, encoders = {"vision": [2, 1, 3, 2]}, {"vision": EncoderSpec(patch=1, channels=3)}
+    laid = {}
+    for path in (config.data.tokenizer, str(out)):
+        tokenizer = make_tokenizer(path, ("vision",), "vision")
+        about = layout_tokens(tokenizer, encoders, counts, turns, template=read_template(path), system="s")
+        asked = layout_prompt(tokenizer, encoders, {"vision": [2]}, (), "<image>\nq", template=read_template(path))
+        medium = tokenizer.media_token("vision")
+        laid[path] = [[-1 if token == medium else token for token in own] for own in (about.tokens, asked)]
+        weights = about.weights
+    assert laid[str(out)] == laid[config.data.tokenizer] and sum(weights) > 0
+    assert json.loads((out / "config.json").read_text())["image_token_index"] == (299 if image else medium) == 299
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_named_template_is_written_too(name: str, tmp_path: Path) -> None:
+    """A run that names a template leaves the folder's aside, and so does its export."""
+    source = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'", f"mine/Source.template={name!r}")
+    config, out = composed(tmp_path, speaking(tmp_path, CHATML), *source)
+    tokenizer, theirs = tokenizer_of(config.data, ("vision",)), make_tokenizer(str(out), ("vision",), "vision")
+    named, read = TEMPLATES[name], read_template(str(out))
+    counts, encoders = {"vision": [2, 1]}, {"vision": EncoderSpec(patch=1, channels=3)}
+    first = (("a <image>and\n<image>\nb ", " yes"), ("again?", "no"))
+    for turns, system in ((first, ""), (first, "Be short."), (first[:1], "")):
+        found = [
+            (
+                layout_tokens(own, encoders, counts, turns, template=template, system=system).tokens,
+                layout_prompt(own, encoders, counts, turns, "and?", template=template, system=system),
+            )
+            for own, template in ((tokenizer, named), (theirs, read))
+        ]
+        assert tokenizer.media_token("vision") == theirs.media_token("vision") and found[0] == found[1]
+
+
+def test_the_template_takes_messages_as_transformers_gives_them(tmp_path: Path) -> None:
+    """Parts, which name a picture, and plain text."""
+    _, out = composed(tmp_path, speaking(tmp_path, CHATML))
+    template = read_template(str(out))
+    picture = {"type": "image", "url": "a.png"}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [picture, {"type": "text", "text": "What?"}, {"type": "image_url"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A."}]},
+    ]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template.source)
+    said = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n<image>What?<image><|im_end|>\n"
+    assert made.render(messages=messages[:2]) == said
+    assert made.render(messages=messages) == said + "<|im_start|>assistant\nA.<|im_end|>\n"
+
+
+def test_a_composition_that_no_folder_holds_is_said_before_it_trains(tmp_path: Path) -> None:
+    """Of modules that come from folders; a model of new values has no line."""
+    path, tower = write_tiny(tmp_path), f"vision/Weights.path={str(ORACLES / 'vision' / 'siglip')!r}"
+    assert not [line for line in advise(load_config([path])) if "export" in line]
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("vision/ViT")))
+    (line,) = (line for line in advise(load_config([path], [tower, *DIGITS, *ALONE])) if "export" in line)
+    assert line.startswith("an export is not one folder of a whole model, and --format=safetensors leaves llm, vision_")
+    assert line.endswith("; name one with Weights.layer, such as -2")
+    layer = ("vision/Weights.layer=-1", "vision/ViT.merge=1", "vision/Projector.activation='gelu_exact'")
+    found = advise(load_config([path], [tower, *layer, *DIGITS, *ALONE]))
+    assert not [line for line in found if "export" in line], found

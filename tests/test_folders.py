@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,14 +16,17 @@ from safetensors.numpy import load_file, save_file
 from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer, CheckpointError
-from mmjax.config import load_config, load_run_config, operative_config
+from mmjax.config import advise, load_config, load_run_config, operative_config
 from mmjax.configurable import ConfigError
+from mmjax.data.loader import tokenizer_of
 from mmjax.export import export_folders, main
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
-from mmjax.models.llama.weights import rows, their_config
+from mmjax.models.llama.weights import rows as entries_of
+from mmjax.models.llama.weights import their_config
 from mmjax.models.module import layer_runs
 from mmjax.models.parameters import ModuleSlice
+from mmjax.run.assembly import build_packer
 from mmjax.run.trainer import Trainer
 from mmjax.train import main as train
 from mmjax.weights.table import expand
@@ -55,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(their_config(c), expand(rows(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
+    write(their_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
     assert len(list(home.glob("model-*.safetensors"))) > 3
     (home / "tokenizer_config.json").write_text("{}")
     return home
@@ -132,7 +136,7 @@ def test_adapters_of_a_folder_are_merged_into_its_copy(folder: Path, tmp_path: P
     many = ("llm/Layout.pp=2", "vision/Layout.rank_offset=4")
     run = tmp_path / "run"
     assert train([*train_flags(without_sizes(tmp_path), run), *gin((*own, *lora, *many))]) == 0
-    assert main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors", "--merge_lora"]) == 0
+    assert main([f"--run_dir={run}", f"--out={tmp_path / 'out'}", "--format=safetensors", "--merge_lora"]) == 1
     before, after = everything(folder), everything(tmp_path / "out")
     names = {f"model.layers.{i}.self_attn.{one}_proj.weight" for i in range(3) for one in "kv"}
     assert {key for key in before if not np.array_equal(before[key], after[key])} == names
@@ -150,12 +154,16 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         ([path, "llm/Decoder.width=32"], f"llm/Decoder.width=32: {folder} has 16; leave the setting out (--gin"),
         (
             [path, "llm/Lora.rank=2", f"llm_lora/Weights.path={str(folder)!r}"],
-            f"llm_lora/Weights.path={str(folder)!r}: adapters are read from runs and exports; set llm_lora/Weights",
+            f"llm_lora/Weights.path={str(folder)!r}: name a folder of PEFT in llm/Lora.path, or a run in llm_lora/",
         ),
         ([path, "llm/Weights.init_from='runs/x'"], "llm/Weights.init_from='runs/x': Weights.path="),
         (["vision/Weights.path='nowhere'"], "vision/Weights.path='nowhere': nowhere is no directory"),
         ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),
-        ([f"Model.weights={str(folder)!r}"], f"Model.weights={str(folder)!r}: "),
+        (
+            [f"Model.weights={str(folder)!r}"],
+            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of llava, "
+            "llava_onevision, qwen2_5_vl, qwen2_vl; name the folder of a single module in its Weights.path",
+        ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -180,7 +188,7 @@ def test_a_model_of_new_values_becomes_a_folder(tmp_path: Path, capsys: pytest.C
     """Of the language model alone; a run that starts from it has its parameters."""
     run, out = tmp_path / "run", tmp_path / "out"
     assert train([*train_flags(write_tiny(tmp_path), run), *gin((*ALONE, *LONGER, *ONE_STEP))]) == 0
-    assert main([f"--run_dir={run}", f"--out={out}", "--format=safetensors"]) == 0
+    assert main([f"--run_dir={run}", f"--out={out}", "--format=safetensors"]) == 1
     said = capsys.readouterr().out
     assert f"{out}: llm of step 1 in " in said and "not written: vision, vision_projector" in said
     for flags, message in (
@@ -195,6 +203,97 @@ def test_a_model_of_new_values_becomes_a_folder(tmp_path: Path, capsys: pytest.C
     with Trainer(config, tmp_path / "again", style="silent") as trainer:
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items() if name in stored}
     assert_same_leaves(held, stored)
+
+
+@pytest.mark.long
+def test_the_copy_of_a_tied_head_follows_the_embedding(tmp_path: Path) -> None:
+    """Of a folder that has both tensors; its old index is left behind."""
+    c = DecoderConfig(
+        layers=2, width=16, heads=2, kv_heads=2, mlp=16, vocab=260, qkv_bias=True, norm_eps=1e-6, tied=True
+    )
+    shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "qwen"
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
+
+    write(their_config(c), expand(entries_of(c), c.layers), read, home)
+    before = everything(home)
+    embed = before["model.embed_tokens.weight"]
+    save_file({**before, "lm_head.weight": embed}, home / "model.safetensors", metadata={"format": "pt"})
+    (home / "model.safetensors.index.json").write_text('{"weight_map": {"gone": "gone.safetensors"}}')
+    own = (f"llm/Weights.path={str(home)!r}", *ALONE, *ONE_STEP)
+    assert train([*train_flags(without_sizes(tmp_path), tmp_path / "run"), *gin(own)]) == 0
+    export_folders(tmp_path / "run", tmp_path / "out")
+    after = everything(tmp_path / "out")
+    assert after.keys() == {*before, "lm_head.weight"}
+    np.testing.assert_array_equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+    assert not np.array_equal(after["lm_head.weight"], embed)
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def with_tokenizer(home: Path, rows: int) -> Path:
+    """A Qwen2 with a tokenizer of 299 tokens and so many rows."""
+    c = DecoderConfig(layers=2, width=16, heads=2, kv_heads=2, mlp=16, vocab=rows, qkv_bias=True, norm_eps=1e-6)
+    shapes, rng = leaf_shapes(c), np.random.default_rng(0)
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
+
+    write(their_config(c), expand(entries_of(c), c.layers), read, home)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOWER.parents[1] / "processors" / "chatml" / name, home)
+    return home
+
+
+def test_new_tokens_make_room(tmp_path: Path) -> None:
+    """Rows beyond the folder's where it has too few; without the setting it is named."""
+    path, new = without_sizes(tmp_path), "llm/Weights.new_tokens=('<tool>', '</tool>')"
+    for rows, vocab in ((299, 301), (320, 320)):
+        config = load_config([path], [f"llm/Weights.path={str(with_tokenizer(tmp_path / str(rows), rows))!r}", new])
+        assert (config.modules["llm"].vocab, config.data.new_tokens) == (vocab, ("<tool>", "</tool>"))
+        frozen = replace(
+            config, optimizers={**config.optimizers, "llm": replace(config.optimizers["llm"], frozen=True)}
+        )
+        said = "llm/Optimizer.frozen=True: rows of Data.new_tokens=('<tool>'"
+        assert any(line.startswith(said) for line in advise(frozen))
+        saved = tmp_path / f"{rows}.gin"
+        saved.write_text(operative_config(config))
+        assert load_config([saved]) == config
+        tokenizer = tokenizer_of(config.data, ("vision",))
+        assert tokenizer.encode("a<tool>b</tool>")[1::2] == [299, 300] and tokenizer.media_token("vision") == 301
+        assert tokenizer.decode(tokenizer.encode("a<tool>b")) == "a<tool>b"
+    small = f"llm/Weights.path={str(with_tokenizer(tmp_path / 'small', 297))!r}"
+    with pytest.raises(
+        ConfigError, match=r"Decoder\.vocab=297: .*llm/Weights\.new_tokens=\('<\|im_start\|>', '<\|im_end"
+    ):
+        build_packer(load_config([path], [small]), tokenizer_of(load_config([path], [small]).data, ("vision",)))
+    for bindings, message in (
+        (["vision/Weights.new_tokens=('<a>',)"], "vision/Weights.new_tokens=('<a>',): is of the language model; write"),
+        ([new, "Data.new_tokens=('<a>',)"], "Data.new_tokens=('<a>',): llm/Weights.new_tokens=('<tool>', '</tool>')"),
+        (["llm/Weights.new_tokens=('',)"], "llm/Weights.new_tokens=('',): has an empty text"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config([path], bindings)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_new_tokens_are_trained_and_come_with_the_export(tmp_path: Path) -> None:
+    """Rows of the folder move as little as without them; the copy has the rows, their number and the tokens."""
+    home, new = with_tokenizer(tmp_path / "qwen", 299), "llm/Weights.new_tokens=('<tool>', '</tool>')"
+    own = (f"llm/Weights.path={str(home)!r}", new, *ALONE, *ONE_STEP, "Optimizer.learning_rate=1e-3")
+    lengths = ("Data.sequence_length=256",)
+    assert train([*train_flags(without_sizes(tmp_path), tmp_path / "run"), *gin((*own, *lengths))]) == 0
+    export_folders(tmp_path / "run", tmp_path / "out")
+    before, after = everything(home), everything(tmp_path / "out")
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert after[key].shape == (301, 16)
+        moved = np.abs(after[key][:299] - before[key])
+        assert 0 < moved.max() < 2e-3 and not np.array_equal(after[key][299], after[key][300])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 301
+    again = load_config([tmp_path / "tiny.gin"], [f"llm/Weights.path={str(tmp_path / 'out')!r}", *ALONE, *lengths])
+    assert again.modules["llm"].vocab == 301 and not again.data.new_tokens
+    assert tokenizer_of(again.data, ("vision",)).encode("a<tool>b</tool>")[1::2] == [299, 300]
 
 
 @pytest.mark.long

@@ -21,14 +21,14 @@ import pytest
 ORACLES = Path(__file__).parent / "oracles"
 SCRIPTS = (  # the later ones read what the earlier ones make
     *("make_llava", "make_llm", "make_vision", "make_qwen", "make_onevision", "make_whisper", "make_processors"),
-    *("make_generated", "make_whole_generated", "make_composed"),
+    *("make_generated", "make_whole_generated", "make_composed", "make_training", "make_peft"),
 )
 PYTHON = os.environ.get("ORACLE_PYTHON", sys.executable)
 
 
 def is_there() -> bool:
     """Whether that Python has torch and transformers."""
-    asked = [PYTHON, "-c", "import torch, transformers, PIL"]
+    asked = [PYTHON, "-c", "import torch, transformers, PIL, peft"]
     return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
@@ -59,7 +59,10 @@ def same(kept: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray], name: 
     for key, value in numbers(kept):
         largest = float(np.max(np.abs(value), initial=0.0)) if value.dtype.kind == "f" else 0.0
         # The gradient of a key's bias is 0 but for rounding, and has no largest value to speak of.
-        np.testing.assert_allclose(fresh[key], value, rtol=0, atol=2e-5 * largest + 1e-7, err_msg=f"{name}: {key}")
+        # In training rounding then moves the bias itself.
+        moved = 2e-3 if "training" in name and key.endswith("k_proj.bias") else 0.0
+        bound = 2e-5 * largest + 1e-7 + moved
+        np.testing.assert_allclose(fresh[key], value, rtol=0, atol=bound, err_msg=f"{name}: {key}")
 
 
 def numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

@@ -57,14 +57,18 @@ class WeightsConfig:
         has it; the module's settings come from it too. '' for Model.weights.
       layer: the layer whose features a vision tower of path gives, as LLaVA's vision_feature_layer says it: -2 is the
         last but one, without norms behind it; 0 is what the tower itself gives.
+      new_tokens: of the language model, texts that become tokens of their own behind the tokenizer's; where the folder
+        has no row for one, the tables of embeddings get a fresh one, and keep all others.
     """
 
     init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})
     path: str = dataclasses.field(default="", metadata={"example": "models/vicuna-7b"})
     layer: int = dataclasses.field(default=0, metadata={"example": -2})
+    new_tokens: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("<tool>", "</tool>")})
 
     def __post_init__(self) -> None:
         fix = f"Weights.path={self.path!r} is another start; leave one of them ''"
         require(not (self.init_from and self.path), "Weights.init_from", self.init_from, fix)
         fix = "is of a tower's own folder; name that in Weights.path, or leave this 0"
         require(bool(self.path) or not self.layer, "Weights.layer", self.layer, fix)
+        require(all(self.new_tokens), "Weights.new_tokens", self.new_tokens, "has an empty text; leave it out")

@@ -9,6 +9,8 @@ from mmjax.models.pretrained import WHOLES, find_pretrained
 from mmjax.weights.folder import read_config
 
 TOKENIZER = "tokenizer.json"
+_MEDIA = ("vision_config", "audio_config")
+"""Parts of the ``config.json`` of a whole model."""
 
 
 def positions_of(config: Config) -> int:
@@ -28,10 +30,10 @@ def folder_bindings(path: str) -> list[str]:
       ConfigError: it is no such folder; one line.
     """
     try:
-        kind = str(read_config(path).get("model_type", ""))
+        theirs = read_config(path)
     except ConfigError as error:
         raise ConfigError(f"--weights={path!r}: {error}") from None
     messages = "Data.sources={'messages': 1.0}"
-    if kind in WHOLES:
+    if theirs.get("model_type") in WHOLES or any(part in theirs for part in _MEDIA):
         return [messages, f"Model.weights={path!r}"]
     return [messages, "Model.encoders={}", f"llm/Weights.path={path!r}"]

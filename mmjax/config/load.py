@@ -18,18 +18,12 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
-from mmjax.config.processor import DECIDED, find_tokenizer, source_settings
+from mmjax.config.processor import DECIDED, data_settings, grown_tables, source_settings
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
-from mmjax.configurable import (
-    ConfigError,
-    gin_name,
-    near_misses,
-    preset_values,
-    suggest,
-)
+from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
@@ -38,7 +32,9 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
-from mmjax.models.pretrained import find_pretrained, stored_dtypes
+from mmjax.models.lora.names import with_our_names
+from mmjax.models.lora.peft import read_settings
+from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
 from mmjax.pipeline.config import OffloadConfig
@@ -251,7 +247,7 @@ class _Builder:
     def config(self) -> Config:
         """The `Config`; each dataclass is checked by itself, and every scope is a known one."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
-        loras = {name: self._build(LoraConfig, name) for name, _, _ in model.placed}
+        loras = {name: self._lora(name, family) for name, family in model.families}
         scopes = scopes_of(model, data, [name for name, own in loras.items() if own.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
@@ -260,12 +256,12 @@ class _Builder:
             name: pretrained_folder(model, dataclasses.replace(own, init_from=""), name)
             for name, own in weights.items()
         }
+        tokens = data_settings(self._values(DataConfig, ""), folders[LLM], model.weights, weights)
+        data = self._build(DataConfig, "", tokens)
         families = dict(model.families)
-        modules = {name: self._module(family, name, folders[name]) for name, family in families.items()}
-        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)]) for name in model.media}
+        modules = {name: self._module(family, name, folders[name], data) for name, family in families.items()}
+        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)], data) for name in model.media}
         settings = modules | {projector_name(name): own for name, own in projectors.items()}
-        if "tokenizer" not in self._values(DataConfig, ""):
-            data = self._build(DataConfig, "", {"tokenizer": find_tokenizer((folders[LLM], model.weights))})
         pictured = folders.get(data.image_encoder, "")
         return Config(
             train=self._build(TrainConfig),
@@ -276,7 +272,10 @@ class _Builder:
             model=model,
             modules=modules,
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
-            loras=loras,
+            loras={
+                name: with_our_names(name, own, families[name], modules[name], folders[name])
+                for name, own in loras.items()
+            },
             projectors=projectors,
             packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
             layouts={name: self._build(Layout, name) for name in scopes[Layout]},
@@ -311,12 +310,12 @@ class _Builder:
         binding = (bound.get((scope, found[2])) or bound.get(("", found[2]))) if found else None
         return ConfigError(f"{message} ({binding.where})" if binding else message)
 
-    def _module(self, family: Family, name: str, folder: str) -> Any:
+    def _module(self, family: Family, name: str, folder: str, data: DataConfig) -> Any:
         """Settings of a module, or of its projector; a folder of weights decides some."""
-        given = self._from_folder(family, name, folder) if folder else {}
+        given = self._from_folder(family, name, folder, data) if folder else {}
         return self._build(family.config, name, given)
 
-    def _from_folder(self, family: Family, name: str, folder: str) -> dict[str, Any]:
+    def _from_folder(self, family: Family, name: str, folder: str, data: DataConfig) -> dict[str, Any]:
         """The fields that a folder of weights decides; {} where all are bound, as in a run directory, whose run may
         have been moved away from the folder."""
         cls = family.config
@@ -327,7 +326,10 @@ class _Builder:
         weights = self._build(WeightsConfig, module)
         try:
             theirs = {**read_config(folder), "extractor": read_extractor(folder)}
+            if not weights.path:
+                require_whole(theirs)
             given = find_pretrained(family, theirs, weights.layer).fields()
+            given |= grown_tables(given, data) if module == LLM else {}
         except ConfigError as error:
             setting = folder_setting(weights, module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
@@ -338,6 +340,21 @@ class _Builder:
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)
         return given
+
+    def _lora(self, name: str, family: Family) -> LoraConfig:
+        """The adapters of a module; a folder of PEFT decides some settings."""
+        values, path = self._values(LoraConfig, name), str(self._values(LoraConfig, name).get("path", ""))
+        if not path or values.keys() >= self._infos[LoraConfig].keys():
+            return self._build(LoraConfig, name)
+        try:
+            given = read_settings(path, getattr(family.config, "medium", ""))
+        except ConfigError as error:
+            raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
+        for field in given.keys() & values.keys():
+            if values[field] != given[field]:
+                fix = f"{path} has {given[field]!r}; leave the setting out"
+                raise self.located(ConfigError(f"{name}/Lora.{field}={values[field]!r}: {fix}"))
+        return self._build(LoraConfig, name, given)
 
     def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module with these settings; a frozen one is held as its folder of weights, if it has one,

@@ -161,7 +161,10 @@ class Config:
 
     def pretrained(self, module: str) -> str:
         """The folder of safetensors that a module starts from; "" for none."""
-        return pretrained_folder(self.model, self.weights.get(module, WeightsConfig()), module)
+        start = self.weights.get(module, WeightsConfig())
+        if adapters := next((lora for name, lora in self.loras.items() if lora_name(name) == module), None):
+            return "" if start.init_from else adapters.path
+        return pretrained_folder(self.model, start, module)
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
+from mmjax.config.exportable import export_advice
+from mmjax.config.folder_alone import positions_of
 from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
@@ -95,11 +97,19 @@ def advise(config: Config) -> tuple[str, ...]:
             lines.append(
                 f"{name}/Lora.rank={rank}: {name} is trained too; {name}/Optimizer.frozen=True trains adapters alone"
             )
+    most, length = positions_of(config), config.data.sequence_length
+    if 0 < most < length:
+        lines.append(
+            f"Data.sequence_length={length}: {config.pretrained(LLM)} was made for {most} tokens "
+            f"(max_position_embeddings); longer samples are trained at positions that it does not know"
+        )
+    if config.data.new_tokens and config.optimizers[LLM].frozen:
+        lines.append(f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={config.data.new_tokens} are not trained")
     used = set(itertools.chain.from_iterable(layout.ranks for layout in config.layouts.values()))
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:
         lines.append(f"World.devices={config.world.devices}: no layout uses {_ranks(idle)}")
-    return tuple(lines)
+    return (*lines, *export_advice(config))
 
 
 def check_devices(config: Config, found: int, other: tuple[Path, int] | None = None) -> None:
@@ -155,9 +165,9 @@ def _check_modules(config: Config) -> None:
         field = f"Model.{'encoders' if name in config.model.encoders else 'generators'}"
         fix = f"is the name of {other}'s adapters; use another, such as '{name}2'"
         require(name != lora_name(other), field, name, fix)
-    for adapters in map(lora_name, config.loras):
+    for name, adapters in ((name, lora_name(name)) for name in config.loras):
         path = config.weights.get(adapters, WeightsConfig()).path
-        fix = f"adapters are read from runs and exports; set {adapters}/Weights.init_from, or this to ''"
+        fix = f"name a folder of PEFT in {name}/Lora.path, or a run in {adapters}/Weights.init_from"
         require(not path, f"{adapters}/Weights.path", path, fix)
 
 

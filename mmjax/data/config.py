@@ -32,7 +32,9 @@ class DataConfig:
     folder: path of the folder. cache: directory of the metadata of sources and folders; "" = ~/.cache/mmjax/index.
     sequence_length: tokens of one LLM row, at most.
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
-    tokenizer: path of a tokenizer.json ("" = bytes). image_encoder: name of the encoder that sees the images.
+    tokenizer: path of a tokenizer.json ("" = bytes). new_tokens: texts that become tokens of their own behind the
+    tokenizer's; left out, those of llm/Weights.new_tokens.
+    image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws.
     max_pixels: larger images of a folder are scaled down.
@@ -55,6 +57,7 @@ class DataConfig:
     token_file: str = field(default="", metadata=_HERE)
     tls_ca: str = field(default="", metadata=_HERE)
     tokenizer: str = ""
+    new_tokens: tuple[str, ...] = field(default=(), metadata={"example": ("<tool>", "</tool>")})
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
     generator: str = "painter"

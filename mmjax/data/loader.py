@@ -51,7 +51,7 @@ class Source(Protocol):
 
 def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
     """The tokenizer of a configuration, with a placeholder for each of `encoders`. Raises ConfigError."""
-    return make_tokenizer(data.tokenizer, encoders, data.image_encoder)
+    return make_tokenizer(data.tokenizer, encoders, data.image_encoder, data.new_tokens)
 
 
 def make_source(

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
+from mmjax.data.processor.inline_images import has_inline_images
 from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
 from mmjax.data.tiles import arrange, token_count
 from mmjax.data.tokenizer import Tokenizer
@@ -197,7 +198,7 @@ class _Marks:
             else:
                 found += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
         self._first = []
-        if image and "user" in self._template.habits.parts:
+        if image and "user" in self._template.habits.parts and not has_inline_images(self._template.source):
             # LLaVA's data have a line of its own for an image; a template that has places for images writes its own.
             found = found.replace(f"{image}\n", image).replace(f"\n{image}", image)
         return found

@@ -6,6 +6,7 @@ Hugging Face's the files beside `tokenizer.json` say which tokens these are.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.data.processor.files import TOKENIZER, has_tokenizer
-from mmjax.data.processor.special import SpecialTokens, read_special_tokens
+from mmjax.data.processor.special import NAMES, AddedToken, SpecialTokens, read_special_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,7 @@ class FileTokenizer:
       said: what the folder of the file says of special tokens; they are guessed by their usual names where it says
         nothing.
       image: the encoder whose placeholder is the folder's image token.
+      new: texts that become tokens of their own, behind all others.
     """
 
     _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -140,11 +142,19 @@ class FileTokenizer:
     }
 
     def __init__(
-        self, path: str | Path, encoders: Sequence[str], *, said: SpecialTokens | None = None, image: str = ""
+        self,
+        path: str | Path,
+        encoders: Sequence[str],
+        *,
+        said: SpecialTokens | None = None,
+        image: str = "",
+        new: Sequence[str] = (),
     ):
-        self._tokenizer = _load(Path(path))
+        self._tokenizer = _load(Path(path), said.added if said else ())
         if said and said.blank:
             _put_blanks(self._tokenizer, said.blank)
+        nameless = _add_named(self._tokenizer, said) if said else set()
+        _add_new(self._tokenizer, new)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._text_size = size = 1 + max(vocabulary.values(), default=-1)
         special: dict[str, int | None] = {}
@@ -159,11 +169,15 @@ class FileTokenizer:
         self.pad, self.eos = pad, eos
         self.stops = tuple(dict.fromkeys([eos, *(said.stops if said else ())]))
         own = said.image if said else None
+        if own is not None and image in encoders and self._tokenizer.id_to_token(own) is None:
+            fix = "get its tokenizer_config.json and added_tokens.json too, which may list the token"
+            raise ConfigError(f"{path} has no token with the id {own}, which config.json gives an image's token; {fix}")
         self._media = {image: own} if own is not None and image in encoders else {}
         new = [name for name in encoders if name not in self._media]
         self._media |= {name: size + i for i, name in enumerate(new)}
         self.vocab_size = max(size + len(new), (own or 0) + 1)
-        looked_up = {*vocabulary.values(), self.eos, self.eos if self.bos is None else self.bos} - {own}
+        rows = {*vocabulary.values()} - nameless
+        looked_up = {*rows, self.eos, self.eos if self.bos is None else self.bos} - {own}
         self.table_size = 1 + max(map(int, looked_up))
         self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         specials = [self.eos, *([] if self.bos is None else [self.bos]), *self._media.values()]
@@ -234,7 +248,8 @@ def _shown(tokenizer: Tokenizer, ids: Sequence[int], size: int, text_of: Callabl
     return "".join(text_of([*own]) if i < 0 else names.get(i, f"<{i}>") * len([*own]) for i, own in parts)
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, added: Sequence[AddedToken] = ()) -> Any:
+    """The tokenizer of a file, with tokens that other files of its folder list."""
     try:
         from tokenizers import Tokenizer as HfTokenizer
     except ImportError:
@@ -244,12 +259,46 @@ def _load(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"Data.tokenizer={str(path)!r} does not exist: give the path of a tokenizer.json, or ''")
     try:
-        found = HfTokenizer.from_file(str(path))
-        found.no_truncation()
-        found.no_padding()
-        return found
+        loaded = HfTokenizer.from_file(str(path))
+        known = {token.content for token in loaded.get_added_tokens_decoder().values()}
+        if any(token.text not in known for token in added):
+            loaded = HfTokenizer.from_str(_with_added(path, added))
+        loaded.no_truncation()
+        loaded.no_padding()
     except Exception as error:  # the library raises bare Exception on a malformed file
         raise ConfigError(f"Data.tokenizer={str(path)!r} is not a tokenizer.json: {error}") from None
+    for token in added:
+        if (number := loaded.token_to_id(token.text)) != token.id:
+            fix = "save_pretrained its AutoTokenizer into it with transformers, and look at the ids"
+            raise ConfigError(
+                f"{path} gives {token.text!r} the id {number}, other files of the folder {token.id}; {fix}"
+            )
+    return loaded
+
+
+def _with_added(path: Path, added: Sequence[AddedToken]) -> str:
+    """The text of a tokenizer.json with more added tokens; the library numbers them in the order of the file."""
+    file = json.loads(path.read_text("utf-8"))
+    listed = {int(token["id"]): token for token in file.get("added_tokens") or ()}
+    texts = {token["content"] for token in listed.values()}
+    for token in added:
+        if token.text not in texts:
+            listed.setdefault(token.id, {"id": token.id, "content": token.text, **token.flags})
+    return json.dumps({**file, "added_tokens": [listed[number] for number in sorted(listed)]})
+
+
+def _add_named(tokenizer: Any, special: SpecialTokens) -> set[int]:
+    """Adds special tokens that a folder names and lists nowhere behind all others, as ``transformers`` does.
+
+    Returns:
+      Their ids.
+    """
+    from tokenizers import AddedToken as Added
+
+    named = (special.texts.get(name, "") for name in NAMES)
+    texts = [text for text in dict.fromkeys([*named, *special.extra]) if text and tokenizer.token_to_id(text) is None]
+    tokenizer.add_special_tokens([Added(text, normalized=False, special=True) for text in texts])
+    return {tokenizer.token_to_id(text) for text in texts}
 
 
 def _put_blanks(tokenizer: Any, scheme: str) -> None:
@@ -261,15 +310,37 @@ def _put_blanks(tokenizer: Any, scheme: str) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
 
 
-def make_tokenizer(path: str, encoders: Sequence[str], image: str = "") -> Tokenizer:
+def _add_new(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Makes texts tokens of their own; decoded text keeps them."""
+    from tokenizers import AddedToken as Added
+
+    tokenizer.add_tokens([Added(text, normalized=False, special=False) for text in texts])
+
+
+def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
+    """A tokenizer as the library has it; a folder's has all tokens that its files list or name."""
+    if Path(path).is_dir():
+        special = read_special_tokens(path)
+        loaded = _load(Path(path) / TOKENIZER, special.added)
+        _add_named(loaded, special)
+    else:
+        loaded = _load(Path(path))
+    _add_new(loaded, new)
+    return loaded
+
+
+def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
 
-    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`.
+    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`. Texts that are
+    `new` are tokens of their own.
     """
+    fix = "bytes have no tokens of their own; name a tokenizer.json, or a folder with one, in Data.tokenizer"
+    require(bool(path) or not new, "Data.new_tokens", tuple(new), fix)
     if not path:
         return ByteTokenizer(encoders)
     if not Path(path).is_dir():
-        return FileTokenizer(path, encoders)
+        return FileTokenizer(path, encoders, new=new)
     if not has_tokenizer(path):
         raise ConfigError(f"Data.tokenizer={path!r} has no {TOKENIZER}: name a folder or a file that is one, or ''")
-    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image)
+    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image, new=new)

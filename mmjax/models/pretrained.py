@@ -58,6 +58,8 @@ class Inside:
     prefixes: Prefixes
 
 
+TABLES = ("embed", "head")
+"""Leaves of a language model that have a row, or a column, for each token."""
 _TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _LANGUAGE: Prefixes = {
     "model.": ("language_model.model.", "model.language_model."),
@@ -150,6 +152,18 @@ def find_pretrained(family: Family, theirs: Settings, layer: int = 0) -> Pretrai
         known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
     return Pretrained({**theirs, "feature_layer": layer} if layer else theirs, {}, weights)
+
+
+def require_whole(theirs: Settings) -> None:
+    """Requires that a ``config.json`` describes a whole model.
+
+    Raises:
+      ConfigError: mmjax reads no whole model of its type; the message does not name the folder.
+    """
+    kind = theirs.get("model_type", "")
+    if kind not in WHOLES:
+        fix = "name the folder of a single module in its Weights.path, such as llm/Weights.path"
+        raise ConfigError(f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(WHOLES))}; {fix}")
 
 
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:

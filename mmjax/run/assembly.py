@@ -93,6 +93,9 @@ def build_packer(
     """
     vocab, least = config.modules[LLM].vocab, tokenizer.table_size
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
+    if config.pretrained(LLM) and config.data.tokenizer:  # whose folder decides the vocabulary
+        texts = tuple(tokenizer.shown([i]) for i in range(vocab, min(least, vocab + 4)))
+        fix = f"the tokenizer has {least} tokens; set {LLM}/Weights.new_tokens={texts!r}, which adds rows for all"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     source = source or open_source(config, split="train")
     return packer_for(with_buckets(config, source), tokenizer, source, one_bucket, **changes)

@@ -95,7 +95,8 @@ class Starts:
                 known = [name for name, leaf in start.saved.leaves.items() if leaf.crc32 is not None]
                 found = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
             else:
-                known = [name for name in start.saved.places if _module(name) in modules]
+                fresh = start.saved.folder.fresh  # rows that are in no folder
+                known = [n for n, (key, _) in start.saved.places.items() if _module(n) in modules and key not in fresh]
                 found = {name: _in_folder(start.saved, name, held[name]) for name in known}
             result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items() if _module(name) in modules}
         return result
@@ -249,7 +250,7 @@ def find_starts(config: Config) -> Starts:
     fresh = tuple(module for module in config.optimizers if not folders.get(module) and not config.pretrained(module))
     if not folders and not pretrained:
         return Starts(fresh=fresh)
-    wanted = _shapes(build_model(config, tokenizer_of(config.data, config.model.media)))
+    wanted = shapes_of_model(build_model(config, tokenizer_of(config.data, config.model.media)))
     given = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, own in folders.items() if own == folder)
@@ -287,7 +288,7 @@ def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, st
     return result
 
 
-def _shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
+def shapes_of_model(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters by leaf name, such as "llm/embed"; they are the same under any layout."""
     stages = model.stages(dict.fromkeys(model.nodes, Layout()))
     leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]

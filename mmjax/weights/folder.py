@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.weights.grown import GrownTensor
 from mmjax.weights.table import Shape, Tensor
 
 CONFIG = "config.json"
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
 """Files that say how media become inputs; today's first. The first has its part for recordings in a dictionary."""
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a folder of PEFT, which has adapters alone."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -61,11 +64,13 @@ class WeightsFolder:
       path: the folder as it was named.
       config: its ``config.json``.
       tensors: its tensors by key.
+      fresh: by key of a tensor that has more rows here than in the folder, how many; see ``grown``.
     """
 
     path: str
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    fresh: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str) -> WeightsFolder:
@@ -85,7 +90,20 @@ class WeightsFolder:
 
     def tensor(self, key: str) -> Tensor:
         """The tensor of a key, of which slices are read as they are asked for."""
-        return _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
+        tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
+        if not (rows := self.fresh.get(key, 0)):
+            return tensor
+        shape = self.tensors[key].shape
+        return GrownTensor(tensor, key, (shape[0] - rows, *shape[1:]), rows)
+
+    def grown(self, key: str, rows: int) -> WeightsFolder:
+        """The folder with a tensor that has at least so many rows; rows behind the folder's are fresh."""
+        info = self.tensors[key]
+        added = rows - info.shape[0]
+        if added <= 0:
+            return self
+        taller = replace(info, shape=(rows, *info.shape[1:]), bytes=info.bytes // info.shape[0] * rows)
+        return replace(self, tensors={**self.tensors, key: taller}, fresh={**self.fresh, key: added})
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -99,6 +117,8 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is no directory; name a folder as save_pretrained writes it")
     if not any(folder.iterdir()):
         raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
+    if not file.is_file() and (folder / ADAPTER_CONFIG).is_file():
+        return _read_object(folder / ADAPTER_CONFIG)
     if not file.is_file():
         raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
     return _read_object(file)
@@ -133,11 +153,16 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, set[str]]:
-    """Names of the files with tensors, and by file the keys that the index promises."""
-    if (folder / INDEX).is_file():
-        return _indexed(folder)
+    """Names of the files with tensors, and by file the keys that the index promises.
+
+    A single file counts before an index beside it, which an earlier save may have left: ``transformers`` takes it too.
+    """
     if (folder / SINGLE).is_file():
         return {SINGLE: set()}
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTERS).is_file():
+        return {ADAPTERS: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         fix = "load it with transformers and save_pretrained it, which writes safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,11 +12,13 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import has_local_devices
-from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.folder import CONFIG, WeightsFolder
 from mmjax.weights.table import Entry, Index, Shape, View, match
 
 _STRIP = 16
 """Columns that are copied together: their numbers in fp32 fill a cache line."""
+_COMPARED = 4096
+"""Rows of two tensors that are compared at once."""
 Report = Callable[[int, int], None]
 """Is told the bytes that have been read, and those that there are to read."""
 
@@ -28,10 +30,12 @@ class FolderParameters:
     Attributes:
       folder: the folder.
       places: by leaf, such as "llm/embed", the key of its tensor and its view.
+      copies: by key of a tensor that the folder has once more, the leaf and the view.
     """
 
     folder: WeightsFolder
     places: Mapping[str, tuple[str, View]]
+    copies: Mapping[str, tuple[str, View]] = field(default_factory=dict)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -141,6 +145,42 @@ def find_leaves(
     if problems:
         raise ConfigError(f"its tensors are not those of {module}: {' | '.join(problems)}")
     return {f"{module}/{leaf}": place for leaf, place in found.found.items()}
+
+
+def find_copies(
+    folder: WeightsFolder, module: str, entries: Sequence[Entry], places: Mapping[str, tuple[str, View]]
+) -> dict[str, tuple[str, View]]:
+    """Tensors that a folder has once more, by key, with the module's leaf and its view.
+
+    Args:
+      folder: the folder.
+      module: the module's name.
+      entries: its table.
+      places: of the module's leaves; see ``find_leaves``.
+
+    Raises:
+      ConfigError: a copy has other values than the tensor; ``transformers`` reads such a folder as another model.
+    """
+    copies = {key: (f"{module}/{leaf}", view) for key, (leaf, view) in match(entries, folder.tensors).copies.items()}
+    for key, (leaf, _) in copies.items():
+        first = places[leaf][0]
+        fix = f"set tie_word_embeddings to false in {CONFIG} to have both, or remove {key}"
+        if not _equal(folder, first, key):
+            raise ConfigError(f"{first} and {key} have other values, and {CONFIG} says that they are one; {fix}")
+    return copies
+
+
+def _equal(folder: WeightsFolder, first: str, second: str) -> bool:
+    """Whether two tensors have the same values; no more than a part of them is in memory."""
+    shape = folder.tensors[first].shape
+    if folder.tensors[second].shape != shape:
+        return False
+    left, right = folder.tensor(first), folder.tensor(second)
+    parts = (
+        (slice(at, min(at + _COMPARED, shape[0])), *(slice(0, n) for n in shape[1:]))
+        for at in range(0, shape[0], _COMPARED)
+    )
+    return all(np.array_equal(np.asarray(left[part]), np.asarray(right[part])) for part in parts)
 
 
 def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:

@@ -96,20 +96,24 @@ class Row:
       leaf: our name inside the module, with "{}" for a layer's number, such as "layers/{}/attn/q".
       keys: their names, today's first, then those of older folders; "{}" is the layer's number.
       view: the leaf as a view of the tensor.
+      copies: keys under which a folder may have the tensor once more, such as the head of tied embeddings. One of them
+        stands for the tensor where the folder does not have it under its keys.
     """
 
     leaf: str
     keys: tuple[str, ...]
     view: View = SAME
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row for one leaf: its name in the module, its possible keys, and its view."""
+    """A row for one leaf: its name in the module, its possible keys, its view, and the keys of copies."""
 
     leaf: str
     keys: tuple[str, ...]
     view: View
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,13 @@ class Matches:
       found: by leaf, the key that the folder has, and the view.
       missing: keys, by today's name, of leaves that the folder does not have.
       unexpected: keys of the folder that no leaf is a view of.
+      copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
     """
 
     found: Mapping[str, tuple[str, View]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    copies: Mapping[str, tuple[str, View]] = field(default_factory=dict)
 
 
 def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple[Row, ...]:
@@ -138,19 +144,22 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
       ValueError: a key has none of the prefixes.
     """
 
-    def keys(row: Row) -> Iterator[str]:
+    def new_keys(old: Sequence[str]) -> Iterator[str]:
         names = []
-        for key in row.keys:
+        for key in old:
             fitting = [prefix for prefix in prefixes if key.startswith(prefix)]
             if not fitting:
                 raise ValueError(f"{key} begins with none of {list(prefixes)}")
             prefix = max(fitting, key=len)
             names.append([new + key.removeprefix(prefix) for new in prefixes[prefix]])
         # Today's prefix before older ones, and under each the keys in their order.
-        for number in range(max(map(len, names))):
+        for number in range(max(map(len, names), default=0)):
             yield from (own[number] for own in names if number < len(own))
 
-    return tuple(replace(row, keys=tuple(dict.fromkeys(keys(row)))) for row in rows)
+    def several(old: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(new_keys(old)))
+
+    return tuple(replace(row, keys=several(row.keys), copies=several(row.copies)) for row in rows)
 
 
 def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
@@ -158,8 +167,8 @@ def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
     found = []
     for row in rows:
         for number in range(layers if "{}" in row.leaf else 1):
-            keys = tuple(key.replace("{}", str(number)) for key in row.keys)
-            found.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view))
+            keys, copies = (tuple(key.replace("{}", str(number)) for key in keys) for keys in (row.keys, row.copies))
+            found.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
     return tuple(found)
 
 
@@ -173,16 +182,18 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
         computed here.
     """
     found, missing, taken = {}, [], set()
+    copies: dict[str, tuple[str, View]] = {}
     for entry in entries:
-        key = next((key for key in entry.keys if key in keys), None)
+        key = next((key for key in (*entry.keys, *entry.copies) if key in keys), None)
         if key is None:
             missing.append(entry.keys[0])
             continue
         found[entry.leaf] = key, entry.view
-        taken.add(key)
+        copies |= {copy: (entry.leaf, entry.view) for copy in entry.copies if copy in keys and copy != key}
+        taken |= {key, *entry.copies}
     ignored = re.compile(rf"(?:.*\.)?(?:{'|'.join(unused)})") if unused else None
     unexpected = [key for key in keys if key not in taken and not (ignored and ignored.fullmatch(key))]
-    return Matches(found, tuple(dict.fromkeys(missing)), tuple(unexpected))
+    return Matches(found, tuple(dict.fromkeys(missing)), tuple(unexpected), copies)
 
 
 def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

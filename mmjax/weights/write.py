@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
+from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE, WeightsFolder
 from mmjax.weights.table import Entry, View, assemble
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
@@ -24,7 +24,15 @@ _METADATA = {"format": "pt"}
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-def rewrite(folder: WeightsFolder, places: Mapping[str, tuple[str, View]], read: Read, out: Path) -> int:
+def rewrite(
+    folder: WeightsFolder,
+    places: Mapping[str, tuple[str, View]],
+    read: Read,
+    out: Path,
+    *,
+    copies: Mapping[str, tuple[str, View]] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> int:
     """Copies a folder with other parameters, file by file; tensors keep their keys, dtypes and files.
 
     Args:
@@ -32,20 +40,26 @@ def rewrite(folder: WeightsFolder, places: Mapping[str, tuple[str, View]], read:
       places: by leaf, the key of its tensor and its view.
       read: gives whole leaves.
       out: the directory to make.
+      copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
+      files: by name, files that take the place of the folder's.
 
     Returns:
       How many tensors are made of leaves.
     """
-    by_key: dict[str, list[tuple[str, View]]] = {}
+    by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
         by_key.setdefault(key, []).append((leaf, view))
+    shards = {tensor.file for tensor in folder.tensors.values()}
+    stale = {INDEX} if shards == {SINGLE} else set()
     with _new(out) as made:
-        for file in sorted({tensor.file for tensor in folder.tensors.values()}):
+        for file in sorted(shards):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
             _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, made / file)
         for other in sorted(Path(folder.path).iterdir()):
-            if other.is_file() and other.suffix not in _NOT_COPIED:
+            if other.is_file() and other.suffix not in _NOT_COPIED and other.name not in stale:
                 shutil.copyfile(other, made / other.name)
+        for name, content in (files or {}).items():
+            (made / name).write_bytes(content)
     return len(by_key)
 
 
@@ -104,6 +118,13 @@ def write(
     return len(by_key)
 
 
+def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:
+    """Writes a folder of PEFT: its ``adapter_config.json`` and its tensors by key."""
+    with _new(out) as made:
+        (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _save(tensors, made / ADAPTERS)
+
+
 def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
     """Writes tensors as they come, in one file or in several with an index."""
     shards: list[list[str]] = []
@@ -134,7 +155,10 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit:
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     from safetensors.numpy import save_file
 
+    path.touch()  # the library makes its files for their owner alone
+    mode = path.stat().st_mode
     save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, path, metadata=_METADATA)
+    path.chmod(mode)
 
 
 @contextmanager

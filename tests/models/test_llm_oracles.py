@@ -29,7 +29,7 @@ from mmjax.models.llama.weights import rows, settings, their_config, unused
 from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
 from mmjax.reference import decoder as reference_decoder
-from mmjax.weights.table import assemble, expand, match
+from mmjax.weights.table import SAME, assemble, expand, match
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir() if path.is_dir())
@@ -149,6 +149,11 @@ def test_what_older_folders_have_beside_the_tensors() -> None:
     more = ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"]
     matches = match(expand(rows(tied), tied.layers), [*oracle("qwen2").tensors, *more], unused(tied))
     assert not matches.missing and not matches.unexpected
+    assert matches.copies == {"lm_head.weight": ("embed", SAME)}
+    alone = match(
+        expand(rows(tied), tied.layers), [*oracle("qwen2").tensors.keys() - {"model.embed_tokens.weight"}, more[1]]
+    )
+    assert alone.found["embed"] == ("lm_head.weight", SAME) and not alone.missing and not alone.copies
     keys = oracle("qwen3").tensors.keys() - {"lm_head.weight"}
     matches = match(expand(rows(untied), untied.layers), [*keys, more[0], "model.new.weight"], unused(untied))
     assert (matches.missing, matches.unexpected) == (("lm_head.weight",), ("model.new.weight",))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from mmjax.configurable import ConfigError
 from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
-from mmjax.weights.parameters import FolderParameters, find_leaves
-from mmjax.weights.table import SAME, TRANSPOSED, Row, View, expand
+from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
+from mmjax.weights.table import SAME, TRANSPOSED, Row, View, expand, match
 from mmjax.weights.write import rewrite
 
 LAYERS = 3
@@ -133,9 +135,15 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
         spoil(lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), shards=2),
         "lacks 1 of 2 files, such as model-00002-of-00002.safetensors",
     ),
-    "outside": (spoil(lambda folder: index_of(folder, a="../other.safetensors")), "is no file of the folder"),
-    "torn index": (spoil(lambda folder: (folder / INDEX).write_text("{}")), "is no index of safetensors files"),
-    "wrong index": (spoil(lambda folder: index_of(folder, gone=SINGLE)), "lacks gone, which"),
+    "outside": (spoil(lambda folder: index_of(folder, a="../other.safetensors"), shards=2), "is no file of the folder"),
+    "torn index": (
+        spoil(lambda folder: (folder / INDEX).write_text("{}"), shards=2),
+        "is no index of safetensors files",
+    ),
+    "wrong index": (
+        spoil(lambda folder: index_of(folder, gone="model-00001-of-00002.safetensors"), shards=2),
+        "lacks gone, which",
+    ),
 }
 
 
@@ -204,3 +212,85 @@ def test_a_copy_with_other_leaves_reads_what_they_leave(tmp_path: Path, dtype: t
     assert got.keys() == want.keys()
     for key, tensor in want.items():
         assert got[key].dtype == dtype and np.array_equal(got[key], tensor), key
+
+
+def test_a_single_file_counts_before_an_index_beside_it(tmp_path: Path) -> None:
+    """As transformers reads it, where an earlier save in several files has left its index and its files."""
+    folder, old = write(tmp_path / "folder"), write(tmp_path / "old", shards=2)
+    for file in old.glob("model*"):
+        shutil.copy(file, folder)
+    for file in folder.glob("model-*"):
+        save_file({key: -tensor for key, tensor in load_file(file).items()}, file)
+    opened = WeightsFolder.open(str(folder))
+    assert {tensor.file for tensor in opened.tensors.values()} == {SINGLE}
+    for key, tensor in tensors().items():
+        np.testing.assert_array_equal(opened.tensor(key)[:], tensor)
+    rewrite(opened, {}, lambda names: {}, tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [CONFIG, SINGLE]
+
+
+TIED = Row("embed", ("model.embed.weight",), copies=("head.weight",))
+
+
+def tied(folder: Path, head: Callable[[np.ndarray], np.ndarray]) -> WeightsFolder:
+    """A folder with tied embeddings that has the table once more, as its head."""
+    folder.mkdir()
+    (folder / CONFIG).write_text("{}")
+    table = tensors()["model.embed.weight"]
+    save_file({"model.embed.weight": table, "head.weight": head(table)}, folder / SINGLE)
+    return WeightsFolder.open(str(folder))
+
+
+def test_a_copy_of_a_tensor_follows_its_leaf(tmp_path: Path) -> None:
+    folder = tied(tmp_path / "folder", lambda table: table)
+    entries = expand([TIED], 0)
+    places = find_leaves(folder, "toy", entries, {"embed": (7, 8)})
+    copies = find_copies(folder, "toy", entries, places)
+    learned = np.full((7, 8), 3, np.float32)
+    read = {"toy/embed": learned}
+    assert rewrite(folder, places, lambda names: read, tmp_path / "out", copies=copies) == 2
+    for tensor in load_file(tmp_path / "out" / SINGLE).values():
+        np.testing.assert_array_equal(tensor, learned)
+    alone = match(entries, ["head.weight"])
+    assert alone.found == {"embed": ("head.weight", SAME)} and not alone.missing and not alone.copies
+
+
+@pytest.mark.parametrize("head", [lambda table: table + 1, lambda table: table[:-1]], ids=["values", "shape"])
+def test_a_copy_with_other_values_is_refused(tmp_path: Path, head: Callable[[np.ndarray], np.ndarray]) -> None:
+    folder, entries = tied(tmp_path / "folder", head), expand([TIED], 0)
+    places = find_leaves(folder, "toy", entries, {"embed": (7, 8)})
+    with pytest.raises(ConfigError, match=r"model\.embed\.weight and head\.weight have other values.*set tie_word_emb"):
+        find_copies(folder, "toy", entries, places)
+
+
+@pytest.mark.parametrize("view", [SAME, TRANSPOSED], ids=["embed", "head"])
+def test_a_grown_table_has_the_rows_of_the_folder_and_fresh_ones(tmp_path: Path, view: View) -> None:
+    """Split anywhere over devices; fresh rows lie close to the mean, differ, and are the same each time."""
+    plain = WeightsFolder.open(str(write(tmp_path / "folder", ml_dtypes.bfloat16)))
+    key, table = "model.embed.weight", tensors(ml_dtypes.bfloat16)["model.embed.weight"]
+    folder = plain.grown(key, 12)
+    assert plain.grown(key, 5) is plain and folder.tensors[key].bytes == 12 * 8 * 2
+    whole = folder.tensor(key)[0:12, 0:8]
+    assert whole.dtype == table.dtype and whole.shape == (12, 8)
+    np.testing.assert_array_equal(whole[:7], table)
+    fresh, rows = whole[7:].astype(np.float32), table.astype(np.float32)
+    assert np.abs(fresh - rows.mean(0)).max() < 0.1 * rows.std(0).max() and len(np.unique(fresh, axis=0)) == 5
+    mesh = jax.make_mesh((4, 2), ("a", "b"), devices=jax.devices()[:8])
+    shape = (12, 8) if view is SAME else (8, 12)
+    spec = PartitionSpec("a", "b") if view is SAME else PartitionSpec("b", "a")
+    target = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+    places = find_leaves(folder, "toy", expand([Row("table", (key,), view)], 0), {"table": shape}, prefixes=["model.e"])
+    read = FolderParameters(folder=folder, places=places).read({"toy/table": target})["toy/table"]
+    want = whole.astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(read), want if view is SAME else want.T)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027], ids=oct)
+def test_files_of_tensors_have_the_mode_of_other_files(tmp_path: Path, mask: int) -> None:
+    folder, before = WeightsFolder.open(str(write(tmp_path / "folder"))), os.umask(mask)
+    try:
+        rewrite(folder, {}, lambda names: {}, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {CONFIG: 0o666 & ~mask, SINGLE: 0o666 & ~mask}

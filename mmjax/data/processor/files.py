@@ -18,6 +18,7 @@ _NAMED = "default"
 _READ = (
     TOKENIZER,
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "generation_config.json",
     "config.json",

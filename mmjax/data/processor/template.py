@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from mmjax.configurable import ConfigError
 from mmjax.data.processor.files import TOKENIZER, find_chat_template, has_tokenizer, is_processor
-from mmjax.data.processor.special import read_special_tokens
+from mmjax.data.processor.special import AddedToken, read_special_tokens
 
 MEDIUM = "\ufdd4"
 """Stands for a medium in the text of a turn. Unicode keeps this character and the next two free: no text has them."""
@@ -204,16 +204,17 @@ def read_template(folder: str) -> FolderTemplate:
         )
     special, place = read_special_tokens(folder), str(Path(folder) / name)
     _compiled(source, place)
-    image = _token_text(folder, special.image) if special.image is not None else ""
+    image = _token_text(folder, special.image, special.added) if special.image is not None else ""
     tokens = tuple(sorted(special.given.items()))
     return FolderTemplate(place=place, source=source, tokens=tokens, image=image, begins=is_processor(folder))
 
 
-def _token_text(folder: str, token: int) -> str:
-    """The text of a token of the folder's; "" if it has none."""
+def _token_text(folder: str, number: int, added: Sequence[AddedToken]) -> str:
+    """The text of a token of the folder's, which may also list it as ``added`` beside its tokenizer; "" for none."""
     with open(Path(folder) / TOKENIZER, encoding="utf-8") as file:
-        added = json.load(file).get("added_tokens") or ()
-    return next((one["content"] for one in added if one.get("id") == token), "")
+        listed = json.load(file).get("added_tokens") or ()
+    texts = {token.id: token.text for token in added} | {token.get("id"): token["content"] for token in listed}
+    return texts.get(number, "")
 
 
 def _between_marks(content: Any, said: Callable[[str], str]) -> Any:

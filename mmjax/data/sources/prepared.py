@@ -126,7 +126,7 @@ class PreparedRecords:
         self._pictures = Pictures(name, config, image) if image and image.axes == 2 else None
         self._sounds = Recordings(config, audio) if audio and audio.log_mel else None
         self.reader = make_reader(name, config, cache)
-        made_for = self._made_for(data.tokenizer)
+        made_for = self._made_for(data.tokenizer, data.new_tokens)
         self._path = cache / f"{name}-{hashlib.blake2b(made_for.encode(), digest_size=8).hexdigest()}.index"
         with indexes.alone(self._path):
             self._digest, self.index = self._opened(made_for, observer)
@@ -367,7 +367,7 @@ class PreparedRecords:
 
     # ---- the index ---------------------------------------------------------------------------------------------------
 
-    def _made_for(self, tokenizer: str) -> str:
+    def _made_for(self, tokenizer: str, new_tokens: Sequence[str]) -> str:
         """All that the index depends on except the files' contents, as JSON."""
         own = {key: value for key, value in asdict(self.config).items() if key not in ("held_out", "preset")}
         specs = {
@@ -375,7 +375,7 @@ class PreparedRecords:
             + ([spec.most_tiles] if spec.newline else [])
             for name, spec in self._encoders.items()
         }
-        vocabulary = tokenizer_digest(tokenizer)
+        vocabulary = [tokenizer_digest(tokenizer), *new_tokens] if new_tokens else tokenizer_digest(tokenizer)
         length = 0 if self.config.strict else self._most
         # A relative path names another file in another working directory.
         here = os.getcwd() if any(map(_is_relative, (self.config.path, self.config.media))) else ""

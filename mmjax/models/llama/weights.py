@@ -76,7 +76,7 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
         if biased:
             yield own(f"{leaf}_bias", f"{key}.bias")
 
-    yield Row("embed", ("model.embed_tokens.weight",))
+    yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
     yield own("attn_norm", "input_layernorm.weight")
     for name in "qkvo":
         yield from product(f"attn/{name}", f"self_attn.{name}_proj", c.o_bias if name == "o" else c.qkv_bias)
@@ -91,8 +91,9 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
 
 
 def unused(c: DecoderConfig) -> tuple[str, ...]:
-    """Ends of keys that folders may have and no leaf needs: frequencies, computed here, and the copy of a tied head."""
-    return (r"rotary_emb\.inv_freq", *((r"lm_head\.weight",) if c.tied else ()))
+    """Ends of keys that folders may have and no leaf needs: frequencies, which are computed here."""
+    del c
+    return (r"rotary_emb\.inv_freq",)
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from mmjax.configurable import configurable, not_negative, positive, require
 
@@ -16,11 +17,15 @@ class LoraConfig:
     Optimizer.frozen says otherwise.
 
     Attributes:
+      path: a folder of PEFT (adapter_config.json, adapter_model.safetensors) that has rank, alpha and targets, and the
+        adapters that a run begins with; '' for new ones.
       rank: columns of A and rows of B; 0 adds no adapters.
       alpha: the adapters' products are multiplied by alpha / rank.
-      targets: which weights of each layer have an adapter: names inside a layer or patterns of them, such as 'mlp/*'.
+      targets: which weights of each layer have an adapter: names inside a layer or patterns of them, such as 'mlp/*';
+        also names as folders of Hugging Face have them, such as 'q_proj', and 'all-linear'.
     """
 
+    path: str = field(default="", metadata={"example": "adapters/mine"})
     rank: int = 0
     alpha: float = 16.0
     targets: tuple[str, ...] = field(
@@ -31,6 +36,10 @@ class LoraConfig:
         not_negative("Lora.rank", self.rank)
         positive("Lora.alpha", self.alpha, 16.0)
         require(bool(self.targets), "Lora.targets", self.targets, "names no weight; give one or more, or set rank to 0")
+
+    def adapts(self, name: str) -> bool:
+        """Whether a weight of a layer, such as "attn/q", has an adapter."""
+        return any(fnmatchcase(name, target) for target in self.targets)
 
     @property
     def scale(self) -> float:

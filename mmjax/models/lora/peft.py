@@ -1,0 +1,133 @@
+"""Low-rank adapters in folders of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``. Imports no JAX.
+
+A *path* is the name of a weight's module in the model that PEFT adapts, such as "model.layers.0.self_attn.q_proj".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmjax.configurable import ConfigError
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.names import LAYER, weights_of_layers
+from mmjax.weights.folder import ADAPTER_CONFIG, WeightsFolder
+from mmjax.weights.table import TRANSPOSED, Row
+
+_BEGIN = "base_model.model."
+_ENDS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+_PATH = re.compile(rf"{re.escape(_BEGIN)}(.*?)\.(\d+)\.(.+)\.lora_A\.weight")
+_IN_MEMORY = ("model.language_model.", "model.visual.", "model.vision_tower.")
+"""Begins of paths inside of whole models, as ``transformers`` 5 has them."""
+_TOWERS = (".visual.", "vision_tower.", "vision_model.")
+_WITHOUT: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias"), (False, None)),
+    **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "megatron_config"), (None, {}, [])),
+    **dict.fromkeys(
+        ("trainable_token_indices", "target_parameters", "layer_replication", "kasa_config"), (None, {}, [])
+    ),
+    "bias": ("none", None),
+}
+"""Values of keys of ``adapter_config.json`` that are as if the key were not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedModule:
+    """A module with adapters.
+
+    Attributes:
+      name: its name, such as "llm".
+      layers: how many it has.
+      rows: the table of its layers.
+      lora: its adapters.
+      medium: "image" for a tower, else "".
+    """
+
+    name: str
+    layers: int
+    rows: tuple[Row, ...]
+    lora: LoraConfig
+    medium: str = ""
+
+
+def read_settings(path: str, medium: str) -> dict[str, Any]:
+    """The fields of ``LoraConfig`` that a folder decides; targets have the folder's names.
+
+    Args:
+      path: the folder.
+      medium: "image" for the adapters of a tower, else "".
+
+    Raises:
+      ConfigError: it is no such folder, or its adapters are of another kind; the message does not name the folder.
+    """
+    folder = WeightsFolder.open(path)
+    theirs = folder.config
+    kind = str(theirs.get("peft_type"))
+    if kind.upper() != "LORA":
+        raise ConfigError(f"{ADAPTER_CONFIG}: peft_type={kind!r}: mmjax reads 'LORA' alone")
+    for key, legal in _WITHOUT.items():
+        if theirs.get(key, legal[0]) not in legal:
+            raise ConfigError(
+                f"{ADAPTER_CONFIG}: {key}={theirs[key]!r}: mmjax has no such adapters; merge them with PEFT"
+            )
+    rank, alpha = int(theirs.get("r", 8)), float(theirs.get("lora_alpha", 8))
+    paths = (_PATH.fullmatch(key) for key in folder.tensors if _of(key, medium))
+    targets = tuple(dict.fromkeys(path[3] for path in paths if path))
+    if not targets:
+        raise ConfigError(f"it has no adapters of layers of {'an image tower' if medium else 'a language model'}")
+    return {"rank": rank, "alpha": alpha * (math.sqrt(rank) if theirs.get("use_rslora") else 1), "targets": targets}
+
+
+def _of(key: str, medium: str) -> bool:
+    """Whether a key is of an image's tower, or of anything else where ``medium`` is ""."""
+    return any(part in key for part in _TOWERS) == (medium == "image")
+
+
+def adapter_rows(module: AdaptedModule) -> tuple[Row, ...]:
+    """The table of a module's adapters; keys as PEFT writes them for a model with any of the prefixes of its table.
+
+    Raises:
+      ConfigError: a weight is a part of a larger one, whose adapter PEFT does not split.
+    """
+    adapted = {name: None for name, _ in weights_of_layers(module.rows) if module.lora.adapts(name)}
+    return tuple(_rows(row for row in module.rows if row.leaf.removeprefix(LAYER) in adapted))
+
+
+def _rows(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        paths = sorted(
+            (key.removesuffix(".weight") for key in row.keys), key=lambda path: not path.startswith(_IN_MEMORY)
+        )
+        if row.view.rows:
+            fix = "export with --merge_lora, or adapt other weights"
+            raise ConfigError(f"{row.leaf.removeprefix(LAYER)} is a part of {paths[0]}, which PEFT adapts whole; {fix}")
+        for part, ending in _ENDS.items():
+            yield Row(f"{row.leaf}/{part}", tuple(f"{_BEGIN}{path}{ending}" for path in paths), TRANSPOSED)
+
+
+def their_settings(module: AdaptedModule, base: str) -> dict[str, Any]:
+    """An ``adapter_config.json``.
+
+    Args:
+      module: the module.
+      base: the folder of the model that is adapted; "" for none.
+    """
+    paths = [row.keys[0].removeprefix(_BEGIN).removesuffix(_ENDS["a"]) for row in adapter_rows(module)[::2]]
+    alpha = module.lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": None if module.medium else "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": module.lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [path.replace("{}", str(layer)) for layer in range(module.layers) for path in paths],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_dora": False,
+        "use_rslora": False,
+    }

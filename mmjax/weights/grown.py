@@ -1,0 +1,55 @@
+"""Tensors with more rows than their folder has, such as a table of embeddings for new tokens."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mmjax.weights.table import Shape, Tensor
+
+_PART = 4096
+"""Rows that are read at once."""
+_SPREAD = 0.01
+"""Deviation of fresh rows, in that of the folder's."""
+
+
+class GrownTensor:
+    """A tensor of a folder with fresh rows behind its own.
+
+    Fresh rows lie close to the mean of the others, so that none of their tokens begins as the likeliest, and differ
+    from each other. They depend on the folder and the tensor's key alone.
+    """
+
+    def __init__(self, tensor: Tensor, key: str, shape: Shape, rows: int):
+        self._tensor, self._key, self._shape, self._rows = tensor, key, shape, rows
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = index[0].indices(self._shape[0] + self._rows)
+        size = self._shape[0]
+        parts = []
+        if start < size:
+            parts.append(np.asarray(self._tensor[(slice(start, min(stop, size)), *index[1:])]))
+        if stop > size:
+            fresh = self._fresh()[max(start, size) - size : stop - size]
+            parts.append(fresh[(slice(None), *index[1:])])
+        return np.concatenate(parts)
+
+    def _fresh(self) -> np.ndarray:
+        total, squares, dtype = np.zeros(self._shape[1:]), np.zeros(self._shape[1:]), np.dtype(np.float32)
+        for part in self._parts():
+            dtype = part.dtype
+            total += part.sum(0, dtype=np.float64)
+            squares += np.square(part.astype(np.float64)).sum(0)
+        mean = total / self._shape[0]
+        deviation = np.sqrt(np.maximum(squares / self._shape[0] - mean**2, 0))
+        noise = np.random.default_rng(zlib.crc32(self._key.encode())).normal(size=(self._rows, *self._shape[1:]))
+        return (mean + _SPREAD * deviation * noise).astype(dtype)
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        columns = tuple(slice(0, size) for size in self._shape[1:])
+        for at in range(0, self._shape[0], _PART):
+            yield np.asarray(self._tensor[(slice(at, min(at + _PART, self._shape[0])), *columns)])
