@@ -17,6 +17,7 @@ from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tin
 
 from mmjax.checkpoint import Checkpointer, CheckpointError
 from mmjax.config import advise, load_config, load_run_config, operative_config
+from mmjax.config.folder_alone import folder_bindings
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import tokenizer_of
 from mmjax.export import export_folders, main
@@ -169,6 +170,14 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         with pytest.raises(ConfigError) as caught:
             load_config([without_sizes(tmp_path)], bindings)
         assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_alone_of_another_whole_model_is_refused_as_one(tmp_path: Path) -> None:
+    """Not as a language model, which it is not."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    assert folder_bindings(str(tmp_path))[1] == f"Model.weights={str(tmp_path)!r}"
+    with pytest.raises(ConfigError, match="its model_type is 'gemma3'; mmjax reads whole models of llava, llava_one"):
+        load_config([], folder_bindings(str(tmp_path)))
 
 
 def test_a_folder_that_lacks_a_tensor_is_refused_before_any_device(folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, pr
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.names import with_our_names
-from mmjax.models.lora.peft import read_settings
+from mmjax.models.lora.peft import adapter_settings
 from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.own_code import names_code, require_allowed
@@ -247,7 +247,8 @@ class _Builder:
     def config(self) -> Config:
         """The `Config`; each dataclass is checked by itself, and every scope is a known one."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
-        loras = {name: self._lora(name, family) for name, family in model.families}
+        adapters = {n: adapter_settings(n, self._values(LoraConfig, n), family) for n, family in model.families}
+        loras = {name: self._build(LoraConfig, name, given) for name, given in adapters.items()}
         scopes = scopes_of(model, data, [name for name, own in loras.items() if own.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
@@ -340,21 +341,6 @@ class _Builder:
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)
         return given
-
-    def _lora(self, name: str, family: Family) -> LoraConfig:
-        """The adapters of a module; a folder of PEFT decides some settings."""
-        values, path = self._values(LoraConfig, name), str(self._values(LoraConfig, name).get("path", ""))
-        if not path or values.keys() >= self._infos[LoraConfig].keys():
-            return self._build(LoraConfig, name)
-        try:
-            given = read_settings(path, getattr(family.config, "medium", ""))
-        except ConfigError as error:
-            raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
-        for field in given.keys() & values.keys():
-            if values[field] != given[field]:
-                fix = f"{path} has {given[field]!r}; leave the setting out"
-                raise self.located(ConfigError(f"{name}/Lora.{field}={values[field]!r}: {fix}"))
-        return self._build(LoraConfig, name, given)
 
     def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module with these settings; a frozen one is held as its folder of weights, if it has one,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
+from mmjax.models.families import Family
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.names import LAYER, weights_of_layers
 from mmjax.weights.folder import ADAPTER_CONFIG, WeightsFolder
@@ -51,6 +52,30 @@ class AdaptedModule:
     rows: tuple[Row, ...]
     lora: LoraConfig
     medium: str = ""
+
+
+def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of a module's ``LoraConfig`` that a folder of PEFT decides; {} where all are set, or no folder is.
+
+    Args:
+      name: the module's name.
+      values: fields that are set.
+      family: the module's family.
+
+    Raises:
+      ConfigError: the folder cannot be used, or contradicts a field that is set.
+    """
+    path = str(values.get("path", ""))
+    if not path or values.keys() >= {field.name for field in fields(LoraConfig)}:
+        return {}
+    try:
+        decided = read_settings(path, getattr(family.config, "medium", ""))
+    except ConfigError as error:
+        raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
+    for key in decided.keys() & values.keys():
+        fix = f"{path} has {decided[key]!r}; leave the setting out"
+        require(values[key] == decided[key], f"{name}/Lora.{key}", values[key], fix)
+    return decided
 
 
 def read_settings(path: str, medium: str) -> dict[str, Any]:
