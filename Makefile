@@ -1,5 +1,6 @@
 # Every target makes .venv when it is missing and installs again when pyproject.toml or the lock file changed.
-#   make train   train configs/digits_vlm.gin           CONFIG=configs/other.gin FLAGS='--gin.Train.steps=100'
+#   make train   train configs/digits_vlm.gin           CONFIG=llava_json FLAGS='--gin.Train.steps=100'
+#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, tokamax; several with commas)
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
@@ -16,11 +17,12 @@
 # The first Python that is new enough and really starts (a version manager's shim may not).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
-CONFIG ?= configs/digits_vlm.gin
+CONFIG ?= digits_vlm
 FLAGS ?=
 TESTS ?= tests
 WORKERS ?= 2
 OUT ?= runs/gpu
+EXTRAS ?=
 # `make LOCK= ...` takes the newest versions that pyproject.toml allows instead of the locked ones.
 LOCK ?= requirements.lock
 
@@ -50,6 +52,7 @@ help:
 
 train: $(VENV)/installed
 	$(BIN)/python -m mmjax.train --gin_file=$(CONFIG) $(FLAGS)
+	@echo "next: . $(BIN)/activate, and mmjax --help lists the commands (or $(BIN)/mmjax, without activating)"
 
 sample-data: $(VENV)/installed
 	$(BIN)/python -m mmjax.sample_data $(FLAGS)
@@ -99,6 +102,7 @@ mutants: $(VENV)/installed-dev
 	$(BIN)/python tests/mutants/run.py $(FLAGS)
 
 install: $(VENV)/installed
+	@$(if $(EXTRAS),$(BIN)/python $(INSTALL) --editable '.[$(EXTRAS)]')
 
 install-dev: $(VENV)/installed-dev
 
@@ -106,7 +110,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml $(LOCK) | $(BIN)/python
+$(VENV)/installed: pyproject.toml setup.py $(LOCK) | $(BIN)/python
 	@echo "installing mmjax into $(VENV) (about a minute)"
 	@$(BIN)/python $(INSTALL) --editable .
 	@touch $@

@@ -5,6 +5,7 @@ are first asked for, so that `import mmjax` is instant and touches neither JAX n
 package may change from one version to the next.
 """
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -161,9 +162,10 @@ def __dir__() -> list[str]:
 
 
 def _end_at_ctrl_c() -> None:
-    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` is starting, until the command has
-    begun (see `one_line_errors`): the exception that Python raises for Ctrl-C would often be lost in JAX's imports."""
-    if sys.argv[:1] == ["-m"]:
+    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` or `mmjax …` is starting, until the
+    command has begun (see `one_line_errors`): the exception of Ctrl-C would often be lost in JAX's imports."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m" or program.endswith(f"{os.sep}mmjax"):
         sigterm.end_from_the_start()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
