@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,20 +46,20 @@ def require_small(stage: str, residuals: Mapping[int, Any], names: Mapping[int, 
 
     Args:
       stage: its name, for the message.
-      residuals: avals of residuals by place.
+      residuals: avals of residuals by place, stacked over ranks.
       names: of the parameters that each is made of.
       params: avals of all parameters of the stage.
 
     Raises:
-      ResidualError: together they have more than a share of the parameters' sizes.
+      ResidualError: together they have more than a share of the parameters' sizes, on one rank.
     """
-    sizes = {place: residuals[place].size for place in names}
-    if sum(sizes.values()) <= SHARE * sum(aval.size for aval in jax.tree.leaves(params)):
+    sizes = {place: math.prod(residuals[place].shape[1:]) for place in names}
+    if sum(sizes.values()) <= SHARE * sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(params)):
         return
     largest = max(sizes, key=lambda place: sizes[place])
     aval = residuals[largest]
     raise ResidualError(
-        f"stage {stage}: backward would need {aval.dtype}{list(aval.shape)} for all layers at once, which is made of "
-        f"parameters alone ({', '.join(names[largest])}); put what is done with them into a function under "
+        f"stage {stage}: backward would need {aval.dtype}{list(aval.shape[1:])} for all layers at once, which is made "
+        f"of parameters alone ({', '.join(names[largest])}); put what is done with them into a function under "
         "jax.checkpoint, with the activation that they meet as an argument"
     )
