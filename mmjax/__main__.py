@@ -32,7 +32,7 @@ USAGE = "usage: mmjax COMMAND [flags]; mmjax COMMAND --help lists the flags"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command as `python -m` would; returns the exit status of what is not a command."""
+    """Runs a command as `python -m` would, which ends the process; `--help` and `--version` return the status."""
     command, *words = [*(sys.argv[1:] if argv is None else argv), ""]
     if command in ("", "-h", "--help"):
         print("\n".join([USAGE, "", *(entry(f"  {name}", text) for name, text in COMMANDS.items())]))

@@ -196,8 +196,8 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
 
 def _included(parent: Path, name: str) -> Path:
     """The path of an include: relative to the file that has it, else as `find_config` finds it."""
-    beside, found = parent.parent / name, find_config(name)
-    return beside if beside.exists() or not found.exists() else found
+    beside, named = parent.parent / name, find_config(name)
+    return beside if beside.exists() or not named.exists() else named
 
 
 def _read_line(line: str) -> Binding:

@@ -32,13 +32,13 @@ def made_of_parameters(
     """
     flags = jax_compat.dependencies(forward, avals)
     result = jax.tree.structure(jax.eval_shape(forward, *avals))
-    found: dict[int, list[str]] = {}
+    names_by_place: dict[int, list[str]] = {}
     for place, used in enumerate(residuals(jax.tree.unflatten(result, flags))):
-        params, *others = jax.tree.unflatten(jax.tree.structure(tuple(avals)), used)
+        params, *activations = jax.tree.unflatten(jax.tree.structure(tuple(avals)), used)
         names = [name for name, is_used in by_name(params).items() if is_used]
-        if names and not any(jax.tree.leaves(others)):
-            found[place] = names
-    return found
+        if names and not any(jax.tree.leaves(activations)):
+            names_by_place[place] = names
+    return names_by_place
 
 
 def require_small(stage: str, residuals: Mapping[int, Any], names: Mapping[int, list[str]], params: Any) -> None:

@@ -236,7 +236,8 @@ class StageFunctions:
         """Gradients of the parameters in the form that the vjp takes, and of the received activations."""
         linear = self._linear[jax_compat.manual_axes()]
         if self._again and self._again[0] not in kept:
-            kept = {**kept, **dict(zip(self._again, self._of_parameters(params), strict=True))}
+            values = dict(zip(self._again, self._of_parameters(params), strict=True))
+            return self._transpose(params, inputs, carry, {**kept, **values}, cotangent)
         leaves = []
         for index, (name, value) in enumerate(zip(self._names, linear.residuals, strict=True)):
             if name is not None:
@@ -366,7 +367,7 @@ class StageFunctions:
         self._kept = [index for index, used in enumerate(kept) if used]
         # Backward computes those of parameters alone again: each microbatch would keep a copy.
         names = made_of_parameters(self._forward_over(self._kept), self._avals, lambda result: result[1])
-        names = {self._kept[place]: own for place, own in names.items()}
+        names = {self._kept[place]: each for place, each in names.items()}
         avals = {i: residual.aval for i, residual in enumerate(self._residuals)}
         require_small(self.model.name, avals, names, self._avals[0])
         self._again, self._kept = [*names], [index for index in self._kept if index not in names]
@@ -390,17 +391,17 @@ class StageFunctions:
         aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
         return Residual(aval, spec)
 
-    def _forward_over(self, kept: list[int]) -> Spmd:
+    def _forward_over(self, places: list[int]) -> Spmd:
         """The forward that gives some of the residuals, from the trace that has all."""
 
         def some(result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
-            return result[0], [result[1][i] for i in kept]
+            return result[0], [result[1][i] for i in places]
 
         return Narrowed(
             lambda *args: some(self._forward(*args)),
             self.submesh.mesh,
             self._in_specs,
-            (self._outputs, [self._residuals[i].spec for i in kept]),
+            (self._outputs, [self._residuals[i].spec for i in places]),
             call=lambda *args: some(self._wide_forward(*args)),
         )
 
