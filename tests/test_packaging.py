@@ -98,6 +98,17 @@ def test_extras_that_make_names_are_there() -> None:
     assert set(re.findall(r"\w+", line)) - {"or"} == set(EXTRAS) - {"dev"}
 
 
+def test_make_installs_extras_and_says_how_to_go_on() -> None:
+    def shown(*words: str) -> str:
+        return subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+    assert "'.[wandb,tokamax]'" in shown("install", "EXTRAS=wandb,tokamax")
+    assert "'.[" not in shown("install")
+    assert "activate, and mmjax --help" in shown("train").splitlines()[-1]
+    newest = shown("test-newest", "NEWEST_PYTHON=python9")
+    assert "python9 --version" in newest and "VENV=.newest-venv" in newest and "LOCK= " in newest
+
+
 # ---- what a wheel holds
 
 
