@@ -1,8 +1,10 @@
 # Every target makes .venv when it is missing and installs again when pyproject.toml or the lock file changed.
-#   make train   train configs/digits_vlm.gin           CONFIG=configs/other.gin FLAGS='--gin.Train.steps=100'
+#   make train   train configs/digits_vlm.gin           CONFIG=llava_json FLAGS='--gin.Train.steps=100'
+#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, tokamax; several with commas)
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
+#   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
 #   make studies    simulated figures beside those of papers    FLAGS=nvidia
@@ -16,13 +18,20 @@
 # The first Python that is new enough and really starts (a version manager's shim may not).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
-CONFIG ?= configs/digits_vlm.gin
+# A GPU machine often has 3.12, whose newest packages 3.11 cannot have.
+NEWEST_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python $(PYTHON); do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+CONFIG ?= digits_vlm
 FLAGS ?=
 TESTS ?= tests
 WORKERS ?= 2
 OUT ?= runs/gpu
+EXTRAS ?=
 # `make LOCK= ...` takes the newest versions that pyproject.toml allows instead of the locked ones.
 LOCK ?= requirements.lock
+
+NEWEST ?= tests/test_jax_compat.py tests/test_packaging.py tests/checkpoint/test_checkpointer.py \
+	$(patsubst %,tests/pipeline/test_%.py,stage ties instances)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,7 +50,7 @@ WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy o
 WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
-.PHONY: help train sample-data test test-long test-slow test-all lint bench studies notebook gpu gpu-wheels mutants lock clean install install-dev
+.PHONY: help train sample-data test test-long test-slow test-all test-newest lint bench studies notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -50,6 +59,7 @@ help:
 
 train: $(VENV)/installed
 	$(BIN)/python -m mmjax.train --gin_file=$(CONFIG) $(FLAGS)
+	@echo "next: . $(BIN)/activate, and mmjax --help lists the commands (or $(BIN)/mmjax, without activating)"
 
 sample-data: $(VENV)/installed
 	$(BIN)/python -m mmjax.sample_data $(FLAGS)
@@ -70,6 +80,13 @@ test-all: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# An environment of its own, without the lock. The tests that have failed with a new version, and a run to its end.
+test-newest:
+	@echo "the newest versions, under $$($(NEWEST_PYTHON) --version) ($(NEWEST_PYTHON))"
+	@$(MAKE) --no-print-directory install-dev VENV=.newest-venv LOCK= PYTHON=$(NEWEST_PYTHON)
+	@.newest-venv/bin/python $(PIP) list | grep -iE '^(flax|grain|jax|jaxlib|numpy|orbax-checkpoint) '
+	.newest-venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not long' $(NEWEST)
 
 bench: $(VENV)/installed
 	$(BIN)/python -m mmjax.bench $(FLAGS)
@@ -99,6 +116,7 @@ mutants: $(VENV)/installed-dev
 	$(BIN)/python tests/mutants/run.py $(FLAGS)
 
 install: $(VENV)/installed
+	@$(if $(EXTRAS),$(BIN)/python $(INSTALL) --editable '.[$(EXTRAS)]')
 
 install-dev: $(VENV)/installed-dev
 
@@ -106,7 +124,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml $(LOCK) | $(BIN)/python
+$(VENV)/installed: pyproject.toml setup.py $(LOCK) | $(BIN)/python
 	@echo "installing mmjax into $(VENV) (about a minute)"
 	@$(BIN)/python $(INSTALL) --editable .
 	@touch $@
@@ -129,5 +147,5 @@ lock:
 	rm -rf .lock-venv
 
 clean:
-	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv .newest-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find mmjax studies tests -name __pycache__ -type d -prune -exec rm -rf {} +

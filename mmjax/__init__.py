@@ -5,6 +5,7 @@ are first asked for, so that `import mmjax` is instant and touches neither JAX n
 package may change from one version to the next.
 """
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from mmjax.config import TrainConfig as TrainConfig
     from mmjax.config import load_config as load_config
     from mmjax.configurable import ConfigError as ConfigError
+    from mmjax.configurable import divides as divides
     from mmjax.configurable import from_preset as from_preset
+    from mmjax.configurable import positive as positive
     from mmjax.data.config import DataConfig as DataConfig
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
+    from mmjax.data.types import EncoderSpec as EncoderSpec
     from mmjax.export import export_run as export_run
     from mmjax.mesh.boundary import Boundary as Boundary
     from mmjax.mesh.config import WorldConfig as WorldConfig
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from mmjax.mesh.world import World as World
     from mmjax.models.callbacks import Callbacks as Callbacks
     from mmjax.models.callbacks import reads as reads
+    from mmjax.models.choices import EqualHeads as EqualHeads
+    from mmjax.models.choices import SquarePatches as SquarePatches
     from mmjax.models.config import CallbacksConfig as CallbacksConfig
     from mmjax.models.config import ModelConfig as ModelConfig
     from mmjax.models.context import Context as Context
@@ -38,6 +44,12 @@ if TYPE_CHECKING:
     from mmjax.models.flops import parameter_count as parameter_count
     from mmjax.models.graph import MultimodalModel as MultimodalModel
     from mmjax.models.graph import multimodal as multimodal
+    from mmjax.models.layers import column_parallel as column_parallel
+    from mmjax.models.layers import linear as linear
+    from mmjax.models.layers import residual_init as residual_init
+    from mmjax.models.layers import rms_norm as rms_norm
+    from mmjax.models.layers import rotate_2d as rotate_2d
+    from mmjax.models.layers import row_parallel as row_parallel
     from mmjax.models.llama.config import DecoderConfig as DecoderConfig
     from mmjax.models.lora.config import LoraConfig as LoraConfig
     from mmjax.models.module import LayerGroup as LayerGroup
@@ -47,6 +59,9 @@ if TYPE_CHECKING:
     from mmjax.models.nodes import Node as Node
     from mmjax.models.parameters import Part as Part
     from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
+    from mmjax.models.transformer import Affine as Affine
+    from mmjax.models.transformer import EncoderLayer as EncoderLayer
+    from mmjax.models.transformer import encoder_block as encoder_block
     from mmjax.models.vit.config import ViTConfig as ViTConfig
     from mmjax.models.whisper.config import WhisperConfig as WhisperConfig
     from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
@@ -64,6 +79,7 @@ if TYPE_CHECKING:
     from mmjax.schedule.timeline import draw_timeline as draw_timeline
 
 __all__ = [
+    "Affine",
     "Boundary",
     "Callbacks",
     "CallbacksConfig",
@@ -77,6 +93,9 @@ __all__ = [
     "DiTConfig",
     "DigitsConfig",
     "Edge",
+    "EncoderLayer",
+    "EncoderSpec",
+    "EqualHeads",
     "LayerGroup",
     "Layout",
     "LoraConfig",
@@ -90,6 +109,7 @@ __all__ = [
     "PackingConfig",
     "Part",
     "ProjectorConfig",
+    "SquarePatches",
     "TrainConfig",
     "TrainResult",
     "Trainer",
@@ -98,19 +118,28 @@ __all__ = [
     "WhisperConfig",
     "World",
     "WorldConfig",
+    "column_parallel",
     "dispatch_table",
+    "divides",
     "draw_answers",
     "draw_layout",
     "draw_timeline",
+    "encoder_block",
     "export_run",
     "from_preset",
     "gpipe",
+    "linear",
     "load_config",
     "make_schedule",
     "multimodal",
     "one_f_one_b",
     "parameter_count",
+    "positive",
     "reads",
+    "residual_init",
+    "rms_norm",
+    "rotate_2d",
+    "row_parallel",
     "simulate",
 ]
 
@@ -118,21 +147,25 @@ __all__ = [
 _HOMES = {
     "mmjax.checkpoint.config": ("CheckpointConfig", "WeightsConfig"),
     "mmjax.config": ("Config", "TrainConfig", "load_config"),
-    "mmjax.configurable": ("ConfigError", "from_preset"),
+    "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
     "mmjax.export": ("export_run",),
+    "mmjax.data.types": ("EncoderSpec",),
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.config": ("WorldConfig",),
     "mmjax.mesh.layout": ("Layout",),
     "mmjax.mesh.world": ("World",),
     "mmjax.models.callbacks": ("Callbacks", "reads"),
+    "mmjax.models.choices": ("EqualHeads", "SquarePatches"),
     "mmjax.models.config": ("CallbacksConfig", "ModelConfig"),
     "mmjax.models.context": ("Context",),
     "mmjax.models.dit.config": ("DiTConfig",),
     "mmjax.models.flops": ("parameter_count",),
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
     "mmjax.models.nodes": ("Edge", "Node"),
+    "mmjax.models.layers": (*("column_parallel", "linear", "residual_init", "rms_norm", "rotate_2d", "row_parallel"),),
+    "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
     "mmjax.models.llama.config": ("DecoderConfig",),
     "mmjax.models.lora.config": ("LoraConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
@@ -161,9 +194,10 @@ def __dir__() -> list[str]:
 
 
 def _end_at_ctrl_c() -> None:
-    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` is starting, until the command has
-    begun (see `one_line_errors`): the exception that Python raises for Ctrl-C would often be lost in JAX's imports."""
-    if sys.argv[:1] == ["-m"]:
+    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` or `mmjax …` is starting, until the
+    command has begun (see `one_line_errors`): the exception of Ctrl-C would often be lost in JAX's imports."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m" or program.endswith(f"{os.sep}mmjax"):
         sigterm.end_from_the_start()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

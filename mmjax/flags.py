@@ -224,7 +224,7 @@ def _split(argument: str, known: Mapping[str, Flag], gin: bool) -> tuple[str, st
     if argument == "-h":
         return "h", None
     if not argument.startswith("--"):
-        example = "--gin_file=configs/digits_vlm.gin" if gin else "--help"
+        example = "--gin_file=digits_vlm" if gin else "--help"
         raise ConfigError(f"{argument!r} is no flag: flags start with --, such as {example}")
     name, equals, value = argument.removeprefix("--").partition("=")
     legal = [*(["gin_file"] if gin else []), "help", *known]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 
@@ -152,6 +154,14 @@ def used_inputs(
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
     wanted = jax.tree.map(lambda _: True, shape) if outputs is None else outputs(shape)
     return _live(jaxpr.jaxpr, jax.tree.leaves(wanted))
+
+
+def without_dead_code(fn: Callable[..., Sequence[jax.Array]], *args: Any) -> list[jax.Array]:
+    """``fn(*args)`` without operations that no result needs; compilers may leave some in, such as collectives."""
+    traced = jax.make_jaxpr(fn)(*args)
+    needed, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    read = [x for x, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
+    return jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*read)
 
 
 def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
@@ -309,6 +319,36 @@ def _inner(eqn: Any) -> Iterator[Any]:
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def replica_groups(line: str) -> list[list[int]]:
+    """The groups of devices of a collective in a line of compiled HLO, by their places in the program's mesh.
+
+    XLA prints them in three notations: ``{{0,1},{2,3}}``; ``[2,2]<=[2,2]T(1,0)``, numbers in that shape and order, cut
+    into rows; and, from jax 0.11 on, ``mesh['dp'=2,'tp'=2] {'tp'}``, the axes along which a group lies.
+
+    Raises:
+      ValueError: the line has no groups in one of these notations.
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,{}]*)\}\}", line):
+        return [_numbers(group) for group in listed[1].split("},{")]
+    if counted := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims, order = (_numbers(text or "") for text in counted.groups())
+        numbers = np.arange(math.prod(dims)).reshape(dims)
+        return numbers.transpose(order or None).reshape(shape).tolist()
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        along = re.findall(r"'(\w+)'(?=,|$)", named[2])
+        if set(along) <= set(sizes) and len(along) == len(named[2].split(",")):
+            axes, places = list(sizes), np.arange(math.prod(map(int, sizes.values())))
+            order = [*(i for i, axis in enumerate(axes) if axis not in along), *(axes.index(axis) for axis in along)]
+            rows = places.reshape([*map(int, sizes.values())]).transpose(order)
+            return rows.reshape(-1, math.prod(int(sizes[axis]) for axis in along)).tolist()
+    raise ValueError(f"no groups of devices in {line.strip()!r}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:

@@ -76,8 +76,10 @@ def _parse(argv: list[str]) -> tuple[int, int, int, list[str]]:
     Raises:
       ConfigError: something is missing or out of range.
     """
-    at = argv.index("-m") if "-m" in argv else len(argv)
+    at = min((argv.index(word) for word in ("-m", "mmjax") if word in argv), default=len(argv))
     own, command = argv[:at], argv[at:]
+    if command[:1] == ["mmjax"] and len(command) > 1:
+        command = ["-m", f"mmjax.{command[1]}", *command[2:]]
     if own and Path(own[-1]).name.startswith("python"):  # the command as it is written for one process
         own = own[:-1]
     if len(command) < 2 and not {"-h", "--help"} & set(own):

@@ -41,6 +41,7 @@ STANDS_ON = {
     "run": "planner",
     "parity": "reference run",
     # Commands, none of which imports another. The first four never import JAX.
+    "__main__": "flags version",  # runs any of them by name
     "launch": "restarts",
     "reorder": "data flags",
     "sample_data": "data flags",

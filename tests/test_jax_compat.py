@@ -134,6 +134,55 @@ def test_used_inputs_looks_into_loops_and_shard_map(mesh):
     assert jax_compat.used_inputs(fn, avals, lambda _: (False, True)) == [False, True, False]
 
 
+def test_without_dead_code(mesh):
+    """Within ``shard_map``, where values vary over axes: a sum over ranks, and a loop's, that no result needs."""
+
+    def both(w, x):
+        total, scaled = lax.scan(lambda c, v: (c + jnp.sum(v * x), 2 * v), jnp.sum(x), w)
+        return [scaled, lax.psum(total, "dp")]
+
+    def local(w, x):
+        return jax_compat.without_dead_code(lambda w: both(w, x)[:1], jax_compat.to_varying(w, ["dp"]))[0][None]
+
+    doubled = spmd(mesh, (WHOLE, ROWS), ROWS)(local)
+    w, x = jnp.arange(3.0), jnp.arange(4.0)
+    np.testing.assert_array_equal(jax.jit(doubled)(w, x), [[0, 2, 4]] * 2)
+    text = str(jax.make_jaxpr(doubled)(w, x))
+    assert "psum" not in text and "reduce_sum" not in text and "scan" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}, use", [[0, 1], [2, 3]]),
+        ("{{0}}", [[0]]),
+        ("[2,4]<=[8], use", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=2,'b'=4] {'a'}, use", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=2,'b'=4] {'b'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("mesh['a'=2,'b'=1,'c'=2] {'c'}", [[0, 1], [2, 3]]),
+    ],
+)
+def test_replica_groups(text, groups):
+    line = f"  %x = f32[8]{{0}} all-gather(%p), channel_id=1, replica_groups={text}, dimensions={{0}}"
+    assert jax_compat.replica_groups(line) == groups
+
+
+@pytest.mark.parametrize("text", ["{}", "mesh['a'=4] {'a':(1)2}", "mesh['a'=4] {'c'}", "<@mesh>"])
+def test_replica_groups_of_other_notations_are_no_guess(text):
+    with pytest.raises(ValueError, match="no groups of devices in"):
+        jax_compat.replica_groups(f"all-reduce(%p), replica_groups={text}, to_apply=%add")
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_replica_groups_of_this_jaxlib(mesh, axis):
+    whole = spmd(mesh, PartitionSpec(axis), WHOLE)(lambda x: lax.psum(x, axis))
+    hlo = jax.jit(whole).lower(jnp.zeros(2)).compile().as_text()
+    (line,) = [line for line in (hlo or "").splitlines() if "replica_groups=" in line]
+    assert jax_compat.replica_groups(line) == ([[0, 2], [1, 3]] if axis == "dp" else [[0, 1], [2, 3]])
+
+
 def test_dependencies(mesh):
     @spmd(mesh, (ROWS, ROWS, WHOLE), (ROWS, (ROWS, WHOLE), WHOLE))
     def fn(x, y, w):

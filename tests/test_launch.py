@@ -78,6 +78,13 @@ def test_output_comes_with_the_process_in_front(child, capsys):
     assert sorted(out.out.splitlines()) == [f"[{i}] hello of 3" for i in range(3)] and not out.err
 
 
+def test_a_command_written_as_it_is_installed():
+    words = ["--gin_file=digits_vlm", "--dry_run"]
+    assert launch._parse(["-n", "2", "mmjax", "train", *words]) == launch._parse(
+        ["-n", "2", "-m", "mmjax.train", *words]
+    )
+
+
 def test_a_command_written_as_for_one_process(child, capsys):
     assert main(["-n", "1", sys.executable, *child]) == 0
     assert capsys.readouterr().out == "[0] hello of 1\n"

@@ -9,31 +9,28 @@ Shapes: R rows, T patches in a row, P numbers in a patch, D width, F hidden unit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax import Context, LayerGroup, Module, Part
-from mmjax.configurable import configurable, divides, positive
-from mmjax.data.types import EncoderSpec
-from mmjax.models.choices import EqualHeads, Medium, SquarePatches
-from mmjax.models.layers import Params, column_parallel, linear, residual_init, rms_norm, rotate_2d, row_parallel
-from mmjax.models.transformer import Affine, EncoderLayer
-from mmjax.models.transformer import block as attention_block
+import mmjax
+from mmjax.configurable import configurable
+
+Params = Mapping[str, Any]
 
 
 @configurable("Gated")
 @dataclass(frozen=True, kw_only=True)
-class GatedConfig(EqualHeads, SquarePatches):
+class GatedConfig(mmjax.EqualHeads, mmjax.SquarePatches):
     """Settings: the first half of the ``layers`` see one patch; ``merge``² patches become one token of the LLM."""
 
-    medium: ClassVar[Medium] = "image"
+    medium: ClassVar = "image"
     layers: int = 4
     width: int = 64
     heads: int = 4
@@ -46,34 +43,39 @@ class GatedConfig(EqualHeads, SquarePatches):
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge"):
-            positive(f"Gated.{name}", getattr(self, name))
-        divides("Gated.heads", self.heads, self.width // 4, "a quarter of Gated.width, which is")
+            mmjax.positive(f"Gated.{name}", getattr(self, name))
+        mmjax.divides("Gated.heads", self.heads, self.width // 4, "a quarter of Gated.width, which is")
 
 
 class GatedLayer(nnx.Module):
     """Parameters of a layer that sees one patch; ``gate``, ``up`` and ``down`` are split over tp (``Gated.axes``)."""
 
     def __init__(self, c: GatedConfig, rngs: nnx.Rngs):
-        init, last = nnx.initializers.lecun_normal(), residual_init(c.layers)
+        init, last = nnx.initializers.lecun_normal(), mmjax.residual_init(c.layers)
         self.before = nnx.Param(jnp.ones(c.width))
         self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
         self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
         self.down = nnx.Param(last(rngs.params(), (c.mlp, c.width)))
 
 
-def gated_block(context: Context, x: Array):
+def gated_block(context: mmjax.Context, x: Array):
     """The function of a layer that sees one patch."""
 
     def layer(x_RTD: Float[Array, "R T D"], p: Params) -> Float[Array, "R T D"]:
-        h_RTD = rms_norm(x_RTD, p["before"], 1e-6)
-        gate_RTF, up_RTF = column_parallel(h_RTD, [(p["gate"], None), (p["up"], None)], context.axes)
-        return x_RTD + row_parallel(jax.nn.silu(gate_RTF) * up_RTF, p["down"], context.axes)
+        h_RTD = mmjax.rms_norm(x_RTD, p["before"], 1e-6)
+        gate_RTF, up_RTF = mmjax.column_parallel(h_RTD, [(p["gate"], None), (p["up"], None)], context.axes)
+        return x_RTD + mmjax.row_parallel(jax.nn.silu(gate_RTF) * up_RTF, p["down"], context.axes)
 
     return layer
 
 
+def attending_block(c: GatedConfig, context: mmjax.Context, x: Array):
+    """The function of a layer that sees its image."""
+    return mmjax.encoder_block(c, context, lambda q: mmjax.rotate_2d(q, context.tokens.positions))
+
+
 @dataclass(frozen=True)
-class Gated(Module):
+class Gated(mmjax.Module):
     """The encoder: a linear stem and two groups of layers."""
 
     config: GatedConfig
@@ -81,28 +83,27 @@ class Gated(Module):
     axes: ClassVar = {"gate": ("embed", "mlp"), "before": ("embed",)}  # other names are in mmjax's own table
 
     @property
-    def groups(self) -> tuple[LayerGroup, ...]:
+    def groups(self) -> tuple[mmjax.LayerGroup, ...]:
         c = self.config
-        whole = lambda context, x: attention_block(c, context, lambda q: rotate_2d(q, context.tokens.positions))  # noqa: E731
         return (
-            LayerGroup(c.layers // 2, partial(GatedLayer, c), gated_block),
-            LayerGroup(c.layers - c.layers // 2, partial(EncoderLayer, c), whole),
+            mmjax.LayerGroup(c.layers // 2, partial(GatedLayer, c), gated_block),
+            mmjax.LayerGroup(c.layers - c.layers // 2, partial(mmjax.EncoderLayer, c), partial(attending_block, c)),
         )
 
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
+    def parts(self, first: bool, last: bool) -> tuple[mmjax.Part, ...]:
         c = self.config
-        return (Part(partial(Affine, c.patch_values, c.width), "patch"),) if first else ()
+        return (mmjax.Part(partial(mmjax.Affine, c.patch_values, c.width), "patch"),) if first else ()
 
     def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
         return (("patches",) if first else ()) + ("segments", "positions")
 
-    def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+    def embed(self, p: Params, context: mmjax.Context) -> Float[Array, "R T D"]:
         kernel = p["patch"]["kernel"]
-        return linear(context.inputs["patches"].astype(kernel.dtype), kernel, p["patch"]["bias"])
+        return mmjax.linear(context.inputs["patches"].astype(kernel.dtype), kernel, p["patch"]["bias"])
 
     @property
-    def medium(self) -> EncoderSpec:
-        return EncoderSpec(patch=self.config.patch, merge=self.config.merge, channels=self.config.channels)
+    def medium(self) -> mmjax.EncoderSpec:
+        return mmjax.EncoderSpec(patch=self.config.patch, merge=self.config.merge, channels=self.config.channels)
 
     def parameters(self) -> int:
         c, d = self.config, self.config.width

@@ -20,7 +20,7 @@ class Library:
       devices: in words.
       dtypes: of queries, keys and values.
       multiple, most: the width of a head is a multiple of the first, up to the second.
-      package: the Python package that is an extra of mmjax; "" where JAX has it.
+      package: the Python package that has it; "" where JAX has it. version: of the package, which is an extra of mmjax.
       any_mask: whether it takes every mask that shows a token one run of keys, and rows of others go by blocks.
       cp_ways: values of ``Layout.cp_way`` under which it computes attention.
     """
@@ -31,6 +31,7 @@ class Library:
     multiple: int = 8
     most: int = 128
     package: str = ""
+    version: str = ""
     any_mask: bool = False
     cp_ways: tuple[str, ...] = ()
 
@@ -54,7 +55,7 @@ class Library:
         if grid_window and not self.any_mask:
             return f"{self.name} has no windows of a grid and no chunks"
         if self.package and not find_spec(self.package):
-            return f"{self.name} is not installed (pip install 'mmjax[{self.package}]')"
+            return f"{self.name} is not installed (pip install {self.package}=={self.version})"
         return ""
 
 
@@ -64,6 +65,7 @@ LIBRARIES: Mapping[str, Library] = {
         name="tokamax",
         devices="NVIDIA's Hopper GPUs",
         package="tokamax",
+        version="0.0.12",
         any_mask=True,
         cp_ways=("gather", "need", "all-to-all"),
     ),

@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mmjax.benches.rows import Row, at_most
-from mmjax.benches.steps import config_file
 from mmjax.config import load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.run.pictures import finished
 from mmjax.run.trainer import Trainer
 
@@ -76,7 +76,7 @@ def train(steps: int = STEPS) -> dict[str, Float[np.ndarray, " steps"]]:
 
 def _losses(name: str, dtype: str, steps: int) -> Float[np.ndarray, " steps"]:
     bindings = [*SMALLER, f"Train.steps={steps}", f"Train.dtype='{dtype}'"]
-    with Trainer(load_config([str(config_file(name))], bindings), style="silent") as trainer:
+    with Trainer(load_config([CONFIGS / name], bindings), style="silent") as trainer:
         return np.asarray(trainer.train().losses)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mmjax.benches.rows import Row, at_most
-from mmjax.benches.steps import config_file
 from mmjax.config import Config, load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
@@ -63,7 +63,7 @@ def _row(case: str, value: float, unit: str, most: float | None = None) -> Row:
 
 def planned(names: Sequence[str], steps: int) -> Mapping[str, Found]:
     """Results over the first steps, by case, for configurations that have the same samples."""
-    configs = {name: load_config([str(config_file(name))]) for name in names}
+    configs = {name: load_config([CONFIGS / name]) for name in names}
     first = next(iter(configs.values()))
     source = open_source(first, split="train")
     source.meta = lru_cache(_REMEMBERED)(source.meta)  # buckets are chosen from some of the steps

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from mmjax.benches.rows import Row, at_least
-from mmjax.benches.steps import ALWAYS, config_file, in_turn
+from mmjax.benches.steps import ALWAYS, in_turn
 from mmjax.config import load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.models.config import LLM
 from mmjax.run.assembly import open_source, place
 from mmjax.run.evaluation import Evaluator
@@ -32,7 +33,7 @@ class Answering:
     """A model with prompts, ready to continue them."""
 
     def __init__(self) -> None:
-        config = load_config([str(config_file("digits_vlm_one_device.gin"))], [*ALWAYS, *CHANGES])
+        config = load_config([CONFIGS / "digits_vlm_one_device.gin"], [*ALWAYS, *CHANGES])
         parts, source = place(config), open_source(config, split="test")
         self._evaluator = Evaluator(parts)
         self._predictor = self._evaluator.predictor

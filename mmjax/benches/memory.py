@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.benches.steps import ALWAYS, config_file
+from mmjax.benches.steps import ALWAYS
 from mmjax.config import Config, load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
@@ -209,7 +210,7 @@ CASES = (
 
 def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Compared]]]:
     """Layouts of the digits model by name, compared by stage."""
-    config = load_config([str(config_file(DIGITS))], [*ALWAYS, "Data.workers=0", *bindings])
+    config = load_config([CONFIGS / DIGITS], [*ALWAYS, "Data.workers=0", *bindings])
     source = open_source(config, split="train")
     work, clock = read_work(config, source), compiled_clock(config, [case.layouts for case in cases])
     for case in cases:
@@ -221,7 +222,7 @@ def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Itera
 
 def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
     """LLaVA-1.5 with few layers, by stage."""
-    config = load_config([str(config_file(LLAVA))], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
+    config = load_config([CONFIGS / LLAVA], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
     return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from mmjax.benches.one_core import again_environment, cores
 from mmjax.benches.rows import Row, at_least, at_most
-from mmjax.benches.steps import config_file
 from mmjax.config import Config, load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED, Candidate
@@ -47,7 +47,7 @@ LEAST_CORRELATION, MOST_OVER_BEST = 0.8, 1.10
 
 def configuration() -> Config:
     """The configuration of all layouts."""
-    return load_config([str(config_file(CONFIGURATION))], BINDINGS)
+    return load_config([CONFIGS / CONFIGURATION], BINDINGS)
 
 
 @functools.cache

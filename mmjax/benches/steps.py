@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import mmjax
 from mmjax.config import Config, load_config
-from mmjax.configurable import ConfigError
+from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import StepMaker
 from mmjax.run.assembly import assemble, open_source, signed, step_order
 
-CONFIGS = Path(mmjax.__file__).resolve().parent.parent / "configs"
-"""The repository's configurations, wherever the command is started."""
 ALWAYS = ("World.devices=8", "Train.eval_samples=0")
 """Bindings of every benchmark of steps."""
-
-
-def config_file(name: str) -> Path:
-    """A configuration of the repository.
-
-    Raises:
-      ConfigError: when it is not there, as in an installation without the repository.
-    """
-    path = CONFIGS / name
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; benchmarks read the repository's configs/: pip install -e a checkout")
-    return path
 
 
 def in_turn(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
@@ -58,10 +42,10 @@ class Stepper:
         """Compiles, initialises and runs one step, so that nothing happens for the first time afterwards.
 
         Args:
-          given: file in the repository's ``configs``, or a configuration.
+          given: file in ``configs``, or a configuration.
           bindings: what is changed in the file.
         """
-        config = given if isinstance(given, Config) else load_config([str(config_file(given))], [*ALWAYS, *bindings])
+        config = given if isinstance(given, Config) else load_config([CONFIGS / given], [*ALWAYS, *bindings])
         self.parts = assemble(config)
         self.executor = self.parts.executor
         start = time.process_time()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
-from mmjax.benches.steps import config_file
 from mmjax.config import load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
@@ -89,7 +89,7 @@ def bench_uneven(rounds: int) -> Iterator[Row]:
 
 def results() -> Mapping[str, Result]:
     """The same steps by way to reorder."""
-    config = load_config([str(config_file("digits_vlm.gin"))], UNEVEN)
+    config = load_config([CONFIGS / "digits_vlm.gin"], UNEVEN)
     source, size = open_source(config, split="train"), config.train.global_batch
     tokenizer = tokenizer_of(config.data, config.model.media)
     found, parts = dict[str, Result](), None

@@ -19,7 +19,6 @@ memory, so the values stay, and the cost is paid only by buffers that really are
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +26,6 @@ import json
 import logging
 import shutil
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +61,9 @@ class Checkpointer:
     Several processes each write and read the shards that they own, in a directory that all see; they have to call
     `save` and `restore` in the same order. A save that fails in one fails in all.
 
-    Use it as a context manager, or call `close`: leaving waits for the save that is being written.
+    Use it as a context manager: then a save is written in the background, and leaving waits for it. Outside of one,
+    where nobody has to call `close`, `save` itself waits: a program that ends could not finish the write, since from
+    Python 3.12 on no thread can be started then.
 
     Args:
       directory: where the checkpoints lie; made by the first save.
@@ -88,12 +88,12 @@ class Checkpointer:
         self._report, self._committed = report, committed
         self._writer: threading.Thread | None = None
         self._swept = False
-        self._closed = False
+        self._entered = self._closed = False
         self._saved: int | None = None
         self._failure: str | None = None
-        _live.add(self)
 
     def __enter__(self) -> Checkpointer:
+        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -119,6 +119,8 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts writing a checkpoint and returns as soon as the leaves' values are held on the host.
+
+        Outside of a `with` it returns when the checkpoint is written.
 
         Waits first for an earlier save that is still being written. A step that this object has just saved or
         restored is not saved again; a checkpoint of the same step from before is replaced, and is there until its
@@ -147,6 +149,8 @@ class Checkpointer:
                 shard.data.copy_to_host_async()
         held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
         self._start(step, leaves, Unsealed(body=about, leaves=held, elsewhere=elsewhere or {}))
+        if not self._entered:
+            self.wait()
 
     def wait(self) -> None:
         """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""
@@ -319,19 +323,6 @@ class Checkpointer:
         if not self._swept:
             self._folder.sweep()
             self._swept = True
-
-
-_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-def _wait_at_exit() -> None:
-    for checkpointer in list(_live):
-        checkpointer.wait()
-
-
-# A program that ends without close() still commits. `atexit` runs too late for that: by then the executors that
-# Orbax writes with are shut down. They are shut down by this same list of callbacks, last registered first.
-getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)
 
 
 def _free_space(directory: Path) -> str:

@@ -72,7 +72,7 @@ def parse_flags(
 def require_gin_file(flags: Flags, what: str = "a configuration") -> None:
     """Requires a `--gin_file`. The message of the ConfigError tells the user to name `what` with it."""
     if not flags.gin_files:
-        raise ConfigError(f"--gin_file is missing: name {what}, such as configs/digits_vlm.gin")
+        raise ConfigError(f"--gin_file is missing: name {what}, such as --gin_file=digits_vlm")
 
 
 def join_processes(flags: Flags) -> None:
@@ -144,7 +144,10 @@ def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", 
         return flags_of.help_text(flags, usage)
     example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."
     of_gin = (
-        entry("  --gin_file", "a gin file; repeat it, later files override earlier ones."),
+        entry(
+            "  --gin_file",
+            "a gin file, or one of mmjax's by name, such as digits_vlm; repeat it, later ones win.",
+        ),
         entry("  --gin.KEY=VALUE", f"sets one field, {example}"),
     )
     lines = [flags_of.help_text(flags, usage, gin=of_gin), ""]

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mmjax.config.shipped import find_config, nearest_file
 from mmjax.configurable import ConfigError, near_misses, suggest
 
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
@@ -94,14 +95,16 @@ def _parser() -> tuple[Any, Any]:
 
 
 def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
-    """Bindings of the gin files in order, then those of `lines` ("vision/Layout.tp=2"), macros looked up.
+    """Bindings of the gin files, then those of `lines` ("vision/Layout.tp=2"), macros looked up.
+
+    A file may be the name of one of mmjax's, see `find_config`.
 
     Raises:
       ConfigError: a file or include is missing, the text is no gin, or a macro has no value.
     """
     read: list[Binding] = []
     for file in files:
-        read.extend(_read_file(Path(file), f"--gin_file={file}", ()))
+        read.extend(_read_file(find_config(file), f"--gin_file={file}", ()))
     for line in lines:
         read.append(_read_line(line))
     return resolve(read)
@@ -174,9 +177,9 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
     try:
         text = path.read_text(encoding="utf-8")
     except IsADirectoryError:
-        raise ConfigError(f"{wanted_by}: that is a directory; {_nearest_file(path / 'x.gin')}") from None
+        raise ConfigError(f"{wanted_by}: that is a directory; {nearest_file(path / 'x.gin')}") from None
     except FileNotFoundError:
-        raise ConfigError(f"{wanted_by}: no such file; {_nearest_file(path, parents)}") from None
+        raise ConfigError(f"{wanted_by}: no such file; {nearest_file(path, parents)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
     config_parser, _ = _parser()
@@ -192,20 +195,9 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
 
 
 def _included(parent: Path, name: str) -> Path:
-    """The path of an include: relative to the file that has it, else to the working directory."""
-    beside = parent.parent / name
-    return beside if beside.exists() or not Path(name).exists() else Path(name)
-
-
-def _nearest_file(path: Path, parents: Sequence[Path] = ()) -> str:
-    """A gin file beside `path` to use instead; none of `parents`, which would include themselves."""
-    folder = path.parent
-    beside = folder.glob("*.gin") if folder.is_dir() else ()
-    names = sorted(p.name for p in beside if p.resolve() not in parents)
-    if not names:
-        return f"there is no {'other ' if parents else ''}gin file in {folder}, such as {folder / 'digits_vlm.gin'}"
-    close = near_misses(path.name, names)
-    return f"did you mean {str(folder / close[0])!r}?" if close else f"use {str(folder / names[0])!r}"
+    """The path of an include: relative to the file that has it, else as `find_config` finds it."""
+    beside, named = parent.parent / name, find_config(name)
+    return beside if beside.exists() or not named.exists() else named
 
 
 def _read_line(line: str) -> Binding:

@@ -1,6 +1,6 @@
 """Makes one frozen `Config` of gin text: finds classes and scopes, and checks every value.
 
-    config = load_config(["configs/digits_vlm.gin"], ["Train.steps=100", "vision/Layout.dp=2"])
+    config = load_config(["digits_vlm"], ["Train.steps=100", "vision/Layout.dp=2"])
 
 A scope is a module's name: `vision/Layout.tp`. The same field without a scope (`Optimizer.learning_rate`) is the
 default of every module. `X.preset` makes a preset's values the defaults; any other binding of the field overrides it.
@@ -20,6 +20,7 @@ from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText, read_bindings, renamed, resolve
 from mmjax.config.processor import DECIDED, data_settings, grown_tables, source_settings
 from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
+from mmjax.config.shipped import CONFIGS, find_config
 from mmjax.config.steps import fit_to_steps
 from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
 from mmjax.config.validate import check_devices, validate
@@ -56,7 +57,7 @@ def load_config(
     Touches no device, runs nothing and keeps no state, so a notebook may call it again and again.
 
     Args:
-      gin_files: later ones override earlier ones.
+      gin_files: paths, or names of mmjax's own such as "digits_vlm"; later ones override earlier ones.
       bindings: fields, as text; they override the files.
       allow_code: whether settings may name code of one's own (`Source.kind = 'package.module:Factory'`), which is run
         when the data is opened. Only for files that one trusts.
@@ -95,7 +96,7 @@ def load_run_config(
     """The operative config of a run directory, on other devices where asked for.
 
     Only layouts, `World` and the schedule are taken from `gin_files`, and they replace the run's: a run on eight
-    devices and `configs/digits_vlm_one_device.gin` give the run's model on one device. `bindings` change single fields.
+    devices and `digits_vlm_one_device` give the run's model on one device. `bindings` change single fields.
     For `allow_code` see `load_config`; it is needed again even if the run was trained with it.
 
     Raises:
@@ -162,11 +163,13 @@ def require_devices(config: Config, found: int, gin_files: Sequence[str | os.Pat
 
 
 def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> tuple[Path, int] | None:
-    """The gin file beside the last of `gin_files` (or in `configs/`) that uses most of `devices` devices, and how many.
+    """The gin file beside the last of `gin_files` (or among mmjax's) that uses most of `devices` devices, and how many.
 
-    Files that name no layout are parts of other files and do not count.
+    Files that name no layout are parts of other files and do not count. Those of mmjax are called by name where the
+    given file was, too.
     """
-    folder = Path(gin_files[-1]).parent if gin_files else Path("configs")
+    file = find_config(gin_files[-1]) if gin_files else CONFIGS / "digits_vlm.gin"
+    folder, by_name = file.parent, not gin_files or file != Path(gin_files[-1])
     best: tuple[Path, int] | None = None
     for path in sorted(folder.glob("*.gin")):
         try:
@@ -175,7 +178,7 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
         except ConfigError:
             continue
         if any(b.cls == "Layout" for b in bindings) and needed <= devices and (best is None or needed > best[1]):
-            best = path, needed
+            best = (path.relative_to(CONFIGS).with_suffix("") if by_name else path), needed
     return best
 
 
@@ -219,7 +222,7 @@ def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
       ConfigError: there is no gin file to take the name from.
     """
     if not gin_files:
-        raise ConfigError("--run_dir='': name a directory, or a config with --gin_file=configs/digits_vlm.gin")
+        raise ConfigError("--run_dir='': name a directory, or a config with --gin_file=digits_vlm")
     last = Path(gin_files[-1])
     return last.parent if last.name == "config.gin" else Path("runs") / last.stem
 

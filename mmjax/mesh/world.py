@@ -230,5 +230,5 @@ def _too_few(devices: list[Device], wanted: int) -> str:
         )
     return (
         f"World.devices={wanted}: only {len(devices)} {devices[0].device_kind} device(s) here; use smaller layouts, "
-        f"--gin_file=configs/digits_vlm_one_device.gin for one device, or --gin.World.platform=cpu for virtual devices"
+        f"--gin_file=digits_vlm_one_device for one device, or --gin.World.platform=cpu for virtual devices"
     )

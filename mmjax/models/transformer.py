@@ -128,7 +128,7 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm, self.mlp = Norm(c.width, rms=rms), Mlp(c, rngs, gated=gated)
 
 
-def block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
+def encoder_block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
     """One layer over rows of packed media; ``turn`` rotates queries and keys.
 
     Where a layer has the parameters ``attn_scale`` and ``mlp_scale``, they scale what it adds to its input. Norms

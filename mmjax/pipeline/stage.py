@@ -25,6 +25,7 @@ from mmjax.models.handles import Open
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value, handle
+from mmjax.pipeline.residuals import made_of_parameters, require_small
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, nested, with_leaves
 
@@ -58,11 +59,13 @@ class _Linear:
     Attributes:
       structure: its tree structure.
       residuals, outputs: shape, dtype and varying axes of every residual and of every array of the output.
+      arguments: the same of the host inputs and the received activations.
     """
 
     structure: Any
     residuals: list[Value]
     outputs: list[Value]
+    arguments: tuple[Tree, Tree]
 
 
 class StageFunctions:
@@ -98,7 +101,7 @@ class StageFunctions:
           sends: whether another stage takes its activation.
 
         Raises:
-          ResidualError: when a residual depends on parameters alone, which would keep a copy of weights per microbatch.
+          ResidualError: when residuals that depend on parameters alone are large, see `require_small`.
         """
         self.model, self.state, self.submesh = model, state, state.submesh
         self.wanted_carry, self.keeps_carry, self.sends = wanted_carry, False, sends
@@ -107,6 +110,7 @@ class StageFunctions:
         self._cells = cells // self.submesh.layout.dp
         self._linear: dict[tuple[str, ...], _Linear] = {}
         self._residuals: list[Residual] = []
+        self._again: list[int] = []
         self._avals = (state.param_avals, inputs, carry)
         spread = self.submesh.spread
         self._sent = spread.activation(inside=not model.last)
@@ -190,17 +194,24 @@ class StageFunctions:
         self._names = [given.get(id(leaf)) for leaf in leaves]
         outputs = [Value.of(x) for x in jax.tree.leaves(out)]
         # A stage may be traced over its own axes and over those of lanes, in any order.
-        self._linear[jax_compat.manual_axes()] = _Linear(structure, [Value.of(x) for x in leaves], outputs)
+        arguments = jax.tree.map(Value.of, (inputs, carry))
+        self._linear[jax_compat.manual_axes()] = _Linear(structure, [*map(Value.of, leaves)], outputs, arguments)
         return out, leaves
 
     def _forward(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         out, leaves = self._linearise(params, inputs, carry)
         return self._stacked(out), [jnp.expand_dims(leaf, 0) for leaf in leaves]
 
-    def _without_unread(self, result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
-        """A forward's output, and only those of its residuals that backward reads."""
-        out, leaves = result
-        return out, [leaves[i] for i in self._kept]
+    def _of_parameters(self, params: Tree) -> list[jax.Array]:
+        """The residuals that are made of parameters alone; of forward nothing else is computed."""
+        arguments = self._linear[jax_compat.manual_axes()].arguments
+
+        def residuals(params: Tree) -> list[jax.Array]:
+            inputs, carry = jax.tree.map(Value.zeros, arguments)
+            leaves = self._linearise(params, inputs, carry)[1]
+            return [jnp.expand_dims(leaves[i], 0) for i in self._again]
+
+        return jax_compat.without_dead_code(residuals, params)
 
     def _backward(
         self,
@@ -224,6 +235,9 @@ class StageFunctions:
     ) -> tuple[Tree, Tree]:
         """Gradients of the parameters in the form that the vjp takes, and of the received activations."""
         linear = self._linear[jax_compat.manual_axes()]
+        if self._again and self._again[0] not in kept:
+            values = dict(zip(self._again, self._of_parameters(params), strict=True))
+            return self._transpose(params, inputs, carry, {**kept, **values}, cotangent)
         leaves = []
         for index, (name, value) in enumerate(zip(self._names, linear.residuals, strict=True)):
             if name is not None:
@@ -251,14 +265,7 @@ class StageFunctions:
         """``(params, inputs, carry) -> (out, kept)``; without a backward ``kept`` is empty."""
         if not self.has_backward:
             return self._spmd(lambda *args: (self._plain(*args), []), (self._outputs, []))
-        specs = [self._residuals[i].spec for i in self._kept]
-        return Narrowed(
-            lambda *args: self._without_unread(self._forward(*args)),
-            self.submesh.mesh,
-            self._in_specs,
-            (self._outputs, specs),
-            call=lambda *args: self._without_unread(self._wide_forward(*args)),
-        )
+        return self._forward_over(self._kept)
 
     @cached_property
     def infer(self) -> Spmd:
@@ -358,12 +365,21 @@ class StageFunctions:
         carry, kept = jax.tree.unflatten(jax.tree.structure(avals), flags)[3:5]
         self.keeps_carry = any(carry.values())
         self._kept = [index for index, used in enumerate(kept) if used]
-        self._refuse_weights()
+        # Backward computes those of parameters alone again: each microbatch would keep a copy.
+        names = made_of_parameters(self._forward_over(self._kept), self._avals, lambda result: result[1])
+        names = {self._kept[place]: each for place, each in names.items()}
+        avals = {i: residual.aval for i, residual in enumerate(self._residuals)}
+        require_small(self.model.name, avals, names, self._avals[0])
+        self._again, self._kept = [*names], [index for index in self._kept if index not in names]
 
     def _narrow_backward(
         self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: list[jax.Array], cotangent: Output
     ) -> Any:
         own = dict(zip(self._kept, kept, strict=True))
+        if self._again:
+            specs = [self._residuals[i].spec for i in self._again]
+            again = Spmd(self._of_parameters, self.submesh.mesh, self._in_specs[:1], specs)
+            own |= zip(self._again, again(params), strict=True)
         every = [own[i] if i in own else zeros_of(residual.aval) for i, residual in enumerate(self._residuals)]
         received = carry if self.keeps_carry else jax.tree.map(zeros_of, self._avals[2])
         return self._wide_backward(params, sums, inputs, received, every, cotangent)
@@ -374,6 +390,20 @@ class StageFunctions:
         copies = math.prod(self.submesh.mesh.shape[axis] for axis in axes)
         aval = jax.ShapeDtypeStruct((copies, *value.shape), value.dtype, sharding=self.submesh.sharding(spec))
         return Residual(aval, spec)
+
+    def _forward_over(self, places: list[int]) -> Spmd:
+        """The forward that gives some of the residuals, from the trace that has all."""
+
+        def some(result: tuple[Output, list[jax.Array]]) -> tuple[Output, list[jax.Array]]:
+            return result[0], [result[1][i] for i in places]
+
+        return Narrowed(
+            lambda *args: some(self._forward(*args)),
+            self.submesh.mesh,
+            self._in_specs,
+            (self._outputs, [self._residuals[i].spec for i in places]),
+            call=lambda *args: some(self._wide_forward(*args)),
+        )
 
     def _backward_over(self, kept: list[int]) -> Spmd:
         spread, (params, inputs, carry) = self.submesh.spread, self._in_specs
@@ -388,19 +418,6 @@ class StageFunctions:
     def _more_specs(self) -> tuple[Any, ...]:
         """Specs of what backward returns beside sums and gradients of activations."""
         return ()
-
-    def _refuse_weights(self) -> None:
-        """Raises a ResidualError if a residual is a function of parameters alone."""
-        flags = jax_compat.dependencies(self.forward, self._avals)
-        _, depends = jax.tree.unflatten(jax.tree.structure((self.out, self.kept)), flags)
-        for residual, used in zip(self.kept, depends, strict=True):
-            params, *others = jax.tree.unflatten(jax.tree.structure(self._avals), used)
-            if any(jax.tree.leaves(params)) and not any(jax.tree.leaves(others)):
-                raise ResidualError(
-                    f"stage {self.model.name}: a residual {residual.dtype}{list(residual.shape)} is made of parameters "
-                    "alone and would be kept once per microbatch; transform weights in the prepare op or inside "
-                    "jax.checkpoint"
-                )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -437,7 +454,3 @@ def added(sums: Tree, grads: Tree) -> Tree:
     """Sums with gradients added; gradients without a sum are left out."""
     named = by_name(grads)
     return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})
-
-
-class ResidualError(ValueError):
-    """A stage would keep copies of its weights between forward and backward."""

@@ -293,7 +293,7 @@ def require_sinks(names: Sequence[str]) -> None:
     """Raises `ConfigError` for a sink whose package is not installed, without importing it."""
     for name in names:
         if not importlib.util.find_spec(_PACKAGES[name]):
-            fix = f"needs a package that is not installed: pip install 'mmjax[{name}]', or use ()"
+            fix = f"needs a package that is not installed: pip install {_PACKAGES[name]}, or use ()"
             raise ConfigError(f"Train.sinks={name!r}: {fix}")
 
 
@@ -301,7 +301,7 @@ def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:
     """Opens the named sinks, writing below `folder`.
 
     Raises:
-      ConfigError: an unknown name, or one whose package is not installed; the message names the extra.
+      ConfigError: an unknown name, or one whose package is not installed.
     """
     for name in names:
         if name not in _SINKS:
@@ -313,6 +313,6 @@ def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:
             sinks.append(_SINKS[name](folder))
         except ImportError as error:
             raise ConfigError(
-                f"metrics sink {name!r} needs a package that is not installed: pip install 'mmjax[{name}]'"
+                f"metrics sink {name!r} needs a package that is not installed: pip install {_PACKAGES[name]}"
             ) from error
     return sinks

@@ -141,6 +141,8 @@ class Trainer:
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
 
     def __enter__(self) -> Trainer:
+        if self._checkpointer:
+            self._opened.enter_context(self._checkpointer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -354,7 +356,7 @@ class Trainer:
         return self._checkpointer.latest_step()
 
     def save(self) -> None:
-        """Writes a checkpoint in the background; training may go on."""
+        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on."""
         if self._checkpointer and self.step:
             train = self.config.train
             self._checkpointer.save(

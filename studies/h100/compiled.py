@@ -51,7 +51,7 @@ def devices(count: int) -> list[Any]:
       ConfigError: JAX has no CUDA compiler here.
     """
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
-        raise ConfigError("jax has no compiler for CUDA here: pip install 'mmjax[cuda12]'; no GPU is needed")
+        raise ConfigError("jax has no compiler for CUDA here: pip install 'jax[cuda12]'; no GPU is needed")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if not jax_compat.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")  # what a host of the run would compute; no GPU is looked for

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mmjax import jax_compat
 from studies.h100.hlo import Computation, Instruction, Module, Shape
 
 _FREE = frozenset(
@@ -286,11 +287,8 @@ def _add_collective(
 
 def _group(text: str) -> int:
     """Ranks of a collective's first group."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
-        return len(listed.group(1).split(","))
-    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", text):
-        return int(counted.group(1))
-    return 1
+    has_groups = re.search(r"replica_groups=(?!\{\})", text)  # none are printed where all devices are one
+    return len(jax_compat.replica_groups(text)[0]) if has_groups else 1
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------------------

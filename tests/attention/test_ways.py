@@ -241,7 +241,7 @@ def test_intervals_of_a_row() -> None:
 def test_tokamax_that_is_not_installed_is_refused() -> None:
     if find_spec("tokamax"):
         pytest.skip("it is installed")
-    with pytest.raises(ConfigError, match=r"Decoder.attention='tokamax': .*pip install 'mmjax\[tokamax\]'.*use 'auto'"):
+    with pytest.raises(ConfigError, match=r"Decoder.attention='tokamax': .*pip install tokamax==[0-9.]+\).*use 'auto'"):
         DecoderConfig(attention="tokamax")
 
 

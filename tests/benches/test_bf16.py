@@ -24,8 +24,8 @@ from mmjax.benches.bf16 import (
     smoothed,
     train,
 )
-from mmjax.benches.steps import config_file
 from mmjax.config import load_config
+from mmjax.config.shipped import CONFIGS
 
 HOMOGENEOUS, COLOCATED, APART, _ = RUNS
 STEPS = 60
@@ -105,7 +105,7 @@ def test_the_picture_shows_every_curve(tmp_path: Path) -> None:
 
 
 def test_every_case_trains_on_the_same_batches() -> None:
-    cases = [(config_file(name), [*SMALLER, f"Train.dtype='{dtype}'"]) for name, dtype in RUNS.values()]
+    cases = [(CONFIGS / name, [*SMALLER, f"Train.dtype='{dtype}'"]) for name, dtype in RUNS.values()]
     configs = [load_config([path], bindings) for path, bindings in cases]
     assert [config.train.dtype for config in configs] == ["bfloat16"] * 3 + ["float32"]
     assert all(config.train.clip_norm == 1.0 for config in configs)

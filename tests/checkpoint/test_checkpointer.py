@@ -366,6 +366,8 @@ directory, mode = sys.argv[1:]
 small = {"params/w": jax.numpy.arange(8, dtype="float32")}
 big = {"params/w": jax.device_put(np.full((4096, 4096), 7, "float32"))}
 checkpointer = Checkpointer(directory, report=lambda message: print(message, flush=True))
+if mode != "forget":
+    checkpointer.__enter__()
 checkpointer.save(1, small)
 checkpointer.wait()
 checkpointer.save(2, big)

@@ -48,7 +48,7 @@ def test_bindings_reach_the_config() -> None:
         (["--gin_fil=a"], "--gin_fil=a: no flag --gin_fil; did you mean '--gin_file'?"),
         (["--rundir=a"], "--rundir=a: no flag --rundir; did you mean '--run_dir'?"),
         (["--Train.steps=3"], "--Train.steps=3: no flag --Train.steps; did you mean '--gin.Train.steps'?"),
-        (["train"], "'train' is no flag: flags start with --, such as --gin_file=configs/digits_vlm.gin"),
+        (["train"], "'train' is no flag: flags start with --, such as --gin_file=digits_vlm"),
         (["--gin_file"], "--gin_file: a value is missing; write --gin_file=VALUE"),
         (["--gin_file", "--json"], "--gin_file: a value is missing; write --gin_file=VALUE"),
         (["--json=maybe"], "--json=maybe: must be true or false"),

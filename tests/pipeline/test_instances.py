@@ -16,6 +16,7 @@ import parity
 import pytest
 import toy
 
+from mmjax import jax_compat
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
@@ -84,26 +85,9 @@ def collectives(program: Program) -> set[tuple[str, str]]:
     found = set()
     for line in program.compiled.as_text().splitlines():
         if match := re.search(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", line):
-            groups = re.search(r"replica_groups=(\{\{.*?\}\}|\[[^ ,]+\]<=\[[^ ]+\](?:T\([\d,]+\))?)", line)
-            assert groups, line
-            found.add((match[1], groups_of(groups[1])))
+            groups = jax_compat.replica_groups(line)
+            found.add((match[1], " ".join(",".join(map(str, group)) for group in groups)))
     return found
-
-
-def groups_of(text: str) -> str:
-    """From ``{{0,1},{2,3}}``, or ``[2,2]<=[2,2]T(1,0)``: numbers in that shape and order, cut into rows."""
-    if text.startswith("{"):
-        return " ".join(text[2:-2].split("},{"))
-    shape, _, order = text.partition("<=")
-    dims, _, transposed = order.partition("T")
-    numbers = np.arange(math.prod(numbers_in(dims))).reshape(numbers_in(dims))
-    rows = numbers.transpose(numbers_in(transposed) if transposed else None).reshape(numbers_in(shape))
-    return " ".join(",".join(map(str, row)) for row in rows)
-
-
-def numbers_in(text: str) -> tuple[int, ...]:
-    """Such as the dimensions of a shape."""
-    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 @pytest.mark.parametrize(("sizes", "groups", "across"), GROUPS.values(), ids=GROUPS)

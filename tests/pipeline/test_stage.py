@@ -28,7 +28,8 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.pipeline.memory import shard_bytes
-from mmjax.pipeline.stage import Output, Residual, ResidualError, StageFunctions, _Linear
+from mmjax.pipeline.residuals import ResidualError
+from mmjax.pipeline.stage import Output, Residual, StageFunctions, _Linear
 
 ROWS, PATCHES, TOKENS = 4, 56, 44
 BOTH = Layout(dp=2, tp=2)
@@ -134,7 +135,7 @@ FAST = {
 def test_no_residual_has_the_size_of_a_parameter(dtype: str, remat: str, tied: bool, frozen: tuple[str, ...]) -> None:
     placed, stages = traced(remat, tied, frozen, dtype)
     for name, functions in stages.items():
-        assert functions.has_backward
+        assert functions.has_backward and not functions._again
         shapes, copies = parameter_shapes(placed, name), BOTH.size
         for aval in functions.kept:
             stacked, *local = aval.shape
@@ -167,24 +168,29 @@ def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak
     change, forward = leaks()[leak], own.model.forward
     model = replace(own.model, forward=lambda params, *args: forward(change(params), *args))
     placed.places[stage] = replace(own, model=model)
-    with pytest.raises(ResidualError, match=rf"stage {stage}: a residual float32\[.*is made of parameters alone"):
+    with pytest.raises(ResidualError, match=rf"stage {stage}: backward would need float32\[.*alone \((vision|llm).*/"):
         placed.shapes(inputs())
 
 
-def test_a_copy_of_the_last_parameter_alone_is_refused() -> None:
-    placed = place()
-    own = placed.stages["vision.0"]
+def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
+    """With a stage that squares its last parameter, a vector: backward reads twice the parameter."""
+    own = placed.stages[stage]
     *_, (path, _) = jax.tree_util.tree_leaves_with_path(own.state.param_avals)
 
-    def doubled(params: Any) -> Any:
+    def squared(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda p, w: w**2 if p == path else w, params)
 
-    give = own.model.give
-    assert give
-    model = replace(own.model, give=lambda params, *args: give(doubled(params), *args))
-    placed.places["vision.0"] = replace(own, model=model)
-    with pytest.raises(ResidualError, match="is made of parameters alone"):
-        placed.shapes(inputs())
+    model = replace(own.model, forward=lambda params, *args: own.model.forward(squared(params), *args))
+    if give := own.model.give:
+        model = replace(model, give=lambda params, *args: give(squared(params), *args))
+    placed.places[stage] = replace(own, model=model)
+    return placed
+
+
+@pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
+def test_small_residuals_of_parameters_alone_are_computed_again(stage: str) -> None:
+    functions = squared_last(place(), stage).shapes(inputs()).stages[stage]
+    assert functions._again and [a.shape for a in functions.kept] == [a.shape for a in trace()[stage].kept]
 
 
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
@@ -356,7 +362,7 @@ def test_a_loop_may_start_from_a_parameter() -> None:
 
 def test_residuals_cannot_be_changed() -> None:
     aval: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for one, name in ((Residual(aval, P()), "aval"), (_Linear(None, [], []), "structure")):
+    for one, name in ((Residual(aval, P()), "aval"), (_Linear(None, [], [], ({}, {})), "structure")):
         with pytest.raises(FrozenInstanceError):
             setattr(one, name, None)
 
@@ -368,15 +374,18 @@ def random_like(aval: Any, rng: np.random.Generator) -> jax.Array:
     return jax.device_put((rng.normal(size=aval.shape) / math.sqrt(aval.shape[-1])).astype(aval.dtype), aval.sharding)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("vision.0", marks=pytest.mark.long), "llm.0"])
-def test_backward_is_the_derivative_of_forward(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "squared"),
+    [pytest.param("vision.0", False, marks=pytest.mark.long), ("llm.0", False), ("llm.0", True)],
+)
+def test_backward_is_the_derivative_of_forward(stage: str, squared: bool) -> None:
     """Against autodiff of the plain forward on one device, with sums that are not empty and another cotangent."""
     shapes = {
         module: {n: jax.ShapeDtypeStruct((2, a.shape[1] // 2, *a.shape[2:]), a.dtype) for n, a in of.items()}
         for module, of in inputs().items()
     }
     shapes["vision"] = {n: jax.ShapeDtypeStruct((2, 8, *a.shape[2:]), a.dtype) for n, a in shapes["vision"].items()}
-    placed = traced("dots")[0]
+    placed = squared_last(place(), stage) if squared else traced("dots")[0]
     functions, rng = placed.shapes(shapes).stages[stage], np.random.default_rng(0)
     params, sums, given, carry, _, _ = functions.backward_avals
     carry = functions.forward_avals[2]

@@ -151,7 +151,7 @@ def test_products_of_cublas_and_their_workspace() -> None:
     assert work.bytes == 2 * (128 * 256 + 256 * 512 + 128 * 512)
 
 
-def test_groups_in_both_notations_and_asynchronous_collectives() -> None:
+def test_groups_and_asynchronous_collectives() -> None:
     lines = (
         "  %x = f32[1024]{0} parameter(1)",
         "  %s = f32[1024]{0} all-reduce-start(%x), replica_groups=[2,8]<=[16], to_apply=%add",
@@ -220,5 +220,5 @@ def test_a_configuration_compiled_for_h100s(way: str, target: str) -> None:
 def test_without_a_compiler_for_cuda_it_says_what_to_install() -> None:
     if find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"):
         pytest.skip("it is here")
-    with pytest.raises(ConfigError, match=r"pip install 'mmjax\[cuda12\]'; no GPU is needed"):
+    with pytest.raises(ConfigError, match=r"pip install 'jax\[cuda12\]'; no GPU is needed"):
         devices(1)

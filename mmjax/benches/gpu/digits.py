@@ -10,8 +10,8 @@ from typing import Any
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.kept import kept, values_of
 from mmjax.benches.gpu.parity import matmul_precision
-from mmjax.benches.steps import config_file
 from mmjax.config import Config, config_of_values, load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.run.trainer import Trainer
 
 FILE = "digits_vlm_one_device.gin"
@@ -62,7 +62,7 @@ def expected() -> dict[str, Any]:
 
 def trained_config() -> Config:
     """The file's, without evaluation and on whatever device is there."""
-    config = load_config([str(config_file(FILE))])
+    config = load_config([CONFIGS / FILE])
     return replace(
         config,
         train=replace(config.train, eval_samples=0, eval_every=0),

@@ -19,8 +19,8 @@ import numpy as np
 
 from mmjax.benches.gpu.job import Job
 from mmjax.benches.gpu.kept import Digests, digests, kept, of_module, relative, values_of
-from mmjax.benches.steps import config_file
 from mmjax.config import Config, config_of_values, load_config
+from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
@@ -166,7 +166,7 @@ def expected() -> dict[str, Any]:
 
 def small_config(file: str) -> Config:
     """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
-    config = load_config([str(config_file(file))])
+    config = load_config([CONFIGS / file])
     alone = replace(config.train, schedule=PLAIN, inner=PLAIN)  # one device has nothing to nest
     config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
     small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config

@@ -18,8 +18,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, any_norm, linear, repeated, rotate_2d, rotate_axial
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import Affine, EncoderLayer, Norm
-from mmjax.models.transformer import block as encoder_block
+from mmjax.models.transformer import Affine, EncoderLayer, Norm, encoder_block
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.positions import learned
 

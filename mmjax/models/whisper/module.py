@@ -14,7 +14,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, layer_norm
 from mmjax.models.module import LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import EncoderLayer, block, block_flops, encoder_parameters, norm_parameters
+from mmjax.models.transformer import EncoderLayer, block_flops, encoder_block, encoder_parameters, norm_parameters
 from mmjax.models.whisper import layers
 from mmjax.models.whisper.config import WhisperConfig
 
@@ -31,7 +31,7 @@ class Whisper(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        return (LayerGroup(c.layers, partial(EncoderLayer, c), lambda context, x: block(c, context)),)
+        return (LayerGroup(c.layers, partial(EncoderLayer, c), lambda context, x: encoder_block(c, context)),)
 
     def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
         return layers.parts(self.config, first, last)

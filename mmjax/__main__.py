@@ -1,0 +1,57 @@
+"""``mmjax COMMAND …``, which is ``python -m mmjax.COMMAND …``. It imports the command alone.
+
+The commands and their one-line descriptions are below: reading them from the modules would import JAX for `--help`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+from mmjax.configurable import ConfigError, suggest
+from mmjax.flags import entry, one_line_errors, run_plain
+from mmjax.version import __version__
+
+COMMANDS = {
+    "train": "trains a model, or continues a run; with --dry_run shows layout, memory and programs.",
+    "check": "compares a layout with one device: loss, gradients and updates.",
+    "inspect": "shows what a configuration trains on: samples, lengths, padding, and what is left out.",
+    "eval": "evaluates a run, on its own held-out data or on data of yours.",
+    "generate": "answers messages about images and sounds.",
+    "export": "writes the parameters of a run, for Orbax or as a folder of Hugging Face.",
+    "plan": "finds the best layouts of a configuration for a number of devices, simulated.",
+    "profile": "measures a configuration's layers, for plans.",
+    "launch": "starts several processes on this host: mmjax launch -n 4 mmjax train …",
+    "serve": "prepares batches on CPU hosts, for trainers with Data.servers.",
+    "reorder": "orders the samples of a step so that encoders do not wait.",
+    "sample_data": "writes dialogues about digits in each layout of data that mmjax reads.",
+    "bench": "benchmarks.",
+}
+USAGE = "usage: mmjax COMMAND [flags]; mmjax COMMAND --help lists the flags"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command as `python -m` would, which ends the process; `--help` and `--version` return the status."""
+    command, *words = [*(sys.argv[1:] if argv is None else argv), ""]
+    if command in ("", "-h", "--help"):
+        print("\n".join([USAGE, "", *(entry(f"  {name}", text) for name, text in COMMANDS.items())]))
+        return 0 if command else 2
+    if command == "--version":
+        print(f"mmjax {__version__}")
+        return 0
+    if command not in COMMANDS:
+        with one_line_errors():
+            raise ConfigError(f"{command!r} is no command: {suggest(command, COMMANDS)}")
+    sys.argv[1:] = words[:-1]
+    runpy.run_module(f"mmjax.{command}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def script() -> None:
+    """The installed command."""
+    run_plain(main)
+
+
+if __name__ == "__main__":
+    script()

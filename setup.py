@@ -1,0 +1,8 @@
+"""Packages of the distribution; all else about it is in pyproject.toml.
+
+`configs/` holds no Python; it becomes the folder `mmjax/configs` of a wheel (see `package-dir` there).
+"""
+
+from setuptools import find_packages, setup
+
+setup(packages=[*find_packages(include=["mmjax*"]), "mmjax.configs", "mmjax.configs.finetune"])
