@@ -44,6 +44,8 @@ def validate(config: Config, *, trained: bool = True) -> None:
     _check_callbacks(config)
     frozen = trained and all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
+    if trained:
+        _check_targets(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
     _check_attention(config)
@@ -56,6 +58,17 @@ def validate(config: Config, *, trained: bool = True) -> None:
     if config.train.lowering == "single":
         _check_one_program(config)
     check_devices(config, config.world.devices or config.devices)
+
+
+def _check_targets(config: Config) -> None:
+    """Requires that samples have something to draw for every generator that is trained."""
+    drawn, settings = config.data.drawn(config.task), config.data.origin.settings(config.task)
+    for name in config.model.generators:
+        is_idle = name not in drawn and not config.optimizers[name].frozen
+        ways = ["leave it out", f"set {name}/Optimizer.frozen to True"]
+        ways += ["Digits.draw to 1.0"] if settings and not drawn else []
+        fix = f"the data have no picture for {name!r} to draw, so it would learn nothing; {', or '.join(ways)}"
+        require(not is_idle, "Model.generators", config.model.generators, fix)
 
 
 def _check_code(config: Config) -> None:
