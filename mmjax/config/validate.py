@@ -44,8 +44,6 @@ def validate(config: Config, *, trained: bool = True) -> None:
     _check_callbacks(config)
     frozen = trained and all(optimizer.frozen for optimizer in config.optimizers.values())
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
-    if trained:
-        _check_targets(config)
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
     _check_attention(config)
@@ -60,8 +58,8 @@ def validate(config: Config, *, trained: bool = True) -> None:
     check_devices(config, config.world.devices or config.devices)
 
 
-def _check_targets(config: Config) -> None:
-    """Requires that samples have something to draw for every generator that is trained."""
+def require_targets(config: Config) -> None:
+    """Requires that samples have something to draw for every generator that is trained. Raises ConfigError."""
     drawn, settings = config.data.drawn(config.task), config.data.origin.settings(config.task)
     for name in config.model.generators:
         is_idle = name not in drawn and not config.optimizers[name].frozen
