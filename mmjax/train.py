@@ -18,7 +18,7 @@ from mmjax.config.flags import (
     parse_flags,
     run_command,
 )
-from mmjax.config.validate import advise
+from mmjax.config.validate import advise, require_targets
 from mmjax.configurable import ConfigError
 from mmjax.flags import importing
 from mmjax.mesh.company import give_up, in_company
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
         config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        require_targets(config)
         run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")

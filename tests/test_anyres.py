@@ -73,8 +73,8 @@ def test_an_image_becomes_a_view_of_the_whole_and_tiles_on_lines_of_their_own(an
     plain, seen = anyres.LlavaReader(config(anyres, data)), set[int]()
     for entry in list(reader.scan())[:20]:
         made, whole = reader.read(entry.place), plain.read(entry.place)
-        views, text = iter(made.images), "".join(text for turn in made.turns for text in turn)
-        assert text.count("<image>") == len(made.images) and made.turns[-1][1] == whole.turns[-1][1]
+        views, text = iter(made.images), "".join(turn.text for turn in made.dialogue)
+        assert text.count("<image>") == len(made.images) and made.dialogue[-1].text == whole.dialogue[-1].text
         for image in whole.images:
             with Image.open(image.path) as opened:
                 original = opened.convert("RGB")

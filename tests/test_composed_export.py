@@ -27,8 +27,9 @@ from mmjax.configurable import ConfigError
 from mmjax.data.chat import TEMPLATES
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.processor.template import read_template
-from mmjax.data.sample import layout_prompt, layout_tokens
+from mmjax.data.sample import layout_tokens
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.export import export_folders
 from mmjax.models.composed import compose
@@ -226,11 +227,11 @@ def test_the_template_has_images_where_the_run_had_them(template: str, image: bo
     config, out = composed(tmp_path, speaking(tmp_path, template, image=image))
     turns = (("a <image>and <image>\nb", "yes"), ("<image>", "no <image>"))
     counts, encoders = {"vision": [2, 1, 3, 2]}, {"vision": EncoderSpec(patch=1, channels=3)}
-    laid = {}
+    laid, question = {}, Turn(role="user", text="<image>\nq")
     for path in (config.data.tokenizer, str(out)):
         tokenizer = make_tokenizer(path, ("vision",), "vision")
         about = layout_tokens(tokenizer, encoders, counts, turns, template=read_template(path), system="s")
-        asked = layout_prompt(tokenizer, encoders, {"vision": [2]}, (), "<image>\nq", template=read_template(path))
+        asked = layout_tokens(tokenizer, encoders, {"vision": [2]}, [question], template=read_template(path)).tokens
         medium = tokenizer.media_token("vision")
         laid[path] = [[-1 if token == medium else token for token in own] for own in (about.tokens, asked)]
         weights = about.weights
@@ -248,10 +249,11 @@ def test_a_named_template_is_written_too(name: str, tmp_path: Path) -> None:
     counts, encoders = {"vision": [2, 1]}, {"vision": EncoderSpec(patch=1, channels=3)}
     first = (("a <image>and\n<image>\nb ", " yes"), ("again?", "no"))
     for turns, system in ((first, ""), (first, "Be short."), (first[:1], "")):
+        asked = [*turns, Turn(role="user", text="and?")]
         found = [
             (
                 layout_tokens(own, encoders, counts, turns, template=template, system=system).tokens,
-                layout_prompt(own, encoders, counts, turns, "and?", template=template, system=system),
+                layout_tokens(own, encoders, counts, asked, template=template, system=system).tokens,
             )
             for own, template in ((tokenizer, named), (theirs, read))
         ]

@@ -213,7 +213,17 @@ ONE = '[{"role": "user", "content": "Hello"}]'
         (f"{ONE}\n[]", [], "prompt 2: must be a list of messages, not an empty list"),
         ('[{"role": "assistant", "content": "Hi"}]', [], "the last message is from 'assistant'; end with one from"),
         ('[{"role": "user", "content": 7}]', [], "turn 1: content=7 must be a string"),
-        ('[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]', [], "from 'user' again"),
+        (
+            '[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]',
+            [],
+            "turn 2 is from 'tool', which",
+        ),
+        ('[{"role": "system", "content": "a"}]', [], "the dialogue has no question"),
+        (
+            f'{{"messages": {ONE}, "tools": [{{"name": "f"}}]}}',
+            [],
+            "it has tools, which the template of a folder",
+        ),
         (
             '[{"role": "user", "content": [{"type": "image", "image": "none.png"}]}]',
             [],

@@ -167,6 +167,10 @@ CASES = [
     Wrong("Digits.draw=1.0", "Digits.draw=1.0: nothing in the model draws", "Model.generators to {'painter': 'dit'}"),
     Wrong("Digits.draw=-1.0", "Digits.draw=-1.0: must be 0 or more", "such as 0"),
     Wrong("painter/DiT.layers=3", "painter/DiT.layers=3: DiT has no scope", "add 'painter': 'dit' to Model.generators"),
+    drawing(
+        "Digits.draw=0.0", named="Model.generators={'painter': 'dit'}: the data have no picture for 'painter' to draw",
+        legal="leave it out, or set painter/Optimizer.frozen to True, or Digits.draw to 1.0",
+    ),
     drawing("Data.generator=drawer", named="Data.generator='drawer'", legal="legal: 'painter'"),
     drawing("painter/DiT.layer=3", named="painter/DiT.layer=3: DiT has no field", legal="did you mean 'layers'?"),
     drawing("vision/DiT.layers=3", named="vision/DiT.layers=3: DiT has no scope 'vision'", legal="use 'painter'"),

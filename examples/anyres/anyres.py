@@ -55,11 +55,10 @@ class Tiled:
     def read(self, place: tuple[int, ...]) -> Record:
         record = self._whole.read(place)
         cut = [self._views(image) for image in record.images]
-        said = (text for turn in record.turns for text in turn)
-        if sum(text.count(MARK) for text in said) != len(cut):
+        if sum(turn.text.count(MARK) for turn in record.dialogue) != len(cut):
             raise Unusable(f"{len(cut)} images: each needs its {MARK} in the text")
         marks = iter([text for text, _ in cut])
-        turns = tuple((_filled(asked, marks), _filled(answer, marks)) for asked, answer in record.turns)
+        turns = tuple(replace(turn, text=_filled(turn.text, marks)) for turn in record.dialogue)
         return replace(record, turns=turns, images=tuple(view for _, views in cut for view in views))
 
     def _views(self, image: Media) -> tuple[str, list[Media]]:

@@ -15,6 +15,7 @@ from mmjax.data.processor.inline_images import jinja_of, with_inline_images
 from mmjax.data.processor.template import read_template
 from mmjax.data.sources.config import FOLDER
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
+from mmjax.data.turns import ASSISTANT, SYSTEM, USER
 from mmjax.models.composed import Composed, Read
 from mmjax.models.config import LLM
 from mmjax.weights.folder import CONFIG
@@ -128,7 +129,8 @@ def _about_text(config: Config, folder: Path, image: str) -> dict[str, bytes]:
         assert isinstance(chat, Template)
         files[_TEMPLATE] = with_inline_images(_jinja(chat, _tokenizer(config)), image, ()).encode()
     elif source:
-        parts = read_template(str(folder)).habits.parts
+        chat = read_template(str(folder))
+        parts = [role for role in (USER, ASSISTANT, SYSTEM) if chat.takes_parts(role)]
         files[_TEMPLATE] = with_inline_images(source, image, parts).encode()
     return files
 

@@ -58,6 +58,17 @@ def validate(config: Config, *, trained: bool = True) -> None:
     check_devices(config, config.world.devices or config.devices)
 
 
+def require_targets(config: Config) -> None:
+    """Requires that samples have something to draw for every generator that is trained. Raises ConfigError."""
+    drawn, settings = config.data.drawn(config.task), config.data.origin.settings(config.task)
+    for name in config.model.generators:
+        is_idle = name not in drawn and not config.optimizers[name].frozen
+        ways = ["leave it out", f"set {name}/Optimizer.frozen to True"]
+        ways += ["Digits.draw to 1.0"] if settings and not drawn else []
+        fix = f"the data have no picture for {name!r} to draw, so it would learn nothing; {', or '.join(ways)}"
+        require(not is_idle, "Model.generators", config.model.generators, fix)
+
+
 def _check_code(config: Config) -> None:
     """Requires `allow_code` for settings that name code, before any of it is imported."""
     for scope, values in config.walk():

@@ -6,10 +6,14 @@ a question, `{system}` marks the place of the system prompt. Text from the data 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 from mmjax.configurable import ConfigError, suggest
+from mmjax.data.turns import ASSISTANT, USER, Turn
+from mmjax.data.turns import SYSTEM as SYSTEM_ROLE
 
 TEXT, BOS, EOS, SYSTEM = "{text}", "{bos}", "{eos}", "{system}"
 PIECES = ("system", "question", "answer")
@@ -54,6 +58,25 @@ class Template:
     def ending(self) -> str:
         """The text that is learned after an answer, up to the end token."""
         return self.answer.split(TEXT)[1].split(EOS)[0]
+
+
+def require_writable(template: Template, turns: Sequence[Turn], tools: Sequence[Any] = ()) -> None:
+    """Requires that the pieces of `template` can write all turns. Raises ValueError."""
+    fix = "which the template of a folder alone can write (Source.template='folder')"
+    if tools:
+        raise ValueError(f"it has tools, {fix}")
+    for number, turn in enumerate(turns, 1):
+        if turn.role not in (USER, ASSISTANT, SYSTEM_ROLE):
+            raise ValueError(f"turn {number} is from {turn.role!r}, {fix}")
+        if turn.meaningful:
+            raise ValueError(f"turn {number} has {turn.meaningful[0]}, {fix}")
+        if turn.role == SYSTEM_ROLE and not template.system.replace(TEXT, "").strip():
+            raise ValueError(f"turn {number} is from 'system', and the template has no mark for it but at the start")
+    if SYSTEM in template.question:
+        roles = [turn.role for turn in turns]
+        alternate = all(role != following for role, following in pairwise(roles))
+        if roles[0] != USER or SYSTEM_ROLE in roles or not alternate:
+            raise ValueError("the template takes questions and answers in turn, from a question on")
 
 
 TEMPLATES = {

@@ -89,6 +89,11 @@ class DataConfig:
         """Where samples come from: the task, or the datasets of `sources`."""
         return SOURCES if self.sources else TASKS[self.task]
 
+    def drawn(self, task: Any) -> tuple[str, ...]:
+        """The generators for which samples have something to draw; `task`: settings of the task."""
+        settings = self.origin.settings(task)
+        return (self.generator,) if settings and settings.draws else ()
+
     def check_modules(self, task: Any, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
         """Requires that the encoders and the generator named here are there for what samples have.
 

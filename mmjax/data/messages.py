@@ -1,7 +1,7 @@
 """Messages that are to be answered, as transformers takes them, written as a dataset that any source can be like.
 
 A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …} and
-{"type": "image", "image": path}. The last one is the user's, whom the model answers.
+{"type": "image", "image": path}. The last one is the user's or a tool's, which the model answers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.record import Media, parse_record
 from mmjax.data.sources.storage import Unusable
 
-Dialogue = Sequence[Mapping[str, Any]]
-STAND_IN = {"role": "assistant", "content": "a"}
-"""Stands where the answer will be, since the tokens before an answer depend on what it begins with: blanks join it."""
+Dialogue = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Messages, or an object with `messages` and other keys of a record, such as `tools`."""
 _EXAMPLE = (
     '[{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]}]'
 )
@@ -54,19 +53,18 @@ def _line(line: str, number: int, name: str) -> Any:
 
 def _dialogue(value: Any, number: int, name: str) -> Dialogue:
     where = f"{name}: prompt {number}" if number else name
-    if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
-        value = value["messages"]
-    if not isinstance(value, list) or not value:
-        what = "an empty list" if value == [] else type(value).__name__
+    messages = value["messages"] if isinstance(value, Mapping) and isinstance(value.get("messages"), list) else value
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else type(messages).__name__
         raise ConfigError(f"{where}: must be a list of messages, not {what}; write {_EXAMPLE}")
-    last = value[-1].get("role") if isinstance(value[-1], Mapping) else None
-    if last != "user":
+    last = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
+    if last == "assistant" or not isinstance(last, str):
         raise ConfigError(f"{where}: the last message is from {last!r}; end with one from 'user', which is answered")
     return value
 
 
 def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: str) -> None:
-    """Writes dialogues as JSONL that a source of kind "llava" reads, a stand-in for the answer at the end of each.
+    """Writes dialogues as JSONL that a source of kind "messages" reads.
 
     Args:
       dialogues: the dialogues.
@@ -88,9 +86,9 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
 
     lines = []
     for number, dialogue in enumerate(dialogues, 1):
-        record = {"messages": [*dialogue, STAND_IN]}
+        record = dict(dialogue) if isinstance(dialogue, Mapping) else {"messages": [*dialogue]}
         try:
-            parse_record(record, find)
+            parse_record(record, find, is_prompt=True)
         except Unusable as error:
             where = f"{name}: prompt {number}" if len(dialogues) > 1 else name
             raise ConfigError(f"{where}: {error}") from None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from mmjax.data.chat import BOS, EOS, SYSTEM, TEMPLATES, TEXT, Template
-from mmjax.data.processor.inline_images import has_inline_images
-from mmjax.data.processor.template import MEDIUM, FolderTemplate, Rendered
+from mmjax.data.chat import TEMPLATES, Template, require_writable
+from mmjax.data.pieces import DialogueMedia, Marks, Piece, written_pieces
+from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.tiles import arrange, token_count
 from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.turns import ASSISTANT, Turn, Turns, as_turns, is_prompt, last_answer, last_question
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled
 
-Turns = Sequence[tuple[str, str]]
-"""Questions and answers of a dialogue, in order."""
 Sizes = Mapping[str, Sequence[tuple[int, ...]]]
 """Sizes of media by encoder, without channels; sides are multiples of spec.block."""
 
@@ -29,8 +27,10 @@ class Laid:
     Attributes:
       tokens: token ids, with placeholders expanded.
       weights: the loss weight of each token.
-      prompt: number of tokens before those of the last answer.
+      prompt: number of tokens before those of the last answer; see `last_answer`.
       asked: the tokens that a model is to answer, where they are others than those; see `Sample`.
+      before: by encoder, how many of its media come before the last answer.
+      answer: the last answer as the template writes it, where it is more than the turn's text.
       lead: text of the template at the start of the answer's tokens: a token may begin with the blank before a word.
       tail: text of the template after the answer, up to the end token.
     """
@@ -41,6 +41,8 @@ class Laid:
     lead: str
     tail: str
     asked: Sequence[int] = ()
+    before: Mapping[str, int] = field(default_factory=dict)
+    answer: str = ""
 
 
 def layout_tokens(
@@ -51,6 +53,7 @@ def layout_tokens(
     *,
     template: Template | FolderTemplate = TEMPLATES["plain"],
     system: str = "",
+    tools: Sequence[Any] = (),
 ) -> Laid:
     """Encodes a dialogue about media as a whole. A token is learned if it has a character that is to be learned.
 
@@ -58,81 +61,108 @@ def layout_tokens(
     come before the first question, encoder by encoder, each after its number ("1:"), so that a question can name it
     and its start can be found; a folder's template has no numbers, and a new line between an image and text is its own
     affair. A dialogue begins with bos where the tokenizer has one, and its last answer ends with an end token. Answers,
-    and what `template` puts after them, are learned; media never are.
+    and what `template` puts after them, are learned with the weights of their turns; media never are.
+
+    A dialogue without an answer at its end is a prompt: its tokens end where the answer begins, and none is learned.
 
     Args:
       tokenizer: the tokenizer.
       encoders: specs of encoders and generators.
       counts: LLM tokens of each medium, by encoder.
-      turns: questions and answers.
+      turns: the turns.
       template: the text around them.
       system: the system prompt.
+      tools: descriptions of the tools that the model may call.
 
     Raises:
-      ValueError: there are more marks than media, or a folder's template does not take the dialogue.
+      ValueError: there are more marks than media, or the template does not take the dialogue.
     """
-    media = _Media(encoders, counts, turns)
+    turns = as_turns(turns)
     if isinstance(template, FolderTemplate):
-        marks = _Marks(tokenizer, media, template)
-        rendered = template.render([(marks.written(q), marks.written(a)) for q, a in turns], system=system)
-        laid = _laid(tokenizer, marks.pieces(rendered), begins=template.begins)
-        laid = replace(laid, lead=laid.lead + rendered.lead, tail=rendered.tail)
-        if not rendered.apart:
-            return laid
-        *before, (question, answer) = turns
-        seen = {name: own[: len(own) - answer.count(encoders[name].mark)] for name, own in counts.items()}
-        asked = layout_prompt(tokenizer, encoders, seen, before, question, template=template, system=system)
-        return replace(laid, asked=asked)
-    laid = _laid(tokenizer, _pieces(media, turns, template, system), begins=True)
-    return replace(laid, tail=template.ending)
+        return _by_folder(tokenizer, encoders, counts, turns, template, system, tools, asks=is_prompt(turns))
+    require_writable(template, turns, tools)
+    if is_prompt(turns):
+        # A blank before the answer belongs to the answer's first token, as it does where the model learns.
+        turns = (*turns, Turn(role=ASSISTANT, text="a"))
+        laid = layout_tokens(tokenizer, encoders, counts, turns, template=template, system=system)
+        return _prompt(laid)
+    media = DialogueMedia(encoders, counts, turns)
+    laid = _laid(tokenizer, encoders, written_pieces(media, turns, template, system), begins=True, end=turns[-1].weight)
+    return replace(laid, tail=template.ending, before=media.before)
 
 
-def layout_prompt(
+def _prompt(laid: Laid) -> Laid:
+    return replace(laid, tokens=laid.tokens[: laid.prompt], weights=[0.0] * laid.prompt)
+
+
+def _by_folder(
     tokenizer: Tokenizer,
     encoders: Mapping[str, EncoderSpec],
     counts: Mapping[str, Sequence[int]],
-    turns: Turns,
-    asked: str,
+    turns: tuple[Turn, ...],
+    template: FolderTemplate,
+    system: str,
+    tools: Sequence[Any],
     *,
-    template: Template | FolderTemplate = TEMPLATES["plain"],
-    system: str = "",
-) -> list[int]:
-    """The tokens of a dialogue whose last question, `asked`, a model is to answer; see `layout_tokens`."""
-    if not isinstance(template, FolderTemplate):
-        # A blank before the answer belongs to the answer's first token, as it does where the model learns.
-        turns = (*turns, (asked, "a"))
-        laid = layout_tokens(tokenizer, encoders, counts, turns, template=template, system=system)
-        return laid.tokens[: laid.prompt]
-    media = _Media(encoders, counts, (*turns, (asked, "")))
-    marks = _Marks(tokenizer, media, template)
-    said = [(marks.written(q), marks.written(a)) for q, a in turns]
-    rendered = template.render(said, asked=marks.written(asked), system=system)
-    laid = _laid(tokenizer, marks.pieces(rendered), begins=template.begins)
-    return laid.tokens[: laid.prompt]
+    asks: bool,
+) -> Laid:
+    """A dialogue as a folder's template writes it; see `layout_tokens`. `asks`: whether an answer is still to come."""
+    media = DialogueMedia(encoders, counts, turns)
+    marks = Marks(tokenizer, media, template)
+    written = [replace(turn, text=marks.written(number)) for number, turn in enumerate(turns)]
+    rendered = template.render(written, system=system, tools=tools, asks=asks)
+    laid = _laid(tokenizer, encoders, marks.pieces(rendered), begins=template.begins, end=turns[-1].learned)
+    if asks:
+        return replace(_prompt(laid), lead=rendered.lead, tail=rendered.tail, before=media.before)
+    lead = laid.lead
+    laid = replace(laid, lead=rendered.lead, tail=rendered.tail, answer=rendered.said, before=media.before)
+    # Tokens before an answer depend on it in two ways alone: they reach into it, or they are a run of blanks.
+    is_joined = bool(lead) or rendered.text[: rendered.answer][-2:].isspace()
+    if last_answer(turns) and (rendered.apart or is_joined):
+        before = {name: sizes[: laid.before.get(name, 0)] for name, sizes in counts.items()}
+        before = {name: sizes for name, sizes in before.items() if sizes}
+        cut = turns[: last_answer(turns)]
+        asked = _by_folder(tokenizer, encoders, before, cut, template, system, tools, asks=True).tokens
+        if asked != laid.tokens[: laid.prompt]:
+            return replace(laid, asked=asked)
+    return replace(laid, lead=lead + rendered.lead)
 
 
-def _laid(tokenizer: Tokenizer, pieces: Sequence[_Piece], *, begins: bool) -> Laid:
-    """The pieces of a dialogue as tokens; `begins` puts bos in front where they do not begin with it."""
+def _laid(
+    tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], pieces: Sequence[Piece], *, begins: bool, end: float
+) -> Laid:
+    """The pieces of a dialogue as tokens.
+
+    Args:
+      tokenizer: the tokenizer.
+      encoders: specs of encoders and generators.
+      pieces: the pieces.
+      begins: whether bos is put in front where they do not begin with it.
+      end: the loss weight of an end token that is put behind them.
+    """
     coded = tokenizer.encode_whole([piece.coded(tokenizer) for piece in pieces])
     starts_N, ends_N = coded.spans[:, 0], np.maximum(coded.spans[:, 0] + 1, coded.spans[:, 1])
     starts_N, ends_N = np.minimum([starts_N, ends_N], len(coded.text))
-    to_learn = np.cumsum([0, *np.repeat([piece.learned for piece in pieces], np.diff(coded.starts))])
-    weights_N = (to_learn[ends_N] > to_learn[starts_N]).astype(float)
+    weights_N = np.zeros(len(coded.ids))
+    for weight in sorted({piece.weight for piece in pieces if piece.weight}):
+        is_learned = [piece.weight == weight for piece in pieces]
+        to_learn = np.cumsum([0, *np.repeat(is_learned, np.diff(coded.starts))])
+        weights_N[to_learn[ends_N] > to_learn[starts_N]] = weight
     copies_N = np.ones(len(coded.ids), int)
     media = [piece for piece in pieces if piece.kind == "medium"]
-    places = np.isin(coded.ids, [tokenizer.media_token(p.text) for p in media])
+    places = np.isin(coded.ids, [tokenizer.media_token(name) for name in encoders])
     if np.count_nonzero(places) != len(media):
         raise ValueError("the text holds a token that stands for an image or a recording")
     copies_N[places] = [p.count for p in media]
     # The last answer begins with the first token that reaches beyond this character.
-    begin = int(coded.starts[max(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
+    begin = int(coded.starts[next(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
     first = int(np.count_nonzero(np.logical_and.accumulate(ends_N <= begin)))
     tokens, weights = np.repeat(coded.ids, copies_N).tolist(), np.repeat(weights_N, copies_N).tolist()
     prompt = int(copies_N[:first].sum())
     if begins and tokenizer.bos is not None and tokens[:1] != [tokenizer.bos]:
         tokens, weights, prompt = [tokenizer.bos, *tokens], [0.0, *weights], prompt + 1
     if not set(tokens[prompt:]) & set(tokenizer.stops):
-        tokens, weights = [*tokens, tokenizer.eos], [*weights, 1.0]
+        tokens, weights = [*tokens, tokenizer.eos], [*weights, end]
     lead = coded.text[int(ends_N[first - 1]) if first else 0 : begin]
     return Laid(tokens=tokens, weights=weights, prompt=prompt, lead=lead, tail="")
 
@@ -152,140 +182,6 @@ def answer_text(tokenizer: Tokenizer, sample: Sample, said: Sequence[int]) -> st
     return text.partition(stop)[0] if stop else text.removesuffix(sample.tail)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A piece of a dialogue.
-
-    Attributes:
-      kind: "text"; "medium"; "bos" or "eos"; "answer", an empty piece where an answer begins.
-      text: the text; the encoder's name for a medium.
-      count: LLM tokens of a medium.
-      learned: whether the text is learned.
-    """
-
-    kind: str = "text"
-    text: str = ""
-    count: int = 0
-    learned: bool = False
-
-    def coded(self, tokenizer: Tokenizer) -> str | int:
-        """Its text, or the id of its special token."""
-        if self.kind == "medium":
-            return tokenizer.media_token(self.text)
-        special = {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind)
-        return self.text if special is None else special
-
-
-class _Marks:
-    """Puts marks for media into the text that a folder's template is given, and media in place of those it writes."""
-
-    def __init__(self, tokenizer: Tokenizer, media: _Media, template: FolderTemplate):
-        self._tokenizer, self._media, self._template = tokenizer, media, template
-        self._image = tokenizer.token(template.image)
-        self._first = [piece for piece in media.unmarked() if piece.kind == "medium"]
-        self._queues: dict[str, list[_Piece]] = {mark: [] for mark in (template.image, MEDIUM) if mark}
-
-    def written(self, text: str) -> str:
-        """A turn's text, the folder's image token in place of its images, ``MEDIUM`` of other media."""
-        image, found = self._template.image, ""
-        for piece in [*self._first, *self._media.placed(text, learned=False)]:
-            if piece.kind == "medium":
-                mark = image if self._tokenizer.media_token(piece.text) == self._image else MEDIUM
-                self._queues[mark].append(piece)
-                found += mark
-            elif image and image in piece.text:
-                raise ValueError(f"the text holds {image}, which stands for an image")
-            else:
-                found += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
-        self._first = []
-        if image and "user" in self._template.habits.parts and not has_inline_images(self._template.source):
-            # LLaVA's data have a line of its own for an image; a template that has places for images writes its own.
-            found = found.replace(f"{image}\n", image).replace(f"\n{image}", image)
-        return found
-
-    def pieces(self, rendered: Rendered) -> list[_Piece]:
-        """The pieces of the text that the template wrote. Raises ValueError if it has not a place for each medium."""
-        text, place, found = rendered.text, self._template.place, list[_Piece]()
-        split = re.compile(f"({'|'.join(map(re.escape, self._queues))})")
-        ends = {0, len(text), rendered.answer, *(at for span in rendered.learned for at in span)}
-        for begin, end in pairwise(sorted(ends)):
-            found += [_Piece(kind="answer")] if begin == rendered.answer else []
-            learned = any(start <= begin and end <= stop for start, stop in rendered.learned)
-            for at, part in enumerate(split.split(text[begin:end])):
-                if at % 2 and not self._queues[part]:
-                    raise ValueError(f"{place} writes more places of media than there are media")
-                found.append(self._queues[part].pop(0) if at % 2 else _Piece(text=part, learned=learned))
-        if any(self._queues.values()):
-            raise ValueError(f"{place} has no place for {sum(map(len, self._queues.values()))} of the media")
-        return [*found, *([_Piece(kind="answer")] if rendered.answer == len(text) else [])]
-
-
-def _pieces(media: _Media, turns: Turns, template: Template, system: str) -> list[_Piece]:
-    turns = [(template.said(question), template.said(answer)) for question, answer in turns]
-    begin = _around(template.system, [_Piece(text=system)]) if system else []
-    pieces: list[_Piece] = [] if SYSTEM in template.question else begin
-    unmarked = media.unmarked()
-    for number, (question, answer) in enumerate(turns):
-        asked = [*(unmarked if number == 0 else []), *media.placed(question, learned=False)]
-        pieces += _around(template.question, asked, begin if number == 0 else [])
-        before, after = template.answer.split(TEXT)
-        pieces += [*_marked(before), _Piece(kind="answer"), *media.placed(answer, learned=True)]
-        pieces += _marked(after, learned=True)
-    return pieces
-
-
-class _Media:
-    """Hands out the media of a dialogue in the order in which its text has them."""
-
-    def __init__(self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Turns):
-        self._by_mark = {encoders[name].mark: name for name in counts}
-        # Marks of encoders without media here are mere text.
-        self._split = re.compile(f"({'|'.join(map(re.escape, self._by_mark))})") if self._by_mark else None
-        self._left = {name: list(own) for name, own in counts.items()}
-        self._marks = {name: sum(part.count(mark) for t in turns for part in t) for mark, name in self._by_mark.items()}
-        for mark, name in self._by_mark.items():
-            if self._marks[name] > len(counts[name]):
-                what = f"{self._marks[name]} {mark} marks for {len(counts[name])} {encoders[name].medium}s"
-                raise ValueError(f"question {turns[0][0]!r} has {what}")
-
-    def unmarked(self) -> list[_Piece]:
-        """The media beyond the marks, each after its number."""
-        pieces: list[_Piece] = []
-        for name, own in self._left.items():
-            while len(own) > self._marks[name]:
-                pieces += [_Piece(text=f"{len(pieces) // 2 + 1}:"), _Piece(kind="medium", text=name, count=own.pop(0))]
-        return pieces
-
-    def placed(self, text: str, *, learned: bool) -> list[_Piece]:
-        """`text` with the next media in place of its marks."""
-        pieces: list[_Piece] = []
-        for at, part in enumerate(self._split.split(text) if self._split else [text]):
-            name = self._by_mark[part] if at % 2 else ""
-            medium = _Piece(kind="medium", text=name, count=self._left[name].pop(0)) if name else None
-            pieces.append(medium or _Piece(text=part, learned=learned))
-        return pieces
-
-
-def _around(piece: str, inside: Sequence[_Piece], system: Sequence[_Piece] = ()) -> list[_Piece]:
-    before, after = piece.split(TEXT)
-    return [*_marked(before, system), *inside, *_marked(after, system)]
-
-
-def _marked(text: str, system: Sequence[_Piece] = (), *, learned: bool = False) -> list[_Piece]:
-    """The pieces of a template's text, special tokens and the system prompt in place of their marks."""
-    pieces: list[_Piece] = []
-    for part in _MARKS.split(text):
-        if part == SYSTEM:
-            pieces += system
-        else:
-            pieces.append(_Piece(kind=_KINDS.get(part, "text"), text="" if part in _KINDS else part, learned=learned))
-    return pieces
-
-
-_KINDS = {BOS: "bos", EOS: "eos"}
-_MARKS = re.compile(f"({'|'.join(map(re.escape, (*_KINDS, SYSTEM)))})")
-
-
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
     """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`."""
     laid = layout_tokens(tokenizer, encoders, _counts(encoders, sizes), turns)
@@ -297,7 +193,8 @@ def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes:
 def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
     """The metadata of a sample that has all its media."""
     sizes = {name: [medium.shape[:-1] for medium in own] for name, own in sample.media.items()}
-    return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=loss_weight(sample.loss_weights))
+    learned, weight = int(np.count_nonzero(sample.loss_weights)), loss_weight(sample.loss_weights)
+    return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned)
 
 
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
@@ -347,6 +244,7 @@ def build_sample(
       labels: the text to be read or heard in each medium.
       kind: the kind of the last question.
     """
+    turns = as_turns(turns)
     opened = {name: [medium.shape[:-1] for medium in own] for name, own in media.items()}
     # The order of encoders is that of the media in the text.
     sizes = {name: opened.get(name, own) for name, own in sizes.items()} if sizes else opened
@@ -355,9 +253,10 @@ def build_sample(
         tokens=np.asarray(laid.tokens, np.int32),
         loss_weights=np.asarray(laid.weights, np.float32),
         media={name: tuple(own) for name, own in media.items() if len(own)},
-        question=turns[-1][0],
-        answer=turns[-1][1],
+        question=last_question(turns),
+        answer=turns[last_answer(turns)].text,
         prompt=laid.prompt,
+        prompt_media=laid.before,
         lead=laid.lead,
         tail=laid.tail,
         kind=kind,
@@ -373,10 +272,17 @@ def build_sample(
 
 def prompt_only(sample: Sample) -> Sample:
     """`sample` up to where the model answers its last question; decoding continues from here."""
-    if len(sample.asked):
-        none = np.zeros(len(sample.asked), np.float32)
-        return replace(sample, tokens=sample.asked, loss_weights=none, prompt=len(sample.asked))
-    return replace(sample, tokens=sample.tokens[: sample.prompt], loss_weights=sample.loss_weights[: sample.prompt])
+    tokens = sample.asked if len(sample.asked) else sample.tokens[: sample.prompt]
+    media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
+    tiled = {name: _tiled(images, len(media.get(name, ()))) for name, images in sample.tiled.items()}
+    none = np.zeros(len(tokens), np.float32)
+    return replace(sample, tokens=tokens, loss_weights=none, prompt=len(tokens), media=media, tiled=tiled)
+
+
+def _tiled(images: Sequence[Tiled], count: int) -> tuple[Tiled, ...]:
+    """The images that the first `count` media are of: each is a medium, and its tiles are more of them."""
+    ends = np.cumsum([1 + image.grid[0] * image.grid[1] for image in images])
+    return tuple(images[: int(np.count_nonzero(ends <= count))])
 
 
 def swap_media(

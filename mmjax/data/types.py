@@ -132,12 +132,14 @@ class SampleMeta:
       grids: per encoder, the patches along every axis of each medium in order of appearance; an encoder without media
         in this sample is left out.
       prefixes: per encoder, `EncoderSpec.prefix`; an encoder without one is left out.
+      learned: how many of its tokens have a loss weight; 0 where that is not known.
     """
 
     tokens: int
     weight: float
     grids: dict[str, tuple[tuple[int, ...], ...]]
     prefixes: Mapping[str, int] = field(default_factory=dict)
+    learned: int = field(default=0, compare=False)
 
     @classmethod
     def of(
@@ -147,11 +149,12 @@ class SampleMeta:
         *,
         tokens: int,
         weight: float,
+        learned: int = 0,
     ) -> SampleMeta:
         """The metadata of a sample whose media have these sizes, by encoder and without channels."""
         grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
-        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes)
+        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, learned=learned)
 
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
@@ -197,8 +200,9 @@ class Sample:
       question: the text of the (last) question.
       answer: its right answer.
       prompt: length of the part of `tokens` that a model is given before it answers the last question.
-      asked: what it is given instead, where a folder's template writes a question that is to be answered in another
-        way than one that has been; else empty.
+      asked: what it is given instead, where a folder's template writes a question that is to be answered as other
+        tokens than one that has been; else empty.
+      prompt_media: per encoder, how many of its media come before that answer; all of an encoder that is not there.
       lead: text of the template in the tokens after `prompt`, before the answer.
       tail: text of the template in the tokens after the answer.
       kind: the kind of the question, where the source knows kinds.
@@ -220,6 +224,7 @@ class Sample:
     answer: str
     prompt: int
     asked: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt_media: Mapping[str, int] = field(default_factory=dict)
     lead: str = ""
     tail: str = ""
     kind: str = ""

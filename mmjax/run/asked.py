@@ -12,7 +12,7 @@ from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
-from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.datasets import folder_as_source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample
@@ -111,7 +111,7 @@ class Asked:
     limit: int
 
     def samples(self) -> list[Sample]:
-        """The messages as samples, with a stand-in for the answer."""
+        """The messages as samples, up to where they are answered."""
         assert isinstance(self.source, Sized)
         return [self.source.sample(index) for index in range(len(self.source))]
 
@@ -140,7 +140,7 @@ def for_messages(config: Config, path: str, media: str, cache: str, limit: int, 
       ConfigError: a dialogue or a medium cannot be read.
     """
     like = like_of(config, source, "--messages") or SourceConfig(max_pixels=config.data.max_pixels, max_patches=0)
-    own = replace(like, kind="llava", path=path, media=media, held_out=0, strict=True, cut=False)
+    own = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
     here: Any = {"sources": {"messages": 1.0}, "cache": cache, "reorder": "none", "servers": (), "workers": 0}
     frozen = {module: replace(optimizer, frozen=True) for module, optimizer in config.optimizers.items()}
     changes: Any = {"sources": {"messages": own}, "optimizers": frozen, "offloads": {}}

@@ -390,7 +390,7 @@ class Evaluator:
 def room_for(metas: Sequence[SampleMeta], most: int) -> int:
     """Tokens that a row needs for the prompt of each sample and the longest right answer of all; `most` at most."""
     longest = max((meta.tokens for meta in metas), default=most)
-    answer = max((math.ceil(meta.weight) for meta in metas), default=0)
+    answer = max((meta.learned or math.ceil(meta.weight) for meta in metas), default=0)
     return min(most, longest + answer)
 
 

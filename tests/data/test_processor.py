@@ -17,11 +17,12 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_source
 from mmjax.data.processor.image_rules import image_settings
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.data.sample import answer_text, layout_prompt, layout_tokens, prompt_only
+from mmjax.data.sample import answer_text, layout_tokens, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
 from mmjax.data.tokenizer import FileTokenizer, make_tokenizer
+from mmjax.data.turns import Turn, as_turns
 from mmjax.data.types import EncoderSpec, Sample
 
 pytest.importorskip("tokenizers")
@@ -130,7 +131,7 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
     # A dialogue ends with an end token, which LLaVA's template does not write.
     ids = [*wanted["ids"], tokenizer.eos] if name == "llava" else wanted["ids"]
     assert laid.tokens == ids
-    asked = layout_prompt(tokenizer, encoders, own, found.turns[:-1], found.turns[-1][0], **about)
+    asked = layout_tokens(tokenizer, encoders, own, found.dialogue[:-1], **about).tokens
     assert asked == wanted["prompt"]
     if "mask" in wanted:
         mask = [*wanted["mask"], 1][: len(ids)]
@@ -145,7 +146,7 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
     assert bool(laid.asked) == (name == "llava_onevision")
     assert prompt_only(answered).tokens.tolist() == asked
     until = next(i for i, token in enumerate(laid.tokens) if i >= laid.prompt and token in tokenizer.stops)
-    assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.said(found.turns[-1][1])
+    assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.said(found.dialogue[-1].text)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llama2", "llama3", "mistral"])
@@ -169,7 +170,8 @@ def test_odd_answers(name: str, answer: str) -> None:
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
     counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
     laid = layout_tokens(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
-    asked = layout_prompt(tokenizer, encoders, {"vision": [2]}, (), "<image>q", template=template)
+    question = Turn(role="user", text="<image>q")
+    asked = layout_tokens(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
     given = list(laid.asked) or laid.tokens[: laid.prompt]
     sees = tokenizer.media_token("vision")
     assert given == asked and asked.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
@@ -247,7 +249,7 @@ def written(folder: Path, template: str) -> FolderTemplate:
 def test_a_template_whose_answers_cannot_be_told_apart_is_named(tmp_path: Path) -> None:
     template = written(tmp_path, TURNS_APART)
     with pytest.raises(ConfigError, match=r"chat_template\.jinja writes earlier turns in another way .*generation"):
-        template.render((("one", "two"), ("three", "four")))
+        template.render(as_turns((("one", "two"), ("three", "four"))))
 
 
 THINKING = """\
@@ -265,10 +267,21 @@ def test_a_template_that_drops_thoughts_of_earlier_turns(tmp_path: Path) -> None
     shutil.copy(FOLDERS / "llama3" / "tokenizer_config.json", tmp_path)
     for content, said in (("m['content']", " two "), ("m['content'] | trim", "two")):
         template = written(tmp_path, THINKING.replace("m['content']", f"({content})"))
-        rendered = template.render((("one", " two "), ("three", "four")))
-        learned = [rendered.text[start:end] for start, end in rendered.learned]
+        rendered = template.render(as_turns((("one", " two "), ("three", "four"))))
+        learned = [rendered.text[start:end] for start, end, _ in rendered.learned]
         assert learned == [f"{said}<|eot_id|>", "<think></think>four<|eot_id|>"]
         assert rendered.lead == "<think></think>"
+
+
+def test_what_a_template_writes_in_front_of_every_answer_is_learned(tmp_path: Path) -> None:
+    """Also where it writes a question in another way when it is the last, so that no text begins with a shorter one."""
+    shutil.copy(FOLDERS / "llama3" / "tokenizer_config.json", tmp_path)
+    mark = "{{ '!' if loop.last and m.role == 'user' }}"
+    turn = "[{{ m.role }}" + mark + "]{{ '<t>' if m.role == 'assistant' }}{{ m.content }}<|eot_id|>"
+    source = "{% for m in messages %}" + turn + "{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    rendered = written(tmp_path, source).render(as_turns((("one", "two"), ("three", "four"))))
+    learned = [rendered.text[start:end] for start, end, _ in rendered.learned]
+    assert learned == ["<t>two<|eot_id|>", "<t>four<|eot_id|>"] and rendered.apart
 
 
 @pytest.mark.parametrize(
@@ -283,12 +296,12 @@ def test_a_template_that_drops_thoughts_of_earlier_turns(tmp_path: Path) -> None
 )
 def test_templates_that_fail_or_reach_out(tmp_path: Path, template: str, said: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=said):
-        written(tmp_path, template).render((("q", "a"),))
+        written(tmp_path, template).render(as_turns((("q", "a"),)))
 
 
 def test_every_dialogue_is_of_the_same_day(tmp_path: Path) -> None:
     template = written(tmp_path, "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert template.render((("q", "a"),)).text == "2024-07-26qa"
+    assert template.render(as_turns((("q", "a"),))).text == "2024-07-26qa"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 from trial_runs import train_flags, write_tiny
 
 from mmjax.config import Config, load_config
@@ -14,9 +15,10 @@ from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.sample import meta_of, prompt_only
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.data.types import SampleMeta
 from mmjax.run import scoring
 from mmjax.run.assembly import build_packer
-from mmjax.run.evaluation import held_out
+from mmjax.run.evaluation import held_out, room_for
 from mmjax.run.metrics import read_metrics
 from mmjax.run.rounds import Rounds
 from mmjax.train import main
@@ -50,6 +52,40 @@ def test_what_holds_every_cell_of_training_holds_the_samples_of_a_round(tmp_path
             assert tokens_CN[2 * row // len(llm["tokens"]), index[index >= 0]].sum() == pytest.approx(pixels)
         seen += len(own)
     assert seen == 21 and sum(int((starts > 0).sum()) for starts in packed.starts) == len(own)
+
+
+def test_rows_have_room_for_answers_of_any_weight():
+    """A row holds the tokens of the longest answer, whatever they weigh in the loss."""
+    metas = [SampleMeta(tokens=20, weight=0.5, learned=10, grids={}), SampleMeta(tokens=30, weight=8.0, grids={})]
+    assert room_for(metas[:1], 99) == 30 and room_for(metas, 99) == 40 and room_for(metas, 35) == 35
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_media_of_an_answer_are_no_part_of_its_prompt(tmp_path, tiles):
+    """Of a held-out record whose last answer has an image, the model is given the images before it alone."""
+    for seed, name in enumerate("ab"):
+        pixels = np.random.default_rng(seed).integers(1, 256, (16, 24), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    rows = [{"images": ["a.png", "b.png"], "question": f"{n} <image>?", "answer": "see <image> here"} for n in range(3)]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    about = ("resize='anyres'", "size=(8, 8)", "grids=((1, 2),)") if tiles else ("max_patches=0",)
+    more = (
+        "Data.sources={'own': 1.0}",
+        f"Data.cache='{tmp_path / 'cache'}'",
+        f"own/Source.path='{tmp_path / 'data.json'}'",
+    )
+    more += (*(f"own/Source.{one}" for one in about), "vision/Projector.newline=True" if tiles else "")
+    more += ("Data.sequence_length=96",)
+    config = load_config([write_tiny(tmp_path)], [one for one in more if one])
+    packer, samples = packer_of(config), held_out(config, 3)
+    prompts = [prompt_only(sample) for sample in samples]
+    for sample, prompt in zip(samples, prompts, strict=True):
+        assert len(sample.media["vision"]) == 2 * len(prompt.media["vision"]) == (6 if tiles else 2)
+        assert prompt.tokens.tolist() == sample.tokens[: sample.prompt].tolist() and sample.answer == "see <image> here"
+        assert 2 * prompt.placeholders("vision").sum() == sample.placeholders("vision").sum() > 0
+        assert len(prompt.tiled.get("vision", ())) == int(tiles)
+    rounds = Rounds(packer, config.train.global_batch // config.train.microbatches)
+    assert sum(len(own) for own, _ in rounds(prompts)) == sum(len(own) for own, _ in rounds(samples)) == 3
 
 
 def test_samples_without_room_are_refused_at_the_start(tmp_path):

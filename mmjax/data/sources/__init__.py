@@ -5,6 +5,6 @@ own); `PreparedRecords` makes samples of them, with a metadata index; `Mixture` 
 """
 
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.record import Entry, Media, Reader, Record, Unusable, parse_record
+from mmjax.data.sources.record import Entry, Media, Reader, Record, Turn, Unusable, parse_record
 
-__all__ = ["Entry", "Media", "Reader", "Record", "SourceConfig", "Unusable", "parse_record"]
+__all__ = ["Entry", "Media", "Reader", "Record", "SourceConfig", "Turn", "Unusable", "parse_record"]

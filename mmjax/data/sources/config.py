@@ -12,6 +12,8 @@ from mmjax.data.processor.template import FolderTemplate, read_template
 from mmjax.own_code import CODE, names_code
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
+PROMPTS = "messages"
+"""The kind of a file of dialogues that are to be answered, which `mmjax.generate` writes."""
 FOLDER = "folder"
 """The template that is the chat template of the folder in ``Data.tokenizer``."""
 RESIZES = ("budget", "fixed", "anyres", "smart", "naflex")
@@ -97,7 +99,7 @@ class SourceConfig:
     }
 
     def __post_init__(self) -> None:
-        if not names_code(self.kind):
+        if not names_code(self.kind) and self.kind != PROMPTS:
             try:
                 one_of("Source.kind", self.kind, KINDS)
             except ConfigError as error:

@@ -14,7 +14,8 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.index import default_cache
 from mmjax.data.sources.mixing import quotas
 from mmjax.data.sources.mixture import Mixture
-from mmjax.data.sources.prepared import IndexObserver, PreparedRecords, Silent
+from mmjax.data.sources.observer import IndexObserver, Silent
+from mmjax.data.sources.prepared import PreparedRecords
 from mmjax.data.sources.skipped import Skipped
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec

@@ -23,7 +23,7 @@ from mmjax.data.sources.storage import Unusable
 from mmjax.data.tiles import token_count
 from mmjax.data.types import EncoderSpec, Tiled
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _UPRIGHT = {  # by the Orientation tag of EXIF
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -25,7 +25,7 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 
-FORMAT = "mmjax-index-5"
+FORMAT = "mmjax-index-6"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -62,6 +62,7 @@ class Measured(NamedTuple):
     place: tuple[int, ...]
     turns: int
     tokens: int
+    learned: int
     weight: float
     images: tuple[tuple[tuple[int, int], ...], ...]
     originals: tuple[tuple[int, int], ...]
@@ -77,6 +78,7 @@ class Index:
       places: int64 [N, ·], see `Entry`.
       turns: int32 [N], how many of its turns are kept.
       tokens: int32 [N].
+      learned: int32 [N], how many of its tokens have a loss weight.
       weights: float64 [N], the sum of its loss weights but the first.
       images: int32 [·, 3], for each medium that images become: the image's number in its record, height, width.
       image_ends: int64 [N], the end of each record's rows in `images`.
@@ -93,6 +95,7 @@ class Index:
     places: np.ndarray
     turns: np.ndarray
     tokens: np.ndarray
+    learned: np.ndarray
     weights: np.ndarray
     images: np.ndarray
     image_ends: np.ndarray
@@ -273,6 +276,7 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         places=np.asarray([one.place for one in records], np.int64).reshape(len(records), -1 if records else 1),
         turns=np.asarray([one.turns for one in records], np.int32),
         tokens=np.asarray([one.tokens for one in records], np.int32),
+        learned=np.asarray([one.learned for one in records], np.int32),
         weights=np.asarray([one.weight for one in records], np.float64),
         images=np.asarray([medium for own in media for medium in own], np.int32).reshape(-1, 3),
         image_ends=np.cumsum([len(own) for own in media], dtype=np.int64),

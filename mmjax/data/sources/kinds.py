@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
-from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.record import Reader, Unusable
 from mmjax.own_code import import_named, names_code
 
@@ -30,7 +30,7 @@ def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
     if not config.path:
         example = {"llava": "data.json", "webdataset": "shards/{000..012}.tar"}.get(config.kind, f"data.{config.kind}")
         raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as {example!r}")
-    if config.kind == "llava":
+    if config.kind in ("llava", PROMPTS):
         from mmjax.data.sources.llava import LlavaReader
 
         return LlavaReader(config)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mmjax.data.sources import storage
-from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"
@@ -21,7 +21,7 @@ class LlavaReader:
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
         self._folder = storage.media_folder(config.path, config.media)
-        self._limit, self._question = config.byte_limit, config.question
+        self._limit, self._question, self._prompts = config.byte_limit, config.question, config.kind == PROMPTS
 
     def files(self) -> Sequence[str]:
         """The JSON files; the index adds the media."""
@@ -41,7 +41,7 @@ class LlavaReader:
         """The record whose JSON is there."""
         file, start, size = place
         value = parse_json(storage.read(self._paths[file], start, size, limit=self._limit))
-        return parse_record(value, self._find, self._question)
+        return parse_record(value, self._find, self._question, is_prompt=self._prompts)
 
     def _find(self, name: object, what: str) -> Media:
         if not isinstance(name, str):

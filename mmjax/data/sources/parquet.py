@@ -13,13 +13,11 @@ from typing import Any
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.keys import MEDIA, RECORD
 from mmjax.data.sources.parquet_pages import column_cost
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
 
-COLUMNS = (
-    *("image", "images", "audio", "audios", "conversations", "messages"),
-    *("question", "answer", "caption", "text", "id"),
-)
+COLUMNS = RECORD
 _MOST = 1 << 30
 """Bytes in memory of a row group, and of all that are kept."""
 _GROWTH = 100
@@ -74,7 +72,7 @@ class ParquetReader:
         if size > self._limit:
             raise Unusable(f"the row takes {size} bytes in memory; at most {self._limit} (Source.byte_limit)")
         (value,) = own.to_pylist()
-        return parse_record({k: v for k, v in value.items() if v is not None}, self._find, self._question)
+        return parse_record(_without_nulls(value), self._find, self._question)
 
     def _find(self, value: object, what: str) -> Media:
         if isinstance(value, Mapping):
@@ -137,6 +135,18 @@ class ParquetReader:
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise Unusable(f"{path} is no Parquet file ({_line(error)})") from None
         return self._open[path]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose turns and tools have no keys without a value: a table gives every struct the keys of all."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = {key: item if key in MEDIA else clean(item) for key, item in value.items()}
+            return {key: item for key, item in items.items() if item is not None}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return {key: clean(value) if key in ("conversations", "messages", "tools") else value for key, value in row.items()}
 
 
 def _leaves(metadata: Any) -> list[int]:

@@ -6,60 +6,44 @@ import bisect
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
 from mmjax.data.processor.files import tokenizer_digest
+from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.sample import Laid, layout_tokens, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources import storage
-from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.config import PROMPTS, SourceConfig
+from mmjax.data.sources.cutting import cut, cut_points
 from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.index import Index, Measured
+from mmjax.data.sources.keys import named
 from mmjax.data.sources.kinds import make_reader
-from mmjax.data.sources.record import IMAGE, RECORDING, Entry, Media, Record
+from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.sources.record import Entry, Media, Record
 from mmjax.data.sources.recordings import Recordings
 from mmjax.data.sources.skipped import Fault, Skipped, one_line, reason_of
 from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.turns import Turn, is_prompt, last_answer, last_question, without_literals
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 T = TypeVar("T")
 HEAD = 1 << 16
 """Bytes of an image that are read to know its size; if they are not enough, all are read."""
+_MOST_KEYS = 12
+"""Keys of records that are named where nobody reads them."""
 _CHANGED = "it is not what it was when it was indexed"
-
-
-class IndexObserver(Protocol):
-    """An object that is told about the progress of making an index."""
-
-    def progress(self, total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A context whose value is a function to call with the number of records done."""
-        ...
-
-    def message(self, text: str) -> None:
-        """Receives a line."""
-        ...
-
-
-class Silent:
-    """An `IndexObserver` that ignores everything."""
-
-    @contextmanager
-    def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
-        """Does nothing."""
-        yield lambda _: None
-
-    def message(self, text: str) -> None:
-        """Does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +96,7 @@ class PreparedRecords:
         skipped: Skipped,
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
-        self._most = data.sequence_length
+        self._most, self._prompts = data.sequence_length, config.kind == PROMPTS
         try:
             self._template = config.chat(data.tokenizer)
         except ConfigError as error:
@@ -155,8 +139,9 @@ class PreparedRecords:
 
     def meta(self, number: int) -> SampleMeta:
         """The metadata of record `number`, from the index; nothing is opened."""
-        tokens, weight = int(self.index.tokens[number]), float(self.index.weights[number])
-        return SampleMeta.of(self._encoders, self._sizes(number), tokens=tokens, weight=weight)
+        tokens, learned = int(self.index.tokens[number]), int(self.index.learned[number])
+        about: Any = {"tokens": tokens, "weight": float(self.index.weights[number]), "learned": learned}
+        return SampleMeta.of(self._encoders, self._sizes(number), **about)
 
     def sample(self, number: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
         """Record `number`, with the media of the encoders `media` alone (by default of all).
@@ -175,7 +160,7 @@ class PreparedRecords:
         if faults and self.config.strict:
             raise ConfigError(str(faults[0]))
         self.skipped.add(self.name, faults[:1])
-        question, answer = map(self._template.said, made.record.turns[-1] if made else ("", ""))
+        question, answer = self._texts(made)
         return Sample(
             tokens=np.asarray(laid.tokens, np.int32),
             loss_weights=np.asarray([0.0] * len(laid.tokens) if faults else laid.weights, np.float32),
@@ -184,6 +169,7 @@ class PreparedRecords:
             answer=answer,
             prompt=laid.prompt,
             asked=np.asarray(laid.asked, np.int32),
+            prompt_media=self._before(number, laid) if made else {},
             lead=laid.lead,
             tail=laid.tail,
             media_tokens={name: self.tokenizer.media_token(name) for name in self._encoders},
@@ -217,6 +203,21 @@ class PreparedRecords:
         """The sizes of a record's images, from the index."""
         return list(map(Measure, self.index.upright(number), self.index.sizes(number)))
 
+    def _before(self, number: int, laid: Laid) -> dict[str, int]:
+        """How many media of each encoder come before the last answer."""
+        images = self.index.sizes(number)[: laid.before.get(self._image, 0)]
+        counts = {self._image: sum(map(len, images)), self._audio: laid.before.get(self._audio, 0)}
+        return {name: counts[name] for name in self._sizes(number)}
+
+    def _texts(self, made: _Record | None) -> tuple[str, str]:
+        """The last question and its answer."""
+        if made is None:
+            return "", ""
+        turns = made.record.dialogue
+        answer = "" if is_prompt(turns) else made.laid.answer or turns[last_answer(turns)].text
+        question, answer = (self._template.said(without_literals(text)) for text in (last_question(turns), answer))
+        return question, answer
+
     def _tiled(self, number: int) -> dict[str, tuple[Tiled, ...]]:
         """How each image of a record was cut; nothing where the LLM takes the encoder's media one by one."""
         if not self._pictures or not self._pictures.spec.newline:
@@ -228,7 +229,7 @@ class PreparedRecords:
         found = self.index
         with self._noting(faults, number):
             record = self.reader.read(tuple(found.places[number].tolist()))
-            kept = _cut(record, int(found.turns[number]))
+            kept = cut(record, int(found.turns[number]))
             images = self._images(number)
             recordings = found.frames(number)
             if (len(kept.images), len(kept.recordings)) == (len(images), len(recordings)):
@@ -315,18 +316,20 @@ class PreparedRecords:
             self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
         ]
         made = self._tokens(record, images, recordings, alone)
+        if not self._prompts and not any(made.laid.weights):
+            raise Unusable("none of its answers is learned")
         if self.config.strict or len(made.laid.tokens) <= self._most:
             return made
-        if self.config.cut and len(record.turns) > 1:
+        if self.config.cut:
             # As many turns as fit: the tokens rise with their number.
-            shorter = range(1, len(record.turns))
+            shorter = cut_points(record.dialogue)
             fitting = bisect.bisect_right(
                 shorter,
                 self._most,
-                key=lambda n: len(self._tokens(_cut(record, n), images, recordings, alone).laid.tokens),
+                key=lambda n: len(self._tokens(cut(record, n), images, recordings, alone).laid.tokens),
             )
             if fitting:
-                return self._tokens(_cut(record, fitting), images, recordings, alone)
+                return self._tokens(cut(record, shorter[fitting - 1]), images, recordings, alone)
         raise Unusable(f"{len(made.laid.tokens)} tokens; Data.sequence_length is {self._most}")
 
     def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
@@ -355,9 +358,8 @@ class PreparedRecords:
         if recordings:
             counts[self._audio] = [self._encoders[self._audio].tokens(frames) for frames in recordings]
         system = record.system or self.config.system
-        laid = layout_tokens(
-            self.tokenizer, self._encoders, counts, record.turns, template=self._template, system=system
-        )
+        about: Any = {"template": self._template, "system": system, "tools": record.tools}
+        laid = layout_tokens(self.tokenizer, self._encoders, counts, record.dialogue, **about)
         return _Record(record=record, alone=alone, laid=laid, images=images, recordings=recordings)
 
     def _tokens_of(self, image: Measure) -> int:
@@ -402,9 +404,10 @@ class PreparedRecords:
         faults: list[Fault] = []
         files: dict[str, None] = dict.fromkeys(self.reader.files())
         good: list[Measured] = []
+        unread = Counter[str]()
         with observer.progress(len(entries), f"indexing {self.name}") as done:
             for number, entry in enumerate(entries):
-                measured = self._measured(number, entry, files)
+                measured = self._measured(number, entry, files, unread)
                 if isinstance(measured, Fault):
                     faults.append(measured)
                     if self.config.strict:
@@ -417,10 +420,16 @@ class PreparedRecords:
         require(bool(good), f"{self.name}/Source.path", self.config.path, fix)
         if faults:
             observer.message(f"{self.name}: {len(faults)} of {len(entries)} records cannot be used and are left out")
+        if unread:
+            keys = ", ".join(f"{key!r} ({count} records)" for key, count in unread.most_common(_MOST_KEYS))
+            observer.message(f"{self.name}: keys that are not read: {keys}{', …' * (len(unread) > _MOST_KEYS)}")
         return indexes.collect(good, faults=faults, files=files)
 
-    def _measured(self, number: int, entry: Entry, files: dict[str, None]) -> Measured | Fault:
-        """The index's entry for a record, or why it cannot be used; the files of its media are added to `files`."""
+    def _measured(self, number: int, entry: Entry, files: dict[str, None], unread: Counter[str]) -> Measured | Fault:
+        """The index's entry for a record, or why it cannot be used.
+
+        The files of its media are added to `files`, its keys that nobody reads to `unread`.
+        """
         if entry.fault:
             return Fault(entry.name, one_line(entry.fault))
         record = None
@@ -430,6 +439,7 @@ class PreparedRecords:
                 if media.path and not storage.is_url(media.path):
                     files[media.path] = None
             made = self._laid(record)
+            unread.update(dict.fromkeys([*record.unread, *self._unread(record.dialogue)], 1))
         except (ConfigError, Unreachable):
             raise
         except Exception as error:  # see `sample`
@@ -438,27 +448,22 @@ class PreparedRecords:
             number=number,
             name=entry.name,
             place=entry.place,
-            turns=len(made.record.turns),
+            turns=len(made.record.dialogue),
             tokens=len(made.laid.tokens),
+            learned=int(np.count_nonzero(made.laid.weights)),
             weight=loss_weight(np.asarray(made.laid.weights, np.float32)),
             images=tuple(tuple(own.media) for own in made.images),
             originals=tuple(own.original for own in made.images),
             recordings=tuple(made.recordings),
         )
 
+    def _unread(self, turns: Sequence[Turn]) -> tuple[str, ...]:
+        """The keys of turns that the template does not read."""
+        keys = dict.fromkeys(key for turn in turns for key in turn.keys if key != "content")
+        return named(
+            key for key in keys if not (isinstance(self._template, FolderTemplate) and self._template.reads(key))
+        )
+
 
 def _is_relative(path: str) -> bool:
     return bool(path) and not storage.is_url(path) and not os.path.isabs(path)
-
-
-def _cut(record: Record, turns: int) -> Record:
-    """A record with the first `turns` turns and the media in them; media without a mark belong to the first turn."""
-    kept = record.turns[:turns]
-
-    def media(own: tuple[Media, ...], mark: str) -> tuple[Media, ...]:
-        marks = [sum(text.count(mark) for turn in some for text in turn) for some in (record.turns, kept)]
-        return own[: len(own) - marks[0] + marks[1]]
-
-    return replace(
-        record, turns=kept, images=media(record.images, IMAGE), recordings=media(record.recordings, RECORDING)
-    )

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mmjax.data.sources import storage
+from mmjax.data.sources.keys import TURN, require_plain, unread, weight_of
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, has_place, is_empty
 from mmjax.data.sources.storage import Unusable
+from mmjax.data.turns import ASSISTANT, LITERAL, SYSTEM, USER, Turn, Turns, as_turns
 
-IMAGE, RECORDING, AUDIO = "<image>", "<recording>", "<audio>"
-_ASKS = {"human": True, "user": True, "gpt": False, "assistant": False, "model": False}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Media:
-    """An encoded image or recording: its bytes, or the path of their file. `name` is for messages."""
-
-    name: str
-    data: bytes | None = None
-    path: str = ""
-
-    def read(self, limit: int, head: int | None = None) -> bytes:
-        """All bytes, or the first `head`. Raises Unusable when there are more than `limit`, or the file is missing."""
-        if self.data is not None:
-            if len(self.data) > limit:
-                raise Unusable(f"{self.name}: {len(self.data)} bytes are more than {limit}")
-            return self.data
-        if not storage.is_url(self.path) and not os.path.exists(self.path):
-            raise Unusable(f"{self.name} does not exist: put it at {self.path}")
-        size, _ = storage.stamp(self.path)
-        if size > limit:
-            raise Unusable(f"{self.name}: {size} bytes are more than {limit}")
-        return storage.read(self.path, 0, size if head is None else min(head, size), limit=limit)
+__all__ = ["IMAGE", "RECORDING", "Entry", "Find", "Media", "Reader", "Record", "Turn", "Unusable", "parse_record"]
+_ROLES = {
+    **{name: USER for name in ("user", "human")},
+    **{name: ASSISTANT for name in ("assistant", "gpt", "model")},
+    **{name: name for name in (SYSTEM, "developer", "tool", "function", "ipython", "observation")},
+}
+"""Roles by their names in data, in small letters; the template of a folder alone takes those beyond the first three."""
+_KEPT = f"[{LITERAL}{''.join(PLACES.values())}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +29,28 @@ class Record:
     """A dialogue about media.
 
     Attributes:
-      turns: questions and answers in order; `<image>` and `<recording>` in them mark the places of the media.
+      turns: its turns in order; a pair of texts is a question and its answer. `<image>` and `<recording>` in them mark
+        the places of the media.
       images: its images, in the order of their marks.
       recordings: its recordings, in the order of their marks.
       system: a system prompt of its own; "" = the source's.
+      tools: descriptions of the tools that the model may call.
       id: its id in the data, for messages; "" without one.
+      unread: keys of it that nobody reads.
     """
 
-    turns: tuple[tuple[str, str], ...]
+    turns: Turns
     images: tuple[Media, ...] = ()
     recordings: tuple[Media, ...] = ()
     system: str = ""
+    tools: tuple[Any, ...] = ()
     id: str = ""
+    unread: tuple[str, ...] = ()
+
+    @property
+    def dialogue(self) -> tuple[Turn, ...]:
+        """Its turns, a question and an answer in place of each pair."""
+        return as_turns(self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +84,6 @@ class Reader(Protocol):
         ...
 
 
-Find = Callable[[object, str], Media]
-"""A function that makes a medium from its value in a record (a file name, or bytes) and a name for messages."""
-
-
 def parse_json(data: bytes, what: str = "") -> Any:
     """The value of UTF-8 JSON. Raises Unusable for any other bytes; `what` then starts the reason."""
     about = f"{what} is " if what else ""
@@ -108,152 +100,164 @@ def parse_json(data: bytes, what: str = "") -> Any:
         raise Unusable(f"{about}not JSON that can be read (a number of more than 4300 digits)") from None
 
 
-def parse_record(value: object, find: Find, question: str = "") -> Record:
+def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bool = False) -> Record:
     """A record from a JSON object, or a row of a table.
 
     Turns are in `conversations` or `messages` (LLaVA's `from`, `value`; or `role`, `content`), in `question` and
     `answer`, or in `caption` or `text`, which is an answer to `question`. Images are in `image` or `images`, recordings
     in `audio` or `audios`: a value or a list of them. What is said in a turn is a string, or a list of parts of type
     "text", "image" or "audio", as Hugging Face has it; a medium of a part is its own, or the next of the record's.
-    Raises Unusable.
+
+    Args:
+      value: the object.
+      find: makes a medium.
+      question: the question that a caption answers.
+      is_prompt: whether an answer is still to come.
+
+    Raises:
+      Unusable: it is no record, or asks for something that is not done here.
     """
     if not isinstance(value, Mapping):
         raise Unusable(f"must be an object, not {type(value).__name__}")
-    own = value.get("id")
-    name = str(own)[:80] if isinstance(own, (str, int)) else ""
+    label = value.get("id")
+    name = str(label)[:80] if isinstance(label, (str, int)) else ""
     try:
-        return replace(_parsed(value, find, question), id=name)
+        return replace(_parsed(value, find, question, is_prompt=is_prompt), id=name)
     except Unusable as error:
         error.record = name
         raise
 
 
-def _parsed(value: Mapping[str, Any], find: Find, question: str) -> Record:
-    if _listed(value, "video", "videos"):
-        raise Unusable("it has a video; mmjax reads images and recordings, such as frames in `images`")
-    images, recordings = _Places("image", find), _Places("recording", find)
-    turns, system = _turns(value, question, (images, recordings))
-    record = Record(
-        turns=tuple(turns),
-        images=images.filled(_listed(value, "image", "images")),
-        recordings=recordings.filled(_listed(value, "audio", "audios")),
-        system=system,
-    )
-    if record.recordings:
-        turns = [(asked.replace(AUDIO, RECORDING), said.replace(AUDIO, RECORDING)) for asked, said in turns]
-    for mark, media, what in ((IMAGE, record.images, "images"), (RECORDING, record.recordings, "recordings")):
-        marks = sum(text.count(mark) for turn in turns for text in turn)
-        if marks > len(media) and (media or mark == IMAGE):  # "<recording>" without recordings is mere text
-            raise Unusable(f"the dialogue has {marks} {mark} marks for {len(media)} {what}: name {marks}")
-    return replace(record, turns=tuple(turns))
+def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: bool) -> Record:
+    require_plain(value)
+    places = Places("image", find), Places("recording", find)
+    turns = _turns(value, question, places)
+    system = _text(value, "system") if value.get("system") else ""
+    if turns and turns[0].role == SYSTEM:
+        if system not in ("", turns[0].text):
+            raise Unusable("it has a system prompt in `system` and another one in its first turn")
+        system, turns = turns[0].text, turns[1:]
+    _require_answer(turns, is_prompt=is_prompt)
+    texts = [turn.text for turn in turns]
+    if any(has_place(text, VIDEO) for text in texts):
+        raise Unusable(f"it has a {VIDEO} mark; mmjax reads images and recordings, such as frames in `images`")
+    filled = [
+        own.fill(_listed(value, *keys), texts, is_named=any(key in value for key in keys))
+        for own, keys in zip(places, (("image", "images"), ("audio", "audios")), strict=True)
+    ]
+    if not any(own.media for own in filled):
+        _require_no_medium(value, question)
+    written: list[Turn] = []
+    for turn in turns:
+        text = turn.text
+        for own in filled:
+            text = own.text(text, is_question=not turn.is_answer)
+        written.append(replace(turn, text=text))
+    images, recordings = (own.media for own in filled)
+    about: Any = {"system": system, "tools": _tools(value), "unread": unread(value)}
+    return Record(turns=tuple(written), images=images, recordings=recordings, **about)
 
 
-class _Places:
-    """Collects the places of media of one sort in a dialogue, in order."""
+def _require_answer(turns: Sequence[Turn], *, is_prompt: bool) -> None:
+    if not is_prompt and not any(turn.is_answer for turn in turns):
+        raise Unusable("the dialogue has no answer")
+    if all(turn.is_answer for turn in turns):
+        raise Unusable("the dialogue has no question")
+    if turns[-1].is_answer == is_prompt:
+        raise Unusable("the dialogue does not end with " + ("a question" if is_prompt else "an answer"))
 
-    def __init__(self, what: str, find: Find):
-        self.what, self._find, self._parts = what, find, False
-        # For each place: a part's own medium, or the index of one of the record's, or None for its next one.
-        self._own: list[Media | int | None] = []
 
-    def add_marks(self, text: str) -> None:
-        """Adds the places of the marks in a text; each takes the next of the record's media."""
-        marks = (IMAGE,) if self.what == "image" else (RECORDING, AUDIO)
-        self._own += [None] * sum(map(text.count, marks))
+def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
+    """A caption whose medium is missing is no sample: nobody could say it. Raises Unusable."""
+    key = _caption_key(value)
+    names = [name for name in ("image", "images", "audio", "audios") if name in value]
+    if key and (question or names):
+        lacks = f"{names[0]}={_shown(value[names[0]])}" if names else "it has no image and no recording"
+        raise Unusable(f"a {key} without its medium: {lacks}")
 
-    def add_part(self, part: Mapping[str, Any]) -> str:
-        """Adds the place of a part of a turn; returns its mark."""
-        sort = "image" if self.what == "image" else "audio"
-        named = next((part[key] for key in (sort, f"{sort}_url", "url", "path") if part.get(key) is not None), None)
-        if isinstance(named, Mapping) and "url" in named:
-            named = named["url"]
-        index = part.get("index")
-        self._own.append(self._found(named) if named is not None else index if _is_place(index) else None)
-        self._parts = True
-        return IMAGE if self.what == "image" else RECORDING
 
-    def filled(self, beside: Sequence[object]) -> tuple[Media, ...]:
-        """All media in the order of their places; those `beside` the dialogue fill the places that have none.
+def _caption_key(value: Mapping[str, Any]) -> str:
+    """The key of a caption; "" for a record of another form."""
+    forms = ("conversations", "messages", "question", "answer")
+    if any(value.get(key) is not None for key in forms):
+        return ""
+    return next((key for key in ("caption", "text") if value.get(key) is not None), "")
 
-        Raises Unusable if there are more or fewer of them than such places.
-        """
-        listed = [self._found(one) for one in beside]
-        if not self._parts:
-            return tuple(listed)
-        chosen = {own for own in self._own if isinstance(own, int)}
-        rest = [one for at, one in enumerate(listed) if at not in chosen]
-        if self._own.count(None) != len(rest) or any(at >= len(listed) for at in chosen):
-            places = len(self._own) - sum(isinstance(own, Media) for own in self._own)
-            raise Unusable(f"{len(listed)} {self.what}s beside the dialogue for {places} places in it")
-        following = iter(rest)
-        return tuple(
-            own if isinstance(own, Media) else next(following) if own is None else listed[own] for own in self._own
-        )
 
-    def _found(self, named: object) -> Media:
+def _tools(value: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The tools of a record, which some data have as JSON in a string. Raises Unusable."""
+    tools = value.get("tools")
+    tools = parse_json(tools.encode(), "tools") if isinstance(tools, str) and tools.strip() else tools or []
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Unusable(f"tools={_shown(tools)} must be a list of objects")
+    return tuple(tools)
+
+
+def _listed(value: Mapping[str, Any], single: str, several: str) -> list[Any]:
+    """The media of a record. Raises Unusable where two keys name different ones."""
+    named = [_as_list(value[key]) for key in (several, single) if value.get(key) is not None]
+    named = [values for values in named if not all(map(is_empty, values))]
+    if len(named) > 1 and any(item not in named[0] for item in named[1]):
+        raise Unusable(f"it has {single} and {several}: name all in {several}")
+    return named[0] if named else []
+
+
+def _as_list(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _turns(value: Mapping[str, Any], question: str, places: Sequence[Places]) -> list[Turn]:
+    weight = weight_of(value)
+    messages = value.get("conversations") if value.get("conversations") is not None else value.get("messages")
+    if messages is not None:
+        return _dialogue(messages, places, weight)
+    if value.get("question") is not None or value.get("answer") is not None:
+        texts = _text(value, "question"), _text(value, "answer")
+    elif key := _caption_key(value):
+        texts = question, _text(value, key)
+        if not texts[1].strip():
+            raise Unusable(f"{key}={_shown(texts[1])} says nothing")
+    else:
+        raise Unusable("has no conversations, messages, question and answer, caption or text")
+    for own in places:
+        own.add_text(texts[0], is_question=True)
+        own.add_text(texts[1], is_question=False)
+    return [Turn(role=USER, text=texts[0]), Turn(role=ASSISTANT, text=texts[1], weight=weight)]
+
+
+def _dialogue(messages: object, places: Sequence[Places], weight: float) -> list[Turn]:
+    if not isinstance(messages, (list, tuple)):
+        raise Unusable(f"conversations must be a list, not {type(messages).__name__}")
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            raise Unusable(f"turn {number} must be an object, not {type(message).__name__}")
+        name = message.get("from") if message.get("from") is not None else message.get("role")
+        role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+        if role is None:
+            raise Unusable(f"turn {number} is from {str(name)[:40]!r}: none of {', '.join(_ROLES)}")
         try:
-            return self._find(named, self.what)
+            turns.append(_turn(message, role, () if role == SYSTEM and number == 1 else places, weight))
         except Unusable as error:
-            error.medium = error.medium or (named[:200] if isinstance(named, str) else self.what)
-            raise
+            raise Unusable(f"turn {number}: {error}", medium=error.medium) from None
+    return turns
 
 
-def _is_place(index: object) -> bool:
-    return isinstance(index, int) and not isinstance(index, bool) and index >= 0
+def _turn(message: Mapping[str, Any], role: str, places: Sequence[Places], weight: float) -> Turn:
+    keys = {key: item for key, item in message.items() if key not in TURN and not _says_nothing(item)}
+    key = "value" if message.get("value") is not None else "content"
+    turn = Turn(role=role, text="", weight=weight_of(message, weight) if role == ASSISTANT else 0.0, keys=keys)
+    if message.get(key) is None and turn.meaningful:
+        return replace(turn, keys={**keys, "content": None})
+    return replace(turn, text=_content(message, key, places, is_question=role != ASSISTANT))
 
 
-def _listed(value: Mapping[str, Any], one: str, many: str) -> list[Any]:
-    found = value.get(many) if value.get(many) is not None else value.get(one)
-    if found is None:
-        return []
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+def _says_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, (list, Mapping)) and not value)
 
 
-def _turns(
-    value: Mapping[str, Any], question: str, places: tuple[_Places, _Places]
-) -> tuple[list[tuple[str, str]], str]:
-    said = value.get("conversations") if value.get("conversations") is not None else value.get("messages")
-    if said is not None:
-        return _dialogue(said, places)
-    if "question" in value or "answer" in value:
-        return [(_text(value, "question"), _text(value, "answer"))], ""
-    for key in ("caption", "text"):
-        if value.get(key) is not None:
-            return [(question, _text(value, key))], ""
-    raise Unusable("has no conversations, messages, question and answer, caption or text")
-
-
-def _dialogue(said: object, places: tuple[_Places, _Places]) -> tuple[list[tuple[str, str]], str]:
-    if not isinstance(said, (list, tuple)):
-        raise Unusable(f"conversations must be a list, not {type(said).__name__}")
-    system, turns, asked = "", [], None
-    for number, one in enumerate(said):
-        if not isinstance(one, Mapping):
-            raise Unusable(f"turn {number + 1} must be an object, not {type(one).__name__}")
-        role = one.get("from", one.get("role"))
-        first = role == "system" and number == 0
-        try:
-            text = _content(one, "value" if "value" in one else "content", () if first else places)
-        except Unusable as error:
-            raise Unusable(f"turn {number + 1}: {error}", medium=error.medium) from None
-        if first:
-            system = text
-        elif role not in _ASKS:
-            raise Unusable(f"turn {number + 1} is from {str(role)[:40]!r}: human and gpt take turns")
-        elif _ASKS[str(role)] == (asked is not None):
-            raise Unusable(f"turn {number + 1} is from {role!r} again: human and gpt take turns")
-        elif _ASKS[str(role)]:
-            asked = text
-        else:
-            turns.append((asked, text))
-            asked = None
-    if not turns or asked is not None:
-        raise Unusable("the dialogue does not end with an answer" if turns else "the dialogue has no answer")
-    return turns, system
-
-
-def _content(turn: Mapping[str, Any], key: str, places: Sequence[_Places]) -> str:
-    """The text of a turn, with marks for its media, whose places are added to `places`."""
+def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_question: bool) -> str:
+    """The text of a turn, with characters for its media, whose places are added to `places`."""
     parts = turn.get(key)
     texts: list[str] = []
     for part in parts if isinstance(parts, (list, tuple)) else ({"type": "text", "text": _text(turn, key)},):
@@ -263,9 +267,9 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[_Places]) -> st
         if sort == "text":
             texts.append(_text(part, "text"))
             for own in places:
-                own.add_marks(texts[-1])
+                own.add_text(texts[-1], is_question=is_question)
         elif sort in ("image", "audio") and places:
-            texts.append(places[sort == "audio"].add_part(part))
+            texts.append(places[sort == "audio"].add_part(part, is_question=is_question))
         else:
             legal = "text, image and audio" if places else "text"
             raise Unusable(f"a part of {key} is of type {str(part.get('type'))[:40]!r}: {legal} can be read")
@@ -278,7 +282,7 @@ def _text(value: Mapping[str, Any], key: str) -> str:
         raise Unusable(f"{key}={_shown(text)} must be a string")
     if re.search("[\ud800-\udfff]", text):
         raise Unusable(f"{key} holds half of a surrogate pair")
-    return text
+    return re.sub(_KEPT, "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _shown(value: object) -> str:

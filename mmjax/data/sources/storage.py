@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from mmjax.configurable import ConfigError
 
@@ -199,18 +200,39 @@ def media_folder(path: str, media: str) -> str:
 
 
 def beside(folder: str, name: str) -> str:
-    """The file `name` in `folder`.
+    """The file `name` in `folder`: a name in it, or an absolute path or URL that lies inside.
 
     Raises:
       Unusable: `name` leads out of it.
     """
-    parts = name.replace("\\", "/").split("/")
-    if not name or name.startswith(("/", "\\")) or ".." in parts or is_url(name) or "\0" in name:
-        what = (
-            "is a URL; media are read from their folder alone" if is_url(name) else "leads out of the folder of media"
-        )
+    wanted = inside(folder, name)
+    parts = wanted.replace("\\", "/").split("/")
+    if not wanted or wanted.startswith(("/", "\\")) or ".." in parts or is_url(wanted) or "\0" in wanted:
+        what = "leads out of the folder of media"
+        if is_url(wanted):
+            what = "is a URL; media are read from their folder alone"
         raise Unusable(f"{name!r} {what}")
-    return f"{folder.rstrip('/') or '/'}/{name}" if folder else name
+    return f"{folder.rstrip('/') or '/'}/{wanted}" if folder else wanted
+
+
+def inside(folder: str, name: str) -> str:
+    """The name in `folder` of an absolute path or URL that lies inside it; any other name as it is."""
+    if is_url(folder):
+        return name.removeprefix(f"{folder.rstrip('/')}/")
+    if name[:7].lower() == "file://":
+        path = unquote(name[7:])
+        path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+    else:
+        path = name
+    if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        return name
+    # A folder may be named through a link, and a path not, or the other way round.
+    for resolved in (os.path.abspath, os.path.realpath):
+        within = f"{resolved(folder or '.').rstrip('/')}/"
+        whole = resolved(path)
+        if whole.startswith(within) and whole != within:
+            return whole.removeprefix(within)
+    return name
 
 
 def _patiently(attempt: Callable[[], T], path: str, pauses: Sequence[float] | None = None) -> T:

@@ -19,8 +19,13 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
-IMAGES, RECORDINGS = ("jpg", "jpeg", "png", "webp"), ("wav",)
+IMAGES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "dib", "tif", "tiff", "avif", "image", "img")
+RECORDINGS = ("wav", "flac", "ogg", "oga", "opus", "mp3")
+"""Endings of members that are media; their bytes say of which kind."""
+_TEXTS = ("json", "txt")
 _TURNS = ("conversations", "messages", "question", "answer")
+_NAMES = ("image", "images", "audio", "audios")
+"""Keys of a sample's JSON that name its media elsewhere."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -91,18 +96,17 @@ def record_of(data: bytes, question: str) -> Record:
         if member.fault:
             raise Unusable(member.fault)
         files.append((member.suffix, data[member.data : member.data + member.size]))
-    media = sorted((s for s, _ in files if s.rpartition(".")[2] in (*IMAGES, *RECORDINGS)), key=_natural)
     contents = dict(files)
-    value: dict[str, Any] = {}
-    if "json" in contents:
-        found = _json(contents["json"])
-        value = {k: found[k] for k in (*_TURNS, "caption", "text", "id") if k in found}
-    if "txt" in contents and not set(_TURNS) & set(value):
-        value = {"caption": _utf8(contents["txt"], "txt")}
+    media = sorted((suffix for suffix in contents if _ending(suffix) in (*IMAGES, *RECORDINGS)), key=_natural)
+    value = _value(contents)
     if not set(value) - {"id"} and not media:
         raise Unusable("has no json, no txt and no image")
-    value["images"] = [s for s in media if s.rpartition(".")[2] in IMAGES]
-    value["audios"] = [s for s in media if s.rpartition(".")[2] in RECORDINGS]
+    others = [suffix for suffix in contents if suffix not in (*_TEXTS, *media)]
+    if not media and others and not set(_TURNS) & set(value):
+        raise Unusable(f"its caption is of {others[0][:40]!r}, which ends as no image and no recording does")
+    for key, endings in (("images", IMAGES), ("audios", RECORDINGS)):
+        if names := [suffix for suffix in media if _ending(suffix) in endings]:
+            value[key] = names
 
     def find(suffix: object, what: str) -> Media:
         if suffix not in contents:
@@ -110,6 +114,20 @@ def record_of(data: bytes, question: str) -> Record:
         return Media(name=str(suffix), data=contents[str(suffix)])
 
     return parse_record(value, find, question)
+
+
+def _value(contents: dict[str, bytes]) -> dict[str, Any]:
+    """The sample as a record, without its media; turns in its JSON count for more than a caption beside it."""
+    value: dict[str, Any] = {}
+    if "json" in contents:
+        value = {key: item for key, item in _json(contents["json"]).items() if key not in _NAMES}
+    if "txt" in contents and not set(_TURNS) & set(value):
+        value |= {"caption": _utf8(contents["txt"], "txt")}
+    return value
+
+
+def _ending(suffix: str) -> str:
+    return suffix.rpartition(".")[2]
 
 
 def _natural(suffix: str) -> list[tuple[int, str]]:

@@ -22,8 +22,9 @@ class Task:
     Attributes:
       home: opens the samples: a function of a `DataConfig`, the specs of the model's media and a tokenizer, and by name
         of `settings` (the task's), and `sources`, `seed`, `split`, `observer` and `skipped` (see `make_source`).
-      config: the configurable class of its settings, which has the property `media` (as below) and the method
-        `check_generators`; None for a task without settings of its own.
+      config: the configurable class of its settings, which has the properties `media` (as below) and `draws` (whether
+        samples have pictures to be drawn) and the method `check_generators`; None for a task without settings of its
+        own.
       media: the media that its samples have, "image" or "recording"; None where that is seen when they are read.
       unit: what a right answer is made of; "digit" names the scores `digit_accuracy` and "digits right".
       reader: reads a drawing: a function of its pixels and the number of units in it; "" where drawings are not scored.

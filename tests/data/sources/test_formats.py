@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,19 +248,83 @@ def test_shards_in_laions_layout(tmp_path):
         "000/1.jpg": encoded(pixels(8, 8), "JPEG"), "000/1.txt": b"ein Bild", "000/1.json": meta,
         "000/2.webp": encoded(pixels(8, 8), "WEBP"), "000/2.json": meta,
         "000/3.10.png": encoded(pixels(16, 8)), "000/3.2.png": encoded(pixels(8, 8)), "000/3.txt": b"two",
-        "long" * 30 + ".txt": b"a long name",
+        "long" * 30 + ".txt": b"a long name", "long" * 30 + ".png": encoded(pixels(8, 8)),
     }  # fmt: skip
     (tmp_path / "00000.tar").write_bytes(tar_of(files))
-    (tmp_path / "00001.tar").write_bytes(tar_of({"4.txt": b"text"}))
+    (tmp_path / "00001.tar").write_bytes(tar_of({"4.txt": b"text", "4.json": b'{"question": "q", "answer": "a"}'}))
     config = SourceConfig(kind="webdataset", path=str(tmp_path / "{00000..00001}.tar"), question="what is it?")
     made = opened(tmp_path, config, split="test")
     samples = [made.sample(at) for at in range(len(made))]
     asked = "what is it? "
     assert [text_of(s.tokens) for s in samples] == [
         f"1:<v>{asked}ein Bild$", f"1:<v>{asked}unused$", f"1:<v>2:<v>{asked}two$",
-        f"{asked}a long name$", f"{asked}text$",
+        f"1:<v>{asked}a long name$", "q a$",
     ]  # fmt: skip
     assert [m.shape[0] for m in samples[2].media["vision"]] == [8, 16]  # 2.png before 10.png
+
+
+CAPTION = SourceConfig(kind="webdataset", question="Describe the image.", max_patches=0)
+
+
+def test_images_of_every_ending_in_shards(tmp_path):
+    """Endings in capitals, Pillow's rarer formats, and a member that is named `image` by its data set."""
+    kinds = {
+        "jpg": "JPEG", "jpeg": "JPEG", "jpe": "JPEG", "JPG": "JPEG", "png": "PNG", "webp": "WEBP", "gif": "GIF",
+        "bmp": "BMP", "tif": "TIFF", "tiff": "TIFF", "avif": "AVIF", "image": "PNG",
+    }  # fmt: skip
+    files = {}
+    for number, (ending, kind) in enumerate(kinds.items()):
+        files |= {f"{number}.{ending}": encoded(pixels(8, 16, number), kind), f"{number}.txt": ending.encode()}
+    (tmp_path / "0.tar").write_bytes(tar_of(files))
+    made = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
+    samples = [made.sample(at) for at in range(len(made))]
+    assert [text_of(one.tokens) for one in samples] == [f"1:<v>Describe the image. {ending}$" for ending in kinds]
+    for number, kind in enumerate(kinds.values()):
+        (medium,) = samples[number].media["vision"]
+        near = 0.3 if kind in ("JPEG", "WEBP", "AVIF", "GIF") else 1e-6
+        assert medium.shape == (8, 16, 3) and np.abs(medium - pixels(8, 16, number) / 255).mean() < near
+
+
+def test_a_caption_without_its_medium_is_no_sample(tmp_path):
+    """Members that are missing, empty or of unknown endings; columns that are null; keys that name nothing."""
+    image, lost = encoded(pixels(8, 8)), json.dumps({"caption": "x", "status": "failed_to_download"}).encode()
+    files = {
+        "0.txt": b"alone", "1.json": lost, "2.heic": image, "2.txt": b"heic", "3.jpg": image, "3.txt": b" \n",
+        "4.jpg": image, "4.json": b'{"width": 3}', "5.jpg": image, "5.txt": b"good", "6.txt": b"", "6.jpg": image,
+    }  # fmt: skip
+    (tmp_path / "0.tar").write_bytes(tar_of(files))
+    made = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
+    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == ["1:<v>Describe the image. good$"]
+    faults = {fault.name.rpartition(":")[2]: fault.reason for fault in made.sources[0].index.left_out()}
+    alone = "without its medium: it has no image and no recording"
+    said = {
+        "0": alone, "1": alone, "2": "its caption is of 'heic', which ends as no image", "3": "says nothing",
+        "4": "has no conversations", "6": "says nothing",
+    }  # fmt: skip
+    assert faults.keys() == said.keys() and all(said[name] in reason for name, reason in faults.items()), faults
+
+    (tmp_path / "a.png").write_bytes(image)
+    empty: list[Any] = [None, "", [""], [None], [], {"bytes": None, "path": None}]
+    rows = [*({"image": value, "caption": "no"} for value in empty), {"text": "no"}, {"images": [], "text": "no"}]
+    rows += [{"image": "a.png", "text": "yes"}, {"image": None, "question": "q", "answer": "text alone"}]
+    asked = replace(write_json(tmp_path, rows), question="Describe the image.")
+    made = opened(tmp_path, asked, split="test")
+    texts = ["1:<v>Describe the image. yes$", "q text alone$"]
+    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == texts
+    # Without a question text alone is text; with a key for media it is still a caption that lacks them.
+    made = opened(tmp_path, write_json(tmp_path, rows), split="test")
+    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == [" no$", "1:<v> yes$", "q text alone$"]
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    structs: list[Any] = [{"bytes": image}, None, {"bytes": None}, {"bytes": b""}, {"path": ""}]
+    table = {"image": pa.array(structs, kind), "caption": ["yes", "1", "2", "3", "4"]}
+    pq.write_table(pa.table(table), tmp_path / "data.parquet")
+    config = replace(CAPTION, kind="parquet", path=str(tmp_path / "data.parquet"))
+    made = opened(tmp_path, config, split="test")
+    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == ["1:<v>Describe the image. yes$"]
 
 
 def test_files_behind_urls(tmp_path, paths):

@@ -26,7 +26,7 @@ def read(folder: Path, text: str | bytes, name: str = "data.json", limit: int = 
     for entry in reader.scan():
         assert entry.name.startswith(str(path)) and bool(entry.place) != bool(entry.fault)
         try:
-            questions += [reader.read(entry.place).turns[0][0]] if entry.place else []
+            questions += [reader.read(entry.place).dialogue[0].text] if entry.place else []
             faults += [entry.fault] if entry.fault else []
         except Unusable as error:
             faults.append(str(error))

@@ -71,6 +71,11 @@ class DigitsConfig:
         counts = {"image": self.images, "recording": self.calls}
         return tuple(medium for medium, (_, most) in counts.items() if most)
 
+    @property
+    def draws(self) -> bool:
+        """Whether some samples have a picture to be drawn."""
+        return self.draw > 0
+
     def kinds(self, images: int, calls: int) -> tuple[str, ...]:
         """The kinds of questions that may be asked about a sample with so many images and calls."""
         possible = (

@@ -1,0 +1,31 @@
+"""Records that lose their last turns, where a dialogue is longer than a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.places import IMAGE, RECORDING
+from mmjax.data.sources.record import Record
+from mmjax.data.turns import SYSTEM, USER, Turn
+
+
+def cut_points(turns: Sequence[Turn]) -> list[int]:
+    """The numbers of turns that a dialogue may be cut to: up to an answer, and not amid the answers to one question."""
+    first = next((number for number, turn in enumerate(turns) if turn.learned), len(turns))
+    ends = range(first + 1, len(turns))
+    return [end for end in ends if turns[end - 1].is_answer and turns[end].role in (USER, SYSTEM)]
+
+
+def cut(record: Record, count: int) -> Record:
+    """A record with the first `count` turns and the media in them; media without a mark are in them too."""
+    turns = record.dialogue
+
+    def media(values: tuple[Media, ...], mark: str) -> tuple[Media, ...]:
+        lost = sum(turn.text.count(mark) for turn in turns[count:])
+        return values[: len(values) - lost]
+
+    return replace(
+        record, turns=turns[:count], images=media(record.images, IMAGE), recordings=media(record.recordings, RECORDING)
+    )

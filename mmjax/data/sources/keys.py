@@ -1,0 +1,66 @@
+"""Keys of records and of their turns that change what is learned, and the ones that nobody reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmjax.data.sources.storage import Unusable
+
+WEIGHTS = ("loss", "train", "weight", "loss_scale")
+"""Say how much of an answer is learned: true, false, or a number that its loss is multiplied by."""
+MASKS = ("mask", "masked", "loss_mask", "ignore", "ignore_loss", "train_detail", "training_detail")
+"""Say that something is not learned, in ways that are not read here."""
+TURN = ("from", "role", "value", "content", *WEIGHTS, *MASKS)
+"""Keys of a turn that are read here; others are for a folder's template."""
+_TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "system", "tools")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+RECORD = (*_TEXTS, *MEDIA, "id", "label", "functions", *WEIGHTS, *MASKS)
+"""Keys of a record that are read here."""
+
+
+def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
+    """The loss weight that a turn's keys, or a record's, give to answers. Raises Unusable.
+
+    Args:
+      value: the turn or the record.
+      weight: the weight of an answer whose turn says nothing.
+    """
+    for key in MASKS:
+        if value.get(key):
+            raise Unusable(f"{key}={_shown(value[key])} says that something is not learned; write weight: 0 for it")
+    weights = [_weight(key, value[key]) for key in WEIGHTS if value.get(key) is not None]
+    return math.prod(weights) if weights else weight
+
+
+def _weight(key: str, value: object) -> float:
+    if not isinstance(value, (bool, int, float)) or not 0 <= value < math.inf:
+        raise Unusable(f"{key}={_shown(value)} must be true, false or a number of 0 or more")
+    return float(value)
+
+
+def require_plain(value: Mapping[str, Any]) -> None:
+    """Requires that a record's keys ask for nothing that is not done here. Raises Unusable."""
+    if value.get("label") is False:
+        raise Unusable("label=false says that its answer is a bad one")
+    if value.get("functions"):
+        raise Unusable("it has functions: write them as tools")
+    for key in ("video", "videos"):
+        if value.get(key):
+            raise Unusable("it has a video; mmjax reads images and recordings, such as frames in `images`")
+
+
+def unread(value: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a record that nobody reads; empty ones do not count."""
+    return named(key for key in value if key not in RECORD and value[key] not in (None, "", [], {}))
+
+
+def named(keys: Iterable[object]) -> tuple[str, ...]:
+    """Keys as they are shown, each once."""
+    return tuple(dict.fromkeys(str(key)[:40] for key in keys))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

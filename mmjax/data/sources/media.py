@@ -1,0 +1,31 @@
+"""`Media`: an encoded image or recording of a record."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mmjax.data.sources import storage
+from mmjax.data.sources.storage import Unusable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """An encoded image or recording: its bytes, or the path of their file. `name` is for messages."""
+
+    name: str
+    data: bytes | None = None
+    path: str = ""
+
+    def read(self, limit: int, head: int | None = None) -> bytes:
+        """All bytes, or the first `head`. Raises Unusable when there are more than `limit`, or the file is missing."""
+        if self.data is not None:
+            if len(self.data) > limit:
+                raise Unusable(f"{self.name}: {len(self.data)} bytes are more than {limit}")
+            return self.data
+        if not storage.is_url(self.path) and not os.path.exists(self.path):
+            raise Unusable(f"{self.name} does not exist: put it at {self.path}")
+        size, _ = storage.stamp(self.path)
+        if size > limit:
+            raise Unusable(f"{self.name}: {size} bytes are more than {limit}")
+        return storage.read(self.path, 0, size if head is None else min(head, size), limit=limit)

@@ -1,0 +1,180 @@
+"""The places of a record's media in its dialogue, and which medium goes where."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.storage import Unusable
+from mmjax.data.turns import as_text
+
+IMAGE, RECORDING, AUDIO, VIDEO = "<image>", "<recording>", "<audio>", "<video>"
+PLACES = {"image": "\ufdd6", "recording": "\ufdd7"}
+"""Stand for the places of parts while a dialogue is read. Unicode keeps these characters free: no text has them."""
+Find = Callable[[object, str], Media]
+"""A function that makes a medium from its value in a record (a file name, or bytes) and a name for messages."""
+
+
+def is_empty(value: object) -> bool:
+    """Whether a value names no medium: null, an empty text, or a struct of such."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(is_empty, value.values()))
+    return value is None or value in ("", b"")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in the dialogue.
+
+    Attributes:
+      is_part: whether it is a part of a turn; else a mark in a text.
+      is_question: whether it is in a turn that is no answer.
+      medium: the part's own medium; the number of one of the record's; None for the next one of the record's.
+    """
+
+    is_part: bool
+    is_question: bool
+    medium: Media | int | None = None
+
+
+class Places:
+    """Collects the places of the media of one sort in a dialogue, in order."""
+
+    def __init__(self, sort: str, find: Find):
+        self.sort, self._find = sort, find
+        self._marks = (IMAGE,) if sort == "image" else (RECORDING, AUDIO)
+        self._places: list[_Place] = []
+
+    def add_text(self, text: str, *, is_question: bool) -> None:
+        """Adds the places of the marks in a text, which may turn out to be mere text."""
+        count = sum(map(text.count, self._marks))
+        self._places += [_Place(is_part=False, is_question=is_question)] * count
+
+    def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
+        """Adds the place of a part of a turn; returns the character that stands for it."""
+        sort = "image" if self.sort == "image" else "audio"
+        values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
+        value = values[0] if values else None
+        if isinstance(value, Mapping) and not is_empty(value.get("url")):
+            value = value["url"]
+        number = part.get("index")
+        legal = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+        medium = self._found(value) if values else number if legal else None
+        self._places.append(_Place(is_part=True, is_question=is_question, medium=medium))
+        return PLACES[self.sort]
+
+    def fill(self, beside: Sequence[object], texts: Sequence[str], *, is_named: bool) -> Filled:
+        """Chooses which marks are places, and the medium of each place.
+
+        Args:
+          beside: the values of the record's media, which fill the places that have none.
+          texts: all texts of the dialogue.
+          is_named: whether the record has a key for media of this sort.
+
+        Raises:
+          Unusable: there are more or fewer media than places.
+        """
+        beside = [] if all(map(is_empty, beside)) else beside
+        listed = [self._found(value) for value in beside]
+        parts = [place for place in self._places if place.is_part]
+        chosen = {place.medium for place in parts if isinstance(place.medium, int)}
+        following = [medium for at, medium in enumerate(listed) if at not in chosen]
+        places = self._chosen(len(following), texts, is_named=is_named)
+        marks = (any(not place.is_part and place.is_question for place in places),)
+        marks = (*marks, any(not place.is_part and not place.is_question for place in places))
+        if not parts:
+            return Filled(sort=self.sort, media=tuple(listed), marks=marks)
+        count = sum(place.medium is None for place in places)
+        if count != len(following) or any(at >= len(listed) for at in chosen):
+            count = sum(not isinstance(place.medium, Media) for place in places)
+            raise Unusable(f"{len(listed)} {self.sort}s beside the dialogue for {count} places in it")
+        media = iter(following)
+        own = [
+            place.medium
+            if isinstance(place.medium, Media)
+            else next(media)
+            if place.medium is None
+            else listed[place.medium]
+            for place in places
+        ]
+        return Filled(sort=self.sort, media=tuple(own), marks=marks)
+
+    def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[_Place]:
+        """The places that are filled: marks beside parts, in answers or in text alone may be mere text.
+
+        `count` is how many of the record's media no part has chosen by number.
+        """
+        parts = [place for place in self._places if place.is_part]
+        asked = [place for place in self._places if place.is_part or place.is_question]
+        options = [self._places, asked, parts] if not parts else [parts, asked, self._places]
+        for places in options:
+            if sum(place.medium is None for place in places) == count and (count or parts or not self._places):
+                return places
+        if parts or len(self._places) < count:  # media without a mark come first, or too many for the parts
+            return parts or self._places
+        if not count and (self.sort != "image" or not (is_named or any(map(has_place, texts)))):
+            return []
+        marks = len(self._places)
+        raise Unusable(f"the dialogue has {marks} {self._marks[0]} marks for {count} {self.sort}s: name {marks}")
+
+    def _found(self, value: object) -> Media:
+        if is_empty(value):
+            raise Unusable(f"one of its {self.sort}s is empty", medium=self.sort)
+        try:
+            if isinstance(value, str) and value[:5].lower() == "data:":
+                return Media(name=self.sort, data=_decoded(value))
+            return self._find(value, self.sort)
+        except Unusable as error:
+            is_name = isinstance(value, str) and value[:5].lower() != "data:"
+            error.medium = error.medium or (str(value)[:200] if is_name else self.sort)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """The media of one sort in the order of their places.
+
+    Attributes:
+      sort: "image" or "recording".
+      media: the media.
+      marks: whether marks in questions and marks in answers are places; else they are mere text.
+    """
+
+    sort: str
+    media: tuple[Media, ...]
+    marks: tuple[bool, bool]
+
+    def text(self, text: str, *, is_question: bool) -> str:
+        """A text of the dialogue, a mark at each place and nowhere else."""
+        mark = IMAGE if self.sort == "image" else RECORDING
+        if self.sort == "recording" and self.media:
+            text = text.replace(AUDIO, RECORDING)
+        if not self.marks[0 if is_question else 1]:
+            text = as_text(text, mark)
+        return text.replace(PLACES[self.sort], mark)
+
+
+def has_place(text: str, mark: str = IMAGE) -> bool:
+    """Whether a text has a mark where data have the place of a medium: at its start or end, or at the end of a line."""
+    text = text.strip()
+    return text.startswith(mark) or bool(re.search(rf"(^|\s){mark}$", text, re.MULTILINE))
+
+
+def _decoded(url: str) -> bytes:
+    """The bytes of a data: URL. Raises Unusable."""
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise Unusable("a data: URL without a comma holds nothing")
+    data = unquote_to_bytes(body)
+    if not head.lower().endswith(";base64"):
+        return data
+    try:
+        return base64.b64decode(b"".join(data.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise Unusable("a data: URL that is not base64") from None

@@ -1,0 +1,90 @@
+"""The turns of a dialogue, and the marks in their texts that stand for media."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+LITERAL = "\ufdd5"
+"""Inside a mark that is mere text. Unicode keeps this character free: no text has it."""
+MEANINGFUL = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of an answer that are a part of it: a template that does not write them would teach another answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of a dialogue.
+
+    Attributes:
+      role: "user", "assistant", "system", or another role that a folder's template takes, such as "tool".
+      text: its text; `<image>` and `<recording>` in it mark the places of media.
+      weight: the loss weight of an answer; 0 for an answer that is context alone.
+      keys: everything else that the message has, as a folder's template is given it, such as `tool_calls`.
+    """
+
+    role: str
+    text: str
+    weight: float = 1.0
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the model says it."""
+        return self.role == ASSISTANT
+
+    @property
+    def learned(self) -> float:
+        """The loss weight of its tokens."""
+        return self.weight if self.is_answer else 0.0
+
+    @property
+    def meaningful(self) -> tuple[str, ...]:
+        """The keys that it has of `MEANINGFUL`."""
+        return tuple(key for key in MEANINGFUL if self.keys.get(key))
+
+
+Turns = Sequence[Turn | tuple[str, str]]
+"""Turns in order; a pair is a question and its answer."""
+
+
+def as_turns(turns: Iterable[Turn | tuple[str, str]]) -> tuple[Turn, ...]:
+    """Turns with a question and an answer in place of each pair."""
+    result: list[Turn] = []
+    for turn in turns:
+        if isinstance(turn, Turn):
+            result.append(turn)
+        else:
+            question, answer = turn
+            result += [Turn(role=USER, text=question), Turn(role=ASSISTANT, text=answer)]
+    return tuple(result)
+
+
+def is_prompt(turns: Sequence[Turn]) -> bool:
+    """Whether an answer is still to come."""
+    return not turns[-1].is_answer
+
+
+def last_answer(turns: Sequence[Turn]) -> int:
+    """The number of the last answer that is learned, else of the last one; that of an answer still to come."""
+    answers = [number for number, turn in enumerate(turns) if turn.is_answer]
+    if is_prompt(turns) or not answers:
+        return len(turns)
+    return max((number for number in answers if turns[number].weight > 0), default=answers[-1])
+
+
+def last_question(turns: Sequence[Turn]) -> str:
+    """The text of the user's last turn before the last answer; "" without one."""
+    before = turns[: last_answer(turns)]
+    return next((turn.text for turn in reversed(before) if turn.role == USER), "")
+
+
+def as_text(text: str, mark: str) -> str:
+    """A text in which `mark` is no place of a medium."""
+    return text.replace(mark, f"{mark[0]}{LITERAL}{mark[1:]}")
+
+
+def without_literals(text: str) -> str:
+    """A text as it is written: marks that are mere text as they were."""
+    return text.replace(LITERAL, "")

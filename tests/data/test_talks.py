@@ -1,0 +1,149 @@
+"""Dialogues of odd structure: token ids and masks are those of transformers (``oracles/make_talks``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.data.chat import TEMPLATES
+from mmjax.data.processor.template import FolderTemplate, read_template
+from mmjax.data.sample import answer_text, layout_tokens, prompt_only
+from mmjax.data.sources.record import Media, Record, Turn, Unusable, parse_record
+from mmjax.data.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
+from mmjax.data.types import EncoderSpec, Sample
+
+pytest.importorskip("tokenizers")
+
+FOLDER = Path(__file__).parents[1] / "oracles" / "talks"
+TALKS: Mapping[str, Any] = json.loads((FOLDER / "dialogues.json").read_text("utf-8"))
+CASES = [(name, which) for name, ids in TALKS["ids"].items() for which in ids]
+CALLS = ("call", "call_without_content", "used", "used_twice")
+UNWRITTEN = [(name, which) for name in ("lines", "blank") for which in (*CALLS, "thoughts", "old_thoughts")]
+UNWRITTEN += [("marked", "thoughts"), ("marked", "old_thoughts"), ("turns", "thoughts"), ("turns", "old_thoughts")]
+UNWRITTEN += [("turns", "call")]
+"""transformers leaves tools, calls and thoughts out where a template does not write them."""
+
+
+@cache
+def tokenizer() -> FileTokenizer:
+    made = make_tokenizer(str(FOLDER), ("vision",), "vision")
+    assert isinstance(made, FileTokenizer)
+    return made
+
+
+@cache
+def template(name: str) -> FolderTemplate:
+    tokens = read_template(str(Path(FOLDER).parent / "processors" / "chatml")).tokens
+    return FolderTemplate(place=f"{name}.jinja", source=TALKS["templates"][name], tokens=tokens)
+
+
+def no_media(name: object, what: str) -> Media:
+    raise Unusable(f"{what} {name} is not there")
+
+
+def laid(name: str, record: Record) -> Any:
+    about: Any = {"template": template(name), "system": record.system, "tools": record.tools}
+    return layout_tokens(tokenizer(), {}, {}, record.dialogue, **about)
+
+
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_tokens_prompts_and_masks(name: str, which: str) -> None:
+    wanted, value = TALKS["ids"][name][which], TALKS["records"][which]
+    record = parse_record(value, no_media)
+    if "refused" in wanted or (name, which) in UNWRITTEN:
+        with pytest.raises(ValueError, match=r"take turns|no attribute|does not write|has no such role"):
+            laid(name, record)
+        return
+    found = laid(name, record)
+    assert found.tokens == wanted["ids"]
+    prompt = list(found.asked) or found.tokens[: found.prompt]
+    assert prompt == wanted["prompt"]
+    if which != "two_answers":
+        asked = parse_record({**value, "messages": value["messages"][:-1]}, no_media, is_prompt=True)
+        assert laid(name, asked).tokens == prompt
+    if "mask" in wanted:
+        assert found.weights == wanted["mask"]
+    learned = [token for token, weight in zip(found.tokens, found.weights, strict=True) if weight]
+    answers = [one for one in record.dialogue if one.is_answer]
+    assert learned.count(tokenizer().eos) == len(answers)
+    text = tokenizer().shown(learned)
+    assert all(one.text.strip() in text for one in answers)
+    assert text.count("<tool_call>") == sum(len(one.keys.get("tool_calls", ())) for one in answers)
+    assert "done" not in text and "zoom in" not in text and "Be brief" not in text
+
+
+@pytest.mark.parametrize("name", ["thinking", "marked", "lines"])
+@pytest.mark.parametrize(("keys", "weight"), [({"loss": False}, 0.0), ({"weight": 0.25}, 0.25)])
+def test_a_turns_weight_is_that_of_its_tokens(name: str, keys: dict[str, Any], weight: float) -> None:
+    """The tokens are those of all turns; the end token of a masked answer is masked with it."""
+    system, first, answer, *others = TALKS["records"]["plain"]["messages"]
+    found = laid(name, parse_record({"messages": [system, first, {**answer, **keys}, *others]}, no_media))
+    plain = laid(name, parse_record(TALKS["records"]["plain"], no_media))
+    assert found.tokens == plain.tokens == TALKS["ids"][name]["plain"]["ids"]
+    changed = [at for at, (a, b) in enumerate(zip(found.weights, plain.weights, strict=True)) if a != b]
+    assert {plain.weights[at] for at in changed} == {1.0} and {found.weights[at] for at in changed} == {weight}
+    assert changed == [*range(changed[0], changed[-1] + 1)]
+    assert tokenizer().shown([found.tokens[at] for at in changed]) == "a cat<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["thinking", "marked"])
+def test_the_last_answer_is_the_last_that_is_learned(name: str) -> None:
+    """In an evaluation the model answers there, and turns behind it are not asked."""
+    messages = TALKS["records"]["plain"]["messages"]
+    masked = {"messages": [*messages[:-1], {**messages[-1], "loss": False}]}
+    found, short = (
+        laid(name, parse_record(masked, no_media)),
+        laid(name, parse_record({"messages": messages[:3]}, no_media)),
+    )
+    asked = list(found.asked) or found.tokens[: found.prompt]
+    assert asked == (list(short.asked) or short.tokens[: short.prompt])
+    learned = [token for token, weight in zip(found.tokens, found.weights, strict=True) if weight]
+    assert tokenizer().shown(learned) == "a cat<|im_end|>"
+
+
+@pytest.mark.parametrize(("name", "which"), [("thinking", "call"), ("thinking", "thoughts"), ("marked", "call")])
+def test_calls_and_thoughts_are_a_part_of_the_answer(name: str, which: str) -> None:
+    """As the right answer of an evaluation and in what the model says."""
+    record = parse_record(TALKS["records"][which], no_media)
+    found = laid(name, record)
+    assert found.answer.startswith("\n<tool_call>" if name == "marked" else "<think>\n")
+    assert found.answer.endswith("</tool_call>" if which == "call" else "a cat")
+    sample = Sample(
+        tokens=np.asarray(found.tokens), loss_weights=np.asarray(found.weights), media={}, question="", answer="",
+        prompt=found.prompt, asked=np.asarray(found.asked), lead=found.lead, tail=found.tail,
+    )  # fmt: skip
+    assert not found.asked and prompt_only(sample).tokens.tolist() == TALKS["ids"][name][which]["prompt"]
+    end = found.tokens.index(tokenizer().eos, found.prompt)
+    assert answer_text(tokenizer(), sample, found.tokens[found.prompt : end]) == found.answer
+
+
+def test_places_of_media_in_calls_and_tools_are_refused() -> None:
+    """What stands for an image in a template's text comes from the dialogue's images alone."""
+    image = FolderTemplate(place="t", source=TALKS["templates"]["marked"], image="<|endoftext|>")
+    call = {"function": {"name": "<|endoftext|>"}}
+    turns = [Turn(role="user", text="q"), Turn(role="assistant", text="", keys={"tool_calls": [call]})]
+    with pytest.raises(ValueError, match="more places of media than there are media"):
+        layout_tokens(tokenizer(), {"vision": EncoderSpec(patch=1)}, {}, turns, template=image)
+
+
+def test_a_role_is_written_by_templates_that_know_it() -> None:
+    source = TALKS["templates"]["lines"].replace(
+        "message.role + ", "(message.role if message.role == 'user' else 'x') + "
+    )
+    turns = [Turn(role="user", text="q"), Turn(role="tool", text="t"), Turn(role="assistant", text="a")]
+    assert "tool:\n\nt" in template("lines").render(turns).text
+    with pytest.raises(ValueError, match="turn 2 is from 'tool', and t has no such role"):
+        FolderTemplate(place="t", source=source).render(turns)
+
+
+def test_named_templates_write_no_calls() -> None:
+    call = Turn(role="assistant", text="", keys={"tool_calls": [{"function": {"name": "f"}}]})
+    for named in TEMPLATES.values():
+        with pytest.raises(ValueError, match="turn 2 has tool_calls, which the template of a folder alone"):
+            layout_tokens(ByteTokenizer(()), {}, {}, [Turn(role="user", text="q"), call], template=named)
