@@ -25,7 +25,7 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 
-FORMAT = "mmjax-index-5"
+FORMAT = "mmjax-index-6"
 _HEADER_LIMIT = 1 << 16
 
 

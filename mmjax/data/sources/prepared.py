@@ -33,8 +33,6 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 T = TypeVar("T")
-HEAD = 1 << 16
-"""Bytes of an image that are read to know its size; if they are not enough, all are read."""
 _CHANGED = "it is not what it was when it was indexed"
 
 
@@ -307,10 +305,8 @@ class PreparedRecords:
             if media and not able:
                 raise Unusable(f"it has an {what}, and no encoder of the model takes one")
         alone = len(record.images) == 1
-        images = [
-            self._measured_medium(partial(self._image_sizes, alone=alone), self._image, n, one)
-            for n, one in enumerate(record.images)
-        ]
+        measure = partial(self._pictures.measure_file, alone=alone) if self._pictures else None
+        images = [self._measured_medium(measure, self._image, n, one) for n, one in enumerate(record.images) if measure]
         recordings = [
             self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
         ]
@@ -332,16 +328,6 @@ class PreparedRecords:
     def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
         with self._naming(media, name, at):
             return measure(media)
-
-    def _image_sizes(self, image: Media, alone: bool) -> Measure:
-        assert self._pictures
-        limit = self.config.byte_limit
-        try:
-            return self._pictures.measure(image.read(limit, HEAD), alone=alone)
-        except Exception:
-            if image.data is not None:
-                raise
-            return self._pictures.measure(image.read(limit), alone=alone)  # its header may be longer
 
     def _frames(self, recording: Media) -> int:
         assert self._sounds

@@ -37,6 +37,11 @@ class Media:
             raise Unusable(f"{self.name}: {size} bytes are more than {limit}")
         return storage.read(self.path, 0, size if head is None else min(head, size), limit=limit)
 
+    def read_tail(self, most: int) -> bytes:
+        """The last `most` bytes of its file, or all. Raises Unusable when it is missing."""
+        size, _ = storage.stamp(self.path)
+        return storage.read(self.path, max(0, size - most), limit=most)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
