@@ -1,7 +1,7 @@
 """How an image is to be turned, from EXIF or XMP wherever its file has them; no pixel is decoded.
 
-The order in which places count is that of Pillow's ``exif_transpose``: EXIF, then a raw profile of EXIF, then XMP. A PNG
-may have all of them behind its pixels.
+The order in which places count is that of Pillow's ``exif_transpose``: EXIF, then a raw profile of EXIF, then XMP. A
+PNG may have all of them behind its pixels.
 """
 
 from __future__ import annotations

@@ -268,19 +268,19 @@ def test_avif():
 def test_grey_of_sixteen_bits_is_no_white(suffix):
     grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     (made,) = pictures().media(encoded(grey, suffix))
-    assert np.array_equal(made, np.repeat(np.float32(grey >> 8)[..., None], 3, 2) / 255)
+    assert np.array_equal(made, np.repeat((grey >> 8).astype(np.float32)[..., None], 3, 2) / 255)
     (channel,) = pictures(replace(VISION, channels=1)).media(encoded(grey, suffix))
-    assert np.array_equal(channel, np.float32(grey >> 8)[..., None] / 255)
+    assert np.array_equal(channel, (grey >> 8).astype(np.float32)[..., None] / 255)
 
 
 def test_grey_of_other_depths():
     grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     big, inverted = Image.fromarray(grey.astype(">u2")), encoded(grey, "TIFF", tiffinfo={262: 0})
     (made,) = pictures(replace(VISION, channels=1)).media(encoded(big, "TIFF"))
-    assert np.array_equal(made, np.float32(grey >> 8)[..., None] / 255)
+    assert np.array_equal(made, (grey >> 8).astype(np.float32)[..., None] / 255)
     if Image.open(io.BytesIO(inverted)).tag_v2[262] == 0:  # type: ignore[attr-defined]
         (made,) = pictures(replace(VISION, channels=1)).media(inverted)
-        assert np.array_equal(made, np.float32(255 - (grey >> 8))[..., None] / 255)
+        assert np.array_equal(made, (255 - (grey >> 8)).astype(np.float32)[..., None] / 255)
     for kind, said in ((np.int32, "whole"), (np.float32, "floating-point")):
         with pytest.raises(Unusable, match=f"grey in {said} numbers of 32 bits has no white"):
             pictures().media(encoded(grey.astype(kind), "TIFF"))
@@ -331,7 +331,7 @@ def test_parts_of_resized_images_are_those_of_the_whole(square, monkeypatch):
             for colours, near in ((pixels(height, width), 0), (smooth(height, width) // 2 + 60, 2)):
                 image = Image.fromarray(colours)
                 part = (size[0] // 4, size[1] // 8, size[0] // 2, size[1] // 2)
-                around = Image.new("RGB", (max(image.size),) * 2, square) if square else image
+                around = Image.new("RGB", (max(image.size), max(image.size)), square) if square else image
                 if square:
                     around.paste(image, ((around.width - width) // 2, (around.height - height) // 2))
                 whole = np.asarray(around.resize((size[1], size[0]), Image.Resampling.BICUBIC), int)
