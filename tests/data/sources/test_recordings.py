@@ -173,7 +173,7 @@ def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     recordings._library.cache_clear()
     try:
-        with pytest.raises(ConfigError, match="recordings need the soundfile package .*pip install soundfile"):
+        with pytest.raises(ConfigError, match=r"recordings need the soundfile package .*pip install soundfile"):
             Recordings(SourceConfig(), AUDIO).frames(PLAIN)
     finally:
         recordings._library.cache_clear()
