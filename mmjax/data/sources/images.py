@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import require
+from mmjax.data.sources import storage
 from mmjax.data.sources.config import RESAMPLES, SourceConfig
 from mmjax.data.sources.orientation import PNG, TAIL, orientation, swaps_sides, upright
 from mmjax.data.sources.record import Media
@@ -78,7 +79,7 @@ class Pictures:
         head = image.read(limit, _HEAD)
         begun = image.data is None and len(head) == _HEAD
         try:
-            tail = image.read_tail(TAIL) if begun and head.startswith(PNG) else b""
+            tail = _read_tail(image.path) if begun and head.startswith(PNG) else b""
             return self.measure(head, alone=alone, tail=tail)
         except Exception:
             if not begun:
@@ -174,6 +175,11 @@ class Pictures:
             canvas[step.at[0] : step.at[0] + height, step.at[1] : step.at[1] + width] = part
         rows, columns = self._covered(step.canvas)
         return np.ascontiguousarray(canvas[:rows, :columns])
+
+
+def _read_tail(path: str) -> bytes:
+    size, _ = storage.stamp(path)
+    return storage.read(path, max(0, size - TAIL), limit=TAIL)
 
 
 def _around(part: Part | None, crop: Part) -> Part:

@@ -33,6 +33,8 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 T = TypeVar("T")
+_MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
+"""A longer text than a row can hold by far is not encoded, which takes a hundred times its size in memory."""
 _CHANGED = "it is not what it was when it was indexed"
 
 
@@ -111,6 +113,7 @@ class PreparedRecords:
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
         self._most = data.sequence_length
+        self._most_text = max(_MOST_TEXT, _CHARACTERS_PER_TOKEN * self._most)
         try:
             self._template = config.chat(data.tokenizer)
         except ConfigError as error:
@@ -310,6 +313,7 @@ class PreparedRecords:
         recordings = [
             self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
         ]
+        record = self._bounded(record)
         made = self._tokens(record, images, recordings, alone)
         if self.config.strict or len(made.laid.tokens) <= self._most:
             return made
@@ -325,6 +329,13 @@ class PreparedRecords:
                 return self._tokens(_cut(record, fitting), images, recordings, alone)
         raise Unusable(f"{len(made.laid.tokens)} tokens; Data.sequence_length is {self._most}")
 
+    def _bounded(self, record: Record) -> Record:
+        """The record, under `cut` without the last turns of a text that is far too long to be encoded."""
+        turns = len(record.turns)
+        while self.config.cut and turns > 1 and text_size(_cut(record, turns)) > self._most_text:
+            turns //= 2
+        return _cut(record, turns) if turns < len(record.turns) else record
+
     def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
         with self._naming(media, name, at):
             return measure(media)
@@ -334,6 +345,8 @@ class PreparedRecords:
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
     def _tokens(self, record: Record, images: Sequence[Measure], recordings: Sequence[int], alone: bool) -> _Record:
+        if (size := text_size(record)) > self._most_text:
+            raise Unusable(f"about {size} characters; Data.sequence_length is {self._most} tokens")
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
         if images:
@@ -431,6 +444,12 @@ class PreparedRecords:
             originals=tuple(own.original for own in made.images),
             recordings=tuple(made.recordings),
         )
+
+
+def text_size(record: Record) -> int:
+    """Characters of a record's text, and some for each turn, which a template writes."""
+    said = sum(len(question) + len(answer) + _CHARACTERS_PER_TURN for question, answer in record.turns)
+    return said + len(record.system)
 
 
 def _is_relative(path: str) -> bool:

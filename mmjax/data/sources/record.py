@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mmjax import json_files
 from mmjax.data.sources import storage
 from mmjax.data.sources.storage import Unusable
 
 IMAGE, RECORDING, AUDIO = "<image>", "<recording>", "<audio>"
+_MOST_VALUES = 1 << 20
+"""Of a record's JSON."""
 _ASKS = {"human": True, "user": True, "gpt": False, "assistant": False, "model": False}
 
 
@@ -36,11 +38,6 @@ class Media:
         if size > limit:
             raise Unusable(f"{self.name}: {size} bytes are more than {limit}")
         return storage.read(self.path, 0, size if head is None else min(head, size), limit=limit)
-
-    def read_tail(self, most: int) -> bytes:
-        """The last `most` bytes of its file, or all. Raises Unusable when it is missing."""
-        size, _ = storage.stamp(self.path)
-        return storage.read(self.path, max(0, size - most), limit=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +96,12 @@ Find = Callable[[object, str], Media]
 
 def parse_json(data: bytes, what: str = "") -> Any:
     """The value of UTF-8 JSON. Raises Unusable for any other bytes; `what` then starts the reason."""
-    about = f"{what} is " if what else ""
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise Unusable(f"{about or 'is '}not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise Unusable(f"{about}not JSON ({error.msg} at {where})") from None
-    except RecursionError:
-        raise Unusable(f"{about}not JSON that can be read (nested too deeply)") from None
-    except ValueError:  # Python reads no integers of thousands of digits
-        raise Unusable(f"{about}not JSON that can be read (a number of more than 4300 digits)") from None
+        return json_files.parse(data, _MOST_VALUES)
+    except ValueError as error:
+        raise Unusable(
+            f"{what} is {error}" if what else f"is {error}" if "UTF-8" in str(error) else str(error)
+        ) from None
 
 
 def parse_record(value: object, find: Find, question: str = "") -> Record:

@@ -19,7 +19,7 @@ from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
-IMAGES, RECORDINGS = ("jpg", "jpeg", "png", "webp"), ("wav", "flac", "ogg", "mp3")
+IMAGES, RECORDINGS = ("jpg", "jpeg", "png", "webp"), ("wav",)
 _TURNS = ("conversations", "messages", "question", "answer")
 _BLOCK = tarfile.BLOCKSIZE
 
