@@ -1,4 +1,4 @@
-"""Reads JSON that others wrote: what is no value of bounded size becomes one line that says why.
+"""Reads JSON that others wrote: a damaged text, or one of too many values, becomes one line that says why.
 
 A small text may stand for much: a list in three bytes takes seventy in memory, and each bracket a level of recursion.
 This file imports the standard library alone.

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.configurable import ConfigError, one_of
-from mmjax.json_files import parse
 from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
 from mmjax.data.reorder.pipeline import METHODS, Pipeline
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.json_files import parse
 from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, PLAIN, SCHEDULES
 from mmjax.schedule.validate import ScheduleError
 

@@ -20,8 +20,8 @@ import numpy as np
 from mmjax.attention.distribution import METHODS, Ranks
 from mmjax.attention.pairs import Intervals, Pairs, Words, block_work, rank_work, round_work
 from mmjax.configurable import ConfigError, one_of
-from mmjax.json_files import parse
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.json_files import parse
 
 USAGE = "python -m mmjax.attention.distribute"
 FLAGS = (

@@ -72,7 +72,9 @@ def test_endless_templates_end(source, monkeypatch):
     monkeypatch.setattr(template_limits, "MOST_STEPS", 5000)
     monkeypatch.setattr(template_limits, "MOST_ELEMENTS", 5000)
     monkeypatch.setattr(template_limits, "MOST_IN_ALL", 1 << 23)
-    with pytest.raises(ConfigError, match=rf"^{PLACE} (takes|makes a value of|makes a text of) more than .* for one dialogue; get it"):
+    with pytest.raises(
+        ConfigError, match=rf"^{PLACE} (takes|makes a value of|makes a text of) more than .* for one dialogue; get it"
+    ):
         compiled.__wrapped__(source, PLACE)
 
 
@@ -106,10 +108,12 @@ def test_a_dialogue_that_is_too_long_for_a_template_is_refused_alone(monkeypatch
 
 def test_values_are_those_of_jinja():
     source = (
-        "{{ 'a' ~ 1 ~ none }}|{{ 'x' * 3 }}|{{ [1] + [2] }}|{{ '%03d' % 7 }}|{{ 2 ** 5 }}|{{ (1, 'b') }}|{{ {'k': [m]} }}"
+        "{{ 'a' ~ 1 ~ none }}|{{ 'x' * 3 }}|{{ [1] + [2] }}|{{ '%03d' % 7 }}|{{ 2 ** 5 }}|{{ (1, 'b') }}"
+        "|{{ {'k': [m]} }}"
         "|{{ 'abc'.replace('b', 'xx') }}|{{ ['a', 'b']|join('-') }}|{{ '{:>4}{}'.format(1, 'z') }}|{{ ' q '|trim }}"
         "|{{ messages|map(attribute='role')|list }}|{{ messages|tojson }}|{{ [3, 1]|sort }}|{{ 'a b'.split() }}"
-        "|{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f(2) }}|{% set s %}in{% endset %}{{ s }}|{{ 7 // 2 }}|{{ 'é'|length }}"
+        "|{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f(2) }}|{% set s %}in{% endset %}{{ s }}|{{ 7 // 2 }}"
+        "|{{ 'é'|length }}"
         "|{% for a, b in [(1, 2), (3, 4)] %}{{ a + b }}{{ ',' if not loop.last }}{% endfor %}|{{ 'A'|lower|upper }}"
         "|{% set ns = namespace(n=0) %}{% for i in range(9) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}"
     )

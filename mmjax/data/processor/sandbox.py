@@ -1,4 +1,4 @@
-"""Jinja for chat templates: a sandbox as transformers has it, with bounds on time and on what is written.
+"""Jinja for chat templates: a sandbox as transformers has it, with bounds on its time and its text.
 
 Nothing is computed while a template is compiled: a product of constants may be as large as one likes.
 """
@@ -103,11 +103,11 @@ def _environment(meter: Meter) -> Any:
             return f"{LEARN}{caller()}{STOP}"
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Counts what a template does, and stops it at the limits."""
+        """Counts the work of a template, and stops it at the limits."""
 
         intercepted_binops = frozenset(("+", "*", "%", "**"))
         concat = staticmethod(meter.joined)
-        step, joined, weighed = map(staticmethod, (meter.step, _join_of(meter), meter.weighed))
+        step, joined, weighed = staticmethod(meter.step), staticmethod(_join_of(meter)), staticmethod(meter.weighed)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             meter.operate(operator, left, right)
@@ -186,10 +186,10 @@ def _counted(source: Any) -> Any:
 
         visit_List = visit_Dict = visit_Tuple = _weighed
 
-    made = Counter().visit(source)
-    for node in made.find_all(nodes.Node):
+    counted = Counter().visit(source)
+    for node in counted.find_all(nodes.Node):
         node.environment = source.environment
-    return made
+    return counted
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -1,6 +1,6 @@
 """A folder's chat template: Jinja in a sandbox, which turns a dialogue into text.
 
-The template is code from elsewhere. It sees strings, lists and dicts alone, can change none of them, and ends at limits.
+The template is code from elsewhere. It sees strings, lists and dicts alone, can change none, and ends at limits.
 """
 
 from __future__ import annotations

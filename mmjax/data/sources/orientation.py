@@ -59,7 +59,7 @@ def upright(image: Image.Image, turn: int, kind: str | None) -> Image.Image:
 
 
 def _behind_pixels(tail: bytes) -> Iterator[tuple[str, str | bytes]]:
-    """What the chunks at the end of a PNG say, by Pillow's names. A chunk is known by its checksum."""
+    """Values of the chunks at the end of a PNG by Pillow's names. A chunk is known by its checksum."""
     for found in _CHUNK.finditer(tail):
         begin = found.start()
         end = found.end() + int.from_bytes(tail[max(0, begin - 4) : begin], "big")

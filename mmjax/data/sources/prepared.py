@@ -332,7 +332,7 @@ class PreparedRecords:
     def _bounded(self, record: Record) -> Record:
         """The record, under `cut` without the last turns of a text that is far too long to be encoded."""
         turns = len(record.turns)
-        while self.config.cut and turns > 1 and text_size(_cut(record, turns)) > self._most_text:
+        while self.config.cut and turns > 1 and _text_size(_cut(record, turns)) > self._most_text:
             turns //= 2
         return _cut(record, turns) if turns < len(record.turns) else record
 
@@ -345,7 +345,7 @@ class PreparedRecords:
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
     def _tokens(self, record: Record, images: Sequence[Measure], recordings: Sequence[int], alone: bool) -> _Record:
-        if (size := text_size(record)) > self._most_text:
+        if (size := _text_size(record)) > self._most_text:
             raise Unusable(f"about {size} characters; Data.sequence_length is {self._most} tokens")
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
@@ -446,10 +446,10 @@ class PreparedRecords:
         )
 
 
-def text_size(record: Record) -> int:
+def _text_size(record: Record) -> int:
     """Characters of a record's text, and some for each turn, which a template writes."""
-    said = sum(len(question) + len(answer) + _CHARACTERS_PER_TURN for question, answer in record.turns)
-    return said + len(record.system)
+    turns = sum(len(question) + len(answer) + _CHARACTERS_PER_TURN for question, answer in record.turns)
+    return turns + len(record.system)
 
 
 def _is_relative(path: str) -> bool:
