@@ -20,6 +20,7 @@ from mmjax.configurable import ConfigError, one_of
 from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
 from mmjax.data.reorder.pipeline import METHODS, Pipeline
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.json_files import parse
 from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, PLAIN, SCHEDULES
 from mmjax.schedule.validate import ScheduleError
 
@@ -118,11 +119,11 @@ def read_costs(path: Path) -> SampleCosts:
     """
     shown = f"--costs={path}"
     try:
-        found = json.loads(path.read_text())
+        found = parse(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{shown}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown} is no JSON ({str(error).splitlines()[0]}); write {_EXAMPLE}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown} is {error}; write {_EXAMPLE}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{shown} holds a {type(found).__name__}; write {_EXAMPLE}")
     if strange := sorted(set(found) - {ENCODER, LLM, GENERATOR}):

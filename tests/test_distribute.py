@@ -161,7 +161,7 @@ def test_the_summary_shows_every_method(problem: Path, capsys: Any) -> None:
         ('{"is": [1], "attends": [1], "causal": 1}', "'causal' is 1; write true or false"),
         ('{"is": [1], "attends": [1]}', "it has 'attends', 'is'; write {"),
         ("[]", "holds a list; write {"),
-        ("{", "is no JSON ("),
+        ("{", "is not JSON ("),
     ],
 )
 def test_what_is_no_problem_is_one_line(tmp_path: Path, capsys: Any, given: str, message: str) -> None:

@@ -24,13 +24,14 @@ STANDS_ON = {
     "version": "",
     "exports": "configurable",
     "flags": "configurable sigterm",
-    "attention": "flags jax_compat",
+    "json_files": "configurable",
+    "attention": "flags jax_compat json_files",
     "optimizer_config": "configurable",
     "own_code": "configurable",
     "optimizer": "optimizer_config",
     "data": "attention own_code schedule version",
     "mesh": "flags jax_compat",
-    "weights": "mesh",
+    "weights": "json_files mesh",
     "checkpoint": "exports weights",
     "models": "data weights",
     "reference": "models optimizer_config",
@@ -184,3 +185,19 @@ def test_rows_stand_on_earlier_rows() -> None:
     with pytest.raises(AssertionError, match=r"a stands on what comes later: \{'b'\}"):
         upwards({}, {"a": "b", "b": ""})
     assert upwards(graph_of({"mmjax.c": "import mmjax.a", "mmjax.a": ""}), {"a": "", "b": "a", "c": "b"}) == []
+
+
+LATE = ("jinja2", "safetensors", "soundfile", "tokenizers")
+"""Packages that machines which read no folders and no recordings lack."""
+
+
+def test_packages_for_folders_and_recordings_are_imported_late() -> None:
+    early = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in (REPOSITORY / "mmjax").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+        if name.partition(".")[0] in LATE
+    ]
+    assert not early

@@ -65,7 +65,7 @@ PAIR = "give two numbers from 0 to 1e30, such as [1.0, 2.0]"
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{", "is no JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); write {"),
+        ("{", "is not JSON (Expecting property name enclosed in double quotes at column 2); write {"),
         ("[]", "holds a list; write {"),
         ('{"encoder": [[1, 2]], "llm": [1, 2], "lm": 3}', "'lm' is no key; use 'encoder', 'llm' and maybe 'generator'"),
         ('{"llm": [1, 2]}', "'encoder' is missing; write {"),

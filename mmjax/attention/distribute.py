@@ -21,6 +21,7 @@ from mmjax.attention.distribution import METHODS, Ranks
 from mmjax.attention.pairs import Intervals, Pairs, Words, block_work, rank_work, round_work
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
+from mmjax.json_files import parse
 
 USAGE = "python -m mmjax.attention.distribute"
 FLAGS = (
@@ -105,11 +106,11 @@ def read_problem(path: Path) -> Pairs:
     """
     shown = f"--problem={path}"
     try:
-        found = json.loads(path.read_text())
+        found = parse(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{shown}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown} is no JSON ({str(error).splitlines()[0]}); write {_EXAMPLE}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown} is {error}; write {_EXAMPLE}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{shown} holds a {type(found).__name__}; write {_EXAMPLE}")
     if found.keys() == {"intervals"}:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from mmjax.checkpoint.leaves import nest, require_addressable
 from mmjax.checkpoint.metadata import HostLeaf, Unsealed
 from mmjax.checkpoint.quiet import quieten
 from mmjax.checkpoint.shards import BARRIERS, attend_commit, cause, local_shards, state_handler
+from mmjax.json_files import parse
 from mmjax.mesh.processes import Agreement, Exchange
 
 _STATE = "state"  # Orbax's own default name, so that a plain `ocp.load` finds it
@@ -116,7 +116,7 @@ def read_metadata(path: Path) -> Any:
       OSError, ValueError: it cannot be read.
     """
     # Not by Orbax, which counts its operations: processes with different counts would never meet again.
-    return json.loads((path / _METADATA / _FILE).read_text(encoding="utf-8"))
+    return parse((path / _METADATA / _FILE).read_bytes())
 
 
 def export(leaves: Mapping[str, jax.Array], path: str | Path, *, about: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class _MetadataHandler:
         return self._read(Path(directory))
 
     async def _read(self, folder: Path) -> Any:
-        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        return parse((folder / _FILE).read_bytes())
 
     async def metadata(self, directory: Any) -> None:
         return None

@@ -51,7 +51,7 @@ def write_whole(config: Config, whole: Composed, read: Read, out: Path) -> int:
 
 def _dtype(folder: str) -> str:
     """The dtype that a folder says its tensors have."""
-    own = _json(Path(folder) / "config.json")
+    own = read_json(folder, CONFIG)
     said = own.get("dtype", own.get("torch_dtype"))
     return said if said in _NARROW else _WIDEST
 
@@ -177,7 +177,3 @@ def _with_image(config: Config, number: int) -> tuple[bytes, str]:
 
 def _tokenizer(config: Config) -> Tokenizer:
     return make_tokenizer(config.data.tokenizer, config.model.media, config.data.image_encoder, config.data.new_tokens)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

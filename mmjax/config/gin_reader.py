@@ -9,6 +9,7 @@ than an unscoped one, and macros are looked up after everything was read.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import tokenize
@@ -22,6 +23,8 @@ from mmjax.config.shipped import find_config, nearest_file
 from mmjax.configurable import ConfigError, near_misses, suggest
 
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
+_MOST_TEXT, _MOST_VALUES, _MOST_STRINGS, _MOST_SHOWN = 1 << 22, 100_000, 500, 300
+"""Characters of a file, literals of a value, strings that are joined to one, and characters of a line in messages."""
 MOVED: Mapping[str, str] = {
     f"Data.{name}": f"Digits.{name}"
     for name in (
@@ -124,6 +127,11 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
             near = "".join(f"{name!r}, or " for name in near_misses(binding.key, used)[:1])
             fix = f"write {near}a field with its class, such as Train.steps"
             raise ConfigError(f"{binding.where}: no value is %{binding.key}; {fix}")
+    counts: dict[str, int] = {}
+    for binding in bindings:
+        if _count(binding.value, macros, counts) > _MOST_VALUES:
+            fix = f"its macros make more than {_MOST_VALUES} values; write fewer"
+            raise ConfigError(f"{binding.key}: {fix} ({binding.where})")
     looked_up = [_renamed(replace(b, value=_look_up(b.value, b, macros, ()))) for b in bindings if b.field]
     given = [b.text is not None or _is_given(b.value, macros) for b in bindings if b.field]
     return [replace(b, given=own) for b, own in zip(looked_up, given, strict=True)]
@@ -155,6 +163,19 @@ def _macros_in(value: object) -> Iterator[str]:
             yield from _macros_in(item)
 
 
+def _count(value: object, macros: Mapping[str, Binding], counts: dict[str, int]) -> int:
+    """How many literals a value has once its macros are looked up; `counts` remembers those of macros."""
+    if isinstance(value, Macro):
+        if value.name not in counts:
+            counts[value.name] = 1  # of a macro that is made of itself, which is an error of its own
+            known = macros.get(value.name)
+            counts[value.name] = _count(known.value, macros, counts) if known else 1
+        return counts[value.name]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return sum(_count(item, macros, counts) for item in value) if isinstance(value, (tuple, list)) else 1
+
+
 def _look_up(value: object, user: Binding, macros: Mapping[str, Binding], inside: tuple[str, ...]) -> object:
     if isinstance(value, Macro):
         name = value.name
@@ -175,13 +196,16 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
     if path.resolve() in parents:
         raise ConfigError(f"{wanted_by}: the file includes itself; remove one of the includes")
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_TEXT + 1)
     except IsADirectoryError:
         raise ConfigError(f"{wanted_by}: that is a directory; {nearest_file(path / 'x.gin')}") from None
     except FileNotFoundError:
         raise ConfigError(f"{wanted_by}: no such file; {nearest_file(path, parents)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
+    if len(text) > _MOST_TEXT:
+        raise ConfigError(f"{wanted_by}: has more than {_MOST_TEXT} characters; name a gin file")
     config_parser, _ = _parser()
     for statement in _statements(text, str(path)):
         where = f"{path}:{statement.location.line_num}"
@@ -234,18 +258,37 @@ def _statements(text: str, name: str) -> list[Any]:
     """All statements of gin text; `name` is the file's, for messages."""
     config_parser, delegate = _parser()
     try:
+        _require_few_strings(text, name)
         return list(config_parser.ConfigParser(text, delegate))
     except tokenize.TokenError as error:
         line = error.args[1][0] if len(error.args) > 1 else 1
         raise ConfigError(_syntax_message(text, name, line, "it does not end; is a bracket or quote open?")) from None
     except SyntaxError as error:
         raise ConfigError(_syntax_message(text, name, error.lineno or 1, str(error.msg))) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: a value is nested too deeply; take brackets away") from None
+
+
+def _require_few_strings(text: str, name: str) -> None:
+    """Raises ConfigError for very many strings side by side: gin reads all again for each."""
+    if text.count('"') + text.count("'") < 2 * _MOST_STRINGS:
+        return
+    beside = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            beside += 1
+        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+            beside = 0
+        if beside > _MOST_STRINGS:
+            reason = f"it has more than {_MOST_STRINGS} strings side by side; write one"
+            raise ConfigError(_syntax_message(text, name, token.start[0], reason))
 
 
 def _syntax_message(text: str, name: str, line: int, reason: str) -> str:
     lines = text.splitlines() or [""]
     line = min(line, len(lines))  # a statement that never ends may be reported after the last line
     source = lines[line - 1].strip()
+    source = source if len(source) <= _MOST_SHOWN else f"{source[:_MOST_SHOWN]}…"
     word = _BARE_WORD.search(reason)
     if word:
         fix = f"put the text in quotes, {word[1]!r}"

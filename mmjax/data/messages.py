@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmjax import json_files
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
 from mmjax.data.sources.record import Media, parse_record
@@ -34,7 +35,7 @@ def parse_messages(text: str, name: str) -> list[Dialogue]:
       ConfigError: it is something else.
     """
     try:
-        whole = json.loads(text)
+        whole = json_files.parse(text)
         found = whole if isinstance(whole, list) and whole and isinstance(whole[0], list) else [whole]
     except ValueError:
         found = [_line(line, number, name) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -45,10 +46,9 @@ def parse_messages(text: str, name: str) -> list[Dialogue]:
 
 def _line(line: str, number: int, name: str) -> Any:
     try:
-        return json.loads(line)
+        return json_files.parse(line)
     except ValueError as error:
-        why = getattr(error, "msg", "it cannot be read")
-        raise ConfigError(f"{name}: line {number} is not JSON ({why}); write a list such as {_EXAMPLE}") from None
+        raise ConfigError(f"{name}: line {number} is {error}; write a list such as {_EXAMPLE}") from None
 
 
 def _dialogue(value: Any, number: int, name: str) -> Dialogue:

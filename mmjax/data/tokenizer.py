@@ -18,6 +18,7 @@ import numpy as np
 from mmjax.configurable import ConfigError, require
 from mmjax.data.processor.files import TOKENIZER, has_tokenizer
 from mmjax.data.processor.special import NAMES, AddedToken, SpecialTokens, read_special_tokens
+from mmjax.json_files import read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +279,7 @@ def _load(path: Path, added: Sequence[AddedToken] = ()) -> Any:
 
 def _with_added(path: Path, added: Sequence[AddedToken]) -> str:
     """The text of a tokenizer.json with more added tokens; the library numbers them in the order of the file."""
-    file = json.loads(path.read_text("utf-8"))
+    file = read_object(path)
     listed = {int(token["id"]): token for token in file.get("added_tokens") or ()}
     texts = {token["content"] for token in listed.values()}
     for token in added:

@@ -17,10 +17,13 @@ from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.journal import Journal
 from mmjax.config import Config, differences, load_run_config, operative_config
 from mmjax.configurable import ConfigError
+from mmjax.json_files import is_there, read_text
 from mmjax.run.metrics import MetricsWriter, read_metrics, repair
 from mmjax.schedule import timeline
 from mmjax.schedule.simulate import Timeline
 
+_NAMES = ("config.gin", "metrics.jsonl", "eval.jsonl", "skipped.jsonl", "commits.jsonl", "lock")
+"""Files that a run reads again, or goes on writing."""
 _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
 
@@ -43,11 +46,13 @@ class RunFiles:
       report: receives one-line messages.
 
     Raises:
-      ConfigError: the directory cannot be made or written to.
+      ConfigError: the directory cannot be made or written to, or has something else by the name of a file.
     """
 
     def __init__(self, run_dir: str | Path, report: Callable[[str], None]):
         self.run_dir, self._report = made_run_dir(run_dir), report
+        for name in _NAMES:
+            is_there(self.run_dir / name, f"move it away, or name another directory than --run_dir={str(run_dir)!r}")
         self.journal = Journal(self.run_dir)
         self._metrics: MetricsWriter | None = None
         self._evaluations: list[Mapping[str, Any]] = []  # those that are not in the file
@@ -156,7 +161,7 @@ class RunFiles:
         """The text of the configuration with which the run did ``step``; "" where there is none."""
         later = [path for number, path in self._earlier_configs().items() if number >= step]
         path = [*later, self.run_dir / "config.gin"][0]
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return read_text(path, "move it away") if is_there(path) else ""
 
     def _earlier_configs(self) -> dict[int, Path]:
         """The files of earlier configurations by the last step that each was used for, in rising order."""

@@ -13,6 +13,8 @@ from mmjax.configurable import ConfigError
 
 _logger = logging.getLogger(__name__)
 NAME = "lock"
+_MOST_OWNER = 20
+"""Characters of the file that are shown: a process's number is no longer."""
 
 
 class RunLock:
@@ -24,12 +26,17 @@ class RunLock:
         Raises:
           ConfigError: another process, or another trainer in this one, has it.
         """
-        self._file = open(run_dir / NAME, "a+")  # noqa: SIM115  open as long as the run is
+        try:
+            # Open as long as the run is.
+            self._file = open(run_dir / NAME, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        except OSError as error:
+            cause = error.strerror or type(error).__name__
+            raise ConfigError(f"{run_dir / NAME} cannot be opened ({cause}); move it away") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            owner = self._file.read().strip()
+            owner = self._file.read(_MOST_OWNER).strip()
             self._file.close()
             raise ConfigError(f"--run_dir={str(run_dir)!r}: {_in_use(owner)}") from None
         except OSError as error:  # a file system without locks

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mmjax.configurable import ConfigError, near_misses
+from mmjax.json_files import parse
 
 _logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line other than the last is no JSON object; the message names file and line.
+      ConfigError: a line other than the last is no JSON object; the message names file and line.
     """
     rows = _parse(Path(path))
     by_step = {row["step"]: index for index, row in enumerate(rows) if "step" in row}
@@ -194,17 +195,18 @@ def _parse(path: Path) -> list[dict[str, Any]]:
         if row is not None:
             rows.append(row)
         elif line.strip(b" \0") and number < len(complete):
-            raise ValueError(f"{path}:{number} is not a JSON object; remove the line")
+            fix = "remove the line, or move the file away"
+            raise ConfigError(f"{path}:{number} is not a JSON object with a number as its step; {fix}")
     row = _row(rest)  # complete but for its newline
     return rows if row is None else [*rows, row]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and isinstance(row.get("step", 0), int) else None
 
 
 def repair(path: Path, resume_step: int | None) -> None:

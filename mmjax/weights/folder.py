@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.json_files import is_there, read_object
 from mmjax.weights.grown import GrownTensor
 from mmjax.weights.table import Shape, Tensor
 
@@ -115,13 +115,13 @@ def read_config(path: str) -> dict[str, Any]:
     folder, file = Path(path), Path(path) / CONFIG
     if not folder.is_dir():
         raise ConfigError(f"{path} is no directory; name a folder as save_pretrained writes it")
-    if not any(folder.iterdir()):
+    if not _names(folder):
         raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
-    if not file.is_file() and (folder / ADAPTER_CONFIG).is_file():
-        return _read_object(folder / ADAPTER_CONFIG)
-    if not file.is_file():
+    if not is_there(file) and is_there(folder / ADAPTER_CONFIG):
+        return read_object(folder / ADAPTER_CONFIG)
+    if not is_there(file):
         raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
-    return _read_object(file)
+    return read_object(file)
 
 
 def read_extractor(path: str) -> dict[str, Any]:
@@ -131,25 +131,11 @@ def read_extractor(path: str) -> dict[str, Any]:
       ConfigError: its file is no JSON object.
     """
     for file in (Path(path) / name for name in EXTRACTORS):
-        if file.is_file():
-            found = _read_object(file)
-            return found.get("feature_extractor") or found
+        if is_there(file):
+            found = read_object(file)
+            part = found.get("feature_extractor")
+            return part if isinstance(part, dict) and part else found
     return {}
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      ConfigError: it cannot be read, or is no object.
-    """
-    try:
-        found = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); get it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no JSON object; get it again")
-    return found
 
 
 def _files(folder: Path) -> dict[str, set[str]]:
@@ -157,11 +143,11 @@ def _files(folder: Path) -> dict[str, set[str]]:
 
     A single file counts before an index beside it, which an earlier save may have left: ``transformers`` takes it too.
     """
-    if (folder / SINGLE).is_file():
+    if is_there(folder / SINGLE):
         return {SINGLE: set()}
-    if (folder / INDEX).is_file():
+    if is_there(folder / INDEX):
         return _indexed(folder)
-    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTERS).is_file():
+    if is_there(folder / ADAPTER_CONFIG) and is_there(folder / ADAPTERS):
         return {ADAPTERS: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
@@ -170,28 +156,34 @@ def _files(folder: Path) -> dict[str, set[str]]:
     raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; download the model's weights too")
 
 
-def _indexed(folder: Path) -> dict[str, set[str]]:
+def _names(folder: Path) -> list[str]:
     try:
-        places = json.loads((folder / INDEX).read_text())["weight_map"]
-        files: dict[str, set[str]] = {}
-        for key, file in places.items():
-            files.setdefault(file, set()).add(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder / INDEX} is no index of safetensors files ({error!r}); get it again") from None
-    for file in files:
-        if Path(file).name != file:
-            raise ConfigError(f"{folder / INDEX} names {file!r}, which is no file of the folder; get it again")
-    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror}); allow it, or name another folder") from None
+
+
+def _indexed(folder: Path) -> dict[str, set[str]]:
+    places = read_object(folder / INDEX).get("weight_map")
+    fix = "get it again"
+    if not isinstance(places, dict) or not places:
+        raise ConfigError(f"{folder / INDEX} is no index of safetensors files: it has no 'weight_map'; {fix}")
+    files: dict[str, set[str]] = {}
+    for key, file in places.items():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise ConfigError(f"{folder / INDEX} names {str(file)[:80]!r}, which is no file of the folder; {fix}")
+        files.setdefault(file, set()).add(key)
+    if missing := sorted(file for file in files if not is_there(folder / file)):
         raise ConfigError(f"{folder} lacks {len(missing)} of {len(files)} files, such as {missing[0]}; download them")
     return files
 
 
 def _headers(path: str, file: str) -> dict[str, TensorInfo]:
     place = Path(path) / file
-    with open(place, "rb") as opened:
-        if opened.read(len(_POINTER)) == _POINTER:
-            raise ConfigError(f"{place} is a pointer of Git LFS and holds no weights; run git lfs pull in {path}")
     try:
+        with open(place, "rb") as opened:
+            if opened.read(len(_POINTER)) == _POINTER:
+                raise ConfigError(f"{place} is a pointer of Git LFS and holds no weights; run git lfs pull in {path}")
         handle = _opened(str(place))
         return {key: _info(file, key, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118
     except ConfigError:

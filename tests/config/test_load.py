@@ -750,3 +750,24 @@ def test_values_are_checked_as_text_is():
         config_of_values({"llm/Layout.tp": "2"})
     with pytest.raises(ConfigError, match="'Train' is no key"):
         config_of_values({"Train": 2})
+
+
+LAUGHS = "x0 = 1\n" + "\n".join(f"x{n + 1} = (%x{n}, %x{n})" for n in range(40)) + "\nTrain.steps = %x40"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Train.steps = " + "(" * 20_000 + "1" + ")" * 20_000, "a value is nested too deeply; take brackets away"),
+        ("Train.steps = " + "[" * 20_000, "a value is nested too deeply"),
+        ("Train.steps = " + "{1:" * 20_000 + "1" + "}" * 20_000, "a value is nested too deeply"),
+        ("Train.steps = " + '"a" ' * 20_000, "more than 500 strings side by side; write one"),
+        (LAUGHS, "its macros make more than 100000 values; write fewer"),
+        ("# " + "a" * (1 << 22), "has more than 4194304 characters; name a gin file"),
+    ],
+)
+def test_hostile_gin_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "own.gin").write_text(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        load_config([tmp_path / "own.gin"])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 700 and "own.gin" in str(error.value)

@@ -310,6 +310,19 @@ def test_every_dialogue_is_of_the_same_day(tmp_path: Path) -> None:
         ({"image_processor_type": "OddImageProcessor"}, "image_processor_type='OddImageProcessor' is none of CLIP"),
         ({"image_processor_type": "CLIPImageProcessor", "rescale_factor": 1.0}, "rescale_factor=1.0"),
         ({"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}, "crops nothing"),
+        *(
+            ({"image_processor_type": kind, **wrong}, "has values that no processor writes .*; get it again")
+            for kind, wrong in (
+                ("CLIPImageProcessor", {"image_mean": "bright"}),
+                ("CLIPImageProcessor", {"size": [1, 2]}),
+                ("CLIPImageProcessor", {"crop_size": {}}),
+                ("CLIPImageProcessor", {"resample": 9}),
+                ("CLIPImageProcessor", {"rescale_factor": "x"}),
+                ("Qwen2VLImageProcessor", {"size": {}}),
+                ("Siglip2ImageProcessor", {"max_num_patches": {}}),
+                ("LlavaOnevisionImageProcessor", {"image_grid_pinpoints": [3], "size": {"height": 0, "width": 0}}),
+            )
+        ),
     ],
 )
 def test_rules_that_no_setting_has(tmp_path: Path, rules: Any, said: str) -> None:

@@ -66,5 +66,5 @@ def test_missing_or_broken_file_is_named(tmp_path):
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"mmjax\[hf\]"):
+    with pytest.raises(ConfigError, match="needs the tokenizers package: pip install tokenizers"):
         make_tokenizer("tokenizer.json", ())

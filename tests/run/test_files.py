@@ -8,6 +8,7 @@ import pytest
 from trial_runs import write_tiny
 
 from mmjax.config import load_config, operative_config
+from mmjax.configurable import ConfigError
 from mmjax.run.files import RunFiles
 
 
@@ -48,3 +49,25 @@ def test_configurations_after_the_restored_step_are_dropped(tmp_path: Path) -> N
     (files.run_dir / "config.gin").write_text(one.replace("Digits.", "Data."))
     files._keep_config(first, 8)
     assert kept() == {"config.gin": one} and said[2:] == []
+
+
+@pytest.mark.parametrize("name", ["config.gin", "metrics.jsonl", "eval.jsonl", "skipped.jsonl", "lock"])
+@pytest.mark.parametrize("kind", ["folder", "dangling"])
+def test_names_of_files_that_are_none(name, kind, tmp_path):
+    if kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("nothing")
+    said = rf"{name} is a .*; move it away, or name another directory than --run_dir="
+    with pytest.raises(ConfigError, match=said):
+        RunFiles(tmp_path, print)
+
+
+def test_binary_files_are_named(tmp_path):
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_bytes(b"\xff\0\n" * 3)
+    files = RunFiles(tmp_path, print)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1 is not a JSON object .*; remove the line, or move"):
+        _ = files.last_step
+    with pytest.raises(ConfigError, match=r"eval\.jsonl:1 is not a JSON object"):
+        _ = files.evaluations

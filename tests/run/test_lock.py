@@ -66,3 +66,16 @@ def test_programs_that_a_run_starts_do_not_hold_its_lock(tmp_path: Path) -> None
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match=r"lock cannot be opened \(Is a directory\); move it away"):
+        RunLock(tmp_path)
+
+
+def test_a_lock_that_is_no_text_shows_its_beginning(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        (tmp_path / "lock").write_bytes(b"\xff" * 1000)
+        with pytest.raises(ConfigError, match=r"process \ufffd{20} is training in it"):
+            RunLock(tmp_path)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.json_files import is_there, read_bytes, read_object, read_text
 
 TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = "tokenizer.model"
 _JINJA, _OLD_JINJA = "chat_template.jinja", "chat_template.json"
+_MOST_TEMPLATE = 1 << 20
 _NAMED = "default"
 """The name of the template that counts, where ``tokenizer_config.json`` has several."""
 _READ = (
@@ -31,22 +32,14 @@ _READ = (
 def read_json(folder: str, name: str) -> dict[str, Any]:
     """The object in a file of the folder; {} if there is no such file. Raises ConfigError for anything else in it."""
     file = Path(folder) / name
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); get it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no JSON object; get it again")
-    return found
+    return read_object(file) if is_there(file) else {}
 
 
 def has_tokenizer(folder: str) -> bool:
     """Whether a folder has a tokenizer that can be read. Raises ConfigError if it has one that cannot."""
-    if (Path(folder) / TOKENIZER).is_file():
+    if is_there(Path(folder) / TOKENIZER):
         return True
-    if (Path(folder) / _SENTENCEPIECE).is_file():
+    if is_there(Path(folder) / _SENTENCEPIECE):
         fix = f"save_pretrained its AutoTokenizer into it with transformers, which writes {TOKENIZER}"
         raise ConfigError(
             f"{folder} has {_SENTENCEPIECE} alone, which mmjax does not read; {fix}, or set Data.tokenizer"
@@ -57,13 +50,13 @@ def has_tokenizer(folder: str) -> bool:
 def is_processor(folder: str) -> bool:
     """Whether the folder's model takes more than text, so that a processor makes its input."""
     config = read_json(folder, "config.json")
-    return "vision_config" in config or "audio_config" in config or (Path(folder) / "processor_config.json").is_file()
+    return "vision_config" in config or "audio_config" in config or is_there(Path(folder) / "processor_config.json")
 
 
 def find_chat_template(folder: str) -> tuple[str, str]:
     """The text of a folder's chat template, and the name of its file; ("", "") without one."""
-    if (Path(folder) / _JINJA).is_file():
-        return (Path(folder) / _JINJA).read_text("utf-8"), _JINJA
+    if is_there(Path(folder) / _JINJA):
+        return read_text(Path(folder) / _JINJA, most=_MOST_TEMPLATE), _JINJA
     for name in (_OLD_JINJA, "tokenizer_config.json"):
         found = read_json(folder, name).get("chat_template")
         if isinstance(found, list):
@@ -78,5 +71,5 @@ def find_chat_template(folder: str) -> tuple[str, str]:
 def tokenizer_digest(path: str) -> str:
     """A hash of what tokens depend on: the file of a tokenizer, or a folder's files; "" for no path."""
     files = [Path(path) / name for name in _READ] if Path(path).is_dir() else [Path(path)] if path else []
-    found = [file.name.encode() + b"\0" + file.read_bytes() for file in files if file.is_file()]
+    found = [file.name.encode() + b"\0" + read_bytes(file) for file in files if is_there(file)]
     return hashlib.blake2b(b"\0".join(found), digest_size=16).hexdigest() if found else ""

@@ -72,6 +72,16 @@ def image_settings(folder: str) -> dict[str, Any]:
     if name not in _DEFAULTS:
         raise ConfigError(f"image_processor_type={kind!r} is none of {', '.join(_DEFAULTS)}; set Source.resize")
     rules = {**_DEFAULTS[name], **{key: value for key, value in said.items() if value is not None}}
+    try:
+        return _settings(name, rules)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"its image processor has values that no processor writes ({cause}); get it again") from None
+
+
+def _settings(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     _check(rules)
     normalised = rules.get("do_normalize", True)
     values: dict[str, Any] = {

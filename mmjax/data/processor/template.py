@@ -1,31 +1,28 @@
 """A folder's chat template: Jinja in a sandbox, which turns a dialogue into text.
 
-The template is code from elsewhere. It sees strings, lists and dicts alone, and can change none of them. It may still
-loop for very long.
+The template is code from elsewhere. It sees strings, lists and dicts alone, can change none, and ends at limits.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.processor.files import TOKENIZER, find_chat_template, has_tokenizer, is_processor
+from mmjax.data.processor.sandbox import LEARN as _LEARN
+from mmjax.data.processor.sandbox import STOP as _STOP
+from mmjax.data.processor.sandbox import compiled as _compiled
 from mmjax.data.processor.special import AddedToken, read_special_tokens
 from mmjax.data.turns import ASSISTANT, SYSTEM, USER, Turn, last_answer
+from mmjax.json_files import read_object
 
 MEDIUM = "\ufdd4"
 """Stands for a medium in the text of a turn. Unicode keeps this character and the next two free: no text has them."""
-_LEARN, _STOP = "\ufdd2", "\ufdd3"
-"""Around what a template marks as generated."""
-_TODAY = datetime(2024, 7, 26)
-"""The day on which all dialogues take place: a batch must not depend on when it is made. Llama 3's own default."""
 _PROBE = "probe"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -146,6 +143,8 @@ class FolderTemplate:
         about = {"add_generation_prompt": prompt, "tools": list(tools) or None, "documents": None}
         try:
             text = _compiled(self.source, self.place).render(messages=list(messages), **about, **dict(self.tokens))
+        except ConfigError:
+            raise
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.place} refuses the dialogue: {error}") from None
         except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -305,8 +304,7 @@ def read_template(folder: str) -> FolderTemplate:
 
 def _token_text(folder: str, number: int, added: Sequence[AddedToken]) -> str:
     """The text of a token of the folder's, which may also list it as ``added`` beside its tokenizer; "" for none."""
-    with open(Path(folder) / TOKENIZER, encoding="utf-8") as file:
-        listed = json.load(file).get("added_tokens") or ()
+    listed = read_object(Path(folder) / TOKENIZER).get("added_tokens") or ()
     texts = {token.id: token.text for token in added} | {token.get("id"): token["content"] for token in listed}
     return texts.get(number, "")
 
@@ -396,47 +394,3 @@ def _strips(template: FolderTemplate) -> bool:
     """Whether a template removes blanks around an answer."""
     question = ("user", "x", template.takes_parts(USER))
     return f" {_PROBE} " not in _try(template, question, ("assistant", f" {_PROBE} ", template.takes_parts(ASSISTANT)))
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str, place: str) -> Any:
-    """The template, compiled as transformers compiles it. Raises ConfigError where it is no Jinja."""
-    try:
-        import jinja2
-        from jinja2 import nodes
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        fix = "pip install jinja2, or name another template, such as 'chatml'"
-        raise ConfigError(f"Source.template='folder': {place} needs the jinja2 package: {fix}") from None
-
-    class Generation(Extension):
-        """Puts marks around what stands between {% generation %} and {% endgeneration %}."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_LEARN}{caller()}{_STOP}"
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"{place}:{error.lineno} is no Jinja template ({error.message}); get it again") from None

@@ -10,30 +10,27 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import require
+from mmjax.data.sources import storage
 from mmjax.data.sources.config import RESAMPLES, SourceConfig
+from mmjax.data.sources.orientation import PNG, TAIL, orientation, swaps_sides, upright
+from mmjax.data.sources.record import Media
+from mmjax.data.sources.resizing import MOST, Part, is_too_thin, resize_part
 from mmjax.data.sources.sizes import Size, Step, flipped, plan, tile_grid
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.tiles import token_count
 from mmjax.data.types import EncoderSpec, Tiled
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-_UPRIGHT = {  # by the Orientation tag of EXIF
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_ORIENTATION = 0x0112
+_HEAD = 1 << 16
+"""Bytes of an image that are read to know its size; if they are not enough, all are read."""
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+"""Tags of TIFF, and a value of the latter."""
 
 
 class Measure(NamedTuple):
@@ -64,14 +61,30 @@ class Pictures:
             least, field = spec.patches_per_token, f"{name}/Source.max_patches"
             require(config.max_patches >= least, field, config.max_patches, f"must be {least} or more: one token's")
 
-    def measure(self, data: bytes, *, alone: bool = True) -> Measure:
-        """The sizes of an image and of the media that it becomes, from its header (the start of its bytes may do).
+    def measure(self, data: bytes, *, alone: bool = True, tail: bytes = b"") -> Measure:
+        """The sizes of an image and of the media that it becomes, from its header.
 
-        alone: whether it is the only image of its dialogue.
+        Args:
+          data: the start of its bytes; all of them do too.
+          alone: whether it is the only image of its dialogue.
+          tail: the end of its bytes, where `data` is the start alone.
         """
         with _opened(data) as image:
-            upright = self._upright_size(image)
-        return Measure(upright, [self._covered(step.canvas) for step in self._plan(upright, alone)])
+            size = self._upright_size(image, orientation(image, tail or data))
+        return Measure(size, [self._covered(step.canvas) for step in self._plan(size, alone)])
+
+    def measure_file(self, image: Media, *, alone: bool) -> Measure:
+        """`measure` of an image of which no more is read than it takes. Raises Unusable if it is too large."""
+        limit = self.config.byte_limit
+        head = image.read(limit, _HEAD)
+        begun = image.data is None and len(head) == _HEAD
+        try:
+            tail = _read_tail(image.path) if begun and head.startswith(PNG) else b""
+            return self.measure(head, alone=alone, tail=tail)
+        except Exception:
+            if not begun:
+                raise
+            return self.measure(image.read(limit), alone=alone)  # its header may be longer, or be at its end
 
     def tiled(self, image: Measure) -> Tiled:
         """How an image is cut."""
@@ -89,57 +102,61 @@ class Pictures:
     def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
         """The media of an image, float32 [h, w, C], sides multiples of patch * merge; see `measure`."""
         with _opened(data) as image:
-            upright = self._upright_size(image)
-            turn = _orientation(image)
-            steps = self._plan(upright, alone)
+            turn = orientation(image, data)
+            steps = self._plan(self._upright_size(image, turn), alone)
             if self.config.draft:
                 largest = max(step.size[0] for step in steps), max(step.size[1] for step in steps)
                 # JPEGs are decoded at a half, a quarter or an eighth where that is still large enough.
                 image.draft("L" if self.spec.channels == 1 else "RGB", largest if turn >= 5 else flipped(largest))
-            decoded = self._decoded(image)
-        if turn in _UPRIGHT:
-            decoded = decoded.transpose(_UPRIGHT[turn])
+            decoded = upright(self._decoded(image), turn, image.format)
         # Tiles are cut from one resized image.
-        resized = {(step.square, step.size): self._resized(decoded, step) for step in {_uncut(one) for one in steps}}
-        return [self._laid(resized[step.square, step.size], step) for step in steps]
+        parts: dict[tuple[bool, Size], Part] = {}
+        for step in steps:
+            parts[step.square, step.size] = _around(parts.get((step.square, step.size)), step.crop)
+        resized = {key: self._resized(decoded, *key, part) for key, part in parts.items()}
+        corners = {key: part[:2] for key, part in parts.items()}
+        return [self._laid(resized[step.square, step.size], corners[step.square, step.size], step) for step in steps]
 
     def _decoded(self, image: Image.Image) -> Image.Image:
         """The pixels in the encoder's channels. An alpha channel is left out."""
-        decoded = image.convert("L" if self.spec.channels == 1 else "RGB")
+        decoded = _eight_bits(image).convert("L" if self.spec.channels == 1 else "RGB")
         if not self.config.white or decoded.info.get("transparency") is None:
             return decoded
         seen = decoded.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert(decoded.mode)
 
-    def _upright_size(self, image: Image.Image) -> Size:
+    def _upright_size(self, image: Image.Image, turn: int) -> Size:
         height, width = image.height, image.width
         if height * width > self.config.pixel_limit or min(height, width) < 1:
             raise Unusable(f"{width}x{height} pixels; Source.pixel_limit is {self.config.pixel_limit}")
-        return (width, height) if _orientation(image) >= 5 else (height, width)
+        return (width, height) if swaps_sides(image, turn) else (height, width)
 
     def _plan(self, size: Size, alone: bool) -> list[Step]:
         try:
-            return plan(size, self.config, self.spec, alone=alone)
+            steps = plan(size, self.config, self.spec, alone=alone)
         except ValueError as error:
             raise Unusable(str(error)) from None
+        if any(is_too_thin(size, step) for step in steps):
+            cause = f"resizing it takes a picture of more than {MOST >> 20}M pixels"
+            shown = f"{size[1]}x{size[0]} pixels are too thin for Source.resize={self.config.resize!r}"
+            raise Unusable(f"{shown}: {cause}; cut the image")
+        return steps
 
     def _covered(self, size: Size) -> Size:
         """The size without the pixels at the right and the bottom that no whole patch covers."""
         patch = self.spec.patch
         return size[0] // patch * patch, size[1] // patch * patch
 
-    def _resized(self, image: Image.Image, step: Step) -> np.ndarray:
-        """The whole image as `step` resizes it, normalised."""
-        if step.square and image.height != image.width:
+    def _resized(self, image: Image.Image, square: bool, size: Size, part: Part) -> np.ndarray:
+        """A part of the image resized to `size`, normalised; with `square` it lies in a square before."""
+        around = None
+        if square:
             # The mean's colour as whole numbers, rounded down: LLaVA's rule.
-            side, colour = max(image.height, image.width), tuple(int(255 * value) for value in self.config.mean)
-            around = Image.new(image.mode, (side, side), (colour[0] if len(colour) == 1 else colour) or 0)
-            around.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-            image = around
-        if (image.height, image.width) != step.size:
-            filter = Image.Resampling(RESAMPLES.index(self.config.resample))
-            image = image.resize(flipped(step.size), filter)
-        return self._normalised(np.asarray(image).reshape(*step.size, self.spec.channels))
+            colour = tuple(int(255 * value) for value in self.config.mean)
+            around = (colour[0] if len(colour) == 1 else colour) or 0
+        resample = Image.Resampling(RESAMPLES.index(self.config.resample))
+        resized = resize_part(image, size, resample, part, square=around)
+        return self._normalised(np.asarray(resized).reshape(*part[2:], self.spec.channels))
 
     def _normalised(self, pixels: np.ndarray) -> np.ndarray:
         values = np.asarray(pixels, np.float32) / 255.0
@@ -147,8 +164,9 @@ class Pictures:
             values = (values - np.asarray(self.config.mean, np.float32)) / np.asarray(self.config.std, np.float32)
         return values
 
-    def _laid(self, pixels: np.ndarray, step: Step) -> np.ndarray:
-        top, left, height, width = step.crop
+    def _laid(self, pixels: np.ndarray, corner: Size, step: Step) -> np.ndarray:
+        """The medium of a step, from the pixels from `corner` on of the resized image."""
+        top, left, height, width = step.crop[0] - corner[0], step.crop[1] - corner[1], *step.crop[2:]
         canvas = part = pixels[top : top + height, left : left + width]
         if step.at != (0, 0) or (height, width) != step.canvas:
             canvas = np.zeros((*step.canvas, self.spec.channels), np.float32)
@@ -159,8 +177,33 @@ class Pictures:
         return np.ascontiguousarray(canvas[:rows, :columns])
 
 
-def _uncut(step: Step) -> Step:
-    return replace(step, crop=(0, 0, 0, 0), at=(0, 0), canvas=(0, 0))
+def _read_tail(path: str) -> bytes:
+    size, _ = storage.stamp(path)
+    return storage.read(path, max(0, size - TAIL), limit=TAIL)
+
+
+def _around(part: Part | None, crop: Part) -> Part:
+    """The smallest part that has both."""
+    if part is None or not part[2] * part[3]:
+        return crop
+    if not crop[2] * crop[3]:
+        return part
+    top, left = min(part[0], crop[0]), min(part[1], crop[1])
+    bottom, right = max(part[0] + part[2], crop[0] + crop[2]), max(part[1] + part[3], crop[1] + crop[3])
+    return top, left, bottom - top, right - left
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits as grey of 8, by its upper bits, as Pillow reads colours of 16 bits; other images as they are."""
+    if image.mode in ("I", "F"):
+        kind = "whole" if image.mode == "I" else "floating-point"
+        raise Unusable(f"grey in {kind} numbers of 32 bits has no white; save it with 8 or 16 bits")
+    if not image.mode.startswith("I;16"):
+        return image
+    tags = getattr(image, "tag_v2", {})
+    bits = max(8, min(16, *tags.get(_BITS_PER_SAMPLE, (16,))))
+    values = (np.asarray(image) >> (bits - 8)).astype(np.uint8)
+    return Image.fromarray(255 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values)
 
 
 @contextmanager
@@ -173,17 +216,3 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             raise Unusable(f"no {', '.join(FORMATS)} image") from None
         with image:
             yield image
-
-
-def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, from what was read with the header: asking Pillow for it would decode a PNG."""
-    exif = image.info.get("exif")
-    if not exif:
-        return 1
-    found = Image.Exif()
-    try:
-        found.load(exif)
-        turn = found.get(_ORIENTATION, 1)
-    except Exception:  # anything may be in there, and none of it keeps the image from being shown
-        return 1
-    return turn if isinstance(turn, int) and turn in _UPRIGHT else 1

@@ -24,6 +24,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
+from mmjax.json_files import parse
 
 FORMAT = "mmjax-index-6"
 _HEADER_LIMIT = 1 << 16
@@ -201,7 +202,7 @@ def read(path: Path) -> tuple[dict[str, Any], Index]:
     with open(path, "rb") as file:
         line = file.readline(_HEADER_LIMIT)
         try:
-            head = json.loads(line)
+            head = parse(line)
             if head["format"] != FORMAT:
                 raise ValueError("it has another format")
             arrays: dict[str, np.ndarray] = {}
@@ -219,7 +220,7 @@ def read(path: Path) -> tuple[dict[str, Any], Index]:
             if missing := {"made_for", "files"} - head.keys():
                 raise KeyError(*missing)
             return head, _index(arrays)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its header is damaged ({type(error).__name__})") from None
 
 

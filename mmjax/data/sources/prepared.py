@@ -39,10 +39,10 @@ from mmjax.data.turns import Turn, is_prompt, last_answer, last_question, withou
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 T = TypeVar("T")
-HEAD = 1 << 16
-"""Bytes of an image that are read to know its size; if they are not enough, all are read."""
 _MOST_KEYS = 12
 """Keys of records that are named where nobody reads them."""
+_MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
+"""A longer text than a row can hold by far is not encoded, which takes a hundred times its size in memory."""
 _CHANGED = "it is not what it was when it was indexed"
 
 
@@ -97,6 +97,7 @@ class PreparedRecords:
     ):
         self.name, self.config, self.tokenizer, self.skipped = name, config, tokenizer, skipped
         self._most, self._prompts = data.sequence_length, config.kind == PROMPTS
+        self._most_text = max(_MOST_TEXT, _CHARACTERS_PER_TOKEN * self._most)
         try:
             self._template = config.chat(data.tokenizer)
         except ConfigError as error:
@@ -308,13 +309,12 @@ class PreparedRecords:
             if media and not able:
                 raise Unusable(f"it has an {what}, and no encoder of the model takes one")
         alone = len(record.images) == 1
-        images = [
-            self._measured_medium(partial(self._image_sizes, alone=alone), self._image, n, one)
-            for n, one in enumerate(record.images)
-        ]
+        measure = partial(self._pictures.measure_file, alone=alone) if self._pictures else None
+        images = [self._measured_medium(measure, self._image, n, one) for n, one in enumerate(record.images) if measure]
         recordings = [
             self._measured_medium(self._frames, self._audio, n, one) for n, one in enumerate(record.recordings)
         ]
+        record = self._bounded(record)
         made = self._tokens(record, images, recordings, alone)
         if not self._prompts and not any(made.laid.weights):
             raise Unusable("none of its answers is learned")
@@ -332,25 +332,25 @@ class PreparedRecords:
                 return self._tokens(cut(record, shorter[fitting - 1]), images, recordings, alone)
         raise Unusable(f"{len(made.laid.tokens)} tokens; Data.sequence_length is {self._most}")
 
+    def _bounded(self, record: Record) -> Record:
+        """The record, under `cut` without the last turns of a text that is far too long to be encoded."""
+        points = cut_points(record.dialogue) if self.config.cut else []
+        while points and _text_size(record) > self._most_text:
+            middle = len(points) // 2
+            record, points = cut(record, points[middle]), points[:middle]
+        return record
+
     def _measured_medium(self, measure: Callable[[Media], T], name: str, at: int, media: Media) -> T:
         with self._naming(media, name, at):
             return measure(media)
-
-    def _image_sizes(self, image: Media, alone: bool) -> Measure:
-        assert self._pictures
-        limit = self.config.byte_limit
-        try:
-            return self._pictures.measure(image.read(limit, HEAD), alone=alone)
-        except Exception:
-            if image.data is not None:
-                raise
-            return self._pictures.measure(image.read(limit), alone=alone)  # its header may be longer
 
     def _frames(self, recording: Media) -> int:
         assert self._sounds
         return self._sounds.frames(recording.read(self.config.byte_limit))
 
     def _tokens(self, record: Record, images: Sequence[Measure], recordings: Sequence[int], alone: bool) -> _Record:
+        if (size := _text_size(record)) > self._most_text:
+            raise Unusable(f"about {size} characters; Data.sequence_length is {self._most} tokens")
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
         counts: dict[str, list[int]] = {}
         if images:
@@ -463,6 +463,21 @@ class PreparedRecords:
         return named(
             key for key in keys if not (isinstance(self._template, FolderTemplate) and self._template.reads(key))
         )
+
+
+def _text_size(record: Record) -> int:
+    """Characters of a record's text, and some for each turn, which a template writes."""
+    turns = sum(len(turn.text) + _characters(turn.keys) + _CHARACTERS_PER_TURN for turn in record.dialogue)
+    return turns + len(record.system) + _characters(record.tools)
+
+
+def _characters(value: object) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(inner) for inner in value.values())
+    return sum(_characters(inner) for inner in value) if isinstance(value, list | tuple) else 0
 
 
 def _is_relative(path: str) -> bool:

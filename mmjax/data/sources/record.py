@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mmjax import json_files
 from mmjax.data.sources.keys import TURN, require_plain, unread, weight_of
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, has_place, is_empty
@@ -22,6 +22,8 @@ _ROLES = {
 }
 """Roles by their names in data, in small letters; the template of a folder alone takes those beyond the first three."""
 _KEPT = f"[{LITERAL}{''.join(PLACES.values())}]"
+_MOST_VALUES = 1 << 20
+"""Of a record's JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +88,12 @@ class Reader(Protocol):
 
 def parse_json(data: bytes, what: str = "") -> Any:
     """The value of UTF-8 JSON. Raises Unusable for any other bytes; `what` then starts the reason."""
-    about = f"{what} is " if what else ""
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise Unusable(f"{about or 'is '}not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise Unusable(f"{about}not JSON ({error.msg} at {where})") from None
-    except RecursionError:
-        raise Unusable(f"{about}not JSON that can be read (nested too deeply)") from None
-    except ValueError:  # Python reads no integers of thousands of digits
-        raise Unusable(f"{about}not JSON that can be read (a number of more than 4300 digits)") from None
+        return json_files.parse(data, _MOST_VALUES)
+    except ValueError as error:
+        raise Unusable(
+            f"{what} is {error}" if what else f"is {error}" if "UTF-8" in str(error) else str(error)
+        ) from None
 
 
 def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bool = False) -> Record:

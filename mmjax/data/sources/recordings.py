@@ -1,17 +1,36 @@
-"""Turns encoded recordings (WAV, PCM of 8 to 32 bits) into log-mel frames: one channel, at the encoder's rate."""
+"""Turns encoded recordings (WAV, FLAC, OGG, MP3) into log-mel frames: one channel, at the encoder's rate.
+
+One reader, soundfile, has all formats under every Python. It is imported when a recording is read: machines that train
+on text and images do without it.
+"""
 
 from __future__ import annotations
 
 import io
-import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import numpy as np
 
+from mmjax.configurable import ConfigError
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
-_RATES = range(1000, 768_001)
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+"""As soundfile names them; WAVEX is WAV whose header is EXTENSIBLE."""
+_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", *(bytes((255, low)) for low in range(0xE0, 0x100)))
+"""Of files that are given to the library: it knows many more formats."""
+_MOST_CHUNKS = 1 << 12
+_RATES, _MOST_CHANNELS = range(1000, 768_001), 64
+_BLOCK = 1 << 16
+"""Samples of all channels that are decoded at a time: a header may promise any number of them."""
+_KNOWN = 1 << 48
+"""A file with as many samples or more does not say how many it has: it was written to a pipe."""
+_PIPED = 0x7FFF_F000
+"""Programs that write a WAV to a pipe give its data such a length or more, or none."""
 
 
 class Recordings:
@@ -23,38 +42,104 @@ class Recordings:
 
     def frames(self, data: bytes) -> int:
         """How many frames a recording becomes, from its header."""
-        with wave.open(io.BytesIO(data)) as file:
-            return self._log_mel.frames(self._length(file)[1], self.spec.block)
+        with _opened(data) as file:
+            return self._log_mel.frames(self._resampled(file, self._count(file)), self.spec.block)
 
     def __call__(self, data: bytes) -> np.ndarray:
         """Log-mel frames [F, M]."""
-        with wave.open(io.BytesIO(data)) as file:
-            read, length = self._length(file)
-            width, channels = file.getsampwidth(), file.getnchannels()
-            raw = file.readframes(read)
-        if len(raw) != read * width * channels:
+        with _opened(data) as file:
+            count = self._count(file)
+            length = self._resampled(file, count)
+        with _opened(data) as file:
+            samples = np.concatenate([*_blocks(file, count), np.zeros(0)])
+        if len(samples) != count:
             raise Unusable("the recording is truncated")
-        return self._log_mel(resample(_mono(raw, width, channels), length), self.spec.block)
+        if not np.isfinite(samples).all():
+            raise Unusable("the recording has samples that are not finite")
+        return self._log_mel(resample(samples, length), self.spec.block)
 
-    def _length(self, file: wave.Wave_read) -> tuple[int, int]:
-        """How many samples are read, and how many there are after resampling."""
-        rate, count = file.getframerate(), file.getnframes()
-        if rate not in _RATES or count < 1 or not 1 <= file.getsampwidth() <= 4 or file.getnchannels() > 64:
-            raise Unusable(f"{count} samples of {file.getsampwidth()} bytes at {rate} a second")
-        read = min(count, max(1, int(rate * self._seconds)))
-        return read, -(-read * self._log_mel.sample_rate // rate)
+    def _count(self, file: Any) -> int:
+        """How many samples are read."""
+        rate, channels, count = file.samplerate, file.channels, file.frames
+        most = max(1, int(rate * self._seconds))
+        if rate in _RATES and channels <= _MOST_CHANNELS and count >= _KNOWN:
+            count = sum(map(len, _blocks(file, most)))
+        if rate not in _RATES or channels > _MOST_CHANNELS or count < 1:
+            raise Unusable(f"{count} samples in {channels} channels at {rate} a second")
+        return min(count, most)
+
+    def _resampled(self, file: Any, count: int) -> int:
+        """How many samples there are after resampling."""
+        return -(-count * self._log_mel.sample_rate // file.samplerate)
 
 
-def _mono(raw: bytes, width: int, channels: int) -> np.ndarray:
-    """Samples in -1 to 1, the mean of all channels; input is unsigned for one byte, else signed, little-endian."""
-    if width == 1:
-        samples = (np.frombuffer(raw, np.uint8).astype(np.float64) - 128.0) / 128.0
-    else:
-        # Moved to the upper bytes of 32 bits, so that 24 bits need no case of their own.
-        wide = np.zeros((len(raw) // width, 4), np.uint8)
-        wide[:, 4 - width :] = np.frombuffer(raw, np.uint8).reshape(-1, width)
-        samples = wide.view("<i4")[:, 0] / 2.0**31
-    return samples.reshape(-1, channels).mean(1)
+@cache
+def _library() -> tuple[Any, type[Any]]:
+    """soundfile, and its class for a file that is read once from its start to its end."""
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # the package, or the library that it loads
+        fix = "pip install soundfile, or leave recordings out of the data"
+        raise ConfigError(f"recordings need the soundfile package ({error}): {fix}") from None
+
+    class Stream(soundfile.SoundFile):
+        def seekable(self) -> bool:
+            """After each block a seekable file is sought in, which fails where its length is unknown."""
+            return False
+
+    return soundfile, Stream
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """A recording that is read by blocks. Raises Unusable where it is none, or breaks off."""
+    soundfile, stream = _library()
+    if not data.startswith(_BEGINNINGS):
+        raise Unusable("no WAV, FLAC, OGG or MP3 recording")
+    try:
+        with stream(io.BytesIO(_mended(data))) as file:
+            if file.format not in FORMATS:
+                raise Unusable(f"a recording of format {file.format}; WAV, FLAC, OGG and MP3 can be read")
+            yield file
+    except soundfile.LibsndfileError as error:  # whose whole message names an address in memory
+        raise Unusable(f"no WAV, FLAC, OGG or MP3 recording ({error.error_string.rstrip('.')})") from None
+
+
+def _blocks(file: Any, most: int) -> Iterator[np.ndarray]:
+    """At most so many of the following samples, in -1 to 1, the mean of all channels."""
+    block = max(1, _BLOCK // file.channels)
+    while most > 0:
+        samples = file.read(min(block, most), dtype="float64", always_2d=True).mean(1)
+        if not len(samples):
+            return
+        most -= len(samples)
+        yield samples
+
+
+def _mended(data: bytes) -> bytes:
+    """A WAV with the length of its data in its header, where a pipe left it open. Raises Unusable if it is cut off."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return data
+    at = 12
+    for _ in range(_MOST_CHUNKS):
+        size, begin = int.from_bytes(data[at + 4 : at + 8], "little"), at + 8
+        if data[at : at + 4] != b"data" or begin > len(data):
+            at = begin + size + size % 2
+            continue
+        left = len(data) - begin
+        if (size > left and size >= _PIPED) or (size == 0 and left and not _is_chunk(data[begin:])):
+            lengths = (length.to_bytes(4, "little") for length in (len(data) - 8, left))
+            return data[:4] + next(lengths) + data[8 : begin - 4] + next(lengths) + data[begin:]
+        if size > left:
+            raise Unusable("the recording is truncated")
+        break
+    return data
+
+
+def _is_chunk(data: bytes) -> bool:
+    """Whether something begins like a chunk of a WAV, and is as long as it says."""
+    name, size = data[:4], int.from_bytes(data[4:8], "little")
+    return len(data) >= 8 and name.isascii() and name.decode().isprintable() and 8 + size <= len(data)
 
 
 def resample(samples_N: np.ndarray, length: int) -> np.ndarray:

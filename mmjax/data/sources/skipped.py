@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from mmjax.json_files import parse
+
 NAME = "skipped.jsonl"
 
 
@@ -94,7 +96,7 @@ def _row(fault: Fault) -> dict[str, str]:
 def _rows(text: bytes) -> Iterator[dict[str, str]]:
     for line in text.split(b"\n"):
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = parse(line)
             if isinstance(row, dict) and isinstance(row.get("source"), str) and isinstance(row.get("name"), str):
                 yield row
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 from data_sources import VISION, encoded, pixels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from mmjax.configurable import ConfigError
+from mmjax.data.sources import resizing
 from mmjax.data.sources.config import MOST_PIXELS, SourceConfig
 from mmjax.data.sources.images import Pictures
+from mmjax.data.sources.record import Media
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
@@ -177,3 +181,164 @@ def test_bombs_are_not_decoded():
 def test_settings_that_do_not_fit_the_encoder(changes, message):
     with pytest.raises(ConfigError, match=message):
         pictures(**changes)
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+
+def exif_of(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif.tobytes()
+
+
+def orientation_chunks(orientation: int) -> dict[str, bytes]:
+    """Chunks of a PNG that say how it is turned."""
+    exif = exif_of(orientation)
+    profile = f"\nexif\n{len(exif):8}\n{exif.hex()}\n".encode()
+    xmp = f'<rdf:Description tiff:Orientation="{orientation}"/>'.encode()
+    key, packed = b"Raw profile type exif\0", b"\0" + zlib.compress(profile)
+    return {
+        "exif": chunk(b"eXIf", exif.removeprefix(b"Exif\0\0")),
+        "raw profile": chunk(b"tEXt", key + profile),
+        "packed profile": chunk(b"zTXt", key + packed),
+        "xmp": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
+        "packed xmp": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp)),
+    }
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("kind", list(orientation_chunks(1)))
+def test_a_png_is_upright_wherever_it_says_so(kind, behind, tmp_path):
+    """As Pillow's exif_transpose has it; the header alone is decoded to know its size, and the end of the file."""
+    image, made = smooth(40, 64), pictures()
+    plain = encoded(image, compress_level=0)
+    for orientation in (3, 6):
+        at = -12 if behind else 33  # before IEND, or behind IHDR
+        data = plain[:at] + orientation_chunks(orientation)[kind] + plain[at:]
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        assert turned is not None and (turned.size == (40, 64)) == (orientation == 6)
+        (medium,) = made.media(data)
+        assert np.array_equal(medium, np.asarray(turned, np.float32) / 255)
+        assert made.measure(data).original == medium.shape[:2]
+        assert made.measure(data[:200], tail=data[-9000:]).original == medium.shape[:2]
+    long = encoded(pixels(150, 160), compress_level=0)  # more than is read of its start
+    (tmp_path / "long.png").write_bytes(long[:at] + orientation_chunks(8)[kind] + long[at:])
+    media = Media(name="long", path=str(tmp_path / "long.png"))
+    assert made.measure_file(media, alone=True).original == (160, 150)
+
+
+def test_damaged_orientations_turn_nothing():
+    plain, image = encoded(smooth(8, 16)), smooth(8, 16)
+    whole = orientation_chunks(6)["exif"]
+    texts = [
+        whole[:-1] + b"\0",
+        chunk(b"eXIf", b"II*\0\xff\xff\xff\xff"),
+        chunk(b"tEXt", b"Raw profile type exif\0\n\n\nzz"),
+    ]
+    for text in texts:
+        (made,) = pictures().media(plain[:-12] + text + plain[-12:])
+        assert np.array_equal(made, np.float32(image) / 255)
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_tiff_is_upright(orientation, compression):
+    image = smooth(24, 40)
+    options = {"compression": compression} if compression else {}
+    data = encoded(image, "TIFF", tiffinfo={0x0112: orientation}, **options)
+    (made,) = pictures().media(data)
+    turned = np.rot90(image, {1: 0, 3: 2, 6: 3}[orientation])
+    assert np.array_equal(made, np.float32(turned) / 255)
+    assert pictures().measure(data).original == turned.shape[:2] == made.shape[:2]
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow was built without AVIF")
+def test_avif():
+    image = smooth(24, 40)
+    data = encoded(image, "AVIF", quality=100, subsampling="4:4:4", exif=exif_of(6))
+    (made,) = pictures().media(data)
+    assert made.shape == (40, 24, 3) and pictures().sizes(data) == [(40, 24)]
+    assert np.abs(made - np.float32(np.rot90(image, 3)) / 255).max() < 0.03
+
+
+@pytest.mark.parametrize("suffix", ["PNG", "TIFF"])
+def test_grey_of_sixteen_bits_is_no_white(suffix):
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    (made,) = pictures().media(encoded(grey, suffix))
+    assert np.array_equal(made, np.repeat((grey >> 8).astype(np.float32)[..., None], 3, 2) / 255)
+    (channel,) = pictures(replace(VISION, channels=1)).media(encoded(grey, suffix))
+    assert np.array_equal(channel, (grey >> 8).astype(np.float32)[..., None] / 255)
+
+
+def test_grey_of_other_depths():
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    big, inverted = Image.fromarray(grey.astype(">u2")), encoded(grey, "TIFF", tiffinfo={262: 0})
+    (made,) = pictures(replace(VISION, channels=1)).media(encoded(big, "TIFF"))
+    assert np.array_equal(made, (grey >> 8).astype(np.float32)[..., None] / 255)
+    if Image.open(io.BytesIO(inverted)).tag_v2[262] == 0:  # type: ignore[attr-defined]
+        (made,) = pictures(replace(VISION, channels=1)).media(inverted)
+        assert np.array_equal(made, (255 - (grey >> 8)).astype(np.float32)[..., None] / 255)
+    for kind, said in ((np.int32, "whole"), (np.float32, "floating-point")):
+        with pytest.raises(Unusable, match=f"grey in {said} numbers of 32 bits has no white"):
+            pictures().media(encoded(grey.astype(kind), "TIFF"))
+
+
+THIN = {
+    "crop": {"resize": "fixed", "fit": "crop", "size": (336, 336), "edge": 336},
+    "square": {"resize": "fixed", "fit": "square", "size": (336, 336), "edge": 336},
+    "stretch": {"resize": "fixed", "fit": "stretch", "size": (336, 336)},
+    "pad": {"resize": "fixed", "fit": "pad", "size": (336, 336)},
+    "anyres": {"resize": "anyres", "size": (336, 336), "mean": (0.5,) * 3, "std": (0.5,) * 3},
+    "naflex": {"resize": "naflex", "max_patches": 256},
+    "smart": {"resize": "smart", "min_pixels": 3136, "max_pixels": 1003520},
+    "budget": {"resize": "budget"},
+}
+
+
+@pytest.mark.parametrize("rule", list(THIN))
+def test_thin_images_take_little(rule, monkeypatch):
+    """Under every rule: no picture on the way is large, whichever side is long, or the image is left out by name."""
+    made, resize, most = pictures(**THIN[rule]), Image.Image.resize, [0]
+
+    def watched(image, size, *args):
+        most.append(max(size[0] * size[1], size[0] * image.height, image.width * size[1]))
+        return resize(image, size, *args)
+
+    monkeypatch.setattr(Image.Image, "resize", watched)
+    for size in ((2, 2000), (2000, 2), (1, 100_000), (400_000, 1)):
+        with Image.new("L", size, 77) as image:
+            data = encoded(image)
+        try:
+            medium = made.media(data)[0]
+            assert len({*medium[medium.shape[0] // 2, medium.shape[1] // 2]}) == 1 and max(most) <= resizing.MOST
+        except Unusable as reason:
+            said = "one side is more than 200" if rule == "smart" else "too thin for Source.resize='fixed': resizing"
+            assert said in str(reason) and (
+                rule == "smart" or (rule == "crop" and max(size) >= 100_000) or max(size) > 2e5
+            )
+            with pytest.raises(Unusable):
+                made.measure(data)
+
+
+@pytest.mark.parametrize("square", [None, (9, 99, 200)])
+def test_parts_of_resized_images_are_those_of_the_whole(square, monkeypatch):
+    """In bands too, to the rounding between the two sides."""
+    for height, width in ((7, 90), (90, 7), (40, 40), (41, 30)):
+        for size in ((30, 50), (300, 8), (8, 300), (64, 64)):
+            for colours, near in ((pixels(height, width), 0), (smooth(height, width) // 2 + 60, 2)):
+                image = Image.fromarray(colours)
+                part = (size[0] // 4, size[1] // 8, size[0] // 2, size[1] // 2)
+                around = Image.new("RGB", (max(image.size), max(image.size)), square) if square else image
+                if square:
+                    around.paste(image, ((around.width - width) // 2, (around.height - height) // 2))
+                whole = np.asarray(around.resize((size[1], size[0]), Image.Resampling.BICUBIC), int)
+                wanted = whole[part[0] : part[0] + part[2], part[1] : part[1] + part[3]]
+                with monkeypatch.context() as small:
+                    if near:
+                        small.setattr(resizing, "MOST", 1)
+                        small.setattr(resizing, "_AT_ONCE", 99)
+                    found = resizing.resize_part(image, size, Image.Resampling.BICUBIC, part, square=square)
+                assert np.abs(np.asarray(found, int) - wanted).max() <= near

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from data_sources import opened, text_of
 
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.llava import LlavaReader
 from mmjax.data.sources.record import Unusable
+from mmjax.data.tokenizer import ByteTokenizer
 
 A, B = (json.dumps({"question": text, "answer": "x"}) for text in "ab")
 LONG = "1" * 5000
@@ -93,3 +95,30 @@ def test_other_encodings_and_lines(tmp_path):
         ["a", "b"],
         ["the line is longer than 2000 bytes"],
     )
+
+
+def test_texts_that_are_far_too_long_are_not_encoded(tmp_path, monkeypatch):
+    """Encoding takes a hundred times as much memory. Under `cut` the first turns stay."""
+    long = "word " * 300_000
+    turns = [{"from": who, "value": "hi"} for who in ("human", "gpt") * 2]
+    rows = [
+        {"question": "q", "answer": long},
+        {"question": "q", "answer": "a"},
+        {"conversations": [*turns, {"from": "human", "value": long}, {"from": "gpt", "value": "a"}]},
+        {"question": "q", "answer": "a", "other": [[]] * (1 << 20)},
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encode, longest = ByteTokenizer.encode, [0]
+
+    def watched(tokenizer, text):
+        longest.append(len(text))
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", watched)
+    for cut in (False, True):
+        made = opened(tmp_path, SourceConfig(path=str(tmp_path / "data.jsonl"), cut=cut), split="test")
+        assert len(made) == 1 + cut and max(longest) < 1 << 20
+        reasons = [fault.reason for fault in made.sources[0].index.left_out()]
+        assert reasons[0] == "about 1500017 characters; Data.sequence_length is 4096 tokens"
+        assert reasons[-1] == "not JSON that can be read (more than 1048576 values)"
+    assert text_of(made.sample(1).tokens).startswith("hi hi")

@@ -1,0 +1,95 @@
+"""How an image is to be turned, from EXIF or XMP wherever its file has them; no pixel is decoded.
+
+The order in which places count is that of Pillow's ``exif_transpose``: EXIF, then a raw profile of EXIF, then XMP. A
+PNG may have all of them behind its pixels.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+
+from PIL import Image
+
+TAIL = 1 << 16
+"""Bytes at the end of a PNG in which its orientation is looked for."""
+PNG = b"\x89PNG\r\n\x1a\n"
+_TAG = 0x0112
+_TURNS: dict[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CHUNK = re.compile(rb"eXIf|tEXt|[iz]TXt")
+_PROFILE, _XMP = "Raw profile type exif", "XML:com.adobe.xmp"
+_LONGEST_TEXT = 1 << 20
+
+
+def orientation(image: Image.Image, tail: bytes = b"") -> int:
+    """The Orientation tag of an open image, 1 to 8; 1 where it has none that can be read.
+
+    tail: the end of its file, which counts for a PNG.
+    """
+    if image.format == "PNG":
+        image.info.update(_behind_pixels(tail[-TAIL:]))
+    try:
+        # The method of the PNG's own class would decode the image.
+        turn = Image.Image.getexif(image).get(_TAG, 1)
+    except Exception:  # anything may be in there, and none of it keeps the image from being shown
+        return 1
+    return turn if isinstance(turn, int) and turn in _TURNS else 1
+
+
+def swaps_sides(image: Image.Image, turn: int) -> bool:
+    """Whether height and width change places, after those that Pillow gives."""
+    if image.format == "TIFF":  # whose size may be that of the upright image
+        stored = (image.tag_v2.get(256), image.tag_v2.get(257))  # type: ignore[attr-defined]
+        return turn >= 5 and image.size == stored
+    return turn >= 5
+
+
+def upright(image: Image.Image, turn: int, kind: str | None) -> Image.Image:
+    """The decoded image turned; Pillow turns a TIFF itself. `kind` is the format of the file."""
+    return image if kind == "TIFF" or turn not in _TURNS else image.transpose(_TURNS[turn])
+
+
+def _behind_pixels(tail: bytes) -> Iterator[tuple[str, str | bytes]]:
+    """Values of the chunks at the end of a PNG by Pillow's names. A chunk is known by its checksum."""
+    for found in _CHUNK.finditer(tail):
+        begin = found.start()
+        end = found.end() + int.from_bytes(tail[max(0, begin - 4) : begin], "big")
+        if (
+            begin < 4
+            or end + 4 > len(tail)
+            or zlib.crc32(tail[begin:end]) != int.from_bytes(tail[end : end + 4], "big")
+        ):
+            continue
+        body = tail[found.end() : end]
+        if found[0] == b"eXIf":
+            yield "exif", b"Exif\0\0" + body
+            continue
+        key, _, text = body.partition(b"\0")
+        name = key.decode("latin-1")
+        if name in (_PROFILE, _XMP):
+            yield name, _text(found[0], text)
+
+
+def _text(kind: bytes, text: bytes) -> str:
+    """The text of a chunk, from behind its key; "" where it is damaged."""
+    packed = kind == b"zTXt"
+    if kind == b"iTXt":
+        # A flag and a method of compression, then a language and a translated key.
+        packed, text = text[:1] == b"\1", text[2:].partition(b"\0")[2].partition(b"\0")[2]
+    elif packed:
+        text = text[1:]
+    if packed:
+        try:
+            text = zlib.decompressobj().decompress(text, _LONGEST_TEXT)
+        except zlib.error:
+            return ""
+    return text.decode("utf-8" if kind == b"iTXt" else "latin-1", "replace")

@@ -1,0 +1,80 @@
+"""Resizes pictures, those that are much longer than wide too: of a large result that is cut, only a part is made.
+
+A picture that is small on every way is resized by Pillow at once, as processors do it. Of a larger one the long side is
+resized first, in bands, and cut. Pillow rounds between the two sides and may take the other one first, so values may
+then differ in their last digits.
+"""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from mmjax.data.sources.sizes import Size, Step, flipped
+
+MOST = 1 << 26
+"""The most pixels that a picture may have on its way."""
+_AT_ONCE = 1 << 22
+"""Pixels of a band."""
+_MOST_CUT = 1 << 24
+"""The most pixels that are made to be cut."""
+Part = tuple[int, int, int, int]
+"""Top, left, height and width."""
+Colour = int | tuple[int, ...]
+
+
+def is_too_thin(size: Size, step: Step) -> bool:
+    """Whether an image of this size would have more than ``MOST`` pixels on its way to a medium."""
+    square = (max(size), max(size)) if step.square else size
+    if _fits(square, step.size, step.crop, padded=step.square):
+        return False
+    wide = size[1] >= size[0]
+    (high, _), (height, width) = (square, step.size) if wide else (flipped(square), flipped(step.size))
+    columns = step.crop[3 if wide else 2]
+    return max(width * min(size), columns * high, columns * height) > MOST
+
+
+def resize_part(
+    image: Image.Image, size: Size, resample: Image.Resampling, part: Part, *, square: Colour | None = None
+) -> Image.Image:
+    """A part of an image that is resized to `size`; with `square` it first lies in a square of that colour."""
+    top, left, rows, columns = part
+    side = max(image.size)
+    padded = (side, side) if square is not None else flipped(image.size)
+    if _fits(padded, size, part, padded=square is not None):
+        whole = _in_square(image, square) if square is not None and image.width != image.height else image
+        whole = whole if flipped(whole.size) == size else whole.resize(flipped(size), resample)
+        return whole.crop((left, top, left + columns, top + rows))
+    if image.width >= image.height:
+        return _in_bands(image, size, resample, part, square)
+    turn = Image.Transpose.TRANSPOSE
+    turned = _in_bands(image.transpose(turn), flipped(size), resample, (left, top, columns, rows), square)
+    return turned.transpose(turn)
+
+
+def _fits(size: Size, resized: Size, part: Part, *, padded: bool) -> bool:
+    """Whether Pillow may resize an image at once, whichever side it takes first."""
+    most = max(resized[1] * size[0], resized[0] * size[1], size[0] * size[1] if padded else 0)
+    return most <= MOST and resized[0] * resized[1] <= max(_MOST_CUT, part[2] * part[3])
+
+
+def _in_square(image: Image.Image, colour: Colour) -> Image.Image:
+    side = max(image.size)
+    around = Image.new(image.mode, (side, side), colour)
+    around.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return around
+
+
+def _in_bands(
+    image: Image.Image, size: Size, resample: Image.Resampling, part: Part, square: Colour | None
+) -> Image.Image:
+    """`resize_part` of an image that is as wide as high, or wider, so that a square begins above it."""
+    (height, width), (top, left, rows, columns) = size, part
+    high = image.width if square is not None else image.height
+    first = (high - image.height) // 2
+    between = Image.new(image.mode, (columns, high), square or 0)
+    step = max(1, _AT_ONCE // max(width, image.width))
+    for row in range(0, image.height, step):
+        band = image.crop((0, row, image.width, min(image.height, row + step)))
+        band = band.resize((width, band.height), resample)
+        between.paste(band.crop((left, 0, left + columns, band.height)), (0, first + row))
+    return between.resize((columns, height), resample).crop((0, top, columns, top + rows))
