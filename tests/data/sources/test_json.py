@@ -119,6 +119,6 @@ def test_texts_that_are_far_too_long_are_not_encoded(tmp_path, monkeypatch):
         made = opened(tmp_path, SourceConfig(path=str(tmp_path / "data.jsonl"), cut=cut), split="test")
         assert len(made) == 1 + cut and max(longest) < 1 << 20
         reasons = [fault.reason for fault in made.sources[0].index.left_out()]
-        assert reasons[0] == "about 1500017 characters; Data.sequence_length is 4096 tokens"
+        assert reasons[0] == "about 1500033 characters; Data.sequence_length is 4096 tokens"
         assert reasons[-1] == "not JSON that can be read (more than 1048576 values)"
     assert text_of(made.sample(1).tokens).startswith("hi hi")
