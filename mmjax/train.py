@@ -106,8 +106,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             if in_company():
                 give_up(str(error))  # at once: a save would wait for the other processes, which end on this news
             print(f"error: {error}", file=sys.stderr)
-            if isinstance(error, NoBatchError):
-                say(_stopped(trainer))
+            say(_stopped(trainer))
             return 1
         if result.unusable:
             say(f"{result.unusable} samples of the data cannot be used: see {run_dir}/skipped.jsonl")

@@ -54,6 +54,8 @@ class TrainConfig:
       peak_tflops: dense peak of one device, for mfu; 0 looks the device up, and mfu is null where it is unknown.
       sinks: beside metrics.jsonl, any of 'tensorboard' and 'wandb' (their extras must be installed).
       profile_steps: first and last step of a profiler trace, such as (10, 12), in run_dir/profile; () takes none.
+      max_skipped: end the run after this many updates in a row were skipped, because gradients were not finite; 0 goes
+        on.
       debug_nans: check every op's outputs and end the run at the first that is not finite; slow, one program per op.
       deterministic: on a GPU, use kernels whose results repeat bit for bit, and no autotuning; a CPU's always do.
     """
@@ -76,13 +78,15 @@ class TrainConfig:
     peak_tflops: float = 0.0
     sinks: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("wandb",)})
     profile_steps: tuple[int, ...] = dataclasses.field(default=(), metadata={"example": (10, 12)})
+    max_skipped: int = 10
     debug_nans: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch", "microbatches", "log_every"):
             positive(f"Train.{name}", getattr(self, name))
-        for name in ("window", "seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
+        legal_zero = ("window", "seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops")
+        for name in (*legal_zero, "max_skipped"):
             not_negative(f"Train.{name}", getattr(self, name))
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)

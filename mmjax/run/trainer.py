@@ -17,7 +17,7 @@ import jax
 from mmjax import sigterm
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config, validate
-from mmjax.configurable import require
+from mmjax.configurable import ConfigError, require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Fault, Skipped
@@ -39,6 +39,7 @@ from mmjax.run.profile_window import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.scoring import Scoring
+from mmjax.run.soundness import Soundness
 from mmjax.run.starts import Starts, find_starts, frozen_elsewhere, moments_since, run_begins
 from mmjax.run.throughput import Throughput
 from mmjax.run.warm_up import Initializer
@@ -115,6 +116,7 @@ class Trainer:
             self.executor = self.parts.executor
             self._initializer = Initializer(config.world, self.parts.world, self.executor)
             self.scoring = Scoring(self.config, self.parts, self._files, self._report)
+            self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, config.train.max_skipped)
             self._profile = self._profile_window()
             if config.train.debug_nans:
                 assert isinstance(self.executor, Executor)
@@ -136,6 +138,8 @@ class Trainer:
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
             self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
+            if leaf := self._soundness.first_unsound():
+                raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
         elif not self.resumed:
             self.executor.initialise(config.train.seed)
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
@@ -163,6 +167,8 @@ class Trainer:
 
         Raises:
           WarmUpError: before the first step, a boundary or collective is down; see ``World.warm_up``.
+          NonFiniteError: ``Train.max_skipped`` updates in a row were skipped, or a parameter or moment is not finite
+            where a checkpoint is due, which is not saved.
         """
         train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
@@ -217,6 +223,7 @@ class Trainer:
                     self._finish(pending, writer, progress, result)
                     stop.hear(pending and pending.asked)
                     pending, self.step = dispatched, batch.step + 1
+                    self._soundness.require_updates()
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
                         stop.hear(pending.asked)
@@ -278,6 +285,7 @@ class Trainer:
             progress.message(
                 f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
             )
+        self._soundness.add_update(pending.step, skipped=bool(row["skipped"]))
         row["skipped"] = self.skipped
         if writer:
             writer.write(row)
@@ -296,6 +304,7 @@ class Trainer:
     def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
         """Does what is due between steps: saves a checkpoint, evaluates, ends or begins a profile."""
         final = self.step == last
+        self._soundness.require_updates()
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
             self.save()
@@ -356,8 +365,13 @@ class Trainer:
         return self._checkpointer.latest_step()
 
     def save(self) -> None:
-        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on."""
+        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on.
+
+        Raises:
+          NonFiniteError: a parameter or a moment is not finite, and nothing is written.
+        """
         if self._checkpointer and self.step:
+            self._soundness.require_finite(self.step)
             train = self.config.train
             self._checkpointer.save(
                 self.step,
