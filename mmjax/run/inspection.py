@@ -24,6 +24,7 @@ from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import SampleMeta
 from mmjax.models.config import LLM
 from mmjax.run.assembly import open_source, plan, with_buckets
+from mmjax.run.epochs import with_steps
 from mmjax.run.evaluation import draw_answers
 from mmjax.run.orders import order_of
 from mmjax.run.parts import Assembly
@@ -178,7 +179,7 @@ def inspect(config: Config, steps: int) -> Inspection:
       ConfigError: the configuration does not fit together, or its data cannot be read.
     """
     source, chosen = open_source(config, split="train"), list[str]()
-    config = with_buckets(config, source, say=chosen.append)
+    config = with_buckets(with_steps(config, source), source, say=chosen.append)
     parts = plan(config, source)
     size = config.train.global_batch
     given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
