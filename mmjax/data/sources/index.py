@@ -28,7 +28,7 @@ from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 from mmjax.json_files import parse
 
-FORMAT = "mmjax-index-6"
+FORMAT = "mmjax-index-7"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -279,12 +279,16 @@ def key_of(record: Record, question: str) -> int:
 
     `question` is the setting that is asked about captions.
     """
-    turns = [("" if turn[0] == question else turn[0], *turn[1:]) for turn in record.turns]
+    turns = [
+        (turn.role, turn.text if turn.is_answer or turn.text != question else "", dict(turn.keys))
+        for turn in record.dialogue
+    ]
     media = [
         hashlib.blake2b(medium.data, digest_size=16).hexdigest() if medium.data is not None else medium.name
         for medium in (*record.images, *record.recordings)
     ]
-    return key_of_contents(json.dumps([record.id, record.system, turns, media]).encode())
+    contents = json.dumps([record.id, record.system, turns, media], sort_keys=True, default=str)
+    return key_of_contents(contents.encode())
 
 
 def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
