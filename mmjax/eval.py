@@ -119,6 +119,7 @@ def evaluate(
         from mmjax.pipeline.compile import compile_all
         from mmjax.run.asked import for_folder
         from mmjax.run.assembly import place
+        from mmjax.run.data_state import known_in
         from mmjax.run.evaluation import (
             Evaluator,
             as_evaluated,
@@ -132,7 +133,7 @@ def evaluate(
         from mmjax.run.progress import Progress
 
     require_checkpoint(run_dir)
-    config = as_evaluated(config)
+    config = known_in(as_evaluated(config), run_dir)
     if data:
         config = for_folder(config, data, source)
     samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))

@@ -1,5 +1,5 @@
-"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--format=safetensors] [--merge_lora]`: the parameters of a
-checkpoint alone.
+"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--best] [--format=safetensors] [--merge_lora]`: the
+parameters of a checkpoint alone.
 
 `from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")` gives nested dicts by the parameters' logical
 names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`. What is printed last is a command for
@@ -40,6 +40,7 @@ FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
     Flag(name="out", doc="the directory to make; it must not exist.", required=True),
     Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
+    Flag(name="best", doc="takes the checkpoint that is best by the run's Checkpoint.best.", default=False),
     Flag(
         name="format",
         doc="orbax, safetensors for folders that transformers loads, or peft for low-rank adapters alone.",
@@ -94,6 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
         one_of("--format", form, FORMATS)
         require(not (merge and form == "peft"), "--merge_lora", merge, "--format=peft writes adapters; leave one out")
+        if flags.values["best"]:
+            if step:
+                raise ConfigError(f"--step={step}: --best chooses the checkpoint; leave one of them out")
+            step = best_step(run_dir, allow_code=bool(flags.values[ALLOW_CODE.name]))
         if form == "peft":
             for folder, name in export_adapters(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name])):
                 print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
@@ -118,6 +123,27 @@ def reading_command(out: str | Path) -> str:
     path = str(Path(out).absolute())
     code = f"from orbax.checkpoint import v1 as ocp; parameters = ocp.load({path!r}); print(*parameters)"
     return f"python -c {shlex.quote(code)}"
+
+
+def best_step(run_dir: str | Path, *, allow_code: bool = False) -> int:
+    """The step of the best checkpoint of a run, by its evaluations and its ``Checkpoint.best``.
+
+    Raises:
+      ConfigError: there is no such run, it names no figure, or no checkpoint has been evaluated.
+    """
+    metric = load_run_config(run_dir, allow_code=allow_code).checkpoint.best
+    if not metric:
+        raise ConfigError(f"--best: {run_dir} was trained with Checkpoint.best=''; name a checkpoint with --step")
+    with importing():
+        from mmjax.checkpoint import Checkpointer
+        from mmjax.run.best import BestEvaluation
+        from mmjax.run.metrics import read_metrics
+    path = Path(run_dir) / "eval.jsonl"
+    evaluations = BestEvaluation(metric, rows=read_metrics(path) if path.exists() else ())
+    step = evaluations.step_among(Checkpointer(Path(run_dir) / "checkpoints").steps())
+    if step is None:
+        raise ConfigError(f"--best: no checkpoint of {run_dir} has been evaluated; name one with --step")
+    return step
 
 
 def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lora: bool = False) -> Exported:

@@ -2,7 +2,8 @@
 
 Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
 reordering; and the text of some samples, with what the model learns to say in colour. From metadata: few media are
-opened, nothing is compiled, and no device is needed.
+opened, nothing is compiled, and no device is needed. The status is 1 where more records of a dataset than
+`Data.max_broken` cannot be used, so that a run would be refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ FLAGS = (
     Flag(name="text", doc="samples whose text is printed, what is learned in colour; 0 prints none.", default=3),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
+
+MOSTLY_BROKEN = 1
+"""Exit status where too many records cannot be used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(found, Path(out) / "data.png")
         draw_samples(config, Path(out) / "samples.png")
         draw_mask(first_row(config), Path(out) / "mask.png")
-    return 0
+    return MOSTLY_BROKEN if found.mostly_broken else 0
 
 
 if __name__ == "__main__":

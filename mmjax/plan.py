@@ -127,8 +127,10 @@ def _plan_config(flags: Flags) -> int:
         from mmjax.planner.fleet import Fleet, Kind
         from mmjax.run import planned
         from mmjax.run.assembly import open_source
+        from mmjax.run.epochs import with_steps
         from mmjax.run.work import read_work
     source = open_source(config, split="train")
+    config = with_steps(config, source)
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
     work, rows_of = read_work(config, source), planned.rows_by_candidate(config, source)

@@ -86,7 +86,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
     with Trainer(config, run_dir, from_scratch=from_scratch) as trainer:
         for name, layout in config.layouts.items():
             say(f"{name}: {layout.describe()}")
-        for line in (*advise(config), *trainer.chosen):
+        for line in (*advise(config), *trainer.data, *trainer.chosen):
             say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
         say(f"{stages} stages, {programs} programs, run directory {run_dir}")
@@ -96,7 +96,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             say(f"continuing after step {trainer.step}")
         for line in trainer.started:
             say(line)
-        if trainer.step >= config.train.steps:
+        if trainer.step >= trainer.config.train.steps:
             say(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
         try:
@@ -106,8 +106,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             if in_company():
                 give_up(str(error))  # at once: a save would wait for the other processes, which end on this news
             print(f"error: {error}", file=sys.stderr)
-            if isinstance(error, NoBatchError):
-                say(_stopped(trainer))
+            say(_stopped(trainer))
             return 1
         if result.unusable:
             say(f"{result.unusable} samples of the data cannot be used: see {run_dir}/skipped.jsonl")
@@ -116,6 +115,8 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
         if result.interrupted:
             say(_stopped(trainer))
             return INTERRUPTED
+        if result.ending:
+            say(f"ended after step {result.step}: {result.ending}")
         if result.evaluation_failure:
             say(f"the last evaluation has failed: {result.evaluation_failure}")
         if result.evaluation:

@@ -47,7 +47,7 @@ STANDS_ON = {
     "reorder": "data flags",
     "sample_data": "data flags",
     "serve": "data flags",
-    "export": "config",
+    "export": "run",
     "eval": "run",
     "generate": "run",
     "inspect": "run",

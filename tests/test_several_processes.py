@@ -171,6 +171,27 @@ def test_debug_nans_ends_all_with_one_message(
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_value_that_is_not_finite_in_one_process_is_saved_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See `unsound_train`; the same command goes on from the checkpoint before."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    run = tmp_path / "run"
+    flags = train_flags(write_tiny(tmp_path, Train_eval_samples=0, Train_steps=6), run)
+    command = Command("launch", ["-n", "2", "-m", "unsound_train", *flags], tmp_path / "out")
+    try:
+        assert command.end(400) == 1, command.text()
+    finally:
+        command.stop()
+    message = "step 4: process 1: params/vision/"
+    said = [line for line in command.text().splitlines() if line.startswith("[") and message in line]
+    assert said and all(" is not finite (nan at [" in line for line in said), command.text()
+    assert "Traceback" not in command.text()
+    assert Checkpointer(run / "checkpoints").steps() == [2]
+
+
 def numbers(run: Path) -> list[tuple[float, float]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["loss"], row["grad_norm"]) for row in rows]

@@ -26,7 +26,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -72,6 +72,8 @@ class Checkpointer:
         By default they are logged as warnings.
       committed: is told each step whose checkpoint is whole, in the first process, from a background thread; may raise
         OSError.
+      best: chooses one of the steps that have a checkpoint, which is kept beside the newest; called from a background
+        thread.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class Checkpointer:
         *,
         report: Callable[[str], None] = _logger.warning,
         committed: Callable[[int], None] = lambda step: None,
+        best: Callable[[Collection[int]], int | None] = lambda steps: None,
     ) -> None:
         self.directory = Path(directory).absolute()
         self.config = config or CheckpointConfig()
         self._folder = Folder(self.directory)
-        self._report, self._committed = report, committed
+        self._report, self._committed, self._best = report, committed, best
         self._writer: threading.Thread | None = None
         self._swept = False
         self._entered = self._closed = False
@@ -313,10 +316,12 @@ class Checkpointer:
         )
 
     def _prune(self, newest: int) -> None:
-        """Deletes all but the newest `keep` checkpoints; the one just written always stays."""
-        older = [step for step in self.steps() if step != newest]
+        """Deletes all but the newest `keep` checkpoints and the best; the one just written always stays."""
+        steps = self.steps()
+        best, older = self._best(steps), [step for step in steps if step != newest]
         for step in older[: max(0, len(older) - (self.config.keep - 1))]:
-            self._folder.delete(step)
+            if step != best:
+                self._folder.delete(step)
 
     def _sweep(self) -> None:
         """Removes half-written checkpoints of a killed run. Only a writer does: readers must not touch a live save."""

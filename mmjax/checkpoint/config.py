@@ -27,6 +27,8 @@ class CheckpointConfig:
     Attributes:
       every: steps between checkpoints; 0 saves at the end of the run only, be it by Ctrl-C or SIGTERM.
       keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
+      best: a figure of evaluations, such as 'loss' (less is better) or 'exact_match' (more is); the checkpoint with the
+        best is kept beside the newest ones. '' keeps none.
       copy_frozen: whether they have a copy of frozen modules that began with parameters of a folder, be it of mmjax or
         of safetensors; False has the name of that folder and checksums instead, so the folder must stay as it is.
       init_from: a run, checkpoint or export whose parameters a new run starts with; a module's own is in Weights.
@@ -36,6 +38,7 @@ class CheckpointConfig:
 
     every: int = 500
     keep: int = 3
+    best: str = dataclasses.field(default="", metadata={"example": "loss"})
     copy_frozen: bool = True
     init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})
     grace_seconds: float = GRACE

@@ -11,6 +11,7 @@ from mmjax.checkpoint.config import FRESH, CheckpointConfig, WeightsConfig
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.known import Known
 from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
@@ -34,6 +35,7 @@ class TrainConfig:
 
     Attributes:
       steps: optimizer steps.
+      epochs: how often every training record is seen; sets steps. 0 leaves that to steps.
       global_batch: samples per optimizer step over all devices.
       microbatches: ops that a step's samples are cut into; divides global_batch.
       schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase, encoders-first and
@@ -49,16 +51,20 @@ class TrainConfig:
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       log_every: steps between lines on the terminal; metrics.jsonl has every step.
       eval_every: steps between evaluations; 0 evaluates at the end only.
+      patience: end the run after this many evaluations that are not better than the best by Checkpoint.best; 0 goes on.
       eval_samples: held-out samples of an evaluation; 0 skips evaluation.
       predictions: held-out samples drawn beside their answers in an evaluation.
       peak_tflops: dense peak of one device, for mfu; 0 looks the device up, and mfu is null where it is unknown.
       sinks: beside metrics.jsonl, any of 'tensorboard' and 'wandb' (their extras must be installed).
       profile_steps: first and last step of a profiler trace, such as (10, 12), in run_dir/profile; () takes none.
+      max_skipped: end the run after this many updates in a row were skipped, because gradients were not finite; 0 goes
+        on.
       debug_nans: check every op's outputs and end the run at the first that is not finite; slow, one program per op.
       deterministic: on a GPU, use kernels whose results repeat bit for bit, and no autotuning; a CPU's always do.
     """
 
     steps: int = 1000
+    epochs: float = 0.0
     global_batch: int = 32
     microbatches: int = 4
     schedule: str = "1f1b"
@@ -71,18 +77,21 @@ class TrainConfig:
     clip_norm: float = 1.0
     log_every: int = 10
     eval_every: int = 0
+    patience: int = 0
     eval_samples: int = 180
     predictions: int = 12
     peak_tflops: float = 0.0
     sinks: tuple[str, ...] = dataclasses.field(default=(), metadata={"example": ("wandb",)})
     profile_steps: tuple[int, ...] = dataclasses.field(default=(), metadata={"example": (10, 12)})
+    max_skipped: int = 10
     debug_nans: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch", "microbatches", "log_every"):
             positive(f"Train.{name}", getattr(self, name))
-        for name in ("window", "seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops"):
+        legal_zero = ("window", "seed", "clip_norm", "eval_every", "eval_samples", "predictions", "peak_tflops")
+        for name in (*legal_zero, "max_skipped", "patience", "epochs"):
             not_negative(f"Train.{name}", getattr(self, name))
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)
@@ -103,7 +112,7 @@ class TrainConfig:
         window = self.profile_steps
         fix = "must be () or a pair (first, last) of steps"
         require(len(window) in (0, 2), "Train.profile_steps", window, f"{fix}, such as (10, 12)")
-        if window:
+        if window and not self.epochs:  # else it is compared when the steps are known
             legal = f"{fix} that rise within 1 to Train.steps ({self.steps}), such as {(1, min(3, self.steps))}"
             require(1 <= window[0] <= window[1] <= self.steps, "Train.profile_steps", window, legal)
 
@@ -131,6 +140,7 @@ class Config:
       allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. Given
         with a command; not a setting.
       fitted: a line for each setting that was fitted to the steps that a flag asks for; no setting either.
+      known: by dataset, its records as the run that goes on knows them; no setting either.
     """
 
     train: TrainConfig
@@ -151,6 +161,7 @@ class Config:
     weights: Mapping[str, WeightsConfig] = dataclasses.field(default_factory=dict)
     allow_code: bool = dataclasses.field(default=False, compare=False)
     fitted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    known: Mapping[str, Known] = dataclasses.field(default_factory=dict, compare=False)
 
     def init_from(self, module: str) -> str:
         """The run, checkpoint or export that a module's parameters start from; "" for none."""

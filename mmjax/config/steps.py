@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mmjax.config.gin_reader import Binding
+from mmjax.configurable import ConfigError
 
 STEPS = ("", "Train", "steps")
 Fit = Callable[[object, int, int], tuple[object, str] | None]
@@ -21,12 +22,17 @@ it, or None if the value fits already."""
 def fit_to_steps(bindings: Sequence[Binding], usual: Callable[[], int]) -> tuple[list[Binding], tuple[str, ...]]:
     """The bindings, fitted where a flag's `Train.steps` leaves no room for them, and a line about each fitted one.
 
-    `usual` returns the steps without the flag.
+    `usual` returns the steps without the flag. Raises ConfigError where flags give both steps and epochs.
     """
     last = {(binding.scope, binding.cls, binding.field): binding for binding in bindings}
     steps = last.get(STEPS)
     if steps is None or not steps.given or type(steps.value) is not int or steps.value < 1:
         return list(bindings), ()
+    epochs = last.get(("", "Train", "epochs"))
+    if epochs and epochs.given and epochs.value:
+        raise ConfigError(
+            f"Train.epochs={epochs.value!r}: it sets the steps; leave Train.steps={steps.value} out, or this"
+        )
     fitted, lines = dict[int, Binding](), list[str]()
     for binding in last.values():
         fit = _FITS.get((binding.cls, binding.field))
@@ -58,4 +64,10 @@ def _window(value: object, steps: int, _: int) -> tuple[object, str] | None:
     return (max(1, steps - (end - first)), steps), "the last ones"
 
 
+def _epochs(value: object, steps: int, _: int) -> tuple[object, str] | None:
+    del steps
+    return (0.0, "so that the steps count") if value else None
+
+
 _FITS: dict[tuple[str, str], Fit] = {("Optimizer", "warmup"): _warmup, ("Train", "profile_steps"): _window}
+_FITS["Train", "epochs"] = _epochs

@@ -11,6 +11,7 @@ from pathlib import Path
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
+from mmjax.config.best import check_best
 from mmjax.config.exportable import export_advice
 from mmjax.config.folder_alone import positions_of
 from mmjax.config.schema import DTYPES, Config
@@ -49,6 +50,7 @@ def validate(config: Config, *, trained: bool = True) -> None:
     _check_attention(config)
     _check_batch(config)
     _check_warmup(config)
+    check_best(config)
     _check_ranks(config)
     _check_lanes(config)
     _check_copies(config)
@@ -324,6 +326,8 @@ def _check_batch(config: Config) -> None:
 
 def _check_warmup(config: Config) -> None:
     steps = config.train.steps
+    if config.train.epochs:
+        return  # these are compared when the steps are known, see `epochs.with_steps`
     for module, optimizer in config.optimizers.items():
         fix = f"must be below Train.steps ({steps}), such as {steps // 10}"
         require(optimizer.frozen or optimizer.warmup < steps, f"{module}/Optimizer.warmup", optimizer.warmup, fix)

@@ -38,6 +38,8 @@ class DataConfig:
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws.
     max_pixels: larger images of a folder are scaled down.
+    require_same: whether a run that goes on is refused where a dataset's records have changed; else it is warned.
+    max_broken: share of a dataset's records; a run whose data have more that cannot be used is refused.
 
     servers: addresses of data servers, or the path of a file that lists them, read again during the run; () = none.
     fallback: what follows when no server answers, "error" or "local" (batches are prepared here until one does).
@@ -64,6 +66,8 @@ class DataConfig:
     folder: str = ""
     cache: str = field(default="", metadata=_HERE)
     max_pixels: int = 65536
+    require_same: bool = field(default=False, metadata=_HERE)
+    max_broken: float = field(default=0.5, metadata=_HERE)
 
     def __post_init__(self) -> None:
         one_of("Data.task", self.task, TASKS)
@@ -79,6 +83,9 @@ class DataConfig:
         for name in ("sequence_length", "prefetch", "max_pixels"):
             positive(f"Data.{name}", getattr(self, name))
         not_negative("Data.workers", self.workers)
+        require(
+            0 <= self.max_broken <= 1, "Data.max_broken", self.max_broken, "must be a share from 0 to 1, such as 0.5"
+        )
         for name in ("image_encoder", "audio_encoder", "generator"):
             value, what = getattr(self, name), "a generator" if name == "generator" else "an encoder"
             example = "painter" if name == "generator" else "vision"

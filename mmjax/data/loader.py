@@ -25,6 +25,7 @@ from mmjax.data.service.encoding import BatchShape
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import IndexObserver
+from mmjax.data.sources.known import Known
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -64,6 +65,7 @@ def make_source(
     sources: Mapping[str, SourceConfig] | None = None,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
+    known: Mapping[str, Known] | None = None,
 ) -> Source:
     """The source that `config` names, for `split` "train" or "test".
 
@@ -76,6 +78,7 @@ def make_source(
       sources: the configuration of each of `config.sources`.
       observer: told about the progress if metadata have to be collected.
       skipped: a file for the names of records that cannot be read.
+      known: the records of each of `config.sources` as the run knows them; those that it holds out stay held out.
 
     Raises:
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
@@ -83,7 +86,7 @@ def make_source(
     tokenizer = tokenizer_of(config, tuple(encoders))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
     config.check_modules(task, *media)
-    about: Any = {"sources": sources or {}, "observer": observer, "skipped": skipped}
+    about: Any = {"sources": sources or {}, "observer": observer, "skipped": skipped, "known": known}
     settings = config.origin.settings(task)
     return config.origin.open(config, encoders, tokenizer, settings=settings, seed=seed, split=split, **about)
 

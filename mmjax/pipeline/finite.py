@@ -5,6 +5,8 @@ residuals: what a model keeps for its backward, such as a mask, may hold infinit
 
 With several processes, those that run an op check its outputs together, by programs over the same devices: they find
 and report the same value. The other processes learn of it when these end.
+
+`first_unsound` checks the state between steps, whatever the lowering: one flag of each stage is fetched.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mmjax.mesh.processes import Agreement
+from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op
@@ -47,6 +52,26 @@ def finite_ops(executor: Executor) -> AbstractContextManager[None]:
                 raise NonFiniteError(f"{op}: {' '.join(filter(None, (what, found)))}{_cause(executor, op, inputs)}")
 
     return watched(executor.walker, around, in_order=True)
+
+
+def first_unsound(placed: PlacedModel, states: Mapping[str, State]) -> str:
+    """The first parameter or moment that is not finite, and where; "" where all are. All processes have to call it.
+
+    Args:
+      placed: the model on its devices.
+      states: the states of this process's stages.
+    """
+    flags = {name: stage.state.is_finite(states[name]) for name, stage in placed.local_stages.items()}
+    # All flags are computed before one is waited for. Processes that share a stage search it at the same place.
+    unsound = [name for name, flag in flags.items() if not np.asarray(flag.addressable_shards[0].data)]
+    leaves = [_first_bad_leaf(placed.local_stages[name].state.to_logical(states[name])) for name in unsound]
+    return Agreement()(next(iter(leaves), ""))
+
+
+def _first_bad_leaf(leaves: Mapping[str, jax.Array]) -> str:
+    """The first checkpoint leaf that is not finite; parameters come first."""
+    parameters = {name: leaf for name, leaf in leaves.items() if name.startswith("params/")}
+    return _first_bad(parameters) or _first_bad(leaves)
 
 
 def _produced(executor: Executor, op: Op) -> dict[str, Any]:

@@ -370,6 +370,14 @@ class StageState:
         shardings = {name: aval.sharding for name, aval in self.logical_avals().items()}
         return jax.jit(self._split_state, out_shardings=shardings)
 
+    def is_finite(self, state: State) -> jax.Array:
+        """Whether all masters and moments are finite: one flag, on every device of the stage."""
+        return self._finite(moved(state, DEVICE))
+
+    @cached_property
+    def _finite(self) -> Callable[[State], jax.Array]:
+        return self._jit_once(_all_finite, self.submesh.sharding(PartitionSpec()))
+
     def from_logical(
         self,
         named: Mapping[str, jax.Array],
@@ -459,3 +467,8 @@ class StageState:
 
     def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
         return with_sharding(jax.tree.map(fn, tree), self.submesh.mesh, specs)
+
+
+def _all_finite(state: State) -> jax.Array:
+    floating = (leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in floating]).all()

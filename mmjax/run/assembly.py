@@ -61,6 +61,7 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
       ConfigError: a setting does not fit the data, or the data cannot be read.
     """
     about: Any = {"task": config.task, "sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
+    about["known"] = config.known
     return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
 
 
@@ -220,6 +221,7 @@ def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSp
     """The spec that decides over the batches of a run; ``order`` is its ``step_order``."""
     train = config.train
     about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
+    about["known"] = config.known
     return DataSpec(data=config.data, task=config.task, packer=packer, order=order, **about)
 
 

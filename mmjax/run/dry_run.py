@@ -23,6 +23,7 @@ from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.run.assembly import open_source, plan
+from mmjax.run.epochs import with_steps
 from mmjax.run.evaluation import Evaluator
 from mmjax.run.layout_picture import draw_layout
 from mmjax.run.parts import Assembly
@@ -181,6 +182,7 @@ def dry_run(config: Config) -> DryRun:
       ConfigError: a part of the configuration does not fit another.
     """
     source = open_source(config, split="train")
+    config = with_steps(config, source)
     parts = plan(config, source)
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     if isinstance(parts.executor, SingleExecutor):

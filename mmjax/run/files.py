@@ -7,6 +7,7 @@ full disk is reported and training goes on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.journal import Journal
 from mmjax.config import Config, differences, load_run_config, operative_config
 from mmjax.configurable import ConfigError
+from mmjax.data.sources.skipped import reason_of
 from mmjax.json_files import is_there, read_text
 from mmjax.run.metrics import MetricsWriter, read_metrics, repair
 from mmjax.schedule import timeline
@@ -133,12 +135,17 @@ class RunFiles:
             _put(self.run_dir / name, text)
 
     def draw(self, name: str, draw: Callable[[Path], object]) -> None:
-        """Makes the picture ``name`` with ``draw``; an older one stays until the new one is complete."""
+        """Makes the picture ``name`` with ``draw``; an older one stays until the new one is complete.
+
+        A picture is no reason to end a run: one that cannot be drawn is reported like one that cannot be written.
+        """
         new = self.run_dir / f"new-{name}"
         with self._attempt(name):
             try:
                 draw(new)
                 new.replace(self.run_dir / name)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise OSError(errno.EINVAL, f"it cannot be drawn: {reason_of(error)}") from error
             finally:
                 new.unlink(missing_ok=True)
 

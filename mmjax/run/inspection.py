@@ -19,9 +19,12 @@ from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.packing import Packer
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
+from mmjax.data.sources.left_out import LeftOut
+from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import SampleMeta
 from mmjax.models.config import LLM
 from mmjax.run.assembly import open_source, plan, with_buckets
+from mmjax.run.epochs import with_steps
 from mmjax.run.evaluation import draw_answers
 from mmjax.run.orders import order_of
 from mmjax.run.parts import Assembly
@@ -73,6 +76,8 @@ class Inspection:
       imbalances: cost of the fullest cell over that of the mean cell in each step, by method.
       configured: the method that the configuration names.
       chosen: a line about the buckets of each module that asked for a number of them.
+      left_out: records of each dataset that cannot be used; a dataset without any is not there.
+      max_broken: ``Data.max_broken``.
     """
 
     steps: int
@@ -85,6 +90,13 @@ class Inspection:
     imbalances: Mapping[str, Sequence[float]]
     configured: str
     chosen: Sequence[str] = ()
+    left_out: Sequence[LeftOut] = ()
+    max_broken: float = 1.0
+
+    @property
+    def mostly_broken(self) -> bool:
+        """Whether a run would be refused because too many records of a dataset cannot be used."""
+        return any(records.share > self.max_broken for records in self.left_out)
 
     def efficiency(self, method: str, module: str) -> float:
         """Share of a module's positions that are real."""
@@ -112,10 +124,19 @@ class Inspection:
             },
             "configured": self.configured,
             "chosen": list(self.chosen),
+            "left_out": {
+                records.source: {
+                    "records": len(records.faults),
+                    "scanned": records.scanned,
+                    "reasons": [{"count": reason.count, "first": reason.first._asdict()} for reason in records.reasons],
+                }
+                for records in self.left_out
+            },
         }
 
     def describe(self) -> Iterator[str]:
         """As text for a terminal."""
+        yield from self._left_out()
         yield f"{self.samples} samples in {self.steps} steps"
         yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90%':>10}{'99%':>10}{'most':>10}"
         named = {f"{name} {_unit(name)}": own for name, own in self.lengths.items()}
@@ -140,6 +161,16 @@ class Inspection:
                 shape = f"{module} {use.rows}x{use.width} a cell"
                 yield f"{shape:32}{use.count:>6} microbatches{use.waste:>9.1%} padding"
 
+    def _left_out(self) -> Iterator[str]:
+        for records in self.left_out:
+            counts = f"{len(records.faults)} of {records.scanned}"
+            yield f"{records.source}: {counts} records cannot be used and are left out"
+            for reason in records.reasons:
+                yield f"{reason.count:>8} × {reason.first}"
+            if records.share > self.max_broken:
+                yield f"these are more than Data.max_broken={self.max_broken!r} allows: a run is refused"
+            yield ""
+
 
 def inspect(config: Config, steps: int) -> Inspection:
     """Computes figures of the first `steps` steps of a run. No device has to be here.
@@ -148,7 +179,7 @@ def inspect(config: Config, steps: int) -> Inspection:
       ConfigError: the configuration does not fit together, or its data cannot be read.
     """
     source, chosen = open_source(config, split="train"), list[str]()
-    config = with_buckets(config, source, say=chosen.append)
+    config = with_buckets(with_steps(config, source), source, say=chosen.append)
     parts = plan(config, source)
     size = config.train.global_batch
     given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
@@ -166,6 +197,8 @@ def inspect(config: Config, steps: int) -> Inspection:
         media={name: [len(meta.grids.get(name, ())) for meta in every] for name in parts.packer.encoders},
         configured=config.data.reorder,
         chosen=tuple(chosen),
+        left_out=source.left_out() if isinstance(source, Mixture) else (),
+        max_broken=config.data.max_broken,
         **found,
     )
 

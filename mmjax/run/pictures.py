@@ -268,12 +268,9 @@ def draw_curves(
       path: where to write the picture, if anywhere; its suffix chooses the format.
       title: a line above.
 
-    Raises:
-      ValueError: no row has a loss.
+    Where no row has a finite loss, the picture says so.
     """
     losses = _series(metrics_rows, "loss")
-    if not len(losses):
-        raise ValueError("no loss to draw: metrics_rows has no row with one")
     names = [name for name in _names(eval_rows) if name not in _LOSSES and len(_series(eval_rows, name))]
     with rc_context(_FONT):
         figure = Figure(figsize=(7.2, 5.6 if names else 3.4), facecolor="white", layout="constrained")
@@ -292,6 +289,9 @@ def draw_curves(
 
 def _draw_loss(axes: Axes, losses: np.ndarray, held_out: np.ndarray) -> None:
     _style(axes, "loss")
+    if not len(losses):
+        axes.text(0.5, 0.5, "no finite loss", ha="center", va="center", transform=axes.transAxes, color=_GREY)
+        return
     steps, values = losses[:, 0], losses[:, 1]
     noisy = len(values) > 50
     drawn = _smoothed(values, len(values) // 50) if noisy else values

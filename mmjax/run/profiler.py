@@ -19,6 +19,7 @@ from mmjax.mesh.processes import everyone_says, first_says, is_first
 from mmjax.mesh.world import World
 from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
+from mmjax.run.epochs import with_steps
 from mmjax.run.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
 from mmjax.run.progress import Progress
 from mmjax.run.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
@@ -45,7 +46,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
       ConfigError: a part of the configuration does not fit another.
     """
     source = open_source(config, split="train")
-    config = with_buckets(config, source)
+    config = with_buckets(with_steps(config, source), source)
     data = sampled(config, source, _FEW if quick else _SAMPLES)
     world = world_for(config)
     tokenizer = tokenizer_of(config.data, config.model.media)

@@ -88,6 +88,7 @@ class TrainResult:
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       evaluation_failure: why the last evaluation has failed; empty if it has not.
       interrupted: whether Ctrl-C or SIGTERM ended it.
+      ending: why it ended before its last step, for ``Train.patience``; empty if it has not.
       unusable: how many samples could not be used so far; ``skipped.jsonl`` names them.
       unwritten: files that the run directory lacks because the disk was full, a line for each.
     """
@@ -99,6 +100,7 @@ class TrainResult:
     swapped: Mapping[str, Evaluation] = field(default_factory=dict)
     evaluation_failure: str = ""
     interrupted: bool = False
+    ending: str = ""
     unusable: int = 0
     unwritten: tuple[str, ...] = ()
 

@@ -20,6 +20,9 @@ USAGE = "python -m mmjax.serve"
 FLAGS = (
     Flag(name="host", doc="address to listen on; any but this host's own needs a token and TLS.", default="127.0.0.1"),
     Flag(name="port", doc="port to listen on; 0 takes a free one, which is printed.", default=8815),
+    Flag(
+        name="run_dir", doc="the trainer's, where it goes on with data that have changed: what it holds out stays so."
+    ),
     Flag(name="workers", doc="processes that prepare batches; 0 is one for each core.", default=0),
     Flag(name="token_file", doc=f"file that holds the token which trainers must have; or {TOKEN} in the environment."),
     Flag(name="tls_cert", doc="certificate chain (PEM) of this host, for grpc+tls."),
@@ -39,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
             from mmjax.run.assembly import planned_data_spec
+            from mmjax.run.data_state import known_in
+        if run_dir := str(flags.values["run_dir"]):
+            config = known_in(config, run_dir)
         spec = planned_data_spec(config)
         spec.maker()  # the data can be read
     if answer:

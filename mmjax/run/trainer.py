@@ -17,7 +17,7 @@ import jax
 from mmjax import sigterm
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, operative_config, validate
-from mmjax.configurable import require
+from mmjax.configurable import ConfigError, require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Fault, Skipped
@@ -29,7 +29,10 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.pipeline.stage_state import module_of_moment
 from mmjax.run.assembly import added_buckets, assemble, batch_maker, open_source, signed, with_buckets
-from mmjax.run.evaluation import Evaluation, describe
+from mmjax.run.best import BestEvaluation
+from mmjax.run.data_state import describe_data, stored_records, with_known_records
+from mmjax.run.epochs import describe_epochs, with_steps
+from mmjax.run.evaluation import Evaluation, describe, figures
 from mmjax.run.files import RunFiles, recorded
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
@@ -39,6 +42,7 @@ from mmjax.run.profile_window import ProfileWindow
 from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.scoring import Scoring
+from mmjax.run.soundness import Soundness
 from mmjax.run.starts import Starts, find_starts, frozen_elsewhere, moments_since, run_begins
 from mmjax.run.throughput import Throughput
 from mmjax.run.warm_up import Initializer
@@ -53,6 +57,7 @@ class Trainer:
       config: the configuration, with the buckets that were chosen.
       chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now, and
         about each bucket that had to be added.
+      data: lines about records that are left out, and about data that have changed since the last checkpoint.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
       step: optimizer steps done.
@@ -101,20 +106,30 @@ class Trainer:
             if self.run_dir:
                 note = self._files.journal.add if self._files else lambda step: None
                 self._checkpointer = Checkpointer(
-                    self.run_dir / "checkpoints", config.checkpoint, report=self._report, committed=note
+                    self.run_dir / "checkpoints",
+                    config.checkpoint,
+                    report=self._report,
+                    committed=note,
+                    best=lambda steps: self._best.step_among(steps),
                 )
                 opened.callback(self._checkpointer.close)
             begins = self._checkpointer is None or run_begins(
                 self._files, self._checkpointer, from_scratch, self._report
             )
             self._starts = find_starts(config) if begins else Starts()
+            if self._checkpointer and not begins:
+                self.config = config = with_known_records(config, self._checkpointer)
             self._source = open_source(config, split="train", skipped=self._skipped_path)
+            self.config = config = with_steps(config, self._source)
+            self._records = stored_records(self._source)
+            self.data = (*describe_data(config, self._source), *describe_epochs(config, self._source))
             self.config, self.chosen = self._with_buckets()
             self.parts = assemble(self.config, source=self._source)
             self.chosen += tuple(added_buckets(self.config, self.parts.packer))
             self.executor = self.parts.executor
             self._initializer = Initializer(config.world, self.parts.world, self.executor)
             self.scoring = Scoring(self.config, self.parts, self._files, self._report)
+            self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, config.train.max_skipped)
             self._profile = self._profile_window()
             if config.train.debug_nans:
                 assert isinstance(self.executor, Executor)
@@ -136,8 +151,12 @@ class Trainer:
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.given:
             self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
+            if leaf := self._soundness.first_unsound():
+                raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
         elif not self.resumed:
             self.executor.initialise(config.train.seed)
+        rows = [row for row in self._files.evaluations if row["step"] <= self.step] if self._files else []
+        self._best = BestEvaluation.agreed(config.checkpoint.best, config.train.patience, rows)
         self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
 
     def __enter__(self) -> Trainer:
@@ -163,9 +182,13 @@ class Trainer:
 
         Raises:
           WarmUpError: before the first step, a boundary or collective is down; see ``World.warm_up``.
+          NonFiniteError: ``Train.max_skipped`` updates in a row were skipped, or a parameter or moment is not finite
+            where a checkpoint is due, which is not saved.
         """
         train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
+        if ending := self._best.ending:
+            result.ending, last = ending, min(self.step, last)
         if self.step < last:
             if self._files:
                 self._files.begin(self.config, self.parts.planned, self.step)
@@ -217,11 +240,14 @@ class Trainer:
                     self._finish(pending, writer, progress, result)
                     stop.hear(pending and pending.asked)
                     pending, self.step = dispatched, batch.step + 1
+                    self._soundness.require_updates()
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
                         stop.hear(pending.asked)
                         pending = None
                         self._visit(last, progress, result, stop)
+                        if result.ending:
+                            break
             except Stopped:
                 result.interrupted = True
                 batches.interrupt()
@@ -278,6 +304,7 @@ class Trainer:
             progress.message(
                 f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
             )
+        self._soundness.add_update(pending.step, skipped=bool(row["skipped"]))
         row["skipped"] = self.skipped
         if writer:
             writer.write(row)
@@ -296,11 +323,15 @@ class Trainer:
     def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
         """Does what is due between steps: saves a checkpoint, evaluates, ends or begins a profile."""
         final = self.step == last
+        self._soundness.require_updates()
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
             self.save()
         if self.scoring.evaluator and (final or self._evaluation_due()):
-            self._score(final, progress, result, stop)
+            self._score(final or self._best.is_last_chance, progress, result, stop)
+            result.ending = self._best.ending
+            if result.ending:
+                self.save()
         if not final:
             self._profile.enter(self.step, progress.message)
         self._clock = time.perf_counter()
@@ -309,6 +340,8 @@ class Trainer:
         found = self.scoring.attempt(self.executor.states, self.step, draw, stop.check_together)
         result.take(found)
         if found.plain:
+            if self._best.add(self.step, figures(found.plain, found.swapped)):
+                self.save()
             progress.message(f"step {self.step}: {describe(found.plain, found.swapped)}")
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -356,8 +389,13 @@ class Trainer:
         return self._checkpointer.latest_step()
 
     def save(self) -> None:
-        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on."""
+        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on.
+
+        Raises:
+          NonFiniteError: a parameter or a moment is not finite, and nothing is written.
+        """
         if self._checkpointer and self.step:
+            self._soundness.require_finite(self.step)
             train = self.config.train
             self._checkpointer.save(
                 self.step,
@@ -365,7 +403,7 @@ class Trainer:
                 elsewhere=self._elsewhere,
                 seed=train.seed,
                 config=operative_config(self.config),
-                extra={"skipped": self.skipped, "moments_since": self._since},
+                extra={"skipped": self.skipped, "moments_since": self._since, **self._records},
             )
 
     def restore(self, checkpointer: Checkpointer) -> bool:

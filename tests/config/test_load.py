@@ -542,6 +542,7 @@ def test_advice_about_waste() -> None:
 
 GOLDEN_TRAIN = """\
 Train.steps = 3
+Train.epochs = 0.0
 Train.global_batch = 32
 Train.microbatches = 4
 Train.schedule = 'gpipe'
@@ -554,11 +555,13 @@ Train.unroll = False
 Train.clip_norm = 1.0
 Train.log_every = 10
 Train.eval_every = 0
+Train.patience = 0
 Train.eval_samples = 180
 Train.predictions = 12
 Train.peak_tflops = 0.0
 Train.sinks = ()
 Train.profile_steps = ()
+Train.max_skipped = 10
 Train.debug_nans = False
 Train.deterministic = False
 """

@@ -403,7 +403,8 @@ def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spe
     import dataclasses
 
     here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("here")}
-    assert here == {"workers", "prefetch", "servers", "fallback", "patience", "token_file", "tls_ca", "cache"}
+    server = {"servers", "fallback", "patience", "token_file", "tls_ca"}
+    assert here == {"workers", "prefetch", "cache", "require_same", "max_broken"} | server
     described = " ".join(identity(spec, spec.maker().source))
     missing = [f.name for f in dataclasses.fields(DataConfig) if f"Data.{f.name}" not in described]
     assert set(missing) == here | {"folder"}  # whose samples are

@@ -123,8 +123,11 @@ def test_a_shape_that_is_no_image_is_refused(tmp_path, shape):
 def test_nothing_to_draw_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no predictions"):
         draw_predictions([], tmp_path / "p.png")
-    with pytest.raises(ValueError, match="no loss"):
-        draw_curves([{"step": 1, "loss": None}], [], tmp_path / "c.png")
+
+
+def test_curves_without_a_finite_loss_say_so(tmp_path):
+    draw_curves([{"step": 1, "loss": None}], [{"step": 1, "exact_match": 0.5}], tmp_path / "c.png")
+    assert near(tmp_path / "c.png", "#59636e", 30).sum() > 100 and near(tmp_path / "c.png", RIGHT).any()
 
 
 def test_the_loss_curve_goes_where_the_numbers_go(tmp_path):

@@ -28,6 +28,7 @@ from mmjax.data.processor.files import tokenizer_digest
 from mmjax.data.reorder import StepOrder
 from mmjax.data.service import tree
 from mmjax.data.sources.config import FOLDER, SourceConfig
+from mmjax.data.sources.known import Known
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import Sample
 from mmjax.version import __version__
@@ -56,10 +57,12 @@ class DataSpec:
     order: StepOrder | None = None
     task: Any = None
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
+    known: Mapping[str, Known] = field(default_factory=dict)
 
     def maker(self, source: Source | None = None, own: OwnRows | None = None) -> StepMaker:
         """The maker of the batches, in the rows of `own` (all by default). ConfigError if the data cannot be read."""
         about: Any = {"seed": self.seed, "split": "train", "task": self.task, "sources": self.sources}
+        about["known"] = self.known
         source = source or make_source(self.data, self.packer.encoders, **about)
         return StepMaker(source=source, packer=self.packer, global_batch=self.global_batch, order=self.order, own=own)
 
@@ -100,6 +103,7 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
     found["the samples (metadata of the first)"] = _probe(source)
     if isinstance(source, Mixture):
         found["the samples (counts and places of all)"] = source.identity
+        found["the records held out (of a run: mmjax.serve --run_dir)"] = source.held_out_identity
     found["the first sample (its content)"] = _content(source.sample(0))
     # As it will be read on the other side.
     return json.loads(json.dumps({name: tree.write(value) for name, value in found.items()}))

@@ -21,6 +21,7 @@ from mmjax.data.own_rows import HeldRows
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.known import Known
 from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.data.types import StepBatch
 
@@ -110,5 +111,5 @@ def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
         yield from _dataclasses_in(argument)
 
 
-_ROOTS = (StepBatch, DataConfig, *TASK_CONFIGS, SourceConfig, Packer, StepOrder)
+_ROOTS = (StepBatch, DataConfig, *TASK_CONFIGS, SourceConfig, Known, Packer, StepOrder)
 _CLASSES = {cls.__name__: cls for root in _ROOTS for cls in _dataclasses_in(root)}

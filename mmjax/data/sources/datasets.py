@@ -12,6 +12,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.index import default_cache
+from mmjax.data.sources.known import Known
 from mmjax.data.sources.mixing import quotas
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.sources.observer import IndexObserver, Silent
@@ -37,11 +38,12 @@ def open_sources(
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
     settings: None = None,
+    known: Mapping[str, Known] | None = None,
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
     observer: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
-    settings: none, as there is no task. Raises ConfigError.
+    known: by dataset, its records as the run knows them. settings: none, as there is no task. Raises ConfigError.
     """
     found = Skipped(path=Path(skipped) if skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
@@ -54,7 +56,7 @@ def open_sources(
             name, sources[name], config, encoders, tokenizer, cache=cache, observer=observer or Silent(), skipped=found
         )
         opened.append(own)
-    return Mixture(opened, shares, seed=seed, split=split)
+    return Mixture(opened, shares, seed=seed, split=split, known=known)
 
 
 def open_folder(config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **about: Any) -> Mixture:

@@ -22,11 +22,13 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
+from mmjax.data.sources.known import key_of_contents, told_apart
+from mmjax.data.sources.record import Record
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 from mmjax.json_files import parse
 
-FORMAT = "mmjax-index-6"
+FORMAT = "mmjax-index-7"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -68,6 +70,7 @@ class Measured(NamedTuple):
     images: tuple[tuple[tuple[int, int], ...], ...]
     originals: tuple[tuple[int, int], ...]
     recordings: tuple[int, ...]
+    key: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ class Index:
       original_ends: int64 [N], the end of each record's rows in `originals`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
+      keys: uint64 [N], hashes by which records are recognised where the data have changed; see `known`.
       names: names of the records.
       faults: the fields of a `Fault` in turn, for each record left out.
       files: the files that it was made from.
@@ -104,6 +108,7 @@ class Index:
     original_ends: np.ndarray
     recordings: np.ndarray
     recording_ends: np.ndarray
+    keys: np.ndarray
     names: Strings
     faults: Strings
     files: Strings
@@ -269,6 +274,23 @@ def default_cache() -> Path:
     return Path(home).expanduser() / "mmjax" / "index"
 
 
+def key_of(record: Record, question: str) -> int:
+    """A hash of a record's contents as the data have them, whatever the settings make of it.
+
+    `question` is the setting that is asked about captions.
+    """
+    turns = [
+        (turn.role, turn.text if turn.is_answer or turn.text != question else "", dict(turn.keys))
+        for turn in record.dialogue
+    ]
+    media = [
+        hashlib.blake2b(medium.data, digest_size=16).hexdigest() if medium.data is not None else medium.name
+        for medium in (*record.images, *record.recordings)
+    ]
+    contents = json.dumps([record.id, record.system, turns, media], sort_keys=True, default=str)
+    return key_of_contents(contents.encode())
+
+
 def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
     """The index of measured records and of those left out; all places have the same number of integers."""
     media = [[(n, *size) for n, image in enumerate(one.images) for size in image] for one in records]
@@ -285,6 +307,7 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         original_ends=np.cumsum([len(one.originals) for one in records], dtype=np.int64),
         recordings=np.asarray([n for one in records for n in one.recordings], np.int32),
         recording_ends=np.cumsum([len(one.recordings) for one in records], dtype=np.int64),
+        keys=told_apart([record.key for record in records]),
         names=Strings.of(one.name for one in records),
         faults=Strings.of(text for fault in faults for text in fault),
         files=Strings.of(files),

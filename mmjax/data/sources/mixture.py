@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from mmjax.configurable import require
+from mmjax.data.sources.known import Known, digest_of
+from mmjax.data.sources.left_out import LeftOut
 from mmjax.data.sources.mixing import Mixing, held_out, in_turn, kept_in
 from mmjax.data.sources.prepared import PreparedRecords
 from mmjax.data.types import Sample, SampleMeta, WorstCase
@@ -16,12 +18,20 @@ class Mixture:
     """Samples by index: for split "train" shuffled epochs mixed by weight, for "test" the held-out records in turn.
 
     A source that holds nothing out is evaluated on all its records. quotas: samples of each source in a block, see
-    `Mixing`.
+    `Mixing`. known: by source, its records as the run knows them, whose held-out ones stay so. Raises ConfigError.
     """
 
-    def __init__(self, sources: Sequence[PreparedRecords], quotas: Sequence[int], *, seed: int, split: str):
-        self.sources, self.split = tuple(sources), split
-        self._held = [_held(source) for source in sources]
+    def __init__(
+        self,
+        sources: Sequence[PreparedRecords],
+        quotas: Sequence[int],
+        *,
+        seed: int,
+        split: str,
+        known: Mapping[str, Known] | None = None,
+    ):
+        self.sources, self.split, self._known = tuple(sources), split, known or {}
+        self._held = [_held(source, self._known.get(source.name)) for source in sources]
         own = [len(source) - len(held) for source, held in zip(sources, self._held, strict=True)]
         self._mixing = Mixing(own, quotas, seed)
         tested = [len(held) or len(source) for source, held in zip(sources, self._held, strict=True)]
@@ -32,6 +42,46 @@ class Mixture:
     def identity(self) -> str:
         """A digest of the counts and places of all records. It does not depend on the files' names."""
         return " ".join(source.identity for source in self.sources)
+
+    @property
+    def held_out_identity(self) -> str:
+        """A digest of the records that are held out."""
+        pairs = zip(self.sources, self._held, strict=True)
+        return " ".join(digest_of(source.index.keys[numbers]) for source, numbers in pairs)
+
+    def known(self) -> dict[str, Known]:
+        """The records of each source, as a run that goes on with them knows them."""
+        pairs = zip(self.sources, self._held, strict=True)
+        return {source.name: self._known_of(source, numbers) for source, numbers in pairs}
+
+    def _known_of(self, source: PreparedRecords, numbers: np.ndarray) -> Known:
+        keys, scanned = source.index.keys, source.index.scanned
+        if before := self._known.get(source.name):
+            return before.later(keys, scanned)
+        return Known.at_start(keys, scanned, source.config.held_out, numbers)
+
+    def count_held_out(self, name: str) -> tuple[int, int]:
+        """How many records of a source are held out, and how many of those that the run knows."""
+        pairs = zip(self.sources, self._held, strict=True)
+        now = sum(len(numbers) for source, numbers in pairs if source.name == name)
+        return now, self._known[name].count_held_out
+
+    def left_out(self) -> list[LeftOut]:
+        """The records of each source that cannot be used; a source without any is left out."""
+        every = [
+            LeftOut(source=source.name, scanned=source.index.scanned, faults=source.index.left_out())
+            for source in self.sources
+        ]
+        return [left_out for left_out in every if left_out.faults]
+
+    def changes(self) -> dict[str, str]:
+        """How the records of sources differ from those that the run knows, by source that has changed."""
+        compared = {
+            source.name: self._known[source.name].change(source.index.keys, source.index.scanned)
+            for source in self.sources
+            if source.name in self._known
+        }
+        return {name: change for name, change in compared.items() if change}
 
     def __len__(self) -> int:
         return self._length
@@ -74,15 +124,24 @@ class Mixture:
         )
 
 
-def _held(source: PreparedRecords) -> np.ndarray:
-    """The usable records that are held out; the choice does not depend on which records are unusable.
+def _held(source: PreparedRecords, known: Known | None) -> np.ndarray:
+    """The usable records that are held out: those that the run has held out since it began.
 
-    Raises ConfigError.
+    The choice for a new run does not depend on which records are unusable. Raises ConfigError.
     """
     index, count = source.index, source.config.held_out
-    held = np.flatnonzero(np.isin(index.numbers, held_out(index.scanned, count)))
+    field = f"{source.name}/Source.held_out"
+    if known:
+        fix = (
+            f"the run has trained on all records but the {known.count} held out when it began; set it to {known.count}"
+        )
+        require(count == known.count, field, count, f"{fix} or begin another run")
+        numbers = np.flatnonzero(known.is_held_out(index.keys))
+        gone = "none of the records that the run holds out is in the data any more; put them back"
+    else:
+        numbers = np.flatnonzero(np.isin(index.numbers, held_out(index.scanned, count)))
+        gone = f"none of the records that it holds out can be used; set it to {index.scanned // 10} or to 0"
     fix = f"of {len(index)} usable records some must be left to train on; set it to {len(index) // 10}"
-    require(len(held) < len(index), f"{source.name}/Source.held_out", count, fix)
-    fix = f"none of the records that it holds out can be used; set it to {index.scanned // 10} or to 0"
-    require(not count or len(held) > 0, f"{source.name}/Source.held_out", count, fix)
-    return held
+    require(len(numbers) < len(index), field, count, fix)
+    require(not count or len(numbers) > 0, field, count, gone)
+    return numbers

@@ -455,6 +455,7 @@ class PreparedRecords:
             images=tuple(tuple(own.media) for own in made.images),
             originals=tuple(own.original for own in made.images),
             recordings=tuple(made.recordings),
+            key=indexes.key_of(record, self.config.question),
         )
 
     def _unread(self, turns: Sequence[Turn]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
+from mmjax.data.sources.known import Known
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
@@ -57,6 +58,7 @@ def opened(
     encoders: Mapping[str, EncoderSpec] = ENCODERS,
     skipped: Path | None = None,
     observer: Any = None,
+    known: Mapping[str, Known] | None = None,
     **data: Any,
 ) -> Mixture:
     """The datasets of some configurations, their indexes in `folder`/cache."""
@@ -75,6 +77,7 @@ def opened(
         split=split,
         skipped=skipped,
         observer=observer,
+        known=known,
     )
 
 

@@ -1,0 +1,30 @@
+"""The figures of an evaluation that ``Checkpoint.best`` may name."""
+
+from __future__ import annotations
+
+from mmjax.config.schema import Config
+from mmjax.configurable import one_of, require
+
+_LOWER = ("loss", "perplexity")
+
+
+def is_lower_better(metric: str) -> bool:
+    """Whether less of a figure is better: of a loss and of a perplexity. All others are shares of what is right."""
+    return metric in _LOWER
+
+
+def check_best(config: Config) -> None:
+    """Checks ``Checkpoint.best`` and ``Train.patience``. Raises ``ConfigError``."""
+    train, best, task = config.train, config.checkpoint.best, config.data.origin
+    if best:
+        unit = f"{task.unit}_accuracy"
+        swapped = [f"swapped_{encoder}_{unit}" for encoder in config.model.encoders] if task.exchanges else []
+        drawn = ["drawing_accuracy"] if task.reader and config.model.generators else []
+        one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn))
+        fix = "nothing is evaluated; set Train.eval_samples to 180, or this to ''"
+        require(bool(train.eval_samples), "Checkpoint.best", best, fix)
+    if train.patience:
+        fix = "name the figure that has to get better in Checkpoint.best, such as 'loss'"
+        require(bool(best), "Train.patience", train.patience, fix)
+        fix = "counts evaluations on the way; set Train.eval_every to a number of steps, such as 100"
+        require(bool(train.eval_every), "Train.patience", train.patience, fix)

@@ -1,0 +1,71 @@
+"""The data of a run that starts or goes on: records that are left out, and changes since the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mmjax.checkpoint import Checkpointer
+from mmjax.config import Config
+from mmjax.configurable import ConfigError
+from mmjax.data.loader import Source
+from mmjax.data.sources.known import Known
+from mmjax.data.sources.mixture import Mixture
+from mmjax.mesh.processes import first_says
+
+DATA = "data"
+"""The key of a checkpoint's extra metadata that has the records of each dataset."""
+
+
+def with_known_records(config: Config, checkpointer: Checkpointer) -> Config:
+    """The configuration with the records that a run knows by its newest checkpoint; all processes have to call it.
+
+    A checkpoint of an earlier version has none: the records are then those that are found now.
+    """
+    step = checkpointer.latest_step()
+    stored = checkpointer.metadata(step).extra.get(DATA, {}) if step else {}
+    agreed: dict[str, dict[str, Any]] = json.loads(first_says(json.dumps(stored)))
+    return replace(config, known={name: Known(**values) for name, values in agreed.items()})
+
+
+def known_in(config: Config, run_dir: str | Path) -> Config:
+    """The configuration with the records that the run in a directory knows."""
+    return with_known_records(config, Checkpointer(Path(run_dir) / "checkpoints"))
+
+
+def stored_records(source: Source) -> dict[str, Any]:
+    """The records of each dataset, for a checkpoint."""
+    if not isinstance(source, Mixture):
+        return {}
+    return {DATA: {name: asdict(known) for name, known in source.known().items()}}
+
+
+def describe_data(config: Config, source: Source) -> tuple[str, ...]:
+    """Lines about records that are left out and about datasets that have changed since the run's last checkpoint.
+
+    Raises:
+      ConfigError: too many records cannot be used, or the data have changed and `Data.require_same` is set.
+    """
+    if not isinstance(source, Mixture):
+        return ()
+    left_out = source.left_out()
+    for records in left_out:
+        records.require_few(config.data.max_broken)
+    broken = (f"{records.source}: {records.describe()}; they are left out" for records in left_out)
+    return (*broken, *_changes(config, source))
+
+
+def _changes(config: Config, source: Mixture) -> Iterator[str]:
+    for name, change in source.changes().items():
+        if config.data.require_same:
+            fix = "put the records back, or set it to False to go on with them"
+            raise ConfigError(
+                f"Data.require_same=True: the records of {name} have changed since the last checkpoint: {change}; {fix}"
+            )
+        now, before = source.count_held_out(name)
+        held_out = f"{now} records are held out, of {before} when the run began; " if before else ""
+        news = f"{name}: the data have changed since the last checkpoint: {change}"
+        yield f"{news}; {held_out}from here on samples come in another order"

@@ -1,0 +1,43 @@
+"""The steps of a run whose length is given in epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+from dataclasses import replace
+from fractions import Fraction
+
+from mmjax.config import Config, validate
+from mmjax.configurable import require
+from mmjax.data.loader import Source
+
+
+def with_steps(config: Config, source: Source) -> Config:
+    """The configuration with the steps that ``Train.epochs`` are; as it is where that is 0.
+
+    An epoch is as many samples as ``source`` has training records. A step has ``Train.global_batch`` samples, however
+    they are packed; the last step may go on into the next epoch.
+
+    Raises:
+      ConfigError: the source has no end, or a setting does not fit the number of steps.
+    """
+    train = config.train
+    if not train.epochs:
+        return config
+    fix = f"the samples of Data.task={config.data.task!r} have no end; set this to 0 and Train.steps to a number"
+    require(isinstance(source, Sized), "Train.epochs", train.epochs, fix)
+    assert isinstance(source, Sized)
+    steps = max(1, math.ceil(Fraction(repr(float(train.epochs))) * len(source) / train.global_batch))
+    # With the number alone, since settings in steps are not compared where it is still to be computed.
+    validate(replace(config, train=replace(train, steps=steps, epochs=0.0)))
+    return replace(config, train=replace(train, steps=steps))
+
+
+def describe_epochs(config: Config, source: Source) -> tuple[str, ...]:
+    """A line about the steps of a configuration that is given in epochs."""
+    train = config.train
+    if not train.epochs:
+        return ()
+    assert isinstance(source, Sized)
+    of = f"{len(source)} records are {len(source) / train.global_batch:.4g} steps of {train.global_batch}"
+    return (f"Train.epochs={train.epochs!r}: {train.steps} steps, as {of}",)
