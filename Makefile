@@ -85,7 +85,7 @@ lint: $(VENV)/installed-dev
 test-newest:
 	@echo "the newest versions, under $$($(NEWEST_PYTHON) --version) ($(NEWEST_PYTHON))"
 	@$(MAKE) --no-print-directory install-dev VENV=.newest-venv LOCK= PYTHON=$(NEWEST_PYTHON)
-	@.newest-venv/bin/python $(PIP) list | grep -iE '^(flax|grain|jax|jaxlib|numpy|orbax-checkpoint) '
+	@.newest-venv/bin/python $(PIP) freeze | grep -E '^(flax|grain|jax|jaxlib|numpy|orbax-checkpoint)=='
 	.newest-venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not long' $(NEWEST)
 
 bench: $(VENV)/installed

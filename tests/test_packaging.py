@@ -99,8 +99,12 @@ def test_extras_that_make_names_are_there() -> None:
 
 
 def test_make_installs_extras_and_says_how_to_go_on() -> None:
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of a make that runs this test
+    plain = {name: value for name, value in os.environ.items() if name not in outer}
+
     def shown(*words: str) -> str:
-        return subprocess.run(["make", "-n", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+        command = ["make", "-n", *words]
+        return subprocess.run(command, cwd=REPOSITORY, env=plain, capture_output=True, text=True, check=True).stdout
 
     assert "'.[wandb,tokamax]'" in shown("install", "EXTRAS=wandb,tokamax")
     assert "'.[" not in shown("install")
