@@ -126,7 +126,8 @@ class FaultTrial:
         module = "mmjax.benches.faults.faulty" if self.inside else "mmjax.train"
         flags = [f"--gin_file={self.folder / 'run.gin'}", f"--run_dir={self.run}"]
         flags += [f"--gin.{setting}" for setting in self.settings]
-        launch = ["-m", "mmjax.launch", "-n", str(self.processes), "-m", module, *flags]
+        again = ["--max_restarts=3"] if self.inside else []  # the default where the module is mmjax.train itself
+        launch = ["-m", "mmjax.launch", "-n", str(self.processes), *again, "-m", module, *flags]
         log, self._said_before = self.folder / f"{len(self.commands)}.log", 0
         self.commands.append(Process(program(launch), log, self._environment))
 
@@ -193,9 +194,9 @@ class FaultTrial:
             raise FaultFailure(f"exit statuses {statuses}: see {self.command.log}")
         if self.last_step() != STEPS:
             raise FaultFailure(f"the run ended after step {self.last_step()} of {STEPS}: see {self.command.log}")
-        restarts = sum("restart" in line for line in self.commands[0].text.splitlines() if line.startswith("launch"))
-        again = f"exit status {statuses[0]}, the same command again" if len(statuses) > 1 else "went on"
-        return "restarted by launch" if restarts and len(statuses) == 1 else again
+        if len(statuses) > 1:
+            return f"exit status {statuses[0]}, the same command again"
+        return "restarted by launch" if "launch: starting again" in self.command.text else "went on"
 
     # ---- processes and files of a run ------------------------------------------------------------------------------
 
