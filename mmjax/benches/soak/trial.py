@@ -194,7 +194,7 @@ class SoakTrial:
         merge = ["--merge_lora"] if any(line.startswith("llm/Lora.rank") for line in self.draw.shared) else []
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}", "--format=safetensors", *merge])
         self._wait(process)
-        self._require_end(process, {0})
+        self._require_end(process, {1})  # the encoders are in no folder
         return out
 
     # ---- commands ----------------------------------------------------------------------------------------------------
