@@ -134,6 +134,17 @@ BENCHES = {
         ),
         on_request=True,
     ),
+    "faults": Bench(
+        where="mmjax.benches.faults:bench_faults",
+        doc="Faults in runs of several processes: seconds until each is named, steps that it costs, and losses after "
+        "it beside those of a run without a fault.",
+        flags=(
+            Flag(name="processes", doc="Numbers of processes, with commas between them.", default="2,4"),
+            Flag(name="only", doc="Faults by name, with commas between them; all unless given."),
+            Flag(name="out", doc="Folder of what failed runs leave behind.", default="runs/faults"),
+        ),
+        on_request=True,
+    ),
 }
 """Every benchmark by name, in the order in which they run."""
 

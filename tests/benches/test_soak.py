@@ -35,7 +35,10 @@ DRAW = Draw(
     processes=1,
     served=False,
     killed=1,
-    gently=False,
+    ending="kill",
+    delay=0.0,
+    grows=False,
+    folder=False,
     restored=0,
     moved=False,
 )
@@ -49,6 +52,7 @@ def test_draws_are_legal_different_and_the_same_again() -> None:
             config = load_config([], [*draw.shared, *layout], allow_code=True)
             assert config.train.steps == draw.steps > draw.killed
     assert len({draw.shared for draw in draws}) == len(draws)
+    assert not any(draw.folder for draw in draws)
     assert drawn(3, 5, DATA) == draws[5] != drawn(4, 5, DATA)
 
 

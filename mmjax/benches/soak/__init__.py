@@ -6,12 +6,13 @@ repeats it, and its folder stays.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +64,15 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
     require(jobs > 0, "--jobs", jobs, "must be 1 or more, such as 2")
     folder = Path(out).absolute()
     data = write_data(folder / "data")
+    weights = write_weights(folder / "weights")
     preload()
     ends = {"passed": 0, "refused": 0, "failed": 0}
-    for outcome in _outcomes(folder, data, seed, first, draws, jobs, minutes):
+    works = (
+        _Work(seed, number, data, weights, folder / f"seed{seed}-draw{number}") for number in itertools.count(first)
+    )
+    if draws:
+        works = itertools.islice(works, draws)
+    for outcome in _outcomes(works, jobs, minutes):
         ends[outcome.end] += 1
         again = f"; again: python -m mmjax.bench soak --seed={seed} --first={outcome.number} --draws=1"
         text = f"draw {outcome.number} {outcome.end}: {outcome.text}{again if outcome.end == 'failed' else ''}"
@@ -89,36 +96,51 @@ def write_data(folder: Path) -> dict[str, Path]:
         paths.write_text(json.dumps({kind: str(path) for kind, path in written.items()}))
         return 0
 
-    process = Process(write, folder / "log")
-    if process.wait(_WRITING):
-        raise RuntimeError(f"the data cannot be written: see {process.log}")
+    _run(write, folder / "log")
     return {kind: Path(path) for kind, path in json.loads(paths.read_text()).items()}
 
 
-def _outcomes(
-    folder: Path, data: dict[str, Path], seed: int, first: int, draws: int, jobs: int, minutes: int
-) -> Iterator[Outcome]:
-    """Runs up to `jobs` draws at a time, and yields outcomes as they come."""
-    end, number = time.monotonic() + 60 * minutes if minutes else float("inf"), first
-    running: dict[int, tuple[Process, Path]] = {}
+def write_weights(folder: Path) -> Path:
+    """A folder of safetensors of a small language model with random numbers in bf16."""
+
+    def write() -> int:
+        from mmjax.benches.soak.weights import write_folder
+
+        write_folder(folder / "llm")
+        return 0
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _run(write, folder / "log")
+    return folder / "llm"
+
+
+def _run(work: Callable[[], int], log: Path) -> None:
+    """Runs ``work`` in a process of its own."""
+    process = Process(work, log)
+    if process.wait(_WRITING):
+        raise RuntimeError(f"files for the soak cannot be written: see {process.log}")
+
+
+def _outcomes(works: Iterator[_Work], jobs: int, minutes: int) -> Iterator[Outcome]:
+    """Runs up to `jobs` draws at a time, and yields outcomes as they come; none starts after `minutes`, unless 0."""
+    end = time.monotonic() + 60 * minutes if minutes else float("inf")
+    running: list[tuple[_Work, Process]] = []
     try:
         while True:
-            while len(running) < jobs and time.monotonic() < end and not (draws and number >= first + draws):
-                place = folder / f"seed{seed}-draw{number}"
-                shutil.rmtree(place, ignore_errors=True)
-                place.mkdir(parents=True)
-                work = _Work(seed, number, data, place)
-                running[number] = Process(work, place / "soak.log"), place
-                number += 1
+            while len(running) < jobs and time.monotonic() < end and (work := next(works, None)):
+                shutil.rmtree(work.place, ignore_errors=True)
+                work.place.mkdir(parents=True)
+                running.append((work, Process(work, work.place / "soak.log")))
             if not running:
                 return
-            for which, (process, place) in list(running.items()):
+            for work, process in [*running]:
                 if process.poll() is not None:
-                    del running[which]
-                    yield _outcome(which, process, place)
+                    running.remove((work, process))
+                    yield _outcome(work.number, process, work.place)
             time.sleep(_POLL)
     finally:
-        for process, _ in running.values():
+        for _, process in running:
             process.signal(signal.SIGTERM)
 
 
@@ -129,13 +151,14 @@ class _Work:
     seed: int
     number: int
     data: dict[str, Path]
+    weights: Path
     place: Path
 
     def __call__(self) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
         began = time.monotonic()
         try:
-            text, end = SoakTrial(drawn(self.seed, self.number, self.data), self.place).ask(), "passed"
+            text, end = SoakTrial(drawn(self.seed, self.number, self.data, self.weights), self.place).ask(), "passed"
         except Refused as refused:
             text, end = str(refused), "refused"
         except Failure as failure:

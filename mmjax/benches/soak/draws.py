@@ -6,7 +6,7 @@ A draw is a pure function of a seed and a number. A configuration that `load_con
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,12 @@ _MASKS = (
     ),
 )
 """Masks under which text can be written."""
+ENDINGS = {"kill": 4, "interrupt": 2, "terminate": 3, "pause": 1}
+"""How a run is stopped, and how often: by SIGKILL, by Ctrl-C, by SIGTERM, or SIGSTOP and SIGCONT after a while."""
+GROWING = "llava"
+"""The kind of source whose data may grow."""
+FOLDER_LAYERS = 2
+"""Number of layers of the LLM in the folder."""
 _REMATS = ("none", "none", "dots", "full")
 Bindings = tuple[str, ...]
 
@@ -50,7 +56,10 @@ class Draw:
       processes: number of processes that share the devices.
       served: whether a data server prepares the batches.
       killed: the step after which the run is stopped; 0 is before the first.
-      gently: whether it is stopped by Ctrl-C instead of SIGKILL.
+      ending: how it is stopped, one of ``ENDINGS``; a pause stops nothing.
+      delay: seconds from that step to the end.
+      grows: whether its data grow before it is resumed.
+      folder: whether its LLM starts from a folder of safetensors.
       restored: the other layout goes on from the last checkpoint up to this step; where there is none, from the
         beginning.
       moved: whether it is evaluated under the other layout.
@@ -65,18 +74,22 @@ class Draw:
     processes: int
     served: bool
     killed: int
-    gently: bool
+    ending: str
+    delay: float
+    grows: bool
+    folder: bool
     restored: int
     moved: bool
 
 
-def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
+def drawn(seed: int, number: int, data: Mapping[str, Path], folder: Path | None = None) -> Draw:
     """Draws run `number` of a seed.
 
     Args:
       seed: the seed.
       number: the number of the draw.
       data: paths of datasets, by `Source.kind`.
+      folder: a folder of safetensors that an LLM of `FOLDER_LAYERS` layers may start from.
 
     Raises:
       RuntimeError: no drawn configuration is accepted, which is a defect of this module.
@@ -85,9 +98,14 @@ def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
     for _ in range(TRIES):
         modules = _modules(rng)
         steps = rng.randint(3, 5)
-        shared = (*_model(rng, modules), *_data(rng, modules, data), *_run(rng, steps), *_training(rng, modules))
+        starts = folder if modules.layers["llm"] == FOLDER_LAYERS and rng.random() < 0.4 else None
+        model = _from_folder(_model(rng, modules), starts) if starts else _model(rng, modules)
+        shared = (*model, *_data(rng, modules, data), *_run(rng, steps), *_training(rng, modules))
         layouts = list(_accepted(rng, modules, shared))
         if len(layouts) == 2:
+            served, killed = rng.random() < 0.08, rng.randint(0, steps - 1)
+            may_grow = killed and not served and f"{GROWING}/Source.kind={GROWING!r}" in shared
+            grows = bool(may_grow) and rng.random() < 0.5
             return Draw(
                 seed=seed,
                 number=number,
@@ -96,10 +114,13 @@ def drawn(seed: int, number: int, data: Mapping[str, Path]) -> Draw:
                 other=layouts[1],
                 steps=steps,
                 processes=2 if rng.random() < 0.08 else 1,
-                served=rng.random() < 0.08,
-                killed=rng.randint(0, steps - 1),
-                gently=rng.random() < 0.3,
-                restored=rng.choice((0, rng.randint(1, steps - 1))),
+                served=served,
+                killed=killed,
+                ending=rng.choices([*ENDINGS], weights=[*ENDINGS.values()])[0],
+                delay=rng.choice((0.0, rng.uniform(0, 2))),
+                grows=grows,
+                folder=starts is not None,
+                restored=steps - 1 if grows else rng.choice((0, rng.randint(1, steps - 1))),
                 moved=rng.random() < 0.5,
             )
     raise RuntimeError(f"draw {number} of seed {seed}: {TRIES} models without two legal layouts")
@@ -181,6 +202,14 @@ def _model(rng: random.Random, modules: Modules) -> Iterator[str]:
         elif kind == "vit" and not turned and rng.random() < 0.3:
             yield f"{name}/Projector.newline=True"
             yield f"{name}/Projector.most_tiles={rng.choice((0, 2))}"
+
+
+def _from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
+    """Bindings of a model whose LLM starts from a folder, which has its shapes."""
+    yield f"llm/Weights.path={str(folder)!r}"
+    for binding in bindings:
+        if not binding.startswith("llm/Decoder.") or binding.startswith(("llm/Decoder.remat", "llm/Decoder.z_loss")):
+            yield binding
 
 
 def _decoder(rng: random.Random, layers: int) -> Iterator[str]:

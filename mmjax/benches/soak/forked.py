@@ -55,6 +55,7 @@ class Process:
 
     Attributes:
       log: where its output goes.
+      pid: its process id, and that of its group.
       status: its exit status once it has ended, negative after a signal.
     """
 
@@ -63,16 +64,16 @@ class Process:
         self.log, self.status = log, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks; no backend has been started in this process
-            self._pid = os.fork()
-        if not self._pid:
+            self.pid = os.fork()
+        if not self.pid:
             _be(work, log, environment or {})
         with contextlib.suppress(OSError):  # both sides do it: whichever comes first
-            os.setpgid(self._pid, self._pid)
+            os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
         """The exit status; ``None`` while it runs."""
         if self.status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status: int | None = os.waitstatus_to_exitcode(status) if pid else None
         return self.status
 
@@ -93,9 +94,9 @@ class Process:
     def signal(self, number: int) -> None:
         """Sends a signal to the process and its group; after SIGKILL it waits for the end."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, number)
+            os.killpg(self.pid, number)
         if number == signal.SIGKILL and self.status is None:
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     @property
     def text(self) -> str:

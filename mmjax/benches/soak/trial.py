@@ -11,12 +11,14 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmjax.benches.soak.draws import Draw
+from mmjax.benches.soak.files import compare_export, grow, with_data_of_its_own
 from mmjax.benches.soak.forked import Process, entry, program
+from mmjax.flags import INTERRUPTED
 
 PATIENCE = 1200.0
 """Seconds after which a command counts as hanging."""
@@ -26,8 +28,18 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Relative tolerance of losses and norms under another layout: Adam enlarges rounding from step to step."""
 FIRST = {"float32": 2e-5, "bfloat16": 0.05}
 """Relative tolerance of those of the first step, before any update."""
-INTERRUPTED = 130
+STOPPED = {INTERRUPTED, 128 + signal.SIGTERM}
+"""Exit statuses of a run that was asked to stop."""
 REFUSED = 2
+ENDINGS = {
+    "kill": (signal.SIGKILL,),
+    "interrupt": (signal.SIGINT,),
+    "terminate": (signal.SIGTERM,),
+    "pause": (signal.SIGSTOP, signal.SIGCONT),
+}
+"""The signals of each ending."""
+PAUSE = 2.0
+"""Seconds between two signals."""
 
 
 class Failure(Exception):
@@ -44,7 +56,9 @@ class SoakTrial:
     def __init__(self, draw: Draw, folder: Path):
         """Writes the draw's configuration into ``folder``."""
         self.draw, self.folder, self.run = draw, folder, folder / "run"
-        for name, bindings in (("draw", draw.shared), ("layout", draw.layout), ("other", draw.other)):
+        self._grown_after: int | None = None
+        shared = with_data_of_its_own(draw.shared, folder) if draw.grows else draw.shared
+        for name, bindings in (("draw", shared), ("layout", draw.layout), ("other", draw.other)):
             (folder / f"{name}.gin").write_text("".join(f"{line.replace('=', ' = ', 1)}\n" for line in bindings))
         self._said = {key: value for key, _, value in (line.partition("=") for line in draw.shared)}
         self._server: Process | None = None
@@ -69,24 +83,40 @@ class SoakTrial:
     # ---- what is asked -----------------------------------------------------------------------------------------------
 
     def _interrupted(self) -> str:
-        """Trains until the run is stopped."""
+        """Trains until the run is stopped; then its data may grow."""
         draw, ready = self.draw, self.run / "config.gin"
         process = self._start_training(self.run, "layout")
         reached = (lambda: len(_rows(self.run)) >= draw.killed) if draw.killed else ready.exists
-        if self._wait(process, reached) is not None:  # a short run may end by itself
+        if self._wait(process, reached) is None and self._wait(process, _passed(draw.delay)) is None:
+            self._end(process)
+        else:  # a short run may end by itself
             self._require_end(process, {0})
-            return "trained"
-        process.signal(signal.SIGINT if draw.gently else signal.SIGKILL)
+        steps = len(_rows(self.run))
+        if draw.grows:
+            self._grown_after = steps
+            grow(self.folder)
+        stopped = "trained" if process.status == 0 else f"stopped by {draw.ending} after step {steps}"
+        return f"{stopped}, data grew" if draw.grows else stopped
+
+    def _end(self, process: Process) -> None:
+        """Ends a run as the draw says, and waits for its end."""
+        ending = self.draw.ending
+        for number in ENDINGS[ending]:
+            process.signal(number)
+            self._wait(process, _passed(PAUSE))
         status = self._wait(process)
-        if draw.gently and status not in (0, INTERRUPTED):
-            raise Failure(f"Ctrl-C after step {draw.killed}: exit status {status}; see {process.log}")
         self._require_no_traceback(process)
-        return f"stopped after step {len(_rows(self.run))}"
+        legal = {"kill": {-signal.SIGKILL}, "pause": {0}}.get(ending, {0, *STOPPED})
+        if status not in legal:
+            raise Failure(f"{ending} after step {len(_rows(self.run))}: exit status {status}; see {process.log}")
+        steps = [row["step"] for row in _rows(self.run)]
+        if status in STOPPED and steps and steps[-1] not in _checkpoints(self.run):
+            raise Failure(f"{ending}: no checkpoint of step {steps[-1]}, the last one; see {process.log}")
 
     def _resumed(self) -> str:
-        """Resumes to the end; every step and every evaluation must be recorded once."""
-        process = self._started_again()
+        """Resumes to the end by the same command; every step and every evaluation must be recorded once."""
         trained = bool(_rows(self.run))
+        process = self._started_again()
         try:
             self._require_end(process, {0})
         except Refused as refused:
@@ -122,6 +152,8 @@ class SoakTrial:
         except Refused as refused:
             return f"refused under another layout ({refused})"
         self._require_rows(other)
+        if self._grown_after is not None and start < self._grown_after:
+            return f"trained under another layout from step {start}, on other data"
         self._require_same(_rows(self.run), _rows(other), start)
         return f"the same under another layout from step {start}"
 
@@ -150,10 +182,20 @@ class SoakTrial:
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}"])
         self._wait(process)
         self._require_end(process, {0})
-        compared = Process(lambda: _compare_export(self.run, out), self._log("compare"), self._environment)
+        folder = self._exported_folder() if self.draw.folder else None
+        compared = Process(lambda: compare_export(self.run, out, folder), self._log("compare"), self._environment)
         self._wait(compared)
         self._require_end(compared, {0})
-        return "exported"
+        return "exported, as a folder too" if folder else "exported"
+
+    def _exported_folder(self) -> Path:
+        """The LLM of the run as a folder of safetensors."""
+        out = self.folder / "exported-folder"
+        merge = ["--merge_lora"] if any(line.startswith("llm/Lora.rank") for line in self.draw.shared) else []
+        process = self._start("export", [f"--run_dir={self.run}", f"--out={out}", "--format=safetensors", *merge])
+        self._wait(process)
+        self._require_end(process, {1})  # the encoders are in no folder
+        return out
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
@@ -277,29 +319,7 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return _lines(run_dir / "metrics.jsonl")
 
 
-def _compare_export(run_dir: Path, out: Path) -> int:
-    """Exit status 0 where an export has the bits of the newest checkpoint's parameters."""
-    import jax
-    import numpy as np
-    from orbax.checkpoint import v1 as ocp
-
-    from mmjax.checkpoint import Checkpointer
-
-    checkpointer = Checkpointer(run_dir / "checkpoints")
-    step = checkpointer.steps()[-1]
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    stored = checkpointer.metadata(step).leaves
-    targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in stored.items()}
-    wanted = checkpointer.restore(step, targets)
-    tree: Any = ocp.load(str(out.absolute()))
-    for name, leaf in wanted.items():
-        kind, _, path = name.partition("/")
-        if kind != "params":
-            continue
-        node: Any = tree
-        for part in path.split("/"):
-            node = node[part]
-        if not np.array_equal(np.asarray(leaf), np.asarray(node)):
-            print(f"error: {name} differs in the export")
-            return 1
-    return 0
+def _passed(seconds: float) -> Callable[[], bool]:
+    """Whether so many seconds have passed from now on."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
