@@ -214,17 +214,18 @@ def test_the_others_hear_with_what_status_to_end(lines):
 @pytest.mark.parametrize("silent", [0, 1])
 def test_the_others_hear_who_is_silent(silent, monkeypatch):
     """A process that is stopped closes no connection. Who follows is told by process 0, or misses it itself."""
-    monkeypatch.setattr(lifeline, "BEAT", 0.05)
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 5.0)
+    monkeypatch.setattr(lifeline, "BEAT", 0.1)
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
     with opened_lines() as (connected, news):
         connected[silent]._quiet.set()
         begin = time.monotonic()
         for index in (2, 1 - silent):
-            news_there = news[index].get(timeout=10)
-            assert news_there.startswith(f"process {silent} has not answered for 1 s: it is stopped, or its host")
+            news_there = news[index].get(timeout=20)
+            assert news_there.startswith(f"process {silent} has not answered for 2 s: it is stopped, or its host")
             assert news_there.endswith(f"({STUCK})")
-            connected[index].close()
-        assert time.monotonic() - begin < 5, "a silent process is not waited for"
+            if silent:  # else process 0, which lives here, would hear of it
+                connected[index].close()
+        assert time.monotonic() - begin < 20, "a silent process is not waited for"
 
 
 def test_beats_keep_a_line_open(lines, monkeypatch):
