@@ -26,6 +26,8 @@ FOLLOWED = 3
 """Exit status of a process that has ended because another one has."""
 TOO = "this one ends too"
 """How the line of such a process ends."""
+STUCK = 75
+"""Exit status where a process hangs or no longer answers: EX_TEMPFAIL of ``sysexits.h``, the same command may go on."""
 WIDTH = 120
 """Width of a line of help."""
 

@@ -83,7 +83,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
         from mmjax.run.warm_up import ends_where_down
 
     say = print if is_first() else lambda line: None
-    with Trainer(config, run_dir, from_scratch=from_scratch) as trainer:
+    with Trainer(config, run_dir, from_scratch=from_scratch, watched=True) as trainer:
         for name, layout in config.layouts.items():
             say(f"{name}: {layout.describe()}")
         for line in (*advise(config), *trainer.data, *trainer.chosen):

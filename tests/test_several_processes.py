@@ -35,6 +35,7 @@ from mmjax import export
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.eval import evaluate
+from mmjax.flags import STUCK
 from mmjax.mesh.layout import Layout
 from mmjax.parity.compare import relative
 from mmjax.run.trainer import Trainer
@@ -321,6 +322,64 @@ def test_warm_up_names_what_is_down(how: str, reason: str, tmp_path: Path, monke
     assert errors and reason in errors[0], command.text()
     assert "ranks 2–3 of process 1 on " in errors[0] and " to ranks 0–1 of process 0 on " in errors[0]
     assert "Traceback" not in command.text() and not (run / "metrics.jsonl").read_text()
+
+
+def stuck(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, degrees: Sequence[str] = (), **changes: object
+) -> tuple[Command, Path]:
+    """A run of two processes, of which process 1 goes wrong in step 3; see `stuck_train`."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    monkeypatch.setenv("STUCK", how)
+    config = write_tiny(tmp_path, Train_eval_samples=0, **changes)
+    flags = ["-n", "2", "-m", "stuck_train", *train_flags(config, tmp_path / "run"), *degrees]
+    return Command("launch", flags, tmp_path / "out"), tmp_path / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("how", "state"), [("op", "has not ended"), ("host", "has not dispatched")])
+def test_a_hang_is_noticed(how: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes live, and beat. All end by themselves, each with its stacks."""
+    command, run = stuck(tmp_path, how, monkeypatch, World_hang_seconds=6.0)
+    try:
+        command.wait_for(lambda: "training 2/" in command.text(), 400)
+        assert command.end(60) == STUCK, command.text()
+    finally:
+        command.stop()
+    command.assert_nothing_left()
+    lines = [line for line in command.text().splitlines() if line.startswith("[")]
+    errors = [line for line in lines if "error: nothing has moved for " in line]
+    assert {line[:3] for line in errors} == {"[0]", "[1]"}, command.text()
+    assert (
+        f"process 1 {state} F vision.0 microbatch " in errors[0] and " of step 3; process 0, which waits" in errors[0]
+    )
+    assert str(run / "stacks-*.txt") in errors[0] and "Traceback" not in command.text()
+    stacks = [(run / f"stacks-{process}.txt").read_text() for process in range(2)]
+    assert "stuck_train.py" in stacks[1], stacks[1]
+    assert "in walk\n" in stacks[0] and "in _watch\n" in stacks[0], stacks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_who_compiles_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, run = stuck(tmp_path, "late", monkeypatch, World_hang_seconds=4.0)
+    assert command.end(400) == 0, command.text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == STEPS and max(row["step_time_s"] for row in rows) > 12
+    assert all(row["imbalance"] >= 1 for row in rows[-4:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vision is on all ranks, and has no collective in a forward: the ranks of process 1 end later by themselves."""
+    command, run = stuck(tmp_path, "slow", monkeypatch, COLOCATED, Train_lowering="ops")
+    assert command.end(400) == 0, command.text()
+    lines = [line for line in command.text().splitlines() if "× the median of its module" in line]
+    named = {line.partition(": ")[2].partition(" takes ")[0] for line in lines}
+    assert {"rank 2 (vision)", "rank 3 (vision)"} <= named and not named & {"rank 0 (vision)", "rank 1 (vision)"}, lines
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["vision/busy_s"] > 0.6, rows[-1]
 
 
 @pytest.mark.slow

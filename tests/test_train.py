@@ -55,7 +55,10 @@ def test_metrics_have_a_row_for_every_step(tiny_run: Path) -> None:
         "data_wait_s",
         "data_origin",
         *(f"{m}/{what}" for m in modules for what in ("learning_rate", "grad_norm")),
+        *(f"{m}/busy_s" for m in ("vision", "llm")),
     }
+    assert rows[0]["imbalance"] is None and rows[0]["llm/busy_s"] is None
+    assert rows[-1]["imbalance"] >= 1 and rows[-1]["vision/busy_s"] > 0 and rows[-1]["llm/busy_s"] > 0
     for row in rows:
         assert set(row) == names
         assert row["data_wait_s"] >= 0 and row["data_origin"] == "local"
@@ -338,7 +341,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkey
     assert [row["llm/learning_rate"] for row in rows] == [
         float(np.asarray(rate(updates))) for updates in (0, 1, 2, 2, 3)
     ]
-    measured = {"step_time_s", "tokens_per_s", "media_per_s", "tflops_per_device", "data_wait_s"}
+    measured = {"step_time_s", "tokens_per_s", "media_per_s", "tflops_per_device", "data_wait_s", "imbalance"}
+    measured |= {f"{module}/busy_s" for module in config.layouts}
     exact = [
         [{k: x for k, x in row.items() if k not in measured} for row in read_metrics(r / "metrics.jsonl")] for r in runs
     ]

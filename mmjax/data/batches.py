@@ -58,4 +58,4 @@ def open_batches(
 
         return ServedLoader(spec, maker, steps=steps, start_step=start_step, report=report)
     workers, prefetch = spec.data.workers, spec.data.prefetch
-    return StepLoader(maker, steps=steps, start_step=start_step, workers=workers, prefetch=prefetch)
+    return StepLoader(maker, steps=steps, start_step=start_step, workers=workers, prefetch=prefetch, report=report)

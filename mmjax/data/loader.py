@@ -7,8 +7,11 @@ it.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -27,7 +30,9 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import IndexObserver
 from mmjax.data.sources.known import Known
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch, WorstCase
+from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch, WorstCase
+
+_logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -184,10 +189,17 @@ def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
     return grain.MapDataset.range(first, stop).map(make)
 
 
+_LOST = "Worker process was terminated unexpectedly"
+"""How Grain says that a worker has ended without an exception of its own."""
+_MOST_LOST = 3
+"""Workers that may end while one and the same batch is waited for."""
+
+
 class StepLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
 
-    Arrays come from workers in shared memory, if there is room for all batches that may be ready.
+    Arrays come from workers in shared memory, if there is room for all batches that may be ready. Where a worker is
+    killed, by the kernel for want of memory perhaps, new ones are started, which go on with the next batch.
 
     Args:
       make: makes the batches.
@@ -195,45 +207,85 @@ class StepLoader(Iterator[StepBatch]):
       start_step: the number of the first step.
       workers: worker processes; 0 makes batches in this process, when they are asked for.
       prefetch: steps that each worker holds ready.
+      report: receives one-line messages.
     """
 
     origin = "local"
 
-    def __init__(self, make: StepMaker, *, steps: int, start_step: int = 0, workers: int = 0, prefetch: int = 2):
-        import grain
+    def __init__(
+        self,
+        make: StepMaker,
+        *,
+        steps: int,
+        start_step: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        report: Callable[[str], None] = _logger.warning,
+    ):
         from absl import flags
 
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which nothing parses outside absl.app
+        self._make, self._workers, self._prefetch, self._report = make, workers, prefetch, report
+        self._next, self._stop = start_step, steps
+        self._iterator: Any = self._open()
+
+    def _open(self) -> Any:
+        """The iterator over the batches that are still to come; its workers are started."""
+        import grain
+
         read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
-        dataset: Any = steps_of(make, start_step, steps).to_iter_dataset(read)
-        if workers:
-            options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
-            shared = has_room((workers * (prefetch + 2) + 4) * make.most_bytes)
+        dataset: Any = steps_of(self._make, self._next, self._stop).to_iter_dataset(read)
+        if self._workers:
+            options = grain.multiprocessing.MultiprocessingOptions(
+                num_workers=self._workers, per_worker_buffer_size=self._prefetch
+            )
+            shared = has_room((self._workers * (self._prefetch + 2) + 4) * self._make.most_bytes)
             dataset = dataset.map(spread_out) if shared else dataset
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
             dataset = dataset.map(put_together) if shared else dataset
             # Grain starts its processes at the first batch; a thread that asks at once starts them beside compilation.
             dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
             worker.become_main_of_workers()
-        self._iterator: Any = iter(dataset)
-        self._remaining = max(0, steps - start_step)
-        if workers and self._remaining:
-            self._iterator.start_prefetch()
+        iterator = iter(dataset)
+        if self._workers and self._next < self._stop:
+            iterator.start_prefetch()
+        return iterator
 
     def __next__(self) -> StepBatch:
-        if not self._remaining:
-            raise StopIteration
-        batch = next(self._iterator)
-        self._remaining -= 1
-        return batch
+        """The next batch. Raises NoBatchError if workers end again and again while they make it."""
+        for lost in range(1, _MOST_LOST + 1):
+            if self._next >= self._stop:
+                raise StopIteration
+            try:
+                batch = next(self._iterator)
+            except RuntimeError as error:
+                if _LOST not in str(error):
+                    raise
+                self._restart(str(error), lost)
+                continue
+            self._next += 1
+            return batch
+        raise AssertionError("the last loss raises")
+
+    def _restart(self, error: str, lost: int) -> None:
+        """Starts workers anew after one has ended. Raises NoBatchError after `_MOST_LOST` times."""
+        code = re.search(r"exit code (-?\d+)", error)
+        why = _ending(int(code[1])) if code else "has ended"
+        cure = "if memory has run out, lower Data.workers or Data.prefetch"
+        if lost == _MOST_LOST:
+            step = f"{lost} times before the batch of step {self._next + 1} was there"
+            raise NoBatchError(f"a data worker {why}, {step}; {cure}") from None
+        self._report(f"a data worker {why}: the workers are started again, and make the same batches; {cure}")
+        self._iterator.close()
+        self._iterator = self._open()
 
     def interrupt(self) -> None:
         """Does nothing: a `next` that waits ends with its batch."""
 
     def close(self) -> None:
         """Ends the worker processes. Harmless when repeated."""
-        self._remaining = 0
+        self._stop = self._next
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None  # else Grain closes it again, and complains, when the interpreter shuts down
@@ -243,3 +295,10 @@ class StepLoader(Iterator[StepBatch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ending(code: int) -> str:
+    """How a process ended, from its exit code."""
+    if code >= 0:
+        return f"has ended with status {code}"
+    return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"

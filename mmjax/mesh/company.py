@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from mmjax import sigterm
 from mmjax.configurable import ConfigError
-from mmjax.flags import FOLLOWED
+from mmjax.flags import FOLLOWED, STUCK
+from mmjax.mesh import stacks
 from mmjax.mesh.lifeline import Lifeline
 
 NAMES = ("coordinator", "num_processes", "process_id")
@@ -25,6 +27,8 @@ _LAUNCHERS = {
     "ompi": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
 _OMPI_ADDRESS = "OMPI_MCA_orte_hnp_uri"
+_STACKS = 1.0
+"""Seconds in which the other processes write their stacks, before one ends and what waits for it goes on."""
 _lifeline: Lifeline | None = None
 
 
@@ -127,6 +131,21 @@ def give_up(reason: str) -> NoReturn:
     os.write(2, f"error: {reason}\n".encode())
     abandon(reason)
     os._exit(1)
+
+
+def give_up_stuck(process: int, news: str) -> None:
+    """Ends this process and the others, because ``process`` holds all up; may be called from any thread.
+
+    Every process writes its stacks, and ends with ``STUCK``. Returns where the end of this one is under way already.
+    """
+    if _lifeline and not _lifeline.report(process, news, STUCK):
+        return
+    os.write(2, f"error: {news}\n".encode())
+    stacks.dump()
+    if _lifeline:
+        time.sleep(_STACKS)
+        _lifeline.see_off()
+    os._exit(STUCK)
 
 
 def leave() -> None:

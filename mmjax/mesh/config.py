@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from mmjax.configurable import ConfigError, configurable, one_of, positive
+from mmjax.configurable import ConfigError, configurable, one_of, positive, require
 
 TRANSPORTS = ("auto", "device_put", "collective")
 ROUTES = ("leader", "sliced")
@@ -28,6 +29,8 @@ class WorldConfig:
       warm_up: whether every boundary and collective is tried before the first step: ``on``, ``off``, or ``auto`` (with
         several processes, or on accelerators).
       warm_up_seconds: longest time that such a trial may take; the run ends when one takes longer.
+      hang_seconds: longest time in which nothing may move in a step; the run then says where it hangs, and ends with
+        status 75. 0 means five times the longest of the newest steps and at least 60; -1 switches the watch off.
     """
 
     devices: int = 0
@@ -37,6 +40,7 @@ class WorldConfig:
     compilation_cache: str = ""
     warm_up: str = "auto"
     warm_up_seconds: float = 120.0
+    hang_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.devices < 0:
@@ -48,3 +52,6 @@ class WorldConfig:
         one_of("World.route", self.route, ROUTES)
         one_of("World.warm_up", self.warm_up, WARM_UPS)
         positive("World.warm_up_seconds", self.warm_up_seconds, 120.0)
+        legal = math.isfinite(self.hang_seconds) and (self.hang_seconds >= 0 or self.hang_seconds == -1)
+        fix = "must be above 0, such as 120.0; 0 finds it from the steps' times, and -1 switches it off"
+        require(legal, "World.hang_seconds", self.hang_seconds, fix)

@@ -1,8 +1,9 @@
 """Connections by which each process of a run learns at once that another has ended, and which one.
 
 Every process holds one connection to process 0. The kernel closes it when the process ends, however that happens, and
-process 0 passes the news on. JAX's coordination service notices the same seconds later, by missing heartbeats, and ends
-the process with a stack trace; it remains in use for hosts that vanish without closing a connection.
+process 0 passes the news on. A process that is stopped, or whose host vanishes, closes nothing: it is noticed because
+its beats are missing. JAX's coordination service notices the same later, blames any process and ends with a stack
+trace.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mmjax.flags import FOLLOWED, INTERRUPTED, TOO
+from mmjax.flags import FOLLOWED, INTERRUPTED, STUCK, TOO
+from mmjax.mesh import stacks
 from mmjax.sigterm import CLEAN_UP as _CLEAN_UP
 from mmjax.sigterm import end_process, quieten_tracker
 
-_PARTED, _FAILED = b"p", b"f"
-_LONGEST = 300
+_PARTED, _FAILED, _BEAT = b"p", b"f", b"h"
+_LONGEST = 600
 """Bytes that a failure message is cut to, and characters that a received reason is cut to."""
 _LINE = 1024
 """Most bytes of a line."""
@@ -30,6 +32,8 @@ MEETING, KNOCK = 300.0, 10.0
 """Seconds for all processes to connect once process 0 has published its address, and for a connection's first line."""
 _STRANGERS = 64
 """Connections that may wait to be identified, beside those of the expected processes."""
+BEAT, MISSED = 1.0, 20
+"""Seconds between beats, and how many may be missing: they wait while Python's lock is held or cores are overloaded."""
 SEEING_OFF = 2 * _CLEAN_UP
 """Most seconds that process 0 waits for the others to end before it; they may clean up while programs are compiled."""
 
@@ -49,14 +53,16 @@ class Keys(Protocol):
 class Lifeline:
     """The connections of one process, each watched by a thread.
 
-    Messages are lines: ``p`` (the sender leaves without a failure) or ``f<index> <status> <reason>`` (process ``index``
-    has ended, and the others are to end with this exit status).
+    Messages are lines: ``h`` (a beat: the sender lives), ``p`` (the sender leaves without a failure) or ``f<index>
+    <status> <news>`` (something is wrong with process ``index``, and the others are to end with this exit status).
     """
 
     def __init__(self, index: int, end: Callable[[str, int], None]):
         """Starts unconnected, for process ``index``. When another process fails, ``end`` is called once, with a line
         that says which process has ended and why, and with the exit status for this one."""
         self.index, self._end = index, end
+        self._silent: set[int] = set()
+        self._quiet = threading.Event()
         self._peers: dict[int, socket.socket] = {}
         self._watches: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -86,7 +92,7 @@ class Lifeline:
         for peer in line._peers:
             watch = threading.Thread(target=line._watch, args=(peer,), name=f"lifeline-{peer}", daemon=True)
             line._watches.append(watch)
-        for watch in line._watches:
+        for watch in (*line._watches, threading.Thread(target=line._beat, name="beats", daemon=True)):
             watch.start()
         return line
 
@@ -107,18 +113,32 @@ class Lifeline:
     def part(self) -> None:
         """Tells the others that this process ends without a failure."""
         with self._lock:
+            self._quiet.set()
             self._tell(_PARTED)
             self._over = self.index != 0  # process 0 still passes on news of the remaining ones
 
     def fail(self, reason: str, status: int = FOLLOWED) -> None:
         """Tells the others why this process ends, and with which exit status they are to end."""
-        with self._lock:
-            if not self._over:
-                self._over = True
-                self._tell(_FAILED + f"{self.index} {status} {reason}".encode()[:_LONGEST])
-        self._see_off()  # in process 0 also where it ends after another, whose news a watch has passed on
+        self.report(self.index, f"process {self.index} has ended: {reason}", status)
+        self.see_off()  # in process 0 also where it ends after another, whose news a watch has passed on
 
-    def _see_off(self, peer: int = 0) -> None:
+    def report(self, process: int, news: str, status: int) -> bool:
+        """Tells the others to end because of a process; returns whether this news is the first."""
+        with self._lock:
+            if first := not self._over:
+                self._over = True
+                self._quiet.set()  # nothing follows the news but the end
+                self._tell(_FAILED + f"{process} {status} {news}".encode()[:_LONGEST])
+        return first
+
+    def _beat(self) -> None:
+        """Tells the others again and again that this process lives."""
+        while not self._quiet.wait(BEAT):
+            with self._lock:
+                if not self._quiet.is_set():
+                    self._tell(_BEAT)
+
+    def see_off(self, peer: int = 0) -> None:
         """In process 0, waits for the others to end, first for ``peer`` if it has failed: JAX's coordination service
         ends with process 0, and the others would report that as their own failure."""
         if self.index:
@@ -128,13 +148,14 @@ class Lifeline:
             with contextlib.suppress(OSError):
                 self._peers[peer].settimeout(SEEING_OFF)
                 self._peers[peer].recv(1)  # nothing comes but the end
-        for watch in self._watches:
-            if watch is not threading.current_thread():
+        for index, watch in zip(self._peers, self._watches, strict=True):
+            if index not in self._silent and watch is not threading.current_thread():
                 watch.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Closes the connections."""
         self._over = True
+        self._quiet.set()
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -146,23 +167,53 @@ class Lifeline:
                 connection.sendall(message.replace(b"\n", b" ") + b"\n")
 
     def _watch(self, peer: int) -> None:
-        """Waits for a peer's message or end. After a failure, tells the others if this is process 0, and ends."""
-        try:
-            said = _line(self._peers[peer])
-        except OSError:
-            said = b""
-        if said.startswith(_PARTED):
+        """Waits for a peer's message, end or silence. After a failure, tells the others, and ends."""
+        message = self._hear(peer)
+        if message.startswith(_PARTED):
             return
-        who, status, reason = _read_failure(said) or (peer, FOLLOWED, "")
-        why = f": {reason}" if reason else ", without a word; its own output may say why"
+        silent = f"process {peer} has not answered for {BEAT * MISSED:.0f} s: it is stopped, or its host has vanished"
+        ended = f"process {peer} has ended, without a word; its own output may say why"
+        process, status, news = _read_failure(message) or (peer, FOLLOWED, ended)
+        if peer in self._silent:
+            status, news = STUCK, silent
         with self._lock:
             if self._over:
                 return
             self._over = True
             if self.index == 0:
-                self._tell(_FAILED + f"{who} {status} {reason}".encode())
-        self._see_off(peer)
-        self._end(f"process {who} has ended{why}", status)
+                self._tell(_FAILED + f"{process} {status} {news}".encode())
+        if status == STUCK:
+            stacks.dump()  # before any process ends: what waits for that one then goes on with an error
+        self.see_off(0 if peer in self._silent else peer)
+        self._end(news, status)
+
+    def _hear(self, peer: int) -> bytes:
+        """A peer's next line that is no beat; nothing where its connection is closed, or its beats are missing.
+
+        Waits are counted, not seconds: a process that was stopped itself misses nobody when it goes on.
+        """
+        connection, data, missed = self._peers[peer], b"", 0
+        with contextlib.suppress(OSError):
+            connection.settimeout(BEAT)
+        while len(data) < _LINE:
+            try:
+                piece = connection.recv(1)
+            except TimeoutError:
+                missed += 1
+                if missed < MISSED:
+                    continue
+                self._silent.add(peer)
+                return b""
+            except OSError:
+                return b""
+            if not piece:
+                return b""
+            data, missed = data + piece, 0
+            if data == _BEAT + b"\n":
+                data = b""
+            elif piece == b"\n":
+                return data[:-1]
+        return b""
 
 
 class _Door:
@@ -246,19 +297,8 @@ class _Door:
             del self._said[connection], self._until[connection]
 
 
-def _line(connection: socket.socket) -> bytes:
-    """Reads a line; empty where the connection is closed before its end, or the line is too long."""
-    data = b""
-    while not data.endswith(b"\n"):
-        piece = connection.recv(1)
-        if not piece or len(data) >= _LINE:
-            return b""
-        data += piece
-    return data[:-1]
-
-
 def _read_failure(said: bytes) -> tuple[int, int, str] | None:
-    """Process, exit status and reason of a failure message; ``None`` for any other line."""
+    """Process, exit status and news of a failure message; ``None`` for any other line."""
     found = re.fullmatch(rb"%b(\d{1,9}) (-?\d{1,9}) (.*)" % _FAILED, said, re.DOTALL)
     return (int(found[1]), int(found[2]), found[3].decode(errors="replace")[:_LONGEST]) if found else None
 

@@ -19,8 +19,9 @@ from mmjax.mesh import company
 from mmjax.mesh.company import Processes
 from mmjax.mesh.lifeline import Lifeline
 
-_LOST_AFTER = 10
-"""Seconds without a heartbeat after which JAX takes a process for ended: for hosts that vanish and close nothing."""
+_LOST_AFTER = 100
+"""Seconds without a heartbeat after which JAX aborts whichever process notices; the lifeline misses beats long before
+that."""
 _PATIENCE = 3600.0
 """Seconds to wait for another process's message: it may be compiling, and if it ends the lifeline tells."""
 _number = itertools.count()
@@ -82,6 +83,14 @@ class _Keys:
     def set(self, key: str, value: str) -> None:
         self._client.key_value_set(f"mmjax/{key}", value)
 
+    def replace(self, key: str, value: str) -> None:
+        """Sets a value in place of the one before, if any."""
+        self._client.key_value_set(f"mmjax/{key}", value, allow_overwrite=True)
+
+    def below(self, folder: str) -> dict[str, str]:
+        """The values below a folder that are set by now, by the last part of their keys."""
+        return {key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get(f"mmjax/{folder}/")}
+
     def get(self, key: str, patience: float = _PATIENCE) -> str:
         """Waits until a process has set the value; raises ``Absent`` after ``patience`` seconds."""
         try:
@@ -117,6 +126,27 @@ def meet(name: str, processes: Collection[int]) -> None:
     """Waits until all of these processes have called this with ``name``, which is used once."""
     if len(processes) > 1:
         jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", round(1000 * _PATIENCE), sorted(processes))
+
+
+class Board:
+    """A board to which each process pins one note; nobody waits for anybody. All processes use the same name."""
+
+    def __init__(self, name: str) -> None:
+        self._folder, self._alone = f"board/{name}", ""
+
+    def pin(self, note: str) -> None:
+        """Pins this process's note, in place of the one before."""
+        if jax_compat.process_count() == 1:
+            self._alone = note
+        else:
+            _Keys(jax_compat.coordination_client()).replace(f"{self._folder}/{jax_compat.process_index()}", note)
+
+    def read(self) -> dict[int, str]:
+        """The notes by process; those that are not there yet are left out."""
+        if jax_compat.process_count() == 1:
+            return {0: self._alone} if self._alone else {}
+        notes = _Keys(jax_compat.coordination_client()).below(self._folder)
+        return {int(process): note for process, note in notes.items()}
 
 
 class Exchange:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,14 @@ class Program:
       name: shown in progress and errors.
       avals: arguments, as ``ShapeDtypeStruct`` with shardings.
       outputs: results, likewise.
+      compiling: names of the programs that this process is compiling at the moment.
+      newest_end: an empty array that is ready when the program that was dispatched last has ended, on each device.
+      dispatches: how many programs this process has dispatched.
     """
+
+    compiling: ClassVar[set[str]] = set()
+    newest_end: ClassVar[jax.Array | None] = None
+    dispatches: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -145,8 +152,13 @@ class Program:
     ):
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
         self._fn, options = fn, jax_compat.compiler_options(_platform(self.avals))
-        donated = tuple(donate)
-        self._jitted = jax.jit(fn, donate_argnums=donated, out_shardings=out_shardings, compiler_options=options)
+
+        # The end costs no memory, and keeps no result alive while somebody waits for it.
+        def with_end(*args: Any) -> Any:
+            return fn(*args), jnp.zeros((0,), bool)
+
+        donated, pinned = tuple(donate), (out_shardings, None)
+        self._jitted = jax.jit(with_end, donate_argnums=donated, out_shardings=pinned, compiler_options=options)
         self._lowered: Any = None
         self._compiled: Any = None
 
@@ -193,10 +205,16 @@ class Program:
     def compile(self) -> None:
         """Compiles; XLA releases Python's lock, so several programs compile side by side."""
         if self._compiled is None:
-            self.lower()
-            self._compiled = self._lowered.compile()
+            Program.compiling.add(self.name)
+            try:
+                self.lower()
+                self._compiled = self._lowered.compile()
+            finally:
+                Program.compiling.discard(self.name)
             self._lowered = None
 
     def __call__(self, *args: Any) -> Any:
         """Dispatches the program and returns at once."""
-        return self.compiled(*args)
+        result, Program.newest_end = self.compiled(*args)
+        Program.dispatches += 1
+        return result

@@ -21,6 +21,7 @@ from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, end_of
 from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.lane_views import on_lane, over_lanes
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.overwriting import reduce_program, update_program
@@ -250,6 +251,10 @@ class Executor:
         if len(microbatches) != self.schedule.microbatches:
             raise ValueError(f"{len(microbatches)} microbatches for a schedule of {self.schedule.microbatches}")
         return self._run(microbatches, denominators)
+
+    def follow(self, ends: Ends | None) -> None:
+        """Tells ``ends`` of every op that is dispatched from now on; nobody any longer for ``None``."""
+        self._run.ends = ends
 
 
 class _Run(Walker):

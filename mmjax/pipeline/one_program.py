@@ -11,6 +11,7 @@ import jax
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.executor import StepResult, loss_kinds, loss_seeds
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
@@ -40,6 +41,7 @@ class OneProgramExecutor(ABC):
         if placed.offloads:
             raise ValueError("one program keeps everything on its devices; to offload use Executor")
         self.placed, self.schedule = placed, schedule
+        self._ends: Ends | None = None
         self.traced = [placed.shapes(inputs, schedule.graph) for inputs in shapes.values()]
         self._programs = {s: self._program(s, traced) for s, traced in zip(shapes, self.traced, strict=True)}
 
@@ -81,9 +83,17 @@ class OneProgramExecutor(ABC):
         program = self._programs[signatures.pop()]
         _, inputs, avals = program.avals
         seeds = to_devices(loss_seeds(self.placed, denominators), jax.tree.map(lambda a: a.sharding, avals))
+        if self._ends:
+            self._ends.begin(program.name)
         losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seeds)
+        if self._ends:
+            self._ends.dispatched(program.name)
         own = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
         return StepResult(own, totals, denominators, loss_kinds(self.placed), self.placed.model.modules)
+
+    def follow(self, ends: Ends | None) -> None:
+        """See ``Executor.follow``; the step is one op."""
+        self._ends = ends
 
     @abstractmethod
     def _place(self, avals: Any, microbatches: Sequence[InputShapes]) -> Any:

@@ -13,6 +13,7 @@ from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.stage_state import State
@@ -38,6 +39,7 @@ class Walker:
       travelling: what an edge carries at the moment, by (edge, microbatch, backward).
       signatures: buckets by microbatch.
       in_order: whether ops are dispatched strictly in order even where one awaits others (see ``watched``).
+      ends: follows the ops to their ends, if anybody wants to know.
     """
 
     def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
@@ -54,6 +56,7 @@ class Walker:
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
         self.handlers["prepare"] = self.prepare
         self.in_order = False
+        self.ends: Ends | None = None
         self._local: dict[Op, bool] = {}
 
     def walk(self, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
@@ -71,7 +74,12 @@ class Walker:
 
     def dispatch(self, op: Op) -> None:
         """Runs an op; its results may not be there yet."""
+        if self.ends is None:
+            self.handlers[op.kind](op)
+            return
+        self.ends.begin(op)
         self.handlers[op.kind](op)
+        self.ends.dispatched(op)
 
     def is_local(self, op: Op) -> bool:
         """Whether an op touches this process's devices. A world op touches all, also those that no module is on."""

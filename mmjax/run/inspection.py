@@ -213,7 +213,7 @@ def _steps(config: Config, parts: Assembly, method: str, given: Sequence[Sequenc
         timeline = order.timeline(ordered, packer)
         makespans.append(timeline.makespan)
         bubbles.append(timeline.bubble)
-        imbalances.append(reordered.figures["imbalance"])
+        imbalances.append(reordered.figures["imbalance_nominal"])
     used = {module: _uses(packer, plans, module) for module in (LLM, *packer.encoders)}
     return {"used": used, "makespans": makespans, "bubbles": bubbles, "imbalances": imbalances}
 

@@ -13,7 +13,10 @@ Columns of a row, all present in every row, `null` where unknown:
   padding             share of padded positions in all modules' inputs, in [0, 1]
   step_time_s         seconds
   peak_memory_bytes   of the fullest device
+  imbalance           measured busy seconds of the busiest rank over those of the mean rank, 1 or more
 
+`imbalance` and "vision/busy_s", the busy seconds of a module's busiest rank, are those of the newest
+step whose ops were timed, every `Train.log_every` steps; `null` before, and where a step is one program.
 After them come the caller's own, such as "vision/learning_rate" and "vision/grad_norm", and with
 several losses each of them, such as "llm/loss" and "painter/loss".
 """
@@ -49,6 +52,7 @@ COLUMNS = (
     "padding",
     "step_time_s",
     "peak_memory_bytes",
+    "imbalance",
 )
 
 

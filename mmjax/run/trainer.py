@@ -34,6 +34,7 @@ from mmjax.run.data_state import describe_data, stored_records, with_known_recor
 from mmjax.run.epochs import describe_epochs, with_steps
 from mmjax.run.evaluation import Evaluation, describe, figures
 from mmjax.run.files import RunFiles, recorded
+from mmjax.run.following import Following
 from mmjax.run.interrupt import Stopped, StopRequest
 from mmjax.run.lock import RunLock
 from mmjax.run.metrics import MetricsWriter, read_metrics, require_sinks
@@ -71,6 +72,7 @@ class Trainer:
         style: str = "auto",
         *,
         from_scratch: bool = False,
+        watched: bool = False,
     ):
         """Places the model, and restores the last checkpoint of ``run_dir`` if there is one. Compiles nothing.
 
@@ -79,6 +81,7 @@ class Trainer:
           run_dir: made if missing.
           style: the style of the progress display; see ``Progress``.
           from_scratch: begins again where the directory has the steps of a run and no checkpoint.
+          watched: whether this process is ended where training hangs; see ``World.hang_seconds``.
 
         Raises:
           ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
@@ -131,6 +134,7 @@ class Trainer:
             self.scoring = Scoring(self.config, self.parts, self._files, self._report)
             self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, config.train.max_skipped)
             self._profile = self._profile_window()
+            self._following = Following(self.executor, config, self._report, self.run_dir, watched=watched)
             if config.train.debug_nans:
                 assert isinstance(self.executor, Executor)
                 opened.enter_context(finite_ops(self.executor))
@@ -192,7 +196,8 @@ class Trainer:
         if self.step < last:
             if self._files:
                 self._files.begin(self.config, self.parts.planned, self.step)
-            with self._loader(last) as batches:  # its processes start while programs are compiled
+            # The loader's processes start while programs are compiled.
+            with self._loader(last) as batches, self._following:
                 self.compile()
                 self._train(batches, last, result)
         elif self.step == last and not self._is_evaluated():  # stopped after its last step
@@ -228,11 +233,13 @@ class Trainer:
         with StopRequest(world.total if world.processes > 1 else None) as stop, clock, reader:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
+                    self._following.enter("evaluation", self.step)
                     self._score(False, progress, result, stop)
                 self._profile.enter(self.step, progress.message)
                 self._clock = time.perf_counter()
                 while self.step < last:
                     asked = time.perf_counter()
+                    self._following.enter("data", self.step + 1)
                     batch = stop.result(reader.submit(next, batches))
                     self._note(batch)
                     data = {"data_wait_s": time.perf_counter() - asked, "data_origin": batches.origin}
@@ -253,6 +260,7 @@ class Trainer:
                 batches.interrupt()
                 progress.message(f"interrupted after step {self.step}: saving a checkpoint")
                 self._finish(pending, writer, progress, result)
+                self._following.enter("checkpoint", self.step)
                 self.save()
             except NonFiniteError:
                 self._finish(pending, writer, progress, result)
@@ -276,7 +284,8 @@ class Trainer:
     ) -> PendingStep:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
-                out = self.executor.step([signed(m) for m in batch.microbatches], batch.divisors)
+                signed_batches = [signed(m) for m in batch.microbatches]
+                out = self._following.step(batch.step + 1, lambda: self.executor.step(signed_batches, batch.divisors))
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         return PendingStep(
@@ -296,6 +305,7 @@ class Trainer:
             return
         now = pending.ended.result()
         seconds, self._clock = now - self._clock, now
+        self._following.observe(seconds)
         # All earlier steps have been finished here, so every skipped update is counted.
         row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
         result.losses.append(row["loss"])
@@ -306,6 +316,7 @@ class Trainer:
             )
         self._soundness.add_update(pending.step, skipped=bool(row["skipped"]))
         row["skipped"] = self.skipped
+        row |= self._following.columns()
         if writer:
             writer.write(row)
         progress.update(pending.step, loss=row["loss"], tokens_per_s=row["tokens_per_s"])
@@ -326,11 +337,14 @@ class Trainer:
         self._soundness.require_updates()
         self._profile.leave(self.step, progress.message)
         if final or self._checkpoint_due():
+            self._following.enter("checkpoint", self.step)
             self.save()
         if self.scoring.evaluator and (final or self._evaluation_due()):
+            self._following.enter("evaluation", self.step)
             self._score(final or self._best.is_last_chance, progress, result, stop)
             result.ending = self._best.ending
             if result.ending:
+                self._following.enter("checkpoint", self.step)
                 self.save()
         if not final:
             self._profile.enter(self.step, progress.message)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.data.types import EncoderSpec, StepBatch
+from mmjax.data.types import EncoderSpec, NoBatchError, StepBatch
 
 SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
 
@@ -122,6 +124,46 @@ def test_close_ends_the_workers():
     assert not alive(pid)
     stream.close()
     assert list(stream) == []
+
+
+@dataclass
+class Mortal:
+    """Makes numbers in place of batches; a worker is killed in step 3, as often as `deaths` says."""
+
+    folder: str
+    deaths: int
+    most_bytes = 100
+
+    def __call__(self, step: int) -> int:
+        if step == 3 and len(list(Path(self.folder).iterdir())) < self.deaths:
+            (Path(self.folder) / f"{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(step)
+
+
+def mortal_loader(folder: Path, deaths: int, reports: list[str]) -> StepLoader:
+    make: Any = Mortal(str(folder), deaths)
+    return StepLoader(make, steps=6, start_step=1, workers=2, report=reports.append)
+
+
+@pytest.mark.long
+def test_a_killed_worker_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmjax.data.loader.has_room", lambda _: False)  # numbers are no batches
+    reports: list[str] = []
+    with mortal_loader(tmp_path, 1, reports) as stream:
+        assert list(stream) == [1, 2, 3, 4, 5]
+    (line,) = reports
+    assert line.startswith("a data worker was ended by SIGKILL: the workers are started again, and make the same")
+
+
+@pytest.mark.long
+def test_workers_that_are_killed_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmjax.data.loader.has_room", lambda _: False)
+    reports: list[str] = []
+    with mortal_loader(tmp_path, 9, reports) as stream, pytest.raises(NoBatchError) as raised:
+        list(stream)  # a worker makes the next batches ahead
+    line = r"a data worker was ended by SIGKILL, 3 times before the batch of step [234] was there; if memory has run ou"
+    assert re.match(line, str(raised.value)) and len(reports) >= 2
 
 
 PARENT = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.configurable import ConfigError
-from mmjax.flags import FOLLOWED
+from mmjax.flags import FOLLOWED, STUCK
 from mmjax.launch import free_port
 from mmjax.mesh import lifeline
 from mmjax.mesh.company import Processes, find_processes
@@ -155,10 +156,9 @@ class Board:
         return value
 
 
-@pytest.fixture
-def lines(monkeypatch):
+@contextlib.contextmanager
+def opened_lines():
     """Three processes' lifelines, and what each hears before it ends."""
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 0.1)
     board, news = Board(), [queue.Queue() for _ in range(3)]
     opened: dict[int, Lifeline] = {}
 
@@ -173,9 +173,19 @@ def lines(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(20)
-    yield [opened[index] for index in range(3)], news
-    for line in opened.values():
-        line.close()
+    try:
+        yield [opened[index] for index in range(3)], news
+    finally:
+        for line in opened.values():
+            line.close()
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """`opened_lines` whose process 0 hardly waits for the others."""
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 0.1)
+    with opened_lines() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
@@ -199,6 +209,32 @@ def test_the_others_hear_with_what_status_to_end(lines):
     connected[1].fail("interrupted", 130)
     for index in (0, 2):
         assert news[index].get(timeout=10) == "process 1 has ended: interrupted (130)"
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_the_others_hear_who_is_silent(silent, monkeypatch):
+    """A process that is stopped closes no connection. Who follows is told by process 0, or misses it itself."""
+    monkeypatch.setattr(lifeline, "BEAT", 0.1)
+    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    with opened_lines() as (connected, news):
+        connected[silent]._quiet.set()
+        begin = time.monotonic()
+        for index in (2, 1 - silent):
+            news_there = news[index].get(timeout=20)
+            assert news_there.startswith(f"process {silent} has not answered for 2 s: it is stopped, or its host")
+            assert news_there.endswith(f"({STUCK})")
+            if silent:  # else process 0, which lives here, would hear of it
+                connected[index].close()
+        assert time.monotonic() - begin < 20, "a silent process is not waited for"
+
+
+def test_beats_keep_a_line_open(lines, monkeypatch):
+    """A message may come after beats, and in the middle of one nothing is missed."""
+    connected, news = lines
+    for said in (b"h\nh\nh", b"\nh\nf1 3 process 1 is ", b"tired\n"):
+        connected[1]._peers[0].sendall(said)
+        time.sleep(0.05)
+    assert news[0].get(timeout=10) == "process 1 is tired"
 
 
 def test_process_0_waits_longer_than_the_others_clean_up():
@@ -322,6 +358,36 @@ def test_news_that_are_none_are_an_end_without_a_word(lines, said):
     connected[1]._peers[0].sendall(said)
     for index in (0, 2):
         assert news[index].get(timeout=10).startswith("process 1 has ended, without a word")
+
+
+STOPPED = """
+import os, time
+from mmjax.mesh.company import find_processes
+from mmjax.mesh.processes import join
+join(find_processes({}))
+print("met", os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_is_named(stopped, tmp_path, monkeypatch):
+    """In one line by every other, with a status that says so; the launcher ends the stopped one."""
+    (tmp_path / "the_child.py").write_text(STOPPED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    command = [sys.executable, "-m", "mmjax.launch", "-n", "3", "-m", "the_child"]
+    launcher = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert launcher.stdout
+    met = dict(launcher.stdout.readline().split(" met ") for _ in range(3))
+    os.kill(int(met[f"[{stopped}]"]), signal.SIGSTOP)
+    begin = time.monotonic()
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == STUCK and time.monotonic() - begin < 60, errors
+    said = [line for line in errors.splitlines() if line.startswith("[") and "terminating" not in line]
+    news = f"error: process {stopped} has not answered for 20 s: it is stopped, or its host has vanished"
+    assert said and all(news in line for line in said), errors
+    assert {line[:3] for line in said} == {f"[{other}]" for other in range(3) if other != stopped}, errors
 
 
 @pytest.mark.slow

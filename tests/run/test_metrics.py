@@ -37,7 +37,7 @@ def test_a_row_has_every_column_of_the_run_and_null_where_unknown(tmp_path):
     assert tuple(row)[: len(COLUMNS)] == COLUMNS
     promised = (
         "step, loss, grad_norm, tokens_per_s, media_per_s, tflops_per_device, mfu, bubble, padding, step_time_s, "
-        "peak_memory_bytes"
+        "peak_memory_bytes, imbalance"
     )
     assert ", ".join(COLUMNS) == promised
     assert (row["step"], row["loss"], row["vision/grad_norm"], row["skipped"]) == (1, 0.5, 0.25, False)

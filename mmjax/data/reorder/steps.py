@@ -55,9 +55,9 @@ class Reordered:
 
     Attributes:
       order: the samples by microbatch, cell and row, as `Packer` takes them.
-      figures: "imbalance" and "imbalance_given": seconds of modules in the largest cell of each microbatch (each unit
-        where stages have lanes) over those in the mean cell, with and without reordering; "reorder_gain": the step's
-        simulated time without reordering over that with it.
+      figures: "imbalance_nominal" and "imbalance_given": nominal seconds of modules in the largest cell of each
+        microbatch (each unit where stages have lanes) over those in the mean cell, with and without reordering;
+        "reorder_gain": the step's simulated time without reordering over that with it.
     """
 
     order: tuple[int, ...]
@@ -97,7 +97,7 @@ class StepOrder:
         given, order = (pipeline.reorder(seconds, method, padded) for method in ("none", self.method))
         spans = [pipeline.makespan(seconds, one, padded) for one in (given, order)]
         before, after = (pipeline.imbalance(seconds, one) for one in (given, order))
-        figures = {"imbalance": after, "imbalance_given": before, "reorder_gain": spans[0] / spans[1]}
+        figures = {"imbalance_nominal": after, "imbalance_given": before, "reorder_gain": spans[0] / spans[1]}
         return Reordered(order=tuple(_flat(order, self.microbatches)), figures=figures)
 
     def makespan(self, metas: Sequence[SampleMeta], packer: Packer) -> float:

@@ -1,0 +1,199 @@
+"""Tells which ops of a training step have ended, without waiting for any and without keeping a result alive.
+
+Dispatch is asynchronous, so the host's place in the schedule says nothing. Every program gives an empty array beside
+its results, which is ready when the program has ended (`Program.newest_end`); a thread looks whether it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+
+from mmjax.mesh.spmd import Program
+from mmjax.schedule.ops import Op
+
+Work = Op | str
+"""An op, or the name of the program that is a whole step."""
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """An op that was dispatched: in which step, when, and the array that is ready when it has ended.
+
+    Its end on each rank is recorded if it is `timed`.
+    """
+
+    step: int
+    op: Work
+    at: float
+    end: Any
+    timed: bool
+
+
+@dataclass
+class OpTimes:
+    """When the ops of one step were dispatched and ended, in seconds of one clock.
+
+    Attributes:
+      step: its number.
+      ops: in the order of dispatch.
+      dispatched: by op.
+      ended: by op and rank.
+    """
+
+    step: int
+    ops: list[Op] = field(default_factory=list)
+    dispatched: dict[Op, float] = field(default_factory=dict)
+    ended: dict[Op, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+
+
+class Ends:
+    """The ops of a run between dispatch and end. One thread dispatches, and one other `look`s.
+
+    Attributes:
+      step: the step that is being dispatched, from 1.
+      op: the op that is being dispatched; `None` where all of the step are.
+      ended: how many ops have ended.
+      complete: the newest step all of whose ops are dispatched.
+      wake: set while the ends of a timed step are to be looked for often.
+    """
+
+    def __init__(self, ranks: Mapping[Any, int], clock: Callable[[], float] = time.perf_counter):
+        """Follows nothing yet. `ranks` are the ranks of this process's devices."""
+        self.step, self.complete, self.op, self.ended = 0, 0, None, 0
+        self.wake = threading.Event()
+        self._ranks, self._clock, self._timed = ranks, clock, False
+        self._new = deque[Dispatched]()  # from the dispatching thread to the one that looks
+        self._running: list[Dispatched] = []
+        self._queues = defaultdict[int, deque[tuple[Op, float, Any]]](deque)
+        self._times: OpTimes | None = None
+        self._missed = 0  # a step that is not timed, because the one before it had not ended
+
+    # ---- the dispatching thread --------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, *, timed: bool) -> None:
+        """Ops that are dispatched from now on are of this step; where `timed`, their ends are recorded."""
+        self.step, self._timed = step, timed
+        if timed:
+            self.wake.set()
+
+    def begin(self, op: Work) -> None:
+        """An op is about to be dispatched."""
+        self.op = op
+        Program.newest_end = None
+
+    def dispatched(self, op: Work) -> None:
+        """An op was dispatched; its last program's end is its own. One without a program has none."""
+        end = Program.newest_end
+        if end is not None:
+            self._new.append(Dispatched(self.step, op, self._clock(), end, self._timed))
+
+    def end_step(self) -> None:
+        """All ops of the step are dispatched."""
+        self.op, self.complete = None, self.step
+
+    # ---- the other thread --------------------------------------------------------------------------------------------
+
+    def look(self) -> OpTimes | None:
+        """Finds out what has ended; returns the times of a timed step when its last op has."""
+        complete, times = self.complete, None
+        for new in self._take():
+            self._running.append(new)
+            if self._times and self._times.step < new.step:
+                times = self._look_at_times(new.step) or times
+            if new.timed and isinstance(new.op, Op):
+                self._begin_timing(new, new.op)
+        done = [entry for entry in self._running if _is_ready(entry.end)]
+        if done:
+            self.ended += len(done)
+            finished = set(map(id, done))
+            self._running = [entry for entry in self._running if id(entry) not in finished]
+        times = self._look_at_times(complete) or times
+        self.wake.clear()  # before the question, whose answer may change meanwhile
+        if self._times or (self._timed and self.complete < self.step):
+            self.wake.set()
+        return times
+
+    def oldest(self, number: Callable[[Work], int]) -> tuple[int, int, Work] | None:
+        """Step, number and op of the first op in the schedule's order that is dispatched and has not ended."""
+        return min(((entry.step, number(entry.op), entry.op) for entry in self._running), default=None, key=_place)
+
+    def _take(self) -> Sequence[Dispatched]:
+        return [self._new.popleft() for _ in range(len(self._new))]
+
+    def _begin_timing(self, new: Dispatched, op: Op) -> None:
+        if self._times is None and new.step != self._missed:
+            self._times = OpTimes(new.step)
+            self._queues.clear()
+        if self._times is None or self._times.step != new.step:
+            self._missed = new.step
+            return
+        self._times.ops.append(op)
+        self._times.dispatched[op] = new.at
+        for shard in new.end.addressable_shards:
+            self._queues[self._ranks[shard.device]].append((op, new.at, shard.data))
+
+    def _look_at_times(self, complete: int) -> OpTimes | None:
+        """The times of the timed step if all of its ops have ended; steps up to `complete` are dispatched."""
+        times = self._times
+        if times is None:
+            return None
+        for rank, queue in self._queues.items():
+            while queue and _is_ready(queue[0][2]):
+                times.ended[queue.popleft()[0]][rank] = self._clock()
+        if any(self._queues.values()) or complete < times.step:
+            return None
+        self._times = None
+        return times
+
+
+def busy_seconds(
+    times: OpTimes, dependencies: Callable[[Op], Sequence[Op]], module: Callable[[Op], str]
+) -> dict[str, dict[int, float]]:
+    """Seconds that each rank spent in the F, B and W of each module, by module and rank.
+
+    A rank begins an op when the op is dispatched, the rank's op before it has ended, and so have the ops that it reads.
+    Time in which the ranks of one op wait for each other inside of it counts for all of them.
+    """
+    busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    free = defaultdict[int, float](float)
+
+    @cache
+    def end(op: Op) -> float:
+        """When an op had ended on all ranks here; an op without a program of its own ends with those that it reads."""
+        if op in times.ended:
+            return max(times.ended[op].values())
+        return max(map(end, dependencies(op)), default=0.0)
+
+    for op in times.ops:
+        ready = max([times.dispatched[op], *map(end, dependencies(op))])
+        for rank, at in times.ended[op].items():
+            if op.kind in ("F", "B", "W"):
+                busy[module(op)][rank] += max(0.0, at - max(ready, free[rank]))
+            free[rank] = at
+    return {name: dict(ranks) for name, ranks in busy.items()}
+
+
+def numbers_of(ops: Sequence[Op]) -> Callable[[Work], int]:
+    """The place of an op in a schedule; 0 for a program that is a whole step."""
+    numbers = dict(zip(ops, itertools.count()))
+    return lambda op: numbers.get(op, 0) if isinstance(op, Op) else 0
+
+
+def _place(entry: tuple[int, int, Work]) -> tuple[int, int]:
+    return entry[:2]
+
+
+def _is_ready(end: Any) -> bool:
+    try:
+        return end.is_ready()
+    except jax.errors.JaxRuntimeError:  # it has failed; who reads its results is told
+        return True
