@@ -13,6 +13,7 @@ from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.exportable import export_advice
 from mmjax.config.folder_alone import positions_of
+from mmjax.config.idle import idle_lines
 from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
@@ -95,7 +96,7 @@ def _check_size(config: Config) -> None:
 
 
 def advise(config: Config) -> tuple[str, ...]:
-    """One line for each setting that was fitted to a flag, or that is legal but wastes devices or rows."""
+    """One line for each setting that was fitted to a flag, that wastes devices or rows, or that changes nothing."""
     lines = list(config.fitted)
     cells = cell_count(config.layouts.values())
     rows = config.train.global_batch // config.train.microbatches
@@ -134,7 +135,7 @@ def advise(config: Config) -> tuple[str, ...]:
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:
         lines.append(f"World.devices={config.world.devices}: no layout uses {_ranks(idle)}")
-    return (*lines, *export_advice(config))
+    return (*lines, *export_advice(config), *idle_lines(config))
 
 
 def check_devices(config: Config, found: int, other: tuple[Path, int] | None = None) -> None:

@@ -118,6 +118,17 @@ class Layout:
         if self.layers:
             self._check_layers()
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        reasons = {}
+        if self.cp == 1:
+            reasons |= dict.fromkeys(("cp_way", "cp_tokens"), "with Layout.cp=1 a rank has whole rows")
+        if self.tp == 1:
+            reasons |= dict.fromkeys(("sp", "overlap"), "with Layout.tp=1 no ranks share a product")
+        if self.stages == 1:
+            reasons["layers"] = "the module has one stage, which has all of them"
+        return reasons
+
     def _check_layers(self) -> None:
         total = sum(self.layers)
         even = tuple(map(len, split_layers(total, self.stages))) if total >= self.stages else ()

@@ -169,8 +169,8 @@ def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
       packer: the run's packer.
     """
     for name, own in config.packing.items():
-        given = packer.rounded(name, per_cell(own.given, packer.cells))
-        added = set(packer.buckets_of(name)).difference(given) if given else ()
+        rounded = packer.rounded(name, per_cell(own.given, packer.cells))
+        added = set(packer.buckets_of(name)).difference(rounded) if rounded else ()
         for bucket in per_microbatch((*added,), packer.cells):
             yield f"{name}/Packing.buckets={own.given}: {bucket} is added, which holds the largest batch of this layout"
 

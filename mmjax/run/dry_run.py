@@ -17,6 +17,7 @@ from mmjax.config.validate import advise
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
 from mmjax.data.split import fullest_over_mean
+from mmjax.flags import counted
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
@@ -151,7 +152,7 @@ class DryRun:
         )
         count = len(self.parts.shapes)
         return (
-            f"{sum(self.programs.values())} programs ({kinds}) for {count} combination{'s' * (count > 1)} of buckets "
+            f"{counted(sum(self.programs.values()), 'program')} ({kinds}) for {counted(count, 'combination')} of buckets "
             f"({buckets} rows x positions a cell)\n"
             f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
             "program as measured on a CPU, shared among the cores)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,8 @@ class Side:
 
     @property
     def layout(self) -> Layout:
-        degrees = {"dp": self.dp, "tp": self.tp, "cp": self.cp, "copies": self.copies}
-        return Layout(**degrees, rank_offset=self.at, optimizer_instances=self.instances)
+        split = Layout(dp=self.dp, tp=self.tp, cp=self.cp, copies=self.copies, rank_offset=self.at)
+        return replace(split, optimizer_instances=self.instances)
 
     def __str__(self) -> str:
         degrees = {"copies": self.copies, "dp": self.dp, "tp": self.tp, "cp": self.cp, "instances": self.instances}
