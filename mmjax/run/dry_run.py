@@ -150,9 +150,9 @@ class DryRun:
         buckets = "; ".join(
             f"{name} {' '.join(f'{rows}x{width}' for rows, width in own)}" for name, own in self._buckets.items()
         )
-        count = len(self.parts.shapes)
+        programs = counted(sum(self.programs.values()), "program")
         return (
-            f"{counted(sum(self.programs.values()), 'program')} ({kinds}) for {counted(count, 'combination')} of buckets "
+            f"{programs} ({kinds}) for {counted(len(self.parts.shapes), 'combination')} of buckets "
             f"({buckets} rows x positions a cell)\n"
             f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
             "program as measured on a CPU, shared among the cores)"
