@@ -135,9 +135,9 @@ READ = {
     "Train": "steps global_batch microbatches schedule lowering seed dtype unroll clip_norm log_every eval_samples "
     "peak_tflops sinks profile_steps debug_nans",
     "World": "devices platform compilation_cache warm_up",
-    "Data": "sources sequence_length reorder servers tokenizer image_encoder audio_encoder generator",
+    "Data": "sources sequence_length reorder servers tokenizer new_tokens image_encoder audio_encoder generator",
     "Digits": "images calls digits turns curriculum",
-    "Checkpoint": "every keep init_from",
+    "Checkpoint": "every keep init_from grace_seconds",
     "Model": "encoders llm generators weights",
     "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias norm stem_norm "
     "last_norm norm_eps layer_scale gated activation window attention remat",
@@ -152,11 +152,11 @@ READ = {
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Callbacks": "before after",
-    "Lora": "rank",
+    "Lora": "rank path",
     "Source": "kind path media held_out strict cut template system question resize mean std resample draft white "
     "pixel_limit byte_limit preset",
     "Optimizer": "frozen",
-    "Weights": "init_from path layer",
+    "Weights": "init_from path layer new_tokens",
 }
 """Settings that every configuration reads where their class has a place."""
 
