@@ -33,6 +33,10 @@ FLAGS = (
 )
 
 
+CRASHED = 3
+"""Exit status of a check that ended in a traceback: nothing was compared."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks a configuration; the exit status is 0 if everything is equal, else 1."""
     with one_line_errors():
@@ -87,4 +91,4 @@ def table(numbers: Mapping[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, crashed=CRASHED)

@@ -122,6 +122,11 @@ def parse_flags(
     return Flags(gin_files=tuple(files), bindings=tuple(bindings), allow_code=allowed, values=values)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: "1 program", "24 programs"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """A context for an entry point: errors that the user can mend become one line on stderr and exit status 2.

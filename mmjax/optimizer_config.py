@@ -68,6 +68,16 @@ class OptimizerConfig:
         fix = "must be above 0 and no more than 1, such as 0.9"
         require(0 < self.layer_decay <= 1, "Optimizer.layer_decay", self.layer_decay, fix)
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        if self.frozen:
+            names = (field.name for field in dataclasses.fields(self) if not field.name.startswith("frozen"))
+            return dict.fromkeys(names, "the module is frozen")
+        reasons = {"frozen_dtype": "the module is trained, and held in float32; it belongs to Optimizer.frozen=True"}
+        if self.schedule == "constant":
+            reasons["final_learning_rate"] = "Optimizer.schedule='constant' ends where it begins"
+        return reasons
+
     def held_in(self, dtype: str) -> str:
         """The dtype that the module's parameters are held in between steps, where steps compute in `dtype`.
 

@@ -20,7 +20,7 @@ from mmjax.config.flags import (
 )
 from mmjax.config.validate import advise, require_targets
 from mmjax.configurable import ConfigError
-from mmjax.flags import importing
+from mmjax.flags import counted, importing
 from mmjax.mesh.company import give_up, in_company
 
 if TYPE_CHECKING:  # see `importing`
@@ -89,7 +89,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
         for line in (*advise(config), *trainer.data, *trainer.chosen):
             say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
-        say(f"{stages} stages, {programs} programs, run directory {run_dir}")
+        say(f"{counted(stages, 'stage')}, {counted(programs, 'program')} for a step, run directory {run_dir}")
         if config.train.debug_nans:
             say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:

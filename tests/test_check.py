@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from trial_runs import REPOSITORY, Command, write_tiny
 
+from mmjax import parity
 from mmjax.check import main
 
 
@@ -59,6 +61,23 @@ def test_more_ranks_than_tests_have(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[:2] == ["vision: dp=3 on ranks 8-10", "llm: dp=4 tp=2 on ranks 0-7"]
     assert lines[-1] == "equal to the dense reference over 1 steps"
+
+
+def test_a_crash_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was compared: the status is neither that of layouts that differ nor that of a wrong configuration."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("Computation was compiled for input shardings that disagree")
+
+    monkeypatch.setattr(parity, "check", broken)
+    monkeypatch.delitem(sys.modules, "mmjax.check")
+    monkeypatch.setattr(sys, "argv", ["check", f"--gin_file={write_tiny(tmp_path)}"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("mmjax.check", run_name="__main__")
+    assert done.value.code == 3
+    assert capsys.readouterr().err.endswith("ValueError: Computation was compiled for input shardings that disagree\n")
 
 
 @pytest.mark.slow

@@ -379,7 +379,11 @@ def test_debug_nans_names_step_op_and_array(
 # ---- refused
 
 
-def test_another_seed_is_refused(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_seed_is_refused(
+    copied_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: neither data are opened nor programs compiled."""
+    monkeypatch.setattr("mmjax.run.trainer.assemble", None)
     before = (copied_run / "config.gin").read_text()
     with pytest.raises(SystemExit) as end:
         main([*train_flags(copied_run / "config.gin", copied_run), "--gin.Train.seed=7"])

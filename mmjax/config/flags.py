@@ -94,9 +94,14 @@ def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractCont
     return flags_of.one_line_errors(interrupted, (CheckpointError,))
 
 
-def run_command(main: Callable[[], int]) -> NoReturn:
+def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
     """Ends the process with the status of `main`. After Ctrl-C and SIGTERM at once: threads that compile are not waited
-    for."""
+    for.
+
+    Args:
+      main: the command.
+      crashed: the status after an exception that no `one_line_errors` has caught.
+    """
     with Sigterm(sigterm.leave_now) as ending:
         try:
             try:
@@ -108,9 +113,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             except KeyboardInterrupt:  # Ctrl-C after the end of `main`
                 status = INTERRUPTED
             except Exception as error:
-                if not company.in_company():
+                if isinstance(error, BrokenPipeError) and not company.in_company():
                     raise
-                status = _fallen(error)
+                _fallen(error)
+                status = crashed
             ending.react = lambda: None
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -130,12 +136,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def _fallen(error: Exception) -> int:
-    """Tells the other processes of an exception in this one; waits first for news of an end that may have caused it."""
-    time.sleep(NEWS)
+def _fallen(error: Exception) -> None:
+    """Prints an exception, and tells the other processes of it; waits first for news of an end that may have caused
+    it."""
+    if company.in_company():
+        time.sleep(NEWS)
     traceback.print_exception(error)
-    company.abandon(traceback.format_exception_only(error)[0].strip())
-    return 1
+    if company.in_company():
+        company.abandon(traceback.format_exception_only(error)[0].strip())
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:

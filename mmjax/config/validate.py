@@ -14,10 +14,11 @@ from mmjax.checkpoint.config import WeightsConfig
 from mmjax.config.best import check_best
 from mmjax.config.exportable import export_advice
 from mmjax.config.folder_alone import positions_of
+from mmjax.config.idle import idle_lines
 from mmjax.config.schema import DTYPES, Config
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
-from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.layout import SPANNING, Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.own_code import import_named, require_allowed
@@ -25,6 +26,8 @@ from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, PLAIN, STASHING, WINDOWED
 
+MOST_DEVICES = 1 << 16
+"""Devices that layouts may need where `World.devices` names none."""
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 
 
@@ -47,13 +50,14 @@ def validate(config: Config, *, trained: bool = True) -> None:
     require(not frozen, f"{LLM}/Optimizer.frozen", True, "every module is frozen; set it to False for one of them")
     for module, layout in config.layouts.items():
         _check_degrees(module, layout, config)
+    _check_size(config)
     _check_attention(config)
     _check_batch(config)
     _check_warmup(config)
     check_best(config)
-    _check_ranks(config)
     _check_lanes(config)
     _check_copies(config)
+    _check_ranks(config)
     _check_offload(config)
     if config.train.lowering == "single":
         _check_one_program(config)
@@ -82,8 +86,19 @@ def _check_code(config: Config) -> None:
                     require_allowed(name, one, config.allow_code)
 
 
+def _check_size(config: Config) -> None:
+    """Refuses layouts larger than any cluster, before something is made for each of their ranks."""
+    most = max(config.world.devices, MOST_DEVICES)
+    for module, layout in config.layouts.items():
+        if layout.end > most:
+            degrees = {name: getattr(layout, name) for name in (*SPANNING, "rank_offset")}
+            name = max(degrees, key=lambda name: degrees[name])
+            fix = f"needs {layout.end} devices, more than {most}; use less, or name so many with World.devices"
+            raise ConfigError(f"{module}/Layout.{name}={degrees[name]}: {fix}")
+
+
 def advise(config: Config) -> tuple[str, ...]:
-    """One line for each setting that was fitted to a flag, or that is legal but wastes devices or rows."""
+    """One line for each setting that was fitted to a flag, that wastes devices or rows, or that changes nothing."""
     lines = list(config.fitted)
     cells = cell_count(config.layouts.values())
     rows = config.train.global_batch // config.train.microbatches
@@ -122,7 +137,7 @@ def advise(config: Config) -> tuple[str, ...]:
     idle = sorted(set(range(config.world.devices or config.devices)) - used)
     if idle:
         lines.append(f"World.devices={config.world.devices}: no layout uses {_ranks(idle)}")
-    return (*lines, *export_advice(config))
+    return (*lines, *export_advice(config), *idle_lines(config))
 
 
 def check_devices(config: Config, found: int, other: tuple[Path, int] | None = None) -> None:
@@ -339,7 +354,7 @@ def _check_ranks(config: Config) -> None:
         mine, theirs = config.layouts[one], config.layouts[other]
         if not _compatible(mine, theirs):
             others = [layout for name, layout in config.layouts.items() if name != one]
-            shared = sorted(set(mine.ranks) & set(theirs.ranks))
+            shared = range(max(mine.rank_offset, theirs.rank_offset), min(mine.end, theirs.end))
             raise ConfigError(
                 f"{one}/Layout.rank_offset={mine.rank_offset}: its {_ranks(mine.ranks)} and {other}'s "
                 f"{_ranks(theirs.ranks)} share {_ranks(shared)}; rank sets are equal, disjoint, or one is whole stages "
@@ -397,21 +412,25 @@ def _check_one_program(config: Config) -> None:
 
 def _compatible(one: Layout, other: Layout) -> bool:
     """Equal or disjoint rank sets, or one a union of whole stages of the other."""
-    mine, theirs = set(one.ranks), set(other.ranks)
-    return mine == theirs or not mine & theirs or _whole_stages(mine, other) or _whole_stages(theirs, one)
+    apart = one.end <= other.rank_offset or other.end <= one.rank_offset
+    return apart or _is_stages(one, other) or _is_stages(other, one)
 
 
-def _whole_stages(ranks: set[int], layout: Layout) -> bool:
-    stages = [set(layout.stage_ranks(stage)) for stage in range(layout.pp)]
-    return ranks == set().union(*(stage for stage in stages if stage <= ranks))
+def _is_stages(one: Layout, other: Layout) -> bool:
+    """Whether the ranks of the first layout are those of whole stages of the second."""
+    inside = other.rank_offset <= one.rank_offset and one.end <= other.end
+    return inside and (one.rank_offset - other.rank_offset) % other.stage_size == 0 == one.size % other.stage_size
 
 
 def _free_offset(layout: Layout, others: Sequence[Layout]) -> int:
     """The offset that makes `layout` compatible with all others: fewest devices first, then the nearest."""
-    end = max(other.rank_offset + other.size for other in others)
-    moved = (replace(layout, rank_offset=at) for at in range(end + 1))
-    legal = [m.rank_offset for m in moved if all(_compatible(m, other) for other in others)]
-    return min(legal, key=lambda at: (max(end, at + layout.size), abs(at - layout.rank_offset)))
+    end = max(other.end for other in others)
+    edges = {at for other in others for at in (*map(other.first_rank, range(other.pp)), other.end)}
+    # Behind the others or before them, at the start of a stage of theirs, or with a stage of its own there.
+    back = {0, layout.size, *(stage * layout.stage_size for stage in range(layout.pp))}
+    moved = (replace(layout, rank_offset=edge - size) for edge in {0, *edges} for size in back if edge >= size)
+    legal = {m.rank_offset for m in moved if all(_compatible(m, other) for other in others)}
+    return min(legal, key=lambda at: (max(end, at + layout.size), abs(at - layout.rank_offset), at))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

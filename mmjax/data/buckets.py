@@ -236,7 +236,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
 
 
 def choose(cells: Cells, count: int) -> ChosenBuckets:
-    """At most `count` buckets of least compute for `cells`. One of them holds the worst case.
+    """At most `count` buckets of least compute for `cells`, none beyond the widest row. One holds the worst case.
 
     Dynamic programming searches chains only, in which each bucket holds whatever a cheaper one holds. If all candidates
     have one width, the best chain is also the best set. Candidates for widths come from `_widths`.
@@ -248,7 +248,9 @@ def choose(cells: Cells, count: int) -> ChosenBuckets:
     alone = _padded(rows_NW, widths, best[-1:], cells.pairs)
     of_all = sum(len(own) for own in cells.sizes) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
     shares = [1 - real / (total * of_all) if total else 0.0 for total in (padded, alone)]
-    return ChosenBuckets(buckets=best, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
+    # The packer rounds widths up again, for any layout: a run that goes on under another one rounds to its own.
+    allowed = tuple((rows, min(width, cells.widest or width)) for rows, width in best)
+    return ChosenBuckets(buckets=allowed, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
 
 
 def shortest_chain(

@@ -74,16 +74,16 @@ class Packer:
 
     def split_over(self, splits: Mapping[str, Split], *, lists: bool = False) -> Packer:
         """The packer whose rows are split so, and as wide as that wants; see `lists`."""
-
-        def rounded(module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            return tuple(dict.fromkeys((rows, splits[module].rounded(width)) for rows, width in buckets))
-
+        split = replace(self, splits=dict(splits), lists=lists)
         encoders = {
-            name: replace(spec, buckets=rounded(name, spec.buckets)) if name in splits else spec
-            for name, spec in self.encoders.items()
+            name: replace(spec, buckets=split.rounded(name, spec.buckets)) for name, spec in self.encoders.items()
         }
-        text = rounded("llm", self.text) if "llm" in splits else self.text
-        return replace(self, encoders=encoders, text=text, splits=dict(splits), lists=lists)
+        return replace(split, encoders=encoders, text=split.rounded("llm", self.text))
+
+    def rounded(self, module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Shapes of cells of a module, as wide as its ranks can share them, duplicates removed."""
+        split = self.splits.get(module, WHOLE)
+        return tuple(dict.fromkeys((rows, split.rounded(width)) for rows, width in buckets))
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
         """The plan of `step`: microbatch m holds samples m*n … (m+1)*n-1; missing samples leave rows empty.

@@ -33,6 +33,8 @@ CP_WAYS = ("gather", "need", "ring", "all-to-all")
 CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 """Which rank of cp has which tokens; see `mmjax.attention.distribution`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
+SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
+"""The degrees whose product is the number of a module's ranks."""
 
 
 @configurable("Layout")
@@ -116,6 +118,17 @@ class Layout:
         if self.layers:
             self._check_layers()
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        reasons = {}
+        if self.cp == 1:
+            reasons |= dict.fromkeys(("cp_way", "cp_tokens"), "with Layout.cp=1 a rank has whole rows")
+        if self.tp == 1:
+            reasons |= dict.fromkeys(("sp", "overlap"), "with Layout.tp=1 no ranks share a product")
+        if self.stages == 1:
+            reasons["layers"] = "the module has one stage, which has all of them"
+        return reasons
+
     def _check_layers(self) -> None:
         total = sum(self.layers)
         even = tuple(map(len, split_layers(total, self.stages))) if total >= self.stages else ()
@@ -173,10 +186,14 @@ class Layout:
         return self.pp * self.stage_size
 
     @property
+    def end(self) -> int:
+        """The first rank behind the module."""
+        return self.rank_offset + self.size
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the module, ascending."""
-        first = self.rank_offset
-        return tuple(range(first, first + self.size))
+        return tuple(range(self.rank_offset, self.end))
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """Ranks of pipeline stage ``stage``, those of stage submesh ``stage mod pp``.

@@ -105,7 +105,9 @@ class LocalTransfer(Transfer):
             raise ValueError(f"{routing.name}: copies={ends[0].copies} to copies={ends[1].copies}: {fix}")
         self._program = None
         if self._intervals[0] != self._intervals[1]:
-            self._program = Program(f"{routing.name} unpack", self.trace, [self.source_aval], self.target_aval)
+            # The sharding is given: of results on another mesh than the arguments' JAX may find a wrong one, or none.
+            name, aval = f"{routing.name} unpack", self.target_aval
+            self._program = Program(name, self.trace, [self.source_aval], aval, out_shardings=aval.sharding)
 
     @property
     def _intervals(self) -> list[tuple[int, int]]:

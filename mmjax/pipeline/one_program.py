@@ -118,8 +118,8 @@ class OneProgramExecutor(ABC):
         fn = lambda held, inputs, seeds: self._step(traced, held, inputs, seeds)  # noqa: E731
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
         # Shardings are fixed, so that the next step finds the held arrays where the program wants them. Losses are
-        # repeated on all devices where several processes read them.
-        losses = jax.tree.map(lambda a: a.sharding, avals[2]) if self.placed.world.processes > 1 else None
-        pinned = (jax.tree.map(lambda a: a.sharding, avals[0]), losses, None)
+        # repeated on all devices: several processes read them, and of a result that lies on one of several meshes JAX
+        # may find another sharding than it has.
+        pinned = (*(jax.tree.map(lambda a: a.sharding, aval) for aval in (avals[0], avals[2])), None)
         outputs = jax.eval_shape(fn, *avals)
         return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)

@@ -111,11 +111,16 @@ class Choice:
             if one.candidate.used != best.candidate.used:
                 others.setdefault(one.candidate.used, one)
         compared = [
-            f"{one.seconds / best.seconds - 1:+.1%} in the best {one.candidate.mode} layout{one.candidate.on}"
+            f"{longer(one.seconds, best.seconds)} in the best {one.candidate.mode} layout{one.candidate.on}"
             for one in dict.fromkeys(others.values())
         ]
         than = f"; a step takes {', '.join(compared)}" if compared else ""
         return f"{best.candidate.label}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
+
+
+def longer(seconds: float, than: float) -> str:
+    """By how much a time is longer, such as "+3.1%"; never "-0.0%"."""
+    return f"{round(seconds / than - 1, 3) + 0.0:+.1%}"
 
 
 def choose(

@@ -170,8 +170,9 @@ def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
       packer: the run's packer.
     """
     for name, own in config.packing.items():
-        more = set(packer.buckets_of(name)) - {*per_cell(own.given, packer.cells)} if own.given else ()
-        for bucket in per_microbatch((*more,), packer.cells):
+        rounded = packer.rounded(name, per_cell(own.given, packer.cells))
+        added = set(packer.buckets_of(name)).difference(rounded) if rounded else ()
+        for bucket in per_microbatch((*added,), packer.cells):
             yield f"{name}/Packing.buckets={own.given}: {bucket} is added, which holds the largest batch of this layout"
 
 

@@ -17,6 +17,7 @@ from mmjax.config.validate import advise
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
 from mmjax.data.split import fullest_over_mean
+from mmjax.flags import counted
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
@@ -150,9 +151,9 @@ class DryRun:
         buckets = "; ".join(
             f"{name} {' '.join(f'{rows}x{width}' for rows, width in own)}" for name, own in self._buckets.items()
         )
-        count = len(self.parts.shapes)
+        programs = counted(sum(self.programs.values()), "program")
         return (
-            f"{sum(self.programs.values())} programs ({kinds}) for {count} combination{'s' * (count > 1)} of buckets "
+            f"{programs} ({kinds}) for {counted(len(self.parts.shapes), 'combination')} of buckets "
             f"({buckets} rows x positions a cell)\n"
             f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
             "program as measured on a CPU, shared among the cores)"

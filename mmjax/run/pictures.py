@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -258,8 +259,11 @@ def draw_curves(
     path: str | Path | None = None,
     *,
     title: str = "",
+    marks: Mapping[int, str] = MappingProxyType({}),
 ) -> Figure:
-    """Draws loss and, where there are evaluations, accuracies against the step, one above the other.
+    """Draws the loss against the step and, below it, accuracies where there are several evaluations.
+
+    The accuracies of a single evaluation are a line of text: three dots would have a panel to themselves.
 
     Args:
       metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
@@ -267,19 +271,28 @@ def draw_curves(
         `exact_match`, `character_accuracy`.
       path: where to write the picture, if anywhere; its suffix chooses the format.
       title: a line above.
+      marks: what changed at a step, such as the data of a curriculum, after which the loss rises.
 
     Where no row has a finite loss, the picture says so.
     """
     losses = _series(metrics_rows, "loss")
-    names = [name for name in _names(eval_rows) if name not in _LOSSES and len(_series(eval_rows, name))]
+    series = {name: _series(eval_rows, name) for name in _names(eval_rows) if name not in _LOSSES}
+    accuracies = {name: points for name, points in series.items() if len(points)}
+    panel = any(len(points) > 1 for points in accuracies.values())
     with rc_context(_FONT):
-        figure = Figure(figsize=(7.2, 5.6 if names else 3.4), facecolor="white", layout="constrained")
-        axes = figure.subplots(2 if names else 1, 1, sharex=True, squeeze=False)[:, 0]
+        figure = Figure(figsize=(7.2, 5.6 if panel else 3.4), facecolor="white", layout="constrained")
+        axes = figure.subplots(2 if panel else 1, 1, sharex=True, squeeze=False)[:, 0]
         if title:
             figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK, x=0.02, ha="left")
         _draw_loss(axes[0], losses, _series(eval_rows, "loss"))
-        if names:
-            _draw_accuracies(axes[1], {name: _series(eval_rows, name) for name in names})
+        shown = {at: text for at, text in marks.items() if losses[0, 0] < at <= losses[-1, 0]}
+        _draw_marks(axes[0], shown)
+        _draw_marks(axes[-1], dict.fromkeys(shown, ""))
+        if panel:
+            _draw_accuracies(axes[1], accuracies)
+        elif accuracies:
+            last = ", ".join(f"{name.replace('_', ' ')} {points[-1, 1]:.1%}" for name, points in accuracies.items())
+            axes[0].set_title(f"held out: {last}", fontsize=8.5, color=_INK, loc="left", wrap=True)
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(losses) == 1:
@@ -316,6 +329,15 @@ def _draw_loss(axes: Axes, losses: np.ndarray, held_out: np.ndarray) -> None:
         # Of two that are close the lower stands below its point, and the upper above.
         apart = 0 if len(ends) == 1 else 10 * number - 5
         _end_label(axes, at, value, f"{value:.4g}", color, apart)
+
+
+def _draw_marks(axes: Axes, marks: Mapping[int, str]) -> None:
+    for step, text in marks.items():
+        axes.axvline(step, color=_GREY, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            text, (step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points",
+            va="top", fontsize=7.5, color=_GREY, annotation_clip=False,
+        )  # fmt: skip
 
 
 def _draw_accuracies(axes: Axes, series: Mapping[str, np.ndarray]) -> None:

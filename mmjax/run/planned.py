@@ -270,4 +270,5 @@ def draw(estimate: Estimate, path: str | Path) -> None:
     timeline, count = estimate.shown, estimate.candidate.microbatches
     shown = timeline.schedule.microbatches
     part = "" if shown == count else f", the first {shown} of {count} microbatches"
+    part += f"; a step takes {estimate.seconds * 1e3:.4g} ms"
     draw_timeline(timeline, path, source=f"simulated{part}; {estimate.clock.source}")

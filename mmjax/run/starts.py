@@ -28,7 +28,7 @@ from mmjax.checkpoint import (
 from mmjax.checkpoint.leaves import same_kind
 from mmjax.config import Config, differences, operative_config
 from mmjax.config.pretrained import folder_parameters, pretrained_folders
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import first_says, is_first
@@ -150,6 +150,17 @@ class _Told:
         speed = done / (now - self._began)
         rest = f", {(total - done) / speed:.0f} s to go" if done < total else ""
         self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{rest}")
+
+
+def require_seed(config: Config, checkpointer: Checkpointer, step: int) -> None:
+    """Requires that a checkpoint is of a run with the seed of this one: its data follow from it.
+
+    Raises:
+      ConfigError: it is of a run with another seed.
+    """
+    seed, fix = checkpointer.metadata(step).seed, f"the run in {checkpointer.directory.parent} has seed"
+    fix += f" {seed}, and with it its data; set it to {seed} or name another --run_dir"
+    require(seed == config.train.seed, "Train.seed", config.train.seed, fix)
 
 
 def run_begins(

@@ -44,7 +44,7 @@ from mmjax.run.progress import Progress
 from mmjax.run.results import PendingStep, TrainResult, watch_end
 from mmjax.run.scoring import Scoring
 from mmjax.run.soundness import Soundness
-from mmjax.run.starts import Starts, find_starts, frozen_elsewhere, moments_since, run_begins
+from mmjax.run.starts import Starts, find_starts, frozen_elsewhere, moments_since, require_seed, run_begins
 from mmjax.run.throughput import Throughput
 from mmjax.run.warm_up import Initializer
 
@@ -120,6 +120,8 @@ class Trainer:
                 self._files, self._checkpointer, from_scratch, self._report
             )
             self._starts = find_starts(config) if begins else Starts()
+            if self._checkpointer and (saved := self._checkpointer.steps()):
+                require_seed(config, self._checkpointer, saved[-1])  # before anything is compiled
             if self._checkpointer and not begins:
                 self.config = config = with_known_records(config, self._checkpointer)
             self._source = open_source(config, split="train", skipped=self._skipped_path)
@@ -434,9 +436,7 @@ class Trainer:
         restored = checkpointer.restore_latest(targets, group=module_of_moment)
         if restored is None:
             return False
-        seed, own = restored.metadata.seed, self.config.train.seed
-        fix = f"the run in {checkpointer.directory.parent} has seed {seed}, and with it its data; set it to {seed}"
-        require(seed == own, "Train.seed", own, f"{fix} or name another --run_dir")
+        require_seed(self.config, checkpointer, restored.step)
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
         if not self.config.checkpoint.copy_frozen:
@@ -484,7 +484,9 @@ class Trainer:
     def _draw_curves(self) -> None:
         assert self._files
         steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
-        self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path))
+        task = self.config.task
+        marks = task.changes(self.config.train.global_batch) if hasattr(task, "changes") else {}
+        self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path, marks=marks))
 
     def _unwritten(self) -> tuple[str, ...]:
         """Files that the run directory lacks after a last attempt to write them; process 0 tells all others."""

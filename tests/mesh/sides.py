@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,24 @@ UNIT_ROWS, WIDTH = 5, 5
 
 @dataclass(frozen=True)
 class Side:
-    """A stage as tests name it: dp4tp2cp1@0 is dp=4, tp=2, cp=1 from rank 0 on. Each of its copies has all rows."""
+    """A stage as tests name it: dp4tp2@0 is dp=4, tp=2 from rank 0 on. Each of its copies has all rows; optimizer
+    instances make two mesh axes of dp."""
 
     dp: int
     tp: int = 1
     cp: int = 1
     at: int = 0
     copies: int = 1
+    instances: int = 1
 
     @property
     def layout(self) -> Layout:
-        return Layout(dp=self.dp, tp=self.tp, cp=self.cp, copies=self.copies, rank_offset=self.at)
+        split = Layout(dp=self.dp, tp=self.tp, cp=self.cp, copies=self.copies, rank_offset=self.at)
+        return replace(split, optimizer_instances=self.instances)
 
     def __str__(self) -> str:
-        degrees = (("copies", self.copies), ("dp", self.dp), ("tp", self.tp), ("cp", self.cp))
-        return "".join(f"{n}{v}" for n, v in degrees if v > 1) + f"@{self.at}"
+        degrees = {"copies": self.copies, "dp": self.dp, "tp": self.tp, "cp": self.cp, "instances": self.instances}
+        return "".join(f"{n}{v}" for n, v in degrees.items() if v > 1) + f"@{self.at}"
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,11 @@ COLOCATED = (
     (Side(1, 4, at=4), Side(4, at=4)),
     (Side(3, 2), Side(2, 3)),  # dp that do not divide
     (Side(2, 3, at=1), Side(3, cp=2, at=1)),
+    (Side(8, instances=4), Side(2, 4)),  # optimizer instances, in which dp is two mesh axes
+    (Side(8, instances=2), Side(4, 2)),  # the fine-tuning layout
+    (Side(4, 2, instances=2), Side(1, 4, cp=2)),
+    (Side(2, 4, instances=2), Side(8, instances=4)),
+    (Side(6, instances=3), Side(3, 2, instances=3)),
 )
 DISJOINT = (
     (Side(2), Side(2, at=2)),  # equal degrees: peers
@@ -80,6 +86,7 @@ DISJOINT = (
     (Side(4, at=4), Side(1, 2)),  # fan-in: digits_vlm
     (Side(4), Side(2, cp=2, at=4)),
     (Side(2, 2), Side(4, at=4)),  # fan-out
+    (Side(2, 2, instances=2), Side(4, at=4)),
     (Side(1, 3, at=5), Side(4)),
     (Side(1, 2), Side(1, 4, at=3)),  # one interval, other widths
     (Side(1, 3), Side(1, cp=2, at=5)),
@@ -206,18 +213,6 @@ def test_the_order_of_devices_in_the_world_does_not_matter(transport, route):
     (back,) = pull_back(place(-dense, boundary.backward.source_aval))
     assert_holds(out, target, dense, world)
     assert_holds(back, source, -dense, world)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("route", ROUTES)
-def test_either_side_may_have_optimizer_instances(route, transport):
-    """Then its dp is two mesh axes, and the other side's one."""
-    source, target = Side(2, 2), Side(4, at=4)
-    one = the_world().submesh(dataclasses.replace(source.layout, optimizer_instances=2), 0)
-    dense = distinct(rows_between(source, target))
-    aval = jax.ShapeDtypeStruct(dense.shape, dense.dtype)
-    boundary = Boundary("a->b", one, submesh_of(target), aval, the_world(), transport, route)
-    check_values(boundary, source, target, dense)
 
 
 SHAPES = [(dp, tp) for tp in (1, 2, 3, 4, 8) for dp in range(1, 8 // tp + 1)]
@@ -600,7 +595,7 @@ def test_a_local_transfer_traces_into_one_program(source, target, _, route):
     there, back = boundary.forward, boundary.backward
     assert isinstance(there, LocalTransfer) and isinstance(back, LocalTransfer)
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=(there.target_aval.sharding, back.target_aval.sharding))
     def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         arrived = numbered(there.target, there.trace(x))
         return arrived, back.trace(arrived)

@@ -69,6 +69,9 @@ FAST = {
     "colocated, 2 and 4 optimizer instances": Case(
         vision=Layout(dp=8, optimizer_instances=2), llm=Layout(tp=2, dp=4, optimizer_instances=4), clip_norm=0.7
     ),
+    "fine-tuning layout, 2 optimizer instances, program per op": Case(
+        vision=Layout(dp=8, optimizer_instances=2), llm=Layout(tp=2, dp=4), lowering="ops", clip_norm=0.7
+    ),
     "callbacks": MARKED,
     "levels, three stages, zb-h1": Case(
         model="levels", vision=Layout(pp=3, rank_offset=2), llm=Layout(pp=2), schedule="zb-h1", remat="dots"
@@ -108,6 +111,12 @@ SLOW = {
     "colocated fan-out, program per op": Case(vision=Layout(dp=2, tp=2), llm=Layout(dp=4), lowering="ops"),
     "one device, program per op": Case(lowering="ops"),
     "fan-in, 2 optimizer instances": replace(FAN_IN, vision=Layout(dp=4, optimizer_instances=2, rank_offset=4)),
+    "dp 8 to dp 2, 4 optimizer instances": Case(
+        model="four heads", vision=Layout(dp=8, optimizer_instances=4), llm=Layout(dp=2, tp=4), lowering="ops"
+    ),
+    "dp 4 to dp 2, 2 optimizer instances": Case(
+        model="four heads", vision=Layout(dp=4, tp=2, optimizer_instances=2), llm=Layout(dp=2, tp=4), lowering="ops"
+    ),
     "tied, 2 optimizer instances": replace(
         TIED, vision=Layout(dp=8, optimizer_instances=2), llm=Layout(dp=4, pp=2, optimizer_instances=2)
     ),

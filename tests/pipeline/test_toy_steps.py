@@ -182,6 +182,9 @@ CASES = {
         clip_norm=0.4,
         padded=True,
     ),
+    "single, ear on all lanes": Case(  # its backward reads what its forward received from a lane
+        layouts={**ON_LANES, "eye": Layout(dp=2, tp=2), "ear": Layout(dp=4, tp=2)}, run=SingleExecutor, buckets=(2, 2)
+    ),
     "single, three phases": Case(layouts=ON_LANES, run=SingleExecutor, buckets=(2, 2, 2), schedule="three-phase"),
     "single, zb-h1": Case(layouts=ON_LANES, run=SingleExecutor, buckets=(1,) * 4, schedule="zb-h1", padded=True),
     "single, split, eye frozen": Case(

@@ -14,7 +14,7 @@ from planner.models import GIGA, PLAIN, SIMPLE, TERA, clock, model, module
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import MODES, Candidate, colocated, homogeneous
-from mmjax.planner.choose import TIE, choose, proportional
+from mmjax.planner.choose import TIE, choose, longer, proportional
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
@@ -239,3 +239,7 @@ def test_the_best_of_all_modes_is_varied() -> None:
     assert {("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("interleaved", 4)} <= seen, seen
     assert all(one.most <= 100 * GIGA for one in choice.estimates)
     assert choice.best.candidate.schedule != "1f1b"
+
+
+def test_a_difference_is_never_minus_nothing() -> None:
+    assert [longer(seconds, 1.0) for seconds in (0.99999, 1.0, 1.031, 0.9)] == ["+0.0%", "+0.0%", "+3.1%", "-10.0%"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.run.pictures import RIGHT, WRONG, Prediction, as_image, draw_curves, draw_predictions
 
 MAGENTA, CYAN, YELLOW = (1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0)
@@ -152,6 +153,19 @@ def test_evaluations_add_a_second_plot_and_gaps_are_skipped(tmp_path):
     for color in (RIGHT, "#c77d0a"):
         assert near(tmp_path / "both.png", color).sum() > 300
         assert near(tmp_path / "loss.png", color).sum() == 0
+
+
+def test_a_single_evaluation_is_a_line_of_text_and_a_curriculum_is_marked(tmp_path):
+    """Three dots had a panel to themselves, and a loss that rises had no reason."""
+    rows = [{"step": step, "loss": 2.0 + (step > 12) - step / 20} for step in range(1, 21)]
+    draw_curves(rows, [{"step": 20, "read": 0.9, "count": 0.5}], tmp_path / "one.png")
+    figure = draw_curves(rows, (), tmp_path / "marked.png", marks={1: "no", 13: "up to 3 digits", 99: "later"})
+    assert pixels(tmp_path / "one.png").shape == pixels(tmp_path / "marked.png").shape, "a second panel"
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert "up to 3 digits" in texts and not {"no", "later"} & {*texts}
+    config = DigitsConfig(curriculum=((0, 1), (96, 2), (128, 9)), digits=(1, 4))
+    assert config.changes(32) == {4: "up to 2 digits", 5: "up to 4 digits"}
 
 
 def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):

@@ -295,7 +295,8 @@ def _digits(rng: random.Random, sees: bool, hears: bool, draws: bool) -> Iterato
     yield f"Digits.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
     yield f"Digits.{DRAW}={float(draws)}"
     yield f"Digits.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
-    yield f"Data.sequence_length={96 + 40 * hears + 40 * draws}"
+    # Some that ranks of cp cannot share as they are.
+    yield f"Data.sequence_length={96 + 40 * hears + 40 * draws + rng.choice((0, 1, 2))}"
 
 
 def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
@@ -405,6 +406,11 @@ def _shared_tokens(rng: random.Random, name: str, cp: int) -> Iterator[str]:
     yield f"{name}/Layout.cp_tokens={rng.choice(CP_TOKENS)!r}"
 
 
+def _instances(rng: random.Random, dp: int) -> int:
+    """Groups that dp is cut into: mostly one, else any number that divides it."""
+    return rng.choice((1, rng.choice([n for n in range(1, dp + 1) if dp % n == 0])))
+
+
 def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
     """Bindings of layouts in which encoders and generators have lanes over the ranks of the LLM; some have none."""
     pp, dp, tp = rng.choice((2, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
@@ -426,7 +432,7 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
             spanned = size // width // parts
-            yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if spanned % n == 0])}"
+            yield f"{name}/Layout.optimizer_instances={_instances(rng, spanned)}"
     yield f"Train.unroll={rng.random() < 0.3}"
 
 
@@ -442,6 +448,20 @@ def _replicated(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Train.unroll={rng.random() < 0.3}"
 
 
+def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
+    """Bindings of layouts that all have the same ranks, each with degrees and optimizer instances of its own."""
+    size = rng.choice((4, 6, 8))
+    for name in modules.layers:
+        pp = rng.choice((1, 1, 2)) if name == "llm" and modules.layers["llm"] > 1 else 1
+        tp = rng.choice([n for n in (1, 1, 2) if size // pp % n == 0])
+        cp = rng.choice([n for n in (1, 1, 1, 2, 3) if size // pp // tp % n == 0])
+        dp = size // pp // tp // cp
+        yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
+        yield from _shared_tokens(rng, name, cp)
+        yield f"{name}/Layout.optimizer_instances={_instances(rng, dp)}"
+    yield f"Train.unroll={rng.random() < 0.3}"
+
+
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
     """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; spread over the ranks of the LLM
     where the schedule knows lanes; encoders replicated on them; and of stacked layers or not."""
@@ -452,6 +472,9 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         return
     if modules.encoders and rng.random() < 0.1:
         yield from _replicated(rng, modules)
+        return
+    if rng.random() < 0.25:
+        yield from _on_one_rank_set(rng, modules)
         return
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
@@ -467,7 +490,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
         yield from _shared_tokens(rng, name, cp)
         yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
-        yield f"{name}/Layout.optimizer_instances={rng.choice([n for n in (1, 1, 2) if dp % n == 0])}"
+        yield f"{name}/Layout.optimizer_instances={_instances(rng, dp)}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
         yield f"{name}/Offload.parameters={chained and name != 'llm' and rng.random() < 0.3}"
         yield f"{name}/Offload.activations={chained and name != 'llm' and rng.random() < 0.3}"

@@ -16,7 +16,15 @@ PROMPTS = "messages"
 """The kind of a file of dialogues that are to be answered, which `mmjax.generate` writes."""
 FOLDER = "folder"
 """The template that is the chat template of the folder in ``Data.tokenizer``."""
-RESIZES = ("budget", "fixed", "anyres", "smart", "naflex")
+_READ = {
+    "budget": ("max_pixels", "max_patches"),
+    "fixed": ("size", "fit", "edge"),
+    "anyres": ("size", "grids", "alone"),
+    "smart": ("max_pixels", "min_pixels"),
+    "naflex": ("max_patches",),
+}
+"""The settings that each way to resize reads, of those that not all of them do."""
+RESIZES = tuple(_READ)
 FITS = ("pad", "crop", "stretch", "square")
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """In the order of Pillow's numbers, which folders have."""
@@ -123,6 +131,12 @@ class SourceConfig:
         require(legal, "Source.grids", self.grids, "must be (rows, columns) pairs, such as ((1, 2), (2, 1), (2, 2))")
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
+
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        read = set(_READ[self.resize]) - ({"edge"} if self.fit not in ("crop", "square") else set())
+        names = {name for fields in _READ.values() for name in fields}
+        return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read}
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
         """The template, with the pieces that are given; `tokenizer` is Data.tokenizer. Raises ConfigError."""

@@ -161,6 +161,13 @@ class DecoderConfig:
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        if self.rope_scaling in ROPE_TURNS:
+            return {}
+        why = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
+        return dict.fromkeys(("rope_context", "rope_turns"), why)
+
     @property
     def turns(self) -> tuple[float, ...]:
         """``rope_turns`` that are given, or the scaling's own."""

@@ -41,6 +41,10 @@ class LoraConfig:
         """Whether a weight of a layer, such as "attn/q", has an adapter."""
         return any(fnmatchcase(name, target) for target in self.targets)
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        return {} if self.rank else dict.fromkeys(("alpha", "targets"), "Lora.rank=0 adds no adapters")
+
     @property
     def scale(self) -> float:
         """Factor of the adapters' products; 0 without adapters."""

@@ -171,6 +171,11 @@ class ViTConfig(EqualHeads, SquarePatches):
             )
         self._check_window()
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        learned = self.positions == "learned2d"
+        return {"rope_theta" if learned else "grid": f"ViT.positions={self.positions!r} does not read it"}
+
     def _check_window(self) -> None:
         not_negative("ViT.window", self.window)
         fix = f"must be a multiple of ViT.merge ({self.merge}), such as {4 * self.merge}, or 0"

@@ -85,3 +85,8 @@ class WhisperConfig(EqualHeads):
             divides("Whisper.merge", self.merge, self.length, "Whisper.length, which Whisper.pad makes of a recording,")
         fix = f"must be at least Whisper.hop ({self.hop}), or samples between frames are lost; set it to {2 * self.hop}"
         require(self.window >= self.hop, "Whisper.window", self.window, fix)
+
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        read = self.pad or self.positions == "learned"
+        return {} if read else {"length": "it belongs to Whisper.positions='learned' and to Whisper.pad"}

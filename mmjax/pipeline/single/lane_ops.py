@@ -122,8 +122,9 @@ class LaneOps:
     def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> SlotOp | Across:
         """The op on its lane; for a stage that spans all lanes, with only the values from and for lanes."""
         lane = self.lane[op.stage]
-        if lane is None:
-            takes = tuple(key for key in reads if key[0] in ("carry", "cotangent") and self._from_lane(key))
+        if lane is None:  # a backward finds what its forward received where that op has left it
+            kind = "carry" if op.kind == "F" else "cotangent"
+            takes = tuple(key for key in reads if key[0] == kind and self._from_lane(key))
             return Across(op=op, takes=takes, gives=tuple(send for send in sends if send.lane is not None))
         return SlotOp(op=op, lane=lane, reads=tuple(reads), writes=writes, drops=tuple(drops), sends=tuple(sends))
 

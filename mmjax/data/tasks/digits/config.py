@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
+from mmjax.flags import counted
 
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
 DRAW = "draw"
@@ -65,6 +66,17 @@ class DigitsConfig:
         self._check_questions()
         self._check_curriculum()
 
+    def idle(self) -> dict[str, str]:
+        """The settings that change nothing beside the others, each with the reason."""
+        reasons: dict[str, str] = {}
+        if not self.calls[1]:
+            names = ("tone", "gap", "level", "noise", *CALL_QUESTIONS, *JOINT_QUESTIONS)
+            reasons |= dict.fromkeys(names, f"Digits.calls={self.calls}: no sample has a call")
+        if not self.images[1]:
+            names = (*(() if self.draw else ("scale", "aspect", "distortion")), *IMAGE_QUESTIONS, *JOINT_QUESTIONS)
+            reasons |= dict.fromkeys(names, f"Digits.images={self.images}: no sample has an image")
+        return reasons
+
     @property
     def media(self) -> tuple[str, ...]:
         """The media that some samples have."""
@@ -85,6 +97,14 @@ class DigitsConfig:
             DRAW,
         )
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
+
+    def changes(self, global_batch: int) -> dict[int, str]:
+        """What the curriculum changes after the beginning, by the first step that has it."""
+        return {
+            first // global_batch + 1: f"up to {counted(most, 'digit')}"
+            for first, most in ((first, min(digits, self.digits[1])) for first, digits in self.curriculum)
+            if first
+        }
 
     def check_generators(self, named: str, legal: Sequence[str]) -> None:
         """Requires that `named`, the generator of `Data.generator`, draws images if something is to be drawn.

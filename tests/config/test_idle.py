@@ -1,0 +1,196 @@
+"""No setting is ignored without a word: for each there is a configuration in which it does nothing, or there is none.
+
+Where it does nothing it is refused, or `advise` names it; where it does something neither happens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trial_runs import REPOSITORY
+
+from mmjax.config import load_config
+from mmjax.config.schema import scopes_of
+from mmjax.config.types import fields_of
+from mmjax.config.validate import advise
+from mmjax.configurable import ConfigError, gin_name
+from mmjax.data.config import DataConfig
+from mmjax.models.config import ModelConfig
+
+BASE = REPOSITORY / "configs/digits_vlm.gin"
+Bindings = tuple[str, ...]
+NESTED: Bindings = ("Train.schedule='nested'", "vision/Layout.rank_offset=0", "vision/Layout.dp=2")
+NESTED += ("vision/Layout.lanes=2",)
+FROZEN: Bindings = ("vision/Optimizer.frozen=True", "vision_projector/Optimizer.frozen=True")
+SOURCE: Bindings = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'")
+CALLS: Bindings = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Layout.rank_offset=8")
+HEARD: Bindings = (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0")
+PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank_offset=8", "Digits.draw=1.0")
+FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
+SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
+ONE: Bindings = ("llm/Layout.pp=1", "llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
+
+IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
+    # A setting with a value that is not its default; what makes it idle; and what gives it effect.
+    "Train.inner": ("'eager-1f1b'", (), NESTED),
+    "Train.window": ("2", (), ("Train.schedule='three-phase'",)),
+    "Train.eval_every": ("5", ("Train.eval_samples=0",), ()),
+    "Train.predictions": ("5", ("Train.eval_samples=0",), ()),
+    "Train.deterministic": ("True", ("World.platform='cpu'",), ()),
+    "World.transport": ("'collective'", ONE, ()),
+    "World.route": ("'sliced'", ONE, ()),
+    "World.warm_up_seconds": ("5.0", ("World.warm_up='off'",), ()),
+    "Data.workers": ("3", SERVED, ()),
+    "Data.prefetch": ("3", ("Data.workers=0",), ("Data.workers=1",)),
+    "Data.fallback": ("'local'", (), SERVED),
+    "Data.patience": ("5.0", (), SERVED),
+    "Data.token_file": ("'x'", (), SERVED),
+    "Data.tls_ca": ("'x'", (), SERVED),
+    "Data.task": ("'folder'", SOURCE, ("Data.folder='x'",)),
+    "Data.folder": ("'x'", (), ("Data.task='folder'",)),
+    "Data.max_pixels": ("100", (), FOLDER),
+    "Data.cache": ("'x'", (), SOURCE),
+    "Digits.scale": ("(1.0, 1.1)", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.aspect": ("(1.0, 1.1)", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.distortion": ("0.2", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.read": ("0.5", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.count": ("0.5", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.sum": ("0.5", (*HEARD, "Digits.images=(0, 0)"), ()),
+    "Digits.both": ("0.5", (), HEARD),
+    "Digits.same": ("0.5", (), HEARD),
+    "Digits.hear": ("0.5", (), HEARD),
+    "Digits.tone": ("(0.1, 0.2)", (), HEARD),
+    "Digits.gap": ("(0.1, 0.2)", (), HEARD),
+    "Digits.level": ("(0.1, 0.2)", (), HEARD),
+    "Digits.noise": ("(0.1, 0.2)", (), HEARD),
+    "Digits.draw": ("0.5", (), PAINTED),
+    "Checkpoint.copy_frozen": ("False", (), (*FROZEN, "Checkpoint.init_from='x'")),
+    "vision/ViT.rope_theta": ("50.0", ("vision/ViT.positions='learned2d'",), ()),
+    "vision/ViT.grid": ("16", (), ("vision/ViT.positions='learned2d'",)),
+    "vision/ViT.interpolate": ("'bicubic'", (), ("vision/ViT.positions='learned2d'",)),
+    "vision/ViT.full_at": ("(0,)", (), ("vision/ViT.window=4",)),
+    "audio/Whisper.length": ("100", CALLS, (*CALLS, "audio/Whisper.positions='learned'")),
+    "llm/Decoder.full_layers": ("1", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.window": ("8", ("llm/Decoder.mask='all sees all everywhere'",), ()),
+    "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
+    "llm/Decoder.rope_context": ("64", (), ("llm/Decoder.rope_scaling='yarn'",)),
+    "llm/Decoder.rope_turns": ("(1.0, 4.0)", (), ("llm/Decoder.rope_scaling='yarn'", "llm/Decoder.rope_context=64")),
+    "vision/Projector.hidden": ("32", ("vision/Projector.kind='linear'",), ()),
+    "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
+    "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
+    "vision/Projector.most_tiles": ("2", (), ("vision/Projector.newline=True",)),
+    "llm/Layout.cp_way": ("'need'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
+    "llm/Layout.cp_tokens": ("'zigzag'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
+    "vision/Layout.sp": ("False", (), ("vision/Layout.tp=2", "vision/Layout.dp=2")),
+    "vision/Layout.overlap": ("True", (), ("vision/Layout.tp=2", "vision/Layout.dp=2")),
+    "vision/Layout.layers": ("(2,)", (), ("vision/Layout.layers=(1, 1)", "vision/Layout.pp=2", "vision/Layout.dp=2")),
+    "vision/Layout.chunks": ("2", (), ("vision/Layout.pp=2", "vision/ViT.layers=4", "vision/Layout.dp=2")),
+    "vision/Layout.lanes": ("2", (), ("Train.schedule='three-phase'", "vision/Layout.dp=2")),
+    "vision/Layout.copies": (
+        "2",
+        (),
+        ("vision/Layout.dp=2", "vision/Layout.rank_offset=0", *("Train.schedule='encoders-first'",)),
+    ),
+    "vision/Layout.ep": ("2", (), ()),
+    "vision/Layout.optimizer_instances": ("2", FROZEN, ()),
+    "vision/Offload.optimizer": ("True", FROZEN, ()),
+    "vision/Offload.activations": ("True", (*FROZEN, *NESTED), NESTED),
+    "vision/Offload.parameters": ("True", (), ("Train.schedule='encoders-first'", "vision/Layout.rank_offset=0")),
+    "llm/Callbacks.projected": ("'tests.marks:x'", (), ()),
+    "vision/Lora.alpha": ("3.0", (), ("vision/Lora.rank=2", "vision/Optimizer.frozen=True")),
+    "vision/Lora.targets": ("('attn/q',)", (), ("vision/Lora.rank=2", "vision/Optimizer.frozen=True")),
+    "mine/Source.max_pixels": ("100", (*SOURCE, "mine/Source.resize='fixed'"), SOURCE),
+    "mine/Source.max_patches": ("100", (*SOURCE, "mine/Source.resize='fixed'"), SOURCE),
+    "mine/Source.min_pixels": ("100", SOURCE, (*SOURCE, "mine/Source.resize='smart'")),
+    "mine/Source.size": ("(28, 28)", SOURCE, (*SOURCE, "mine/Source.resize='fixed'")),
+    "mine/Source.fit": ("'crop'", SOURCE, (*SOURCE, "mine/Source.resize='fixed'")),
+    "mine/Source.edge": (
+        "40",
+        (*SOURCE, "mine/Source.resize='fixed'"),
+        (*SOURCE, "mine/Source.resize='fixed'", "mine/Source.fit='crop'"),
+    ),
+    "mine/Source.grids": ("((1, 2),)", SOURCE, (*SOURCE, "mine/Source.resize='anyres'")),
+    "mine/Source.alone": ("True", SOURCE, (*SOURCE, "mine/Source.resize='anyres'")),
+    "mine/Source.max_seconds": ("5.0", SOURCE, (*SOURCE, *CALLS)),
+    "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
+    "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
+    "vision/Optimizer.final_learning_rate": (
+        "0.1",
+        ("vision/Optimizer.schedule='constant'",),
+        ("vision/Optimizer.schedule='linear'",),
+    ),
+    **{
+        f"vision/Optimizer.{name}": (value, ("vision/Optimizer.frozen=True",), ())
+        for name, value in {
+            **{"learning_rate": "0.5", "warmup": "3", "schedule": "'linear'", "weight_decay": "0.3", "b1": "0.3"},
+            **{"b2": "0.3", "eps": "0.5", "rates": "{'layers/*': 0.5}", "layer_decay": "0.3"},
+        }.items()
+    },
+}
+"""Settings that other settings switch off."""
+
+READ = {
+    "Train": "steps global_batch microbatches schedule lowering seed dtype unroll clip_norm log_every eval_samples "
+    "peak_tflops sinks profile_steps debug_nans",
+    "World": "devices platform compilation_cache warm_up",
+    "Data": "sources sequence_length reorder servers tokenizer new_tokens image_encoder audio_encoder generator",
+    "Digits": "images calls digits turns curriculum",
+    "Checkpoint": "every keep init_from grace_seconds",
+    "Model": "encoders llm generators weights",
+    "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias norm stem_norm "
+    "last_norm norm_eps layer_scale gated activation window attention remat",
+    "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
+    "remat sample_rate window hop",
+    "Decoder": "preset layers width heads kv_heads head_dim mlp vocab qkv_bias o_bias mlp_bias qk_norm mask chunk "
+    "rope_theta rope_scaling rope_sections norm_eps tied z_loss attention remat",
+    "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
+    "remat",
+    "Projector": "kind norm inject newline",
+    "Packing": "buckets",
+    "Layout": "dp pp cp tp rank_offset",
+    "Offload": "",
+    "Callbacks": "before after",
+    "Lora": "rank path",
+    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white "
+    "pixel_limit byte_limit preset",
+    "Optimizer": "frozen",
+    "Weights": "init_from path layer new_tokens",
+}
+"""Settings that every configuration reads where their class has a place."""
+
+
+def test_every_setting_is_known_here() -> None:
+    """A new one belongs to one of the two tables, and with it comes the question which settings switch it off."""
+    every = {f"{gin_name(cls)}.{field}" for cls in scopes_of(ModelConfig(), DataConfig()) for field in fields_of(cls)}
+    idle = {key.rpartition("/")[2] for key in IDLE}
+    read = {f"{cls}.{field}" for cls, names in READ.items() for field in names.split()}
+    assert idle | read == every and not idle & read
+
+
+def named(key: str, bindings: Bindings) -> str:
+    """The refusal of a configuration, or the line of `advise`, that names a setting."""
+    try:
+        config = load_config([BASE], bindings)
+    except ConfigError as error:
+        assert str(error).startswith(key.rpartition("/")[2]) or str(error).startswith(key), error
+        return str(error)
+    return next((line for line in advise(config) if line.startswith(f"{key}=") and "changes nothing: " in line), "")
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_an_idle_setting_is_refused_or_named(key: str) -> None:
+    value, idle, active = IDLE[key]
+    assert named(key, (*idle, f"{key}={value}"))
+    if key not in ("vision/Layout.ep", "llm/Callbacks.projected"):  # which no configuration takes
+        assert not named(key, (f"{key}={value}", *active))
+
+
+def test_a_value_that_several_modules_share_is_idle_where_none_reads_it(tmp_path: Path) -> None:
+    """A rate for all modules is no mistake where one of them is frozen."""
+    assert not named("vision/Optimizer.weight_decay", (*FROZEN, "Optimizer.weight_decay=0.3"))
+    lines = advise(load_config([BASE], ["Layout.cp_tokens='zigzag'"]))
+    assert [line for line in lines if "cp_tokens" in line] == [
+        "vision/Layout.cp_tokens='zigzag' changes nothing: with Layout.cp=1 a rank has whole rows"
+    ]
