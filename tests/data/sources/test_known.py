@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sources import ENCODERS, TOKENIZER, opened
+from data_sources import ENCODERS, TOKENIZER, encoded, opened, pixels
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
@@ -118,7 +118,8 @@ def test_copies_that_were_there_are_trained_on_and_later_ones_held_out(tmp_path:
 
 def test_records_are_the_same_under_other_settings(tmp_path: Path) -> None:
     """A held-out caption stays so when what is asked about it, and the template, are others."""
-    write(tmp_path, [{"caption": f"caption {number}"} for number in range(RECORDS)])
+    (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8)))
+    write(tmp_path, [{"image": "a.png", "caption": f"caption {number}"} for number in range(RECORDS)])
     known = mixture(tmp_path, question="What?").known()
     before = both(tmp_path, question="What?")
     changes: Any = {"question": "Which?", "template": "vicuna"}
