@@ -56,7 +56,7 @@ STANDS_ON = {
     "train": "run",
     "check": "parity",
     "mmjax": "export run",  # mmjax/__init__.py
-    "benches": "mmjax parity",
+    "benches": "launch mmjax parity train",
     "bench": "benches",
     "studies": "benches",  # beside mmjax/
 }
