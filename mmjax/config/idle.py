@@ -109,6 +109,8 @@ def _of_data(config: Config, _: str) -> Reasons:
             ("folder", "max_pixels"), f"Data.task={data.task!r} reads no folder; set it to 'folder'"
         )
         reasons["cache"] = f"Data.task={data.task!r} keeps no metadata"
+        names = ("require_same", "max_broken")
+        reasons |= dict.fromkeys(names, f"the samples of Data.task={data.task!r} are always the same, and whole")
     return reasons
 
 

@@ -285,7 +285,7 @@ def draw_curves(
         if title:
             figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK, x=0.02, ha="left")
         _draw_loss(axes[0], losses, _series(eval_rows, "loss"))
-        shown = {at: text for at, text in marks.items() if losses[0, 0] < at <= losses[-1, 0]}
+        shown = {at: text for at, text in marks.items() if len(losses) and losses[0, 0] < at <= losses[-1, 0]}
         _draw_marks(axes[0], shown)
         _draw_marks(axes[-1], dict.fromkeys(shown, ""))
         if panel:

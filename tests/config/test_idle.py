@@ -51,6 +51,10 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Data.folder": ("'x'", (), ("Data.task='folder'",)),
     "Data.max_pixels": ("100", (), FOLDER),
     "Data.cache": ("'x'", (), SOURCE),
+    "Data.require_same": ("True", (), SOURCE),
+    "Data.max_broken": ("0.3", (), SOURCE),
+    "Checkpoint.best": ("'loss'", ("Train.eval_samples=0",), ()),
+    "Train.patience": ("3", (), ("Checkpoint.best='loss'", "Train.eval_every=5")),
     "Digits.scale": ("(1.0, 1.1)", (*HEARD, "Digits.images=(0, 0)"), ()),
     "Digits.aspect": ("(1.0, 1.1)", (*HEARD, "Digits.images=(0, 0)"), ()),
     "Digits.distortion": ("0.2", (*HEARD, "Digits.images=(0, 0)"), ()),
@@ -132,9 +136,9 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
 """Settings that other settings switch off."""
 
 READ = {
-    "Train": "steps global_batch microbatches schedule lowering seed dtype unroll clip_norm log_every eval_samples "
-    "peak_tflops sinks profile_steps debug_nans",
-    "World": "devices platform compilation_cache warm_up",
+    "Train": "steps epochs max_skipped global_batch microbatches schedule lowering seed dtype unroll clip_norm "
+    "log_every eval_samples peak_tflops sinks profile_steps debug_nans",
+    "World": "devices platform compilation_cache warm_up hang_seconds",
     "Data": "sources sequence_length reorder servers tokenizer new_tokens image_encoder audio_encoder generator",
     "Digits": "images calls digits turns curriculum",
     "Checkpoint": "every keep init_from grace_seconds",

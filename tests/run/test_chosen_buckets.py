@@ -197,14 +197,14 @@ def test_given_buckets_are_of_a_microbatch_under_any_layout(tmp_path, dp):
 
 
 def test_rows_that_cp_rounds_up_are_chosen_given_and_recorded_as_they_are_allowed(tmp_path):
-    """64 tokens are rows of 66 over three ranks: what is chosen is legal under any layout, and nothing is added."""
-    cp = ("Data.sequence_length=64", "Digits.images=(1, 2)", "Digits.digits=(1, 2)", "Digits.scale=(1.0, 1.0)")
+    """34 tokens are rows of 36 over three ranks: what is chosen is legal under any layout, and nothing is added."""
+    cp = ("Data.sequence_length=34", "Digits.images=(1, 2)", "Digits.digits=(1, 2)", "Digits.scale=(1.0, 1.0)")
     cp += ("llm/Layout.tp=1", "llm/Layout.cp=3", "vision/Layout.rank_offset=4")
     found = with_buckets(uneven(tmp_path, *cp, "llm/Packing.buckets=3"))
     chosen = found.packing["llm"].given
-    assert max(width for _, width in chosen) == 64
+    assert max(width for _, width in chosen) == 34
     packer = build_packer(found, make_tokenizer("", found.model.media))
-    assert max(width for _, width in packer.buckets_of("llm")) == 66 and len(packer.buckets_of("llm")) == len(chosen)
+    assert max(width for _, width in packer.buckets_of("llm")) == 36 and len(packer.buckets_of("llm")) == len(chosen)
     assert list(added_buckets(found, packer)) == []
 
 

@@ -127,8 +127,10 @@ def test_nothing_to_draw_is_refused(tmp_path):
 
 
 def test_curves_without_a_finite_loss_say_so(tmp_path):
-    draw_curves([{"step": 1, "loss": None}], [{"step": 1, "exact_match": 0.5}], tmp_path / "c.png")
-    assert near(tmp_path / "c.png", "#59636e", 30).sum() > 100 and near(tmp_path / "c.png", RIGHT).any()
+    scores = [{"step": 1, "exact_match": 0.5}]
+    figure = draw_curves([{"step": 1, "loss": None}], scores, tmp_path / "c.png", marks={1: "harder"})
+    assert near(tmp_path / "c.png", "#59636e", 30).sum() > 100
+    assert figure.axes[0].get_title(loc="left") == "held out: exact match 50.0%"
 
 
 def test_the_loss_curve_goes_where_the_numbers_go(tmp_path):

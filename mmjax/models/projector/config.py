@@ -58,12 +58,12 @@ class ProjectorConfig:
         not_negative("Projector.most_tiles", self.most_tiles)
         fix = "bounds the picture of Projector.newline; set it to 0, or Projector.newline to True"
         require(self.newline or not self.most_tiles, "Projector.most_tiles", self.most_tiles, fix)
+        fix = "places that are newlines have no tokens to inject; set it to (), or Projector.newline to False"
+        require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
     def idle(self) -> dict[str, str]:
         """The settings that change nothing beside the others, each with the reason."""
         return {"activation": "Projector.kind='linear' has none"} if self.kind == "linear" else {}
-        fix = "places that are newlines have no tokens to inject; set it to (), or Projector.newline to False"
-        require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
     def hidden_of(self, width: int) -> int:
         """Hidden units where 0 means this width; 0 for a linear projector."""
