@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from mmjax.benches.soak.draws import FOLDER_LAYERS
+from mmjax.benches.soak.models import FOLDER_LAYERS
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.weights import rows, their_config
