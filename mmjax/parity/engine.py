@@ -123,7 +123,7 @@ def check(
 
 def _without_held_out(config: Config) -> Config:
     """A configuration whose sources hold nothing out: a check trains on samples of its own, and evaluates nothing."""
-    return replace(config, sources={name: replace(own, held_out=0) for name, own in config.sources.items()})
+    return replace(config, sources={name: replace(source, held_out=0) for name, source in config.sources.items()})
 
 
 def _own_modules(config: Config) -> Iterator[str]:
