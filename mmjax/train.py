@@ -79,17 +79,20 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
         from mmjax.mesh.processes import is_first
         from mmjax.pipeline.finite import NonFiniteError
         from mmjax.run.evaluation import describe
+        from mmjax.run.progress import announced
         from mmjax.run.trainer import Trainer
         from mmjax.run.warm_up import ends_where_down
 
     say = print if is_first() else lambda line: None
-    with Trainer(config, run_dir, from_scratch=from_scratch, watched=True) as trainer:
+    with announced("building the model and tracing its programs"):
+        opened = Trainer(config, run_dir, from_scratch=from_scratch, watched=True)
+    with opened as trainer:
         for name, layout in config.layouts.items():
             say(f"{name}: {layout.describe()}")
         for line in (*advise(config), *trainer.data, *trainer.chosen):
             say(line)
-        stages, programs = len(trainer.parts.placed.stages), len(trainer.executor.programs())
-        say(f"{counted(stages, 'stage')}, {counted(programs, 'program')} for a step, run directory {run_dir}")
+        stages, programs = len(trainer.parts.placed.stages), len(trainer.programs())
+        say(f"{counted(stages, 'stage')}, {counted(programs, 'program')} to compile, run directory {run_dir}")
         if config.train.debug_nans:
             say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
@@ -119,8 +122,9 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             say(f"ended after step {result.step}: {result.ending}")
         if result.evaluation_failure:
             say(f"the last evaluation has failed: {result.evaluation_failure}")
+        if result.evaluation and not result.scores_shown:
+            say(f"step {result.step}: {describe(result.evaluation, result.swapped)}")
         if result.evaluation:
-            say(f"held-out samples, free-running: {describe(result.evaluation, result.swapped)}")
             say(f"see {run_dir}/predictions.png, curves.png and timeline.png")
     return INCOMPLETE if result.unwritten or result.evaluation_failure else 0
 

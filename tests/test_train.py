@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -122,7 +123,11 @@ def test_again_and_further(copied_run: Path, tmp_path: Path, capsys: pytest.Capt
     assert f"already trained for {STEPS} steps; raise --gin.Train.steps or choose another --run_dir" in out
     assert losses(copied_run) == first
     assert main([*flags, f"--gin.Train.steps={STEPS + 2}"]) == 0
-    assert f"continuing after step {STEPS}" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"continuing after step {STEPS}" in shown.out
+    assert (shown.out + shown.err).count("exact match") == 1, "scores are shown once"
+    counts = {*re.findall(r"(\d+) programs", shown.out + shown.err), *re.findall(r"programs \d+/(\d+)", shown.err)}
+    assert len(counts) == 1, f"programs are counted in several ways: {counts}"
     assert losses(copied_run)[:STEPS] == first
     assert [step for step, _ in losses(copied_run)] == list(range(1, STEPS + 3))
     assert [row["step"] for row in read_metrics(copied_run / "eval.jsonl")] == [5, 10, STEPS, STEPS + 2]

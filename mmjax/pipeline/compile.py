@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -25,21 +26,26 @@ def compile_all(
     """
     unique = list({id(program): program for program in programs}.values())
     workers = workers or min(8, os.cpu_count() or 1)
-    done = 0
+    numbers = itertools.count(1)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+    pending: dict[Future[None], Program] = {}
+
+    def collect(seconds: float | None) -> None:
+        """Reports programs that are ready; waits for the first one, at most so long."""
+        finished, _ = wait(pending, seconds, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+            program = pending.pop(future)
+            if report:
+                report(next(numbers), len(unique), program.name)
+
     try:
-        pending: dict[Future[None], Program] = {}
         for program in unique:
             program.lower()
             pending[pool.submit(program.compile)] = program
+            collect(0)
         while pending:
-            finished, _ = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
-                future.result()
-                done += 1
-                program = pending.pop(future)
-                if report:
-                    report(done, len(unique), program.name)
+            collect(None)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     everyone_says("compiled")

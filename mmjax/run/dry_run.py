@@ -37,8 +37,10 @@ COMPILE_SECONDS: Mapping[str, float] = {
 }  # fmt: skip
 """Seconds of one CPU core to trace and compile a program of each kind: means over the digits configurations on CPU.
 
-Layers are scanned, so larger models take about as long; GPU programs, which are autotuned, take longer.
+Layers are scanned, so larger models take about as long.
 """
+COMPILE_RANGE = 0.7, 2.5
+"""Factors of these seconds on other CPUs, idle and busy. Of accelerators nothing is known: their programs are tuned."""
 PLAIN_SECONDS = 0.1
 """Seconds of one CPU core for a program of any other kind."""
 _COLUMNS = 16
@@ -73,10 +75,17 @@ class DryRun:
     imbalance: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def compile_seconds(self) -> float:
-        """Estimated seconds to compile everything: CPU times by kind of program, over how many compile at a time."""
+    def compile_seconds(self) -> tuple[float, float] | None:
+        """Least and most seconds to compile everything for CPU devices; ``None`` for accelerators.
+
+        They are CPU times by kind of program, over how many compile at a time, and suppose an empty cache.
+        """
+        if self.config.world.platform not in ("", "cpu"):
+            return None
         total = sum(count * COMPILE_SECONDS.get(kind, PLAIN_SECONDS) for kind, count in self.programs.items())
-        return total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
+        seconds = total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
+        least, most = COMPILE_RANGE
+        return round(least * seconds, 1), round(most * seconds, 1)
 
     def as_json(self) -> dict[str, Any]:
         """Every figure as JSON; sizes in bytes, times in seconds."""
@@ -99,7 +108,7 @@ class DryRun:
             "programs": dict(self.programs),
             "buckets": {name: list(map(list, own)) for name, own in self._buckets.items()},
             "bucket_combinations": len(self.parts.shapes),
-            "compile_seconds_estimate": round(self.compile_seconds, 1),
+            "compile_seconds": self.compile_seconds,
             "schedule": self.parts.schedule.name,
             "planned_bubble": self.parts.planned.bubble,
             "cp_imbalance": dict(self.imbalance),
@@ -154,9 +163,16 @@ class DryRun:
         programs = counted(sum(self.programs.values()), "program")
         return (
             f"{programs} ({kinds}) for {counted(len(self.parts.shapes), 'combination')} of buckets "
-            f"({buckets} rows x positions a cell)\n"
-            f"compile time: about {self.compile_seconds:.0f} s on this machine (an estimate: seconds by kind of "
-            "program as measured on a CPU, shared among the cores)"
+            f"({buckets} rows x positions a cell)\n{self._compile_time()}"
+        )
+
+    def _compile_time(self) -> str:
+        if not self.compile_seconds:
+            return "compile time: unknown (an accelerator's programs are tuned while they are compiled)"
+        least, most = self.compile_seconds
+        return (
+            f"compile time: {least:.0f} to {most:.0f} s for CPU devices where nothing is cached (by kind of program, "
+            "shared among the cores; an accelerator's programs are tuned besides)"
         )
 
     def _shared(self) -> list[str]:

@@ -30,7 +30,7 @@ from mmjax.models.config import LLM
 from mmjax.run.assembly import open_source, plan, with_buckets
 from mmjax.run.model import build_modules
 from mmjax.run.pictures import finished
-from mmjax.schedule.timeline import shown
+from mmjax.schedule.timeline import set_title, shown
 
 MOST_BLOCKS = 256
 """Blocks along a side of the picture; longer rows have several tokens in each."""
@@ -125,7 +125,7 @@ def draw_mask(row: MaskedRow, path: str | Path | None = None) -> Figure:
     legend = [Patch(facecolor=colors[name], label=shown(name, 18)) for name in names if name != "padding"]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)
     rules = PRESETS.get(row.line, row.line)
-    figure.suptitle(f"{row.field} = {row.line!r}" + (f": {rules}" if rules != row.line else ""), fontsize=9)
+    set_title(figure, f"{row.field} = {row.line!r}" + (f": {rules}" if rules != row.line else ""), size=9)
     return finished(figure, path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from matplotlib.transforms import Affine2D
+
+from mmjax.schedule.text import text_width, wrapped
 
 RIGHT, WRONG = "#1a7f37", "#c62828"
 _RIGHT_FILL, _WRONG_FILL = "#eef8f0", "#fdeeee"
@@ -61,6 +62,9 @@ class Prediction:
 # Sizes in inches.
 _CARD_WIDTH, _MARGIN, _PAD, _GAP = 3.6, 0.18, 0.14, 0.08
 _TEXT_LINE, _SMALL_LINE, _ROW_HEIGHT, _TITLE = 0.185, 0.165, 0.62, 0.42
+_ROOM, _MARK, _PLOT = _CARD_WIDTH - 2 * _PAD, 0.19, 6.0
+# Points.
+_SMALL, _VERDICT, _HEADING, _MARKED = 8.5, 12, 11, 7.5
 
 
 def draw_predictions(
@@ -73,12 +77,13 @@ def draw_predictions(
 ) -> Figure:
     """Draws a contact sheet: one card per sample, its images at their true proportions.
 
+    Cards follow one another along rows; those of a row are as high as its highest.
     Right answers are green, wrong ones red, all others grey.
 
     Args:
-      items: the samples, drawn in this order from the top.
+      items: the samples, drawn in this order: from left to right, row by row.
       path: where to write the picture, if anywhere; its suffix chooses the format (.png, .svg, .pdf).
-      columns: cards per line; 0 chooses.
+      columns: cards of a row; 0 chooses.
       title: a line above the sheet; "n of m right" is added to it, where something is judged.
       limit: at most this many samples.
 
@@ -90,26 +95,29 @@ def draw_predictions(
         raise ValueError("no predictions to draw")
     columns = min(columns or min(4, math.ceil(math.sqrt(len(shown)))), len(shown))
     cards = [_Card(item) for item in shown]
-    # Each card goes under the shortest column: cards are as high as their images, and nothing is left blank.
-    filled = [0.0] * columns
-    places = []
-    for card in cards:
-        column = filled.index(min(filled))
-        places.append((column, filled[column]))
-        filled[column] += card.height + _MARGIN
+    rows = [cards[first : first + columns] for first in range(0, len(cards), columns)]
+    heights = [max(card.height for card in row) for row in rows]
     width = columns * _CARD_WIDTH + (columns + 1) * _MARGIN
-    judged = [item.ok for item in shown if item.judged]
-    heading = [*filter(None, [title]), *([f"{sum(judged)} of {len(judged)} right"] if judged else [])]
-    lines = _wrap("  ·  ".join(heading), 38 * columns, 3)
+    lines = _heading(title, [item.ok for item in shown if item.judged], width - 2 * _MARGIN)
     top = _TITLE + max(0, len(lines) - 1) * 0.2 if lines else _MARGIN
-    height = top + max(filled) + _MARGIN / 2
+    height = top + sum(heights) + len(rows) * _MARGIN
     with rc_context(_FONT):
         figure = Figure(figsize=(width, height), facecolor="white")
         for number, line in enumerate(lines):
-            _text(figure, _MARGIN + 0.02, height - 0.27 - 0.2 * number, line, size=11, bold=True)
-        for card, (column, down) in zip(cards, places, strict=True):
-            card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), height - top - down)
+            _text(figure, _MARGIN + 0.02, height - 0.27 - 0.2 * number, line, size=_HEADING, bold=True)
+        y = height - top
+        for row, row_height in zip(rows, heights, strict=True):
+            for column, card in enumerate(row):
+                card.draw(figure, _MARGIN + column * (_CARD_WIDTH + _MARGIN), y, row_height)
+            y -= row_height + _MARGIN
         return finished(figure, path)
+
+
+def _heading(title: str, judged: Sequence[bool], width: float) -> list[str]:
+    """The lines above a sheet; how many are right is never cut off."""
+    count = f"{sum(judged)} of {len(judged)} right" if judged else ""
+    lines = _wrap("  ·  ".join(filter(None, [title, count])), width, 3, size=_HEADING, bold=True)
+    return [*_wrap(title, width, 2, size=_HEADING, bold=True), count] if count and len(lines) > 1 else lines
 
 
 class _Card:
@@ -119,13 +127,15 @@ class _Card:
         self.item = item
         self.images = [None if image is None else _pixels(image) for image in item.images]
         self.rows = _rows([1.6 if image is None else image.shape[1] / image.shape[0] for image in self.images])
-        self.question = _wrap(item.question, 46, 4)
+        self.question = _wrap(item.question, _ROOM, 4)
         said = item.answer if item.predicted is None else item.predicted
-        self.verdict = [] if item.broken else _wrap(said if said.strip() else "(nothing)", 30, 3)
+        self.indent = _MARK if item.judged else 0.0
+        answer = said if said.strip() else "(nothing)"
+        self.verdict = [] if item.broken else _wrap(answer, _ROOM - self.indent, 3, size=_VERDICT, bold=True)
         wrong = item.judged and not item.ok
-        self.answer = _wrap(f"right answer: {item.answer}", 46, 3) if wrong else []
+        self.answer = _wrap(f"right answer: {item.answer}", _ROOM, 3) if wrong else []
         if item.broken:
-            self.answer = _wrap(f"cannot be read: {item.broken}", 46, 3)
+            self.answer = _wrap(f"cannot be read: {item.broken}", _ROOM, 3)
         rows = sum(height for _, height in self.rows) + _GAP * max(0, len(self.rows) - 1)
         self.height = (
             2 * _PAD
@@ -137,12 +147,12 @@ class _Card:
             + (len(self.answer) * _SMALL_LINE + 0.02 if self.answer else 0)
         )
 
-    def draw(self, figure: Figure, left: float, top: float) -> None:
+    def draw(self, figure: Figure, left: float, top: float, height: float) -> None:
         color, fill = (RIGHT, _RIGHT_FILL) if self.item.ok else (WRONG, _WRONG_FILL)
-        ink, mark = color, ("✓ " if self.item.ok else "✗ ")
+        ink, mark = color, ("✓" if self.item.ok else "✗")
         if not self.item.judged:
             color, fill, ink, mark = _LINE, "white", _INK, ""
-        _box(figure, left, top - self.height, _CARD_WIDTH, self.height, fill, color)
+        _box(figure, left, top - height, _CARD_WIDTH, height, fill, color)
         y = top - _PAD
         index = 0
         for widths, row_height in self.rows:
@@ -155,33 +165,31 @@ class _Card:
         x = left + _PAD
         for text in self.question:
             y -= _TEXT_LINE
-            _text(figure, x, y + 0.04, text, size=8.5, color=_GREY)
+            _text(figure, x, y + 0.04, text, size=_SMALL, color=_GREY)
         y -= 0.05
         for number, text in enumerate(self.verdict):
             y -= _TEXT_LINE + 0.06
-            # The mark says it again for those who do not see red and green apart.
-            _text(
-                figure, x, y + 0.06, (mark if number == 0 else "   " * bool(mark)) + text, size=12, color=ink, bold=True
-            )
+            if mark and number == 0:  # it says it again for those who do not see red and green apart
+                _text(figure, x, y + 0.06, mark, size=_VERDICT, color=ink, bold=True)
+            _text(figure, x + self.indent, y + 0.06, text, size=_VERDICT, color=ink, bold=True)
         y -= 0.02
         for text in self.answer:
             y -= _SMALL_LINE
-            _text(figure, x, y + 0.04, text, size=8.5)
+            _text(figure, x, y + 0.04, text, size=_SMALL)
 
 
 def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
     """Fills rows of a card with images of these width:height ratios; gives each row's widths and height."""
-    room = _CARD_WIDTH - 2 * _PAD
     rows: list[list[float]] = []
     for aspect in aspects:
         row = rows[-1] if rows else []
-        if not row or (sum(row) + aspect) * _ROW_HEIGHT + _GAP * len(row) > room:
+        if not row or (sum(row) + aspect) * _ROW_HEIGHT + _GAP * len(row) > _ROOM:
             rows.append([aspect])
         else:
             row.append(aspect)
     sized = []
     for row in rows:
-        height = min(_ROW_HEIGHT, (room - _GAP * (len(row) - 1)) / sum(row))
+        height = min(_ROW_HEIGHT, (_ROOM - _GAP * (len(row) - 1)) / sum(row))
         sized.append(([aspect * height for aspect in row], height))
     return sized
 
@@ -206,13 +214,16 @@ def _pixels(image: np.ndarray) -> np.ndarray:
     return np.repeat(scaled, 3, axis=2) if image.shape[2] == 1 else scaled
 
 
-def _wrap(text: str, width: int, most: int) -> list[str]:
-    """At most `most` lines; characters that no font draws become visible escapes."""
+def _wrap(text: str, width: float, most: int, *, size: float = _SMALL, bold: bool = False) -> list[str]:
+    """At most `most` lines of `width` inches; characters that no font draws become visible escapes."""
     text = " ".join(text.split())
     text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
-    lines = textwrap.wrap(text, width)
+    lines = wrapped(text, width=0.98 * width, size=size, bold=bold)  # drawn characters are hinted, so a little wider
     if len(lines) > most:
-        lines = [*lines[: most - 1], lines[most - 1][: width - 2].rstrip() + " …"]
+        last = lines[most - 1]
+        while last and text_width(f"{last} …", size, bold=bold) > 0.98 * width:
+            last = last[:-1]
+        lines = [*lines[: most - 1], last.rstrip() + " …"]
     return lines
 
 
@@ -283,7 +294,8 @@ def draw_curves(
         figure = Figure(figsize=(7.2, 5.6 if panel else 3.4), facecolor="white", layout="constrained")
         axes = figure.subplots(2 if panel else 1, 1, sharex=True, squeeze=False)[:, 0]
         if title:
-            figure.suptitle(title, fontsize=11, fontweight="bold", color=_INK, x=0.02, ha="left")
+            lines = _wrap(title, 0.96 * figure.get_figwidth(), 3, size=_HEADING, bold=True)
+            figure.suptitle("\n".join(lines), fontsize=_HEADING, fontweight="bold", color=_INK, x=0.02, ha="left")
         _draw_loss(axes[0], losses, _series(eval_rows, "loss"))
         shown = {at: text for at, text in marks.items() if len(losses) and losses[0, 0] < at <= losses[-1, 0]}
         _draw_marks(axes[0], shown)
@@ -292,7 +304,8 @@ def draw_curves(
             _draw_accuracies(axes[1], accuracies)
         elif accuracies:
             last = ", ".join(f"{name.replace('_', ' ')} {points[-1, 1]:.1%}" for name, points in accuracies.items())
-            axes[0].set_title(f"held out: {last}", fontsize=8.5, color=_INK, loc="left", wrap=True)
+            lines = _wrap(f"held out: {last}", _PLOT, 4)
+            axes[0].set_title("\n".join(lines), fontsize=_SMALL, color=_INK, loc="left")
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(losses) == 1:
@@ -332,11 +345,15 @@ def _draw_loss(axes: Axes, losses: np.ndarray, held_out: np.ndarray) -> None:
 
 
 def _draw_marks(axes: Axes, marks: Mapping[int, str]) -> None:
+    first, last = axes.get_xlim()
     for step, text in marks.items():
         axes.axvline(step, color=_GREY, linewidth=0.8, linestyle=":")
+        left = (step - first) / (last - first)
+        room, before = _PLOT * max(left, 1 - left), left > 0.5 and text_width(text, _MARKED) > _PLOT * (1 - left)
         axes.annotate(
-            text, (step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points",
-            va="top", fontsize=7.5, color=_GREY, annotation_clip=False,
+            "".join(_wrap(text, room, 1, size=_MARKED)), (step, 1.0), xycoords=("data", "axes fraction"),
+            xytext=(-3 if before else 3, -2), textcoords="offset points", ha="right" if before else "left",
+            va="top", fontsize=_MARKED, color=_GREY, annotation_clip=False,
         )  # fmt: skip
 
 

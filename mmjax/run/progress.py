@@ -11,6 +11,7 @@ with Progress(total=12, description="compiling programs", log_every=4) as progre
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -142,6 +143,19 @@ class Progress:
 
 _AT_ONCE = 1.0
 """Seconds."""
+
+
+@contextmanager
+def announced(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """A context that prints a line, in the first process, once its work has taken so long."""
+    timer = threading.Timer(seconds, lambda: print(text, flush=True))
+    timer.daemon = True
+    if is_first():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class IndexProgress:

@@ -87,6 +87,7 @@ class TrainResult:
       evaluation: the last evaluation; ``None`` where it failed or there was none.
       swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
       evaluation_failure: why the last evaluation has failed; empty if it has not.
+      scores_shown: whether the progress display has shown them.
       interrupted: whether Ctrl-C or SIGTERM ended it.
       ending: why it ended before its last step, for ``Train.patience``; empty if it has not.
       unusable: how many samples could not be used so far; ``skipped.jsonl`` names them.
@@ -99,6 +100,7 @@ class TrainResult:
     evaluation: Evaluation | None = None
     swapped: Mapping[str, Evaluation] = field(default_factory=dict)
     evaluation_failure: str = ""
+    scores_shown: bool = False
     interrupted: bool = False
     ending: str = ""
     unusable: int = 0

@@ -22,8 +22,9 @@ from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.types import NoBatchError, Sample, StepBatch
+from mmjax.flags import counted
 from mmjax.mesh.processes import first_says, is_first
-from mmjax.mesh.spmd import empty_here
+from mmjax.mesh.spmd import Program, empty_here
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
@@ -359,6 +360,7 @@ class Trainer:
             if self._best.add(self.step, figures(found.plain, found.swapped)):
                 self.save()
             progress.message(f"step {self.step}: {describe(found.plain, found.swapped)}")
+        result.scores_shown = bool(found.plain)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -457,12 +459,17 @@ class Trainer:
         require(bool(self.run_dir) or not steps, "Train.profile_steps", steps, "needs a run directory; set it to ()")
         return ProfileWindow(steps, (self.run_dir or Path()) / "profile", self.executor)
 
+    def programs(self) -> list[Program]:
+        """The different programs that this process compiles: of steps, of evaluations and of trials of links."""
+        programs = [*self.executor.programs(), *self.scoring.programs(), *self._initializer.programs()]
+        return list({id(program): program for program in programs}.values())
+
     def compile(self) -> None:
-        """Compiles every program of training and evaluation that is not compiled yet, several at a time."""
-        programs = [*self.executor.programs(), *self.scoring.programs()]
-        programs += self._initializer.programs()
-        total = len({id(program) for program in programs})
+        """Compiles every program that is not compiled yet, several at a time."""
+        programs = self.programs()
+        total = len(programs)
         with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
+            progress.message(f"tracing and compiling {counted(total, 'program')}")
             compile_all(programs, lambda done, _, __: progress.update(done))
 
     def _report(self, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mmjax.schedule.graph import WORLD, show_ranks
 from mmjax.schedule.ops import COPY_KINDS, Op, occupies
 from mmjax.schedule.simulate import Timeline
+from mmjax.schedule.text import wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,27 +134,10 @@ def _counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{plural * (count != 1)}"
 
 
-def set_title(figure: Figure, *parts: str) -> None:
-    """A title on as many lines as its parts need to fit into the width of the figure; a longer one is cut into more."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.font_manager import FontProperties
-
-    font, renderer = FontProperties(size=11), FigureCanvasAgg(figure).get_renderer()
-    room = 0.97 * figure.get_figwidth() * figure.dpi
-
-    def fits(text: str) -> bool:
-        return renderer.get_text_width_height_descent(text, font, False)[0] <= room
-
-    lines = [""]
-    for part in parts:
-        # A part begins a line where it does not fit behind the others, and its words do where it fits on none.
-        for word in [part] if fits(part) else part.split():
-            longer = f"{lines[-1]} {word}".lstrip()
-            if fits(longer):
-                lines[-1] = longer
-            else:
-                lines.append(word)
-    figure.suptitle("\n".join(filter(None, lines)), x=0.015, ha="left", fontsize=11, color=_INK)
+def set_title(figure: Figure, *parts: str, size: float = 11) -> None:
+    """A title on as many lines as its parts need to fit into the width of the figure; see `wrapped`."""
+    lines = wrapped(*parts, width=0.97 * figure.get_figwidth(), size=size)
+    figure.suptitle("\n".join(lines), x=0.015, ha="left", fontsize=size, color=_INK)
 
 
 _LONGEST, _LINES = 30, 4

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from jax import lax
 from tiny import FAN_IN, bindings, tiny
+from trial_runs import REPOSITORY
 
 from mmjax.check import main, table
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
 from mmjax.data import packing
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
@@ -27,6 +30,8 @@ from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.walker import Walker
 from mmjax.pipeline.zero import ZeroLeaf
 from mmjax.run import assembly, warm_up
+from mmjax.run.assembly import open_source
+from mmjax.sample_data import main as sample_data
 
 Found = dict[str, Any]
 ENCODER = ["vision grad", "vision_projector grad"]
@@ -40,6 +45,26 @@ def first_off(**changes: Any) -> tuple[int, list[str]]:
     found = report.comparison.first_off()
     assert found
     return found
+
+
+class Shrunk(Exception):
+    """Raised where a check has shrunk its configuration, before anything is compiled."""
+
+
+def test_a_check_needs_no_records_to_hold_out(tmp_path: Path) -> None:
+    """It evaluates nothing, and was refused on a few records of a set of which more are held out."""
+    assert sample_data([f"--out={tmp_path}", "--samples=12"]) == 0
+    path = f"digits/Source.path={str(tmp_path / 'llava' / 'data.json')!r}"
+    config = load_config([REPOSITORY / "configs" / "llava_json.gin"], [path])
+    assert config.sources["digits"].held_out == 40
+    with pytest.raises(ConfigError, match=r"digits/Source.held_out=40: of 12 usable records some must be left"):
+        open_source(config, split="train")
+
+    def say(line: str) -> None:
+        raise Shrunk(line)
+
+    with pytest.raises(Shrunk):
+        check(config, 1, say=say, style="silent")
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) -> None:

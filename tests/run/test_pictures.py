@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image, ImageColor
 
 from mmjax.data.tasks.digits.config import DigitsConfig
@@ -221,3 +223,56 @@ def test_the_held_out_loss_is_drawn_beside_the_loss_and_not_among_accuracies(tmp
     rows_, _ = np.nonzero(near(tmp_path / "c.png", "#b4513d", 12))
     height = pixels(tmp_path / "c.png").shape[0]
     assert len(rows_) > 300 and rows_.max() < 0.5 * height
+
+
+LONG = ("W" * 300, "MMMM " * 60, "il" * 300, "数字" * 90, "a question, of several words, that is asked " * 6, "7", "")
+
+
+def within(inner, outer, slack: float = 0.5) -> bool:
+    """Whether a box lies in another, up to half a pixel."""
+    return (
+        inner.x0 >= outer.x0 - slack
+        and inner.x1 <= outer.x1 + slack
+        and inner.y0 >= outer.y0 - slack
+        and inner.y1 <= outer.y1 + slack
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_texts_lie_in_their_cards_cards_in_rows_and_titles_in_the_figure(tmp_path):
+    """Lines were as many characters long, whatever these are; cards went under the shortest column."""
+    texts = [*LONG, *LONG[:3]]
+    items = [
+        item(number % 2 == 0, *[plain(8, 16 * (1 + number % 3), MAGENTA)] * (number % 4), question=text, answer=text)
+        for number, text in enumerate(texts)
+    ]
+    items = [replace(one, predicted=one.answer[:-1]) for one in items]
+    items[-2:] = replace(items[-2], predicted=None), replace(items[-1], broken=texts[-1])
+    for title in ("step 3", *LONG[:5]):
+        figure = draw_predictions(items, tmp_path / "p.png", columns=3, title=title)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        cards = [artist.get_window_extent(renderer) for artist in figure.artists]
+        tops = [round(card.y1) for card in cards]
+        assert [tops.count(top) for top in sorted(set(tops), reverse=True)] == [3, 3, 3, 1]
+        assert sorted(tops, reverse=True) == tops, "cards are not in the order of the samples"
+        assert len({round(card.x0) for card in cards}) == 3
+        for text in figure.texts:
+            box = text.get_window_extent(renderer)
+            assert within(box, figure.bbox), text.get_text()
+            homes = [card for card in cards if card.y0 < (box.y0 + box.y1) / 2 < card.y1 and card.x0 < box.x0 < card.x1]
+            assert len(homes) == (box.y1 < max(tops)), text.get_text()
+            assert all(within(box, card) for card in homes), text.get_text()
+        assert sum(text.get_text().endswith("of 8 right") for text in figure.texts) == 1
+
+
+@pytest.mark.parametrize("title", LONG[:5])
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_titles_and_marks_of_curves_lie_in_the_figure(tmp_path, title):
+    rows = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 21)]
+    scores = [{"step": 20, **{f"{'long ' * 6}name {number}": 0.5 for number in range(9)}}]
+    figure = draw_curves(rows, scores, tmp_path / "c.png", title=title, marks={2: title, 11: title, 19: title})
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and len(text.get_text()) > 5]
+    assert len(texts) == 5, "a title, the scores and three marks"
+    for text in texts:
+        assert within(text.get_window_extent(renderer), figure.bbox), text.get_text()

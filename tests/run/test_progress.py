@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
-from mmjax.run.progress import Progress, duration
+from mmjax.run.progress import Progress, announced, duration
 
 
 class Terminal(io.StringIO):
@@ -74,6 +75,16 @@ def test_counting_programs():
         "compiling programs 6/12  0s left",
         "compiling programs 12/12  took 0s",
     ]
+
+
+def test_slow_work_is_announced_and_quick_work_is_not(capsys):
+    with announced("quick", seconds=60):
+        pass
+    began = time.monotonic()
+    with announced("tracing", seconds=0.01):
+        while not (said := capsys.readouterr().out) and time.monotonic() - began < 30:
+            time.sleep(0.005)
+    assert said == "tracing\n"
 
 
 def test_an_unknown_style_is_refused():

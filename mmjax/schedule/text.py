@@ -1,0 +1,44 @@
+"""Text in pictures, broken into lines by its extent: characters differ in width, so their number does not say it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+
+@functools.lru_cache(maxsize=8192)
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Inches that a line takes in matplotlib's own font; ``size`` in points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn for it, which is measured
+        width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return width / 72
+
+
+def wrapped(*parts: str, width: float, size: float, bold: bool = False) -> list[str]:
+    """The parts, one behind the other, on as many lines of ``width`` inches as they need.
+
+    A part begins a line where it does not fit behind another; its words do where it fits on no line, and a word that
+    fits on none is cut.
+    """
+
+    def fits(text: str) -> bool:
+        return text_width(text, size, bold=bold) <= width
+
+    lines = [""]
+    for part in parts:
+        for word in [part] if fits(part) else part.split():
+            longer = f"{lines[-1]} {word}".lstrip()
+            if fits(longer):
+                lines[-1] = longer
+                continue
+            lines.append("")
+            for character in word:
+                if lines[-1] and not fits(lines[-1] + character):
+                    lines.append("")
+                lines[-1] += character
+    return [line for line in lines if line]
