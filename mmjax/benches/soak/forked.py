@@ -116,6 +116,7 @@ def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the soak has a handler of its own
         status = work() or 0
     except SystemExit as end:
         status = end.code or 0
