@@ -26,19 +26,24 @@ from mmjax.train import main
 FAULTY_PROCESS = 1
 STEP = 10
 """The number of steps that are dispatched before the fault."""
-SLOWNESS = 0.3
-"""Seconds that the slow process takes longer for each forward op."""
 _FOR_EVER = 10_000.0
 
 
 def hang() -> None:
     """An op that never returns."""
-    _before_ops(lambda: time.sleep(_FOR_EVER))
+    step, dispatch = Executor.step, Walker.dispatch
 
+    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        global _begun
+        _begun = _begun or _happens()
+        return step(self, *args, **kwargs)
 
-def slow() -> None:
-    """Forward ops that take longer, from then on."""
-    _before_ops(lambda: time.sleep(SLOWNESS))
+    def faulty_dispatch(self: Walker, op: Op) -> None:
+        if _begun:
+            time.sleep(_FOR_EVER)
+        dispatch(self, op)
+
+    Executor.step, Walker.dispatch = marked_step, faulty_dispatch
 
 
 def nan() -> None:
@@ -46,7 +51,7 @@ def nan() -> None:
     plain = Executor.step
 
     def step(self: Executor, *args: Any, **kwargs: Any) -> Any:
-        if _happens(self):
+        if _happens():
             name = next(name for name, stage in self.placed.stages.items() if stage.submesh.local)
             first, *others = jax.tree.leaves(self.states[name]["master"])
             shape = jax.tree.structure(self.states[name]["master"])
@@ -56,14 +61,14 @@ def nan() -> None:
     Executor.step = step
 
 
-FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "slow": slow, "nan": nan}
+FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "nan": nan}
 """Installs a fault, by name."""
 
 _steps = 0
 _begun = False
 
 
-def _happens(executor: Executor) -> bool:
+def _happens() -> bool:
     """Whether the fault happens at this step; true once, in one process."""
     global _steps
     _steps += 1
@@ -72,23 +77,6 @@ def _happens(executor: Executor) -> bool:
         return False
     mark.write_text(f"{time.time()}\n")
     return True
-
-
-def _before_ops(fault: Callable[[], None]) -> None:
-    """Runs ``fault`` before each forward op of the faulty process, from the step of the fault on."""
-    step, dispatch = Executor.step, Walker.dispatch
-
-    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
-        global _begun
-        _begun = _begun or _happens(self)
-        return step(self, *args, **kwargs)
-
-    def faulty_dispatch(self: Walker, op: Op) -> None:
-        if _begun and op.kind == "F":
-            fault()
-        dispatch(self, op)
-
-    Executor.step, Walker.dispatch = marked_step, faulty_dispatch
 
 
 if __name__ == "__main__":

@@ -174,7 +174,6 @@ KINDS = {
         inside="hang",
         settings=("World.hang_seconds=10",),
     ),
-    "slow": Fault(doc="forward ops of process 1 take 0.3 s longer", line=r"slow", inside="slow", restarted=False),
     "nan": Fault(
         doc="a parameter of process 1 becomes NaN", line=r"not finite", inside="nan", settings=("Train.max_skipped=2",)
     ),
