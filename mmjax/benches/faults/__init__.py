@@ -47,7 +47,7 @@ def _faults(count: int, names: Sequence[str], folder: Path) -> Iterator[Row]:
     for name in names:
         case = f"{count} processes, {name}"
         try:
-            result = try_fault(KINDS[name], FaultTrial(processes=count, folder=folder / name, name=name), undisturbed)
+            result = try_fault(KINDS[name], FaultTrial(processes=count, folder=folder / name), undisturbed)
         except FaultFailure as failure:
             yield Row(bench="faults", case=f"{case}: {failure}", value=1, unit="failure", target=at_most(0))
             continue

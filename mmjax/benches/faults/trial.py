@@ -86,7 +86,6 @@ class FaultTrial:
     Attributes:
       processes: number of processes.
       folder: where everything is written.
-      name: name of the fault; empty for the run without one.
       inside: fault in ``faulty.FAULTS`` that process 1 brings about itself; empty where it comes from outside.
       settings: further bindings.
       run: the run directory.
@@ -97,7 +96,6 @@ class FaultTrial:
 
     processes: int
     folder: Path
-    name: str = ""
     inside: str = ""
     settings: tuple[str, ...] = ()
     run: Path = field(init=False)
