@@ -1,7 +1,7 @@
 """Every schedule, and the baselines that papers compare with, on three workloads: simulated, and measured.
 
 A workload is a vision and an audio encoder before an LLM, on as many ranks as there are processes: one a rank, whose
-ops sleep for their modelled time (``mmjax.schedule.replay``). A way is a schedule on a placement
+ops sleep for their modelled time (``mmjax.benches.replay``). A way is a schedule on a placement
 (``mmjax.schedule.placements``). All ways have the same ranks and the same layers. Placements differ in how many ranks
 each module has, or how many stages encoders are fused into; each way gets the placement that is fastest in simulation.
 """

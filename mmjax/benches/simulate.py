@@ -1,7 +1,7 @@
 """Simulated step times against reality: processes that wait for each other, and ops that sleep for their modelled time.
 
 Each case is a schedule over a layout. It is simulated, and replayed with a process for every block of ranks
-(``mmjax.schedule.replay``). A machine only adds time, so the shortest of up to three steps counts, and the case ends
+(``mmjax.benches.replay``). A machine only adds time, so the shortest of up to three steps counts, and the case ends
 with the first step within the target. The last rows show that the comparison can fail: two wrong simulations must miss
 by more than the target. One takes a rendezvous for an asynchronous move, the other ignores that two stages share ranks.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from mmjax.benches.replay import replay
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected
 from mmjax.schedule.ops import Schedule
-from mmjax.schedule.replay import replay
 from mmjax.schedule.schedules import gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 

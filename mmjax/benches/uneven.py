@@ -3,7 +3,7 @@
 The configuration is `digits_vlm.gin` with one to four images of one to six digits, up to three times as large. Samples
 are packed into LLM rows, and both modules have buckets chosen from the data, for each way its own. What a microbatch
 costs on a stage follows from its bucket and the FLOPs of the module, as a run's reordering has it. *Measured* is a real
-process for each stage whose ops sleep for that time (``mmjax.schedule.replay``): it says how long ops wait for one
+process for each stage whose ops sleep for that time (``mmjax.benches.replay``): it says how long ops wait for one
 another, and nothing about the speed of a device.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from mmjax.benches.replay import costs_of
 from mmjax.benches.rows import Row, at_least, at_most
 from mmjax.benches.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
 from mmjax.config import load_config
@@ -21,7 +22,6 @@ from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.mesh.world import World
 from mmjax.run.assembly import build_packer, open_source, order_of, place, with_buckets
-from mmjax.schedule.replay import costs_of
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
 UNEVEN = (

@@ -1,1 +1,1 @@
-"""Schedules of small SPMD programs: made, checked, timed, drawn and replayed. Nothing here knows a device or array."""
+"""Schedules of small SPMD programs: made, checked, timed and drawn. Nothing here knows a device or array."""

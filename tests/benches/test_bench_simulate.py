@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.benches import simulate as bench
-from mmjax.schedule.replay import blocks_of
+from mmjax.benches.replay import blocks_of
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from stage_graphs import chain, spread
 
+from mmjax.benches.replay import blocks_of
 from mmjax.schedule.graph import GraphError
 from mmjax.schedule.ops import Op, edge_ops, holds, touches
-from mmjax.schedule.replay import blocks_of
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate

@@ -1,7 +1,7 @@
 """The systems with real processes: one for each rank of a small pipeline, whose ops sleep for their modelled time.
 
 A vision encoder whose microbatches differ, an LLM, and in the second model a generator. What is measured is how long
-ops wait for one another (`mmjax.schedule.replay`), and nothing about the speed of a device.
+ops wait for one another (`mmjax.benches.replay`), and nothing about the speed of a device.
 """
 
 from __future__ import annotations

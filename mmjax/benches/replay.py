@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from mmjax.schedule import replay_process
+from mmjax.benches import replay_process
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Op, Resource, Schedule, holds, occupies
 from mmjax.schedule.simulate import Costs, Timeline, simulate
