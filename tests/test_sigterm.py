@@ -26,6 +26,16 @@ def main():
 def come():
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
+def come_once_asleep():
+    # Without thread switches the other thread first runs when the main thread lets go of the interpreter in its sleep.
+    def come_behind(gate):
+        gate.acquire()
+        come()
+    gate = threading.Lock()
+    gate.acquire()
+    sys.setswitchinterval(1000)
+    threading.Thread(target=come_behind, args=[gate], daemon=True).start()
+    gate.release()
 """
 TAIL = "\nrun_plain(main)\n"
 
@@ -59,7 +69,7 @@ def ended(body: str, head: str = HEAD, tail: str = TAIL) -> tuple[int, str, floa
         # The main thread hears nothing, as in a library that does not return: no handler of Python's is called.
         (
             "def body():\n    sigterm.within(0.3)\n    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
-            "    come()\n    time.sleep(60)",
+            "    come_once_asleep()\n    time.sleep(60)",
             "error: the process has not ended 0.3 s after SIGTERM (Checkpoint.grace_seconds): it ends without another "
             "checkpoint, and the newest whole one stays\n",
         ),

@@ -131,7 +131,7 @@ class _Phases:
             warmup = (self.graph.distance(node.name) + 1) * node.lanes
             if node in self.encoders or node in self.feeding:
                 orders[node.name] = [op for span in self.spans for op in phases(node, span)]
-                in_flight[node.name] = window
+                in_flight[node.name] = node.lanes * -(-window // node.lanes)
             elif node in self.rest:
                 orders[node.name] = [op for span in self.spans for op in turns(node, span, warmup)]
                 in_flight[node.name] = min(warmup, window)
@@ -155,8 +155,8 @@ class _Phases:
         """Waits that keep the phases of each window apart.
 
         The first F of the rest waits for the encoders' forward ops (`_forward`), and the encoders' backward ops
-        (`_backward`) wait for the last op of the rest. An encoder without backward instead starts the next window after
-        the rest has ended this one.
+        (`_backward`) wait for the last op of the rest. A lane without backward in a window instead starts the next
+        window after the rest has ended this one.
         """
         waits: dict[Op, list[Op]] = defaultdict(list)
         pairs = [(encoder, node) for encoder in self.encoders for node in self.rest if self._apart(encoder, node)]
@@ -165,9 +165,8 @@ class _Phases:
                 waits[Op("F", node.name, span[0])] += self._forward(encoder, span)
                 for op in self._backward(encoder, span):
                     waits[op].append(_last(node, span))
-                if index and not encoder.backward:
-                    for m in span[: encoder.lanes]:
-                        waits[Op("F", encoder.name, m)].append(_last(node, self.spans[index - 1]))
+                for m in _without_backward(encoder, self.spans[index - 1], span) if index else ():
+                    waits[Op("F", encoder.name, m)].append(_last(node, self.spans[index - 1]))
             for generator in self.generators:
                 self._around(waits, generator, span)
         return {op: tuple(before) for op, before in waits.items()}
@@ -238,6 +237,12 @@ def _ops(node: StageNode, span: range) -> list[Op]:
 def _by_lane(node: StageNode, span: range) -> list[int]:
     """The last microbatch of each lane that has any, in the order of the lanes of `span`'s first ones."""
     return sorted(node.last_of_lanes(span), key=lambda m: (m - span[0]) % node.lanes)
+
+
+def _without_backward(node: StageNode, previous: range, span: range) -> list[int]:
+    """The first microbatch of `span` of each lane that runs no backward in the window before it."""
+    lanes = {node.lane(m) for m in previous} if node.backward else set()
+    return [m for m in span[: node.lanes] if node.lane(m) not in lanes]
 
 
 def _last(node: StageNode, span: range) -> Op:

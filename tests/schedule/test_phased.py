@@ -61,6 +61,22 @@ def test_a_frozen_encoder_waits_for_the_window_before_to_drain():
     assert _phases(schedule, 0) == "ffFFBB" * 2 and _phases(schedule, 1) == "ffFBFB" * 2
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("window", "microbatches"), [(1, 5), (2, 5), (3, 4), (4, 9), (5, 9), (6, 13), (7, 9)])
+def test_windows_need_not_divide_into_lanes(window, microbatches, backward):
+    """Lanes without a microbatch in a window, or with one more than others, begin the next window no earlier."""
+    plain = spanning(4, backward=backward)
+    graph = replace(plain, stages=tuple(replace(n, lanes=4) if n.module == "vision" else n for n in plain.stages))
+    schedule = three_phase(graph, microbatches, _costs(graph), window=window)
+    report, timeline = validate(schedule), simulate(schedule, _costs(graph))
+    lane = -(-min(window, microbatches) // 4)
+    assert schedule.bound("vision.0") == min(4 * lane, microbatches) >= report.in_flight["vision.0"]
+    for m in range(window, microbatches):
+        start, _ = timeline.span(Op("F", "vision.0", m))
+        previous = m // window * window - 1
+        assert all(timeline.span(Op("B", f"llm.{i}", previous))[1] <= start for i in range(4))
+
+
 def test_what_takes_all_of_the_encoders_ranks_keeps_out_of_the_llms_phase():
     graph = spanning(3)
     timeline = simulate(three_phase(graph, 4, _costs(graph)), _costs(graph))
