@@ -583,7 +583,9 @@ def test_rows_that_do_not_divide_are_refused(transport):
 
 # Programs of degrees that do not divide take seconds to compile: one such pair is enough for `make test`.
 TRACED = [
-    pytest.param(*way.values, id=way.id, marks=pytest.mark.long if str(way.id).startswith("dp3tp2") else ())
+    pytest.param(
+        *way.values, id=way.id, marks=pytest.mark.long if re.match("dp3tp2|dp2tp3.*sliced", str(way.id)) else ()
+    )
     for way in ways(*COLOCATED)
 ]
 

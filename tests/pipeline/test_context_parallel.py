@@ -53,10 +53,7 @@ def over(case: Case, way: str, tokens: str = "lpt") -> Case:
 
 FAST = {
     "2→1": VISION,
-    "3→2, pp, windows": ODD,
-    "4→2, ring, tied, one program": over(BOTH, "ring", "zigzag"),
     "1→2, zb-h1": replace(PIPELINE, schedule="zb-h1", remat="dots", microbatches=3),
-    "1→2→2, masks of words": replace(DRAWING, model="masked, prefix"),
     "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
     "1→2, all-to-all": over(LLM, "all-to-all"),
     "2→1, fan-out": Case(vision=Layout(cp=2, tp=2), llm=Layout(dp=4, rank_offset=4)),
@@ -64,9 +61,14 @@ FAST = {
     "2→2, three phases": replace(
         CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
     ),
-    "2→2, nested": NESTED,
     "1→2, need": over(LLM, "need", "contiguous"),
     "2→1, need, whole media": over(VISION, "need", "segments"),
+}
+LONG = {
+    "3→2, pp, windows": ODD,
+    "4→2, ring, tied, one program": over(BOTH, "ring", "zigzag"),
+    "1→2→2, masks of words": replace(DRAWING, model="masked, prefix"),
+    "2→2, nested": NESTED,
 }
 SLOW = {
     "1→2, tp": LLM,
@@ -162,6 +164,7 @@ SLOW = {
 }
 CASES = [
     *(pytest.param(case, id=name) for name, case in FAST.items()),
+    *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
 

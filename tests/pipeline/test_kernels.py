@@ -19,7 +19,7 @@ CROSSED = Case(
     model="tied", vision=Layout(dp=2, rank_offset=4), llm=Layout(cp=2, pp=2, cp_way="all-to-all"), clip_norm=0.7
 )
 CASES = [
-    pytest.param("tokamax", MASKED, id="intervals, cp, words"),
+    pytest.param("tokamax", MASKED, id="intervals, cp, words", marks=pytest.mark.long),
     pytest.param("cudnn", CROSSED, id="cudnn, all-to-all"),
     pytest.param(
         "tokamax",

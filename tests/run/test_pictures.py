@@ -238,6 +238,7 @@ def within(inner, outer, slack: float = 0.5) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_texts_lie_in_their_cards_cards_in_rows_and_titles_in_the_figure(tmp_path):
     """Lines were as many characters long, whatever these are; cards went under the shortest column."""
