@@ -148,4 +148,4 @@ lock:
 
 clean:
 	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv .newest-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find mmjax studies tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mmjax benchmarks studies tests -name __pycache__ -type d -prune -exec rm -rf {} +

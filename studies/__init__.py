@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)

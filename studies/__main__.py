@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mmjax.benches.rows import print_rows
+from mmjax.bench.rows import print_rows
 from mmjax.config.flags import run_command
 from mmjax.configurable import ConfigError, suggest
 from mmjax.flags import Flag, entry, help_text, one_line_errors, parse_flags

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 from mmjax.configurable import from_preset
 from mmjax.models.config import LLM
 from mmjax.models.families import module_of

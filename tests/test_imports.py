@@ -1,6 +1,6 @@
 """Imports run downwards: no modules import each other in a circle, and no package imports one that stands above it.
 
-The packages are those of mmjax, and `studies`, which stands above all of it.
+The packages are those of mmjax, and `benchmarks` and `studies`, which stand above all of it.
 
 All imports count: those inside functions and those for types alone, too.
 """
@@ -56,9 +56,10 @@ STANDS_ON = {
     "train": "run",
     "check": "parity",
     "mmjax": "export run",  # mmjax/__init__.py
-    "benches": "launch mmjax parity train",
-    "bench": "benches",
-    "studies": "benches",  # beside mmjax/
+    "bench": "launch mmjax parity train",
+    # Beside mmjax/.
+    "benchmarks": "bench",
+    "studies": "bench",
 }
 """From the lowest to the highest: what each package, or module beside the packages, stands on. It may import these and
 all that they stand on."""
@@ -94,7 +95,8 @@ def _imports(sources: Mapping[str, str], name: str) -> Iterator[tuple[str, int]]
             if found in sources:
                 yield found, node.lineno
             else:
-                assert one.partition(".")[0] not in ("mmjax", "studies"), f"{name}:{node.lineno}: {one} is no module"
+                package = one.partition(".")[0]
+                assert package not in ("mmjax", "benchmarks", "studies"), f"{name}:{node.lineno}: {one} is no module"
 
 
 def circles(graph: Graph) -> set[frozenset[str]]:
@@ -136,8 +138,8 @@ def package_of(name: str) -> str:
 
 @cache
 def whole_graph() -> Graph:
-    """The imports in mmjax and in studies."""
-    paths = [path for package in ("mmjax", "studies") for path in (REPOSITORY / package).rglob("*.py")]
+    """The imports in mmjax, benchmarks and studies."""
+    paths = [path for package in ("mmjax", "benchmarks", "studies") for path in (REPOSITORY / package).rglob("*.py")]
     files = {path.relative_to(REPOSITORY).with_suffix(""): path for path in paths}
     return graph_of({".".join(at.parts).removesuffix(".__init__"): path.read_text() for at, path in files.items()})
 

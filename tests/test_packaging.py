@@ -29,10 +29,10 @@ LATE = {"jinja2", "soundfile", "tokenizers"}
 
 
 def programs() -> set[str]:
-    """Modules of mmjax that can be run, but those of its packages."""
-    return {
-        path.stem for path in (REPOSITORY / "mmjax").glob("[a-z]*.py") if '__name__ == "__main__"' in path.read_text()
-    }
+    """Modules and packages of mmjax that can be run, but modules of its packages."""
+    folder = REPOSITORY / "mmjax"
+    files = {path.stem for path in folder.glob("[a-z]*.py") if '__name__ == "__main__"' in path.read_text()}
+    return files | {path.parent.name for path in folder.glob("*/__main__.py")}
 
 
 def test_every_program_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def test_small_packages_are_imported_where_they_are_needed() -> None:
-    for path in (REPOSITORY / "mmjax").rglob("*.py"):
+    for path in (*(REPOSITORY / "mmjax").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")):
         assert not LATE & set(imported(ast.parse(path.read_text()))), f"{path}: import it in the function that needs it"
     probe = "import jinja2\nif TYPE_CHECKING:\n    import soundfile\ntry:\n    from tokenizers.x import y\nexcept: pass"
     assert set(imported(ast.parse(probe))) == {"jinja2", "tokenizers"}
@@ -142,7 +142,7 @@ def test_wheel_and_sdist_have_the_configurations(tmp_path: Path) -> None:
     assert {name for name in names if name.endswith(".gin")} == {f"mmjax/configs/{name}.gin" for name in config_names()}
     here = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "mmjax").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == here
-    assert {"mmjax/data/tasks/digits/digits.npz", "mmjax/benches/gpu/kept.json"} <= set(names)
+    assert {"mmjax/data/tasks/digits/digits.npz", "mmjax/bench/gpu/kept.json"} <= set(names)
     (empty := tmp_path / "empty").mkdir()
     program = (
         "from mmjax import load_config; from mmjax.config.shipped import CONFIGS; print(CONFIGS);"

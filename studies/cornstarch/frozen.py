@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 from mmjax.schedule.placements import TimedModule, apart
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 from studies.cornstarch import frozen
 from studies.cornstarch.pairs import CUTS, SOURCES, Prediction, predictions
 from studies.cornstarch.tables import END_TO_END, PAIRS

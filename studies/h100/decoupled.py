@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 from studies.h100.report import Stage, collectives, programs, row_of
 
 PATCHES = 1024

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mmjax.benches.rows import Row
+from mmjax.bench.rows import Row
 from mmjax.config import load_config
 from mmjax.planner.accelerators import H100 as DATASHEET
 from studies.h100.compiled import Compiled, Programs

@@ -15,7 +15,7 @@ from statistics import correlation, median
 
 import numpy as np
 
-from mmjax.benches.rows import Row as Result
+from mmjax.bench.rows import Row as Result
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
 from studies.nvidia.checks import contradictions, memory_contradictions, sign, upside_down

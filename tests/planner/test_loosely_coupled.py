@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from planner.models import GIGA, PLAIN, clock, model, module
 
+from benchmarks.every_plan import drawn_problem
 from mmjax import plan as command
-from mmjax.benches.every_plan import drawn_problem
 from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.cost import Degrees, Plan

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.models import MISSING, spoilt
 
+from benchmarks.every_plan import best_by_trying, drawn_problem
 from mmjax import plan
-from mmjax.benches.every_plan import best_by_trying, drawn_problem
 from mmjax.configurable import ConfigError
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit

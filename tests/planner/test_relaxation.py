@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.benches.every_plan import best_by_trying
+from benchmarks.every_plan import best_by_trying
 from mmjax.planner.group import allowed, first_real
 from mmjax.planner.problem import parse_problem
 from mmjax.planner.relaxation import SLACK, relax, spread

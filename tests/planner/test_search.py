@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.benches.every_plan import best_by_trying, drawn_problem
+from benchmarks.every_plan import best_by_trying, drawn_problem
 from mmjax.configurable import ConfigError
 from mmjax.planner.fit import DoesNotFit, least_memory
 from mmjax.planner.problem import parse_problem

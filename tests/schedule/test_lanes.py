@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from stage_graphs import chain, spread
 
-from mmjax.benches.replay import blocks_of
+from benchmarks.replay import blocks_of
 from mmjax.schedule.graph import GraphError
 from mmjax.schedule.ops import Op, edge_ops, holds, touches
 from mmjax.schedule.schedules import make_schedule

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stage_graphs import chain, connect, costs_of, frozen_encoder, offloaded, stage, stage_graphs
 
-from mmjax.benches import replay as replays
-from mmjax.benches.replay import ReplayError, blocks_of, replay
+from benchmarks import replay as replays
+from benchmarks.replay import ReplayError, blocks_of, replay
 from mmjax.schedule.ops import Op, Schedule, step_ops
 from mmjax.schedule.schedules import SCHEDULES, gpipe, make_schedule, one_f_one_b
 from mmjax.schedule.simulate import Costs, Timeline, simulate
@@ -72,7 +72,7 @@ def scaled(costs: Costs, factor: float) -> Costs:
 
 
 def test_nothing_here_imports_jax():
-    code = "import mmjax.benches.replay, mmjax.benches.simulate, sys; sys.exit('jax' in sys.modules)"
+    code = "import benchmarks.replay, benchmarks.simulate, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

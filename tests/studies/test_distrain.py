@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.benches.every_plan import drawn_problem
+from benchmarks.every_plan import drawn_problem
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.flops import training_factors
 from mmjax.models.graph import multimodal

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import studies
-from mmjax.benches import BENCHES, MOVED
-from mmjax.benches.rows import Row
+from mmjax.bench import BENCHES, MOVED
+from mmjax.bench.rows import Row
 from studies import STUDIES
 from studies.__main__ import main
 

@@ -1,0 +1,51 @@
+"""Bytes that a context-parallel rank receives in the attention of a layer, counted: bfloat16, sums of gradients fp32.
+
+Shapes: B rows, T tokens, N blocks, of all ranks or of one, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.cp_attention import Runs, known
+from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks
+from mmjax.attention.pairs import Intervals, block_work
+from mmjax.attention.tokens import Tokens
+
+HEADS, GROUPS, WIDTH = 64, 8, 128
+"""Query heads, key/value heads and their width in a layer of Llama 3.1 70B."""
+ITEM, SUM = 2, 4
+"""Bytes of a number, and of a sum of gradients."""
+
+
+def received(way: str, tokens: int, ranks: int) -> tuple[float, float]:
+    """Bytes in forward and backward under `Layout.cp_way`: "gather", "ring" or "all-to-all"."""
+    others, per_rank = (ranks - 1) / ranks, tokens * WIDTH / ranks
+    if way == "all-to-all":
+        pairs = 2 * math.lcm(GROUPS, ranks)
+        ahead = (2 * HEADS + pairs) * ITEM
+        back = (3 * HEADS + pairs) * ITEM + (HEADS + pairs) * SUM
+        return ahead * others * per_rank, back * others * per_rank
+    once = 2 * GROUPS * WIDTH * tokens
+    home = 1.0 if way == "ring" else others  # sums go all around a ring
+    return once * ITEM * others, once * (ITEM * others + SUM * home)
+
+
+def received_of_need(
+    mask: Intervals, method: Callable[[np.ndarray, int], np.ndarray], block: int, ranks: int
+) -> tuple[float, float]:
+    """Bytes that every rank receives under "need", by its own plan, where all ranks have equally many tokens.
+
+    In a backward the same comes again, and as much of the gradients goes home.
+    """
+    rank_N = method(block_work(mask, block), ranks)
+    place_T = np.argsort(np.repeat(rank_N, block), kind="stable")
+    runs_T2 = np.stack([mask.first_T, mask.last_T], axis=-1).astype(np.int32)
+    rule, size = Runs("full"), block_size(mask.tokens // ranks)
+    needed_BRRN = needed_blocks(rule, rule.columns(Tokens.of(known(place_T, runs_T2[place_T]))), ranks)
+    blocks = received_blocks(np.asarray(most_by_distance(needed_BRRN)), needed_BRRN.shape[3])
+    numbers = 2 * GROUPS * WIDTH * size * blocks
+    return float(numbers * ITEM), float(numbers * (ITEM + SUM))

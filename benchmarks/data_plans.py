@@ -1,0 +1,99 @@
+"""Data plans of the digits configurations, from metadata alone, for every number of buckets and lowering of steps.
+
+A run dies where a step has no plan, and so does every restart; so there must be no such step. Counted too are plans
+whose microbatches have several buckets where one program runs the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mmjax.bench.rows import Row, at_most
+from mmjax.config import Config, load_config
+from mmjax.config.shipped import CONFIGS
+from mmjax.configurable import ConfigError
+from mmjax.data.config import PackingConfig
+from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.packing import Packer
+from mmjax.data.types import SampleMeta
+from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
+
+NUMBERS = (1, 3, 6)
+DATA = {
+    "digits": (
+        "digits_vlm.gin",
+        "digits_vlm_colocated.gin",
+        "digits_vlm_homogeneous.gin",
+        "digits_vlm_one_device.gin",
+    ),
+    "digits and calls": ("digits_valm.gin",),
+    "digits to draw": ("digits_draw.gin",),
+}
+"""Configurations by the data that they train on; those with the same data have the same samples."""
+_REMEMBERED = 2**15
+
+
+@dataclass(kw_only=True)
+class Found:
+    """Results over many steps.
+
+    Attributes:
+      wrong: number of steps without a plan or with a wrong one.
+      seconds: seconds that all plans took.
+    """
+
+    wrong: int = 0
+    seconds: float = 0.0
+
+
+def bench_data_plans(rounds: int, steps: int) -> Iterator[Row]:
+    """For each configuration, the number of steps without a plan, and the mean time of a plan."""
+    for names in DATA.values():
+        for case, found in planned(names, steps).items():
+            yield _row(f"{case}: without a plan", found.wrong, "steps", 0)
+            yield _row(f"{case}: a plan", 1e3 * found.seconds / steps, "ms")
+
+
+def _row(case: str, value: float, unit: str, most: float | None = None) -> Row:
+    return Row(bench="data-plans", case=case, value=value, unit=unit, target=None if most is None else at_most(most))
+
+
+def planned(names: Sequence[str], steps: int) -> Mapping[str, Found]:
+    """Results over the first steps, by case, for configurations that have the same samples."""
+    configs = {name: load_config([CONFIGS / name]) for name in names}
+    first = next(iter(configs.values()))
+    source = open_source(first, split="train")
+    source.meta = lru_cache(_REMEMBERED)(source.meta)  # buckets are chosen from some of the steps
+    packers = {case: own for name, config in configs.items() for case, own in _packers(name, config, source)}
+    found, size = {case: Found() for case in packers}, first.train.global_batch
+    for step in range(steps):
+        metas = [source.meta(step * size + sample) for sample in range(size)]
+        for case, packer in packers.items():
+            begun = time.perf_counter()
+            found[case].wrong += not _plans(packer, step, metas)
+            found[case].seconds += time.perf_counter() - begun
+    return found
+
+
+def _packers(name: str, config: Config, source: Source) -> Iterator[tuple[str, Packer]]:
+    tokenizer = tokenizer_of(config.data, config.model.media)
+    for number in (None, *NUMBERS):
+        asked = {module: PackingConfig(buckets=number) for module in config.packing} if number else config.packing
+        chosen = with_buckets(replace(config, packing=asked), source)
+        for lowering in ("ops",) if one_bucket(config) else ("ops", "single"):
+            own = replace(chosen, train=replace(chosen.train, lowering=lowering))
+            packer = build_packer(own, tokenizer, one_bucket=one_bucket(own), source=source)
+            buckets = f"buckets={number}" if number else "its buckets"
+            yield f"{name.removesuffix('.gin')}, {buckets}, {'one program' if packer.one_bucket else 'ops'}", packer
+
+
+def _plans(packer: Packer, step: int, metas: Sequence[SampleMeta]) -> bool:
+    """Whether a step has a plan that its executor takes."""
+    try:
+        parts = packer.plan(step, metas).microbatches
+    except ConfigError:
+        return False
+    return not packer.one_bucket or all(part.bucket == parts[0].bucket for part in parts)

@@ -1,0 +1,79 @@
+"""New tokens a second with a cache of keys and values, beside computing every row again for each token.
+
+The model is that of the digits with one layer of its encoder, on one device; eight prompts in rows of 128 tokens are
+continued by 64. Both ways run the same program over the prompts; without a cache it runs again for each token, over the
+prompt and what has been said, its encoder too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.steps import ALWAYS, in_turn
+from mmjax.bench.rows import Row, at_least
+from mmjax.config import load_config
+from mmjax.config.shipped import CONFIGS
+from mmjax.models.config import LLM
+from mmjax.run.assembly import open_source, place
+from mmjax.run.evaluation import Evaluator
+
+ROWS, NEW = 8, 64
+CHANGES = (
+    *("vision/ViT.layers=1", "Data.sequence_length=128", f"Train.global_batch={ROWS}", "Train.microbatches=1"),
+    "World.compilation_cache=none",
+)
+
+
+class Answering:
+    """A model with prompts, ready to continue them."""
+
+    def __init__(self) -> None:
+        config = load_config([CONFIGS / "digits_vlm_one_device.gin"], [*ALWAYS, *CHANGES])
+        parts, source = place(config), open_source(config, split="test")
+        self._evaluator = Evaluator(parts)
+        self._predictor = self._evaluator.predictor
+        key, stages = jax.random.key(0), parts.placed.local_stages
+        self._predictor.load({name: stage.state.initialise(key) for name, stage in stages.items()})
+        ((_, self._round),) = self._evaluator.rounds([source.sample(index) for index in range(ROWS)])
+        longest = max(int(start.max()) for start in self._round.starts)
+        assert longest + NEW <= config.data.sequence_length, f"prompts of {longest} tokens leave no room for {NEW}"
+        self._predictor.compile()
+        assert self.with_cache() == self.again(), "a cache changes what is said"
+
+    def with_cache(self) -> list[list[int]]:
+        """The new tokens of every row."""
+        said = self._predictor.generate(self._round.batch, self._round.starts, NEW, ())
+        return [row.tokens for row in said[0]]
+
+    def again(self) -> list[list[int]]:
+        """The same, every row computed again for each token."""
+        ((signature, inputs),) = self._round.batch
+        given = {name: np.array(array) for name, array in inputs[LLM].items()}
+        batch: Any = [(signature, {**inputs, LLM: given})]
+        ends, found = self._round.starts[0].copy(), [list[int]() for _ in self._round.starts[0]]
+        for _ in range(NEW):
+            (said,) = self._predictor.generate(batch, [ends], 1, ())
+            for row in np.flatnonzero(ends):
+                found[row] += said[row].tokens
+                given["tokens"][row, ends[row]] = said[row].tokens[0]
+                given["segments"][row, ends[row]], given["positions"][row, ends[row]] = 1, ends[row]
+                ends[row] += 1
+        return found
+
+
+def bench_generate(rounds: int) -> Iterator[Row]:
+    """Tokens a second of both ways, taken in turn, and their ratio."""
+    answering = Answering()
+    ways: Any = {"with a cache": answering.with_cache, "every row again": answering.again}
+    times = in_turn(ways, rounds)
+    for way, seconds in times.items():
+        rate = ROWS * NEW / statistics.median(seconds)
+        yield Row(bench="generate", case=f"digits' model, one device: {way}", value=rate, unit="tokens/s")
+    ratios = [slow / fast for fast, slow in zip(*times.values(), strict=True)]
+    about: Any = {"value": statistics.median(ratios), "unit": "ratio", "target": at_least(2.0)}
+    yield Row(bench="generate", case="digits' model, one device: with a cache / again", **about)

@@ -1,0 +1,262 @@
+"""Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
+
+A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.needs`). The truth
+has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its own
+peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
+
+The analysis of one program does not give a stage's total. Its arguments hold the residuals of one microbatch while
+several are in flight, it shares its parameters with every other program, and no program has the masters and moments.
+But it is a check: its arguments and outputs take no more bytes than their shapes say (`Compared.uncounted`), and fewer
+where it does not read some, such as the weights of a frozen encoder in the backward of its projector. The outputs of a
+backward are sums, which are overwritten, and gradients to be sent, which are counted as such. So temporaries are the
+only other bytes that live while a program runs.
+
+Reduce and update are left out: they run when no microbatch is in flight. Nothing runs here: programs are compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from benchmarks.steps import ALWAYS
+from mmjax.bench.rows import Row, at_least, at_most
+from mmjax.config import Config, load_config
+from mmjax.config.shipped import CONFIGS
+from mmjax.data.loader import tokenizer_of
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import memory_by_stage, shard_bytes
+from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.clock import AnalyticClock, Clock
+from mmjax.planner.estimate import Estimate
+from mmjax.planner.measured import MeasuredClock
+from mmjax.planner.needs import Need
+from mmjax.planner.profile_file import Compiled, Device, Profile, model_of
+from mmjax.planner.work import Work
+from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
+from mmjax.run.parts import Assembly
+from mmjax.run.planned import planned
+from mmjax.run.profiler import world_for
+from mmjax.run.trials import CUTS, Cut, attempts, compiled, points
+from mmjax.run.work import padded_rows, read_work
+
+WITHIN = 0.10
+DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"
+REMAT = ("llm/Decoder.remat='full'", "vision/ViT.remat='full'")
+HALF = ("Train.dtype='bfloat16'",)
+SMALLER = (
+    *("llm/Decoder.layers=4", "vision/ViT.layers=2", "Train.microbatches=24"),
+    *("llm/Layout.pp=2", "llm/Layout.tp=2", "vision/Layout.dp=2", "vision/Layout.tp=2", "vision/Layout.rank_offset=4"),
+)
+"""LLaVA-1.5 with few layers, so that compiling is cheap, in layouts that have tp too."""
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Bytes of a stage's device.
+
+    Attributes:
+      predicted: the planner's prediction, with temporaries of compiled trials.
+      traced: the same with temporaries of traces.
+      counted: bytes that live between programs.
+      temporaries: temporaries of the largest compiled program.
+      uncounted: the largest share, over the stage's programs, of arguments and outputs in the compiler's analysis that
+        shapes do not account for.
+    """
+
+    predicted: Need
+    traced: Need
+    counted: int
+    temporaries: int
+    uncounted: float
+
+    @property
+    def total(self) -> int:
+        """Bytes in all, with compiled temporaries."""
+        return self.counted + self.temporaries
+
+
+def compiled_clock(
+    config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3, cuts: Sequence[Cut] = CUTS
+) -> MeasuredClock:
+    """A clock that knows temporaries and no times: the trials of a profile, compiled and not run.
+
+    Args:
+      config: configuration of the model and its microbatches.
+      layouts: the layouts that it is wanted for; trials have every tp that a module has there.
+      shapes: how many of a profile's shapes: all rows of a microbatch, one row, a quarter.
+      cuts: which of a profile's cuts.
+    """
+    wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
+    source = open_source(config, split="train")
+    config = with_buckets(config, source)
+    world, tokenizer = world_for(config), tokenizer_of(config.data, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
+    needs: list[Compiled] = []
+    for tp in sorted({tp for _, tp in wanted}):
+        every = attempts(config, tokenizer, packer, world, tp, tried, cuts)
+        found = [one for one in every if (one.stage.model.module, tp) in wanted]
+        compiled(found, lambda *_: None)
+        needs += [one.compiled() for one in found]
+    device = world.devices[0]
+    return MeasuredClock(
+        profile=Profile(
+            device=Device(kind=device.device_kind, platform=device.platform, count=world.size, memory=0.0),
+            jax=jax.__version__,
+            dtype=config.train.dtype,
+            model=model_of(config),
+            data={},
+            trials=(),
+            compiled=tuple(needs),
+            moves=(),
+            copies=(),
+            gathers={},
+            reduces={},
+            op=0.0,
+            shared=1.0,
+        )
+    )
+
+
+def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
+    """Predicted bytes and those of compiled programs, by stage of a configuration's layouts.
+
+    The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
+    """
+    parts = assemble(config)
+    programs = stage_programs(parts)
+    train, rows = config.train, padded_rows(config, parts.packer)
+    candidate = Candidate(
+        mode="configured",
+        layouts=config.layouts,
+        microbatches=train.microbatches,
+        schedule=train.schedule,
+        window=train.window,
+    )
+    clocks = (clock, AnalyticClock(work=work, accelerator=H100))
+    predicted, traced = (Estimate(work=work, clock=one, candidate=candidate, rows=rows).needs for one in clocks)
+    return {
+        name: Compared(
+            predicted=predicted[name],
+            traced=traced[name],
+            counted=memory.total - memory.temporaries,
+            temporaries=max(program.compiled_temporary_bytes() for program in programs[name]),
+            uncounted=max(_uncounted(program) for program in programs[name]),
+        )
+        for name, memory in memory_by_stage(parts.placed, parts.schedule, parts.shapes.values()).items()
+    }
+
+
+def stage_programs(parts: Assembly) -> dict[str, list[Program]]:
+    """Compiles the programs of a microbatch in its largest bucket, by stage."""
+    assert isinstance(parts.executor, Executor), "a program per op"
+    largest = max(parts.shapes)
+    found = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
+    compile_all([program for own in found.values() for program in own])
+    return found
+
+
+def _uncounted(program: Program) -> float:
+    said = program.compiled.memory_analysis()
+    held = said.argument_size_in_bytes + said.output_size_in_bytes
+    return max(0.0, 1 - (shard_bytes(program.avals) + shard_bytes(program.outputs)) / held)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout of the digits model: how many microbatches, and the layouts of both modules."""
+
+    microbatches: int
+    vision: Layout
+    llm: Layout
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Layouts by module."""
+        return {"vision": self.vision, "llm": self.llm}
+
+    def describe(self) -> str:
+        """The case in one line."""
+        return f"vision {self.vision.describe()}; llm {self.llm.describe()}; {self.microbatches} microbatches"
+
+
+CASES = (
+    Case(microbatches=4, vision=Layout(), llm=Layout()),
+    Case(microbatches=16, vision=Layout(), llm=Layout(pp=3)),
+    Case(microbatches=8, vision=Layout(dp=8), llm=Layout(dp=8)),
+    Case(microbatches=2, vision=Layout(dp=2, rank_offset=2), llm=Layout(dp=2)),
+    Case(microbatches=4, vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    Case(microbatches=4, vision=Layout(tp=2, dp=2), llm=Layout(tp=2, dp=2, pp=2)),
+    Case(microbatches=32, vision=Layout(pp=2, rank_offset=4), llm=Layout(tp=2, pp=2)),
+    Case(microbatches=8, vision=Layout(tp=4, rank_offset=4), llm=Layout(tp=4)),
+    Case(microbatches=4, vision=Layout(dp=4), llm=Layout(dp=1, tp=4)),
+)
+"""tp of 1, 2 and 4, dp of 1 to 8, pp of 1 to 3, microbatches of 2 to 32 samples."""
+
+
+def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Compared]]]:
+    """Layouts of the digits model by name, compared by stage."""
+    config = load_config([CONFIGS / DIGITS], [*ALWAYS, "Data.workers=0", *bindings])
+    source = open_source(config, split="train")
+    work, clock = read_work(config, source), compiled_clock(config, [case.layouts for case in cases])
+    for case in cases:
+        candidate = Candidate(mode="configured", layouts=case.layouts, microbatches=case.microbatches)
+        run = planned(config, candidate)
+        run = replace(run, train=replace(run.train, lowering="ops"))
+        yield case.describe(), compare(run, work, clock)
+
+
+def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
+    """LLaVA-1.5 with few layers, by stage."""
+    config = load_config([CONFIGS / LLAVA], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
+    return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
+
+
+def bench_memory(rounds: int) -> Iterator[Row]:
+    """Totals of stages, predicted with compiled and with traced temporaries, over those of compiled programs."""
+    del rounds  # nothing is timed
+    worst: dict[str, list[float]] = {"planned from a profile": [], "planned from traces": []}
+    for what, bindings, cases in (
+        ("fp32", (), CASES),
+        ("fp32, recomputed", REMAT, CASES[4:6]),
+        ("bf16", HALF, (CASES[0], CASES[4])),
+    ):
+        for name, stages in digits(cases, bindings):
+            print(f"memory: {what}, {name}", file=sys.stderr, flush=True)
+            yield from _rows(f"digits {what}, {name}", stages, worst)
+    yield from _rows("LLaVA-1.5", llava(), worst)
+    for how, ratios in worst.items():
+        bounded = how == "planned from a profile"
+        for which, value, target in (
+            ("least", min(ratios), at_least(1 - WITHIN)),
+            ("most", max(ratios), at_most(1 + WITHIN)),
+        ):
+            case = f"{how} / compiled, {which} of {len(ratios)} stages"
+            yield Row(bench="memory", case=case, value=value, unit="ratio", target=target if bounded else None)
+
+
+def _rows(where: str, stages: Mapping[str, Compared], worst: Mapping[str, list[float]]) -> Iterator[Row]:
+    for stage, one in stages.items():
+        ratios = (one.predicted.total / one.total, one.traced.total / one.total)
+        for own, ratio in zip(worst.values(), ratios, strict=True):
+            own.append(ratio)
+        for what, value, unit in (
+            ("compiled", one.total, "B"),
+            ("planned from a profile / compiled", ratios[0], "ratio"),
+            ("planned from traces / compiled", ratios[1], "ratio"),
+        ):
+            yield Row(bench="memory", case=f"{where}, {stage}: {what}", value=value, unit=unit)

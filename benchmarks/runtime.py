@@ -1,0 +1,187 @@
+"""The cost of dispatching a step op by op, over the compute of its ops.
+
+Everything runs on one core: there nothing overlaps, so a step takes at least what its ops take, and the rest is the
+runtime's. Three kinds of step are taken in turn, so that a noisy machine moves all of them:
+
+* *step*: a training step as it is, until the new state and the loss are there;
+* *alone*: the same step, but every compiled program is called when its arguments are ready and nothing else runs, and
+  is waited for. Its time is the op's compute. It includes the call and the return, which a step hides behind other ops,
+  so a step may even be shorter than its ops. A move's time is its copies and the work to start them; it counts in the
+  boundary's share, and not as compute;
+* *host*: the CPU time of the dispatching thread, which never waits, by the kind of its work.
+
+Ratios and differences are taken within a round; the median over rounds counts. The same ratio of processor time, over
+all threads, leaves out both the time of other processes on a busy machine and the moments in which the core idles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from benchmarks.one_core import again_on_one_core, cores
+from benchmarks.steps import Stepper
+from mmjax.bench.rows import Row, at_most
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.awaiting import Awaiting
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import residual_bytes
+from mmjax.pipeline.walker import Walker
+from mmjax.pipeline.watch import measured_residuals
+from mmjax.schedule.ops import EDGE_KINDS, Op
+from mmjax.schedule.validate import validate
+
+CONFIGURATIONS = {"non-colocated": "digits_vlm.gin", "homogeneous": "digits_vlm_homogeneous.gin"}
+"""Pipelined configurations by case."""
+MOST_OVERHEAD = 1.10
+"""Limit on the time of a step over the compute of its ops."""
+MOST_BOUNDARY = 5.0
+"""Limit on the percent of all ops' time that pack, move and unpack take."""
+HOST_PARTS = ("program calls", "device_put of inputs", "device_put of moves", "make_array", "walker and waiting")
+
+
+def bench_runtime(rounds: int) -> Iterator[Row]:
+    """Overhead of the pipelined configurations, on one core."""
+    if cores() > 1:
+        yield from again_on_one_core("runtime", rounds)
+        return
+    yield Row(bench="runtime", case="cores used", value=cores(), unit="")
+    for case, config in CONFIGURATIONS.items():
+        yield from _rows(case, Stepper(config), rounds)
+
+
+def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
+    steps: list[float] = []
+    alone: list[dict[str, float]] = []
+    processor: list[float] = []
+    host: list[dict[str, float]] = []
+    for _ in range(rounds):
+        start, used = time.perf_counter(), time.process_time()
+        step()
+        steps.append(time.perf_counter() - start)
+        used = time.process_time() - used
+        alone.append(alone_seconds(step))
+        processor.append(used / _compute(alone_seconds(step, time.process_time)))
+        host.append(host_seconds(step))
+    ops = len(step.parts.schedule.ops)
+    compute = [_compute(times) for times in alone]
+    boundary = [sum(times.get(kind, 0.0) for kind in EDGE_KINDS) for times in alone]
+
+    def row(what: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
+        target = None if most is None else at_most(most)
+        return Row(bench="runtime", case=f"{case}: {what}", value=statistics.median(values), unit=unit, target=target)
+
+    yield row("step / compute of its ops", [a / b for a, b in zip(steps, compute, strict=True)], "ratio", MOST_OVERHEAD)
+    yield row("the same in processor time", processor, "ratio")
+    shares = [100 * part / sum(times.values()) for part, times in zip(boundary, alone, strict=True)]
+    yield row("share of boundary ops", shares, "%", MOST_BOUNDARY)
+    yield row("step", steps, "s")
+    yield row("compute of its ops", compute, "s")
+    yield row("ops", [ops], "")
+    per_op = 1e6 / ops
+    yield row("overhead per op", [(a - b) * per_op for a, b in zip(steps, compute, strict=True)], "µs")
+    yield row("host time per op", [sum(times.values()) * per_op for times in host], "µs")
+    for part in HOST_PARTS:
+        yield row(f"host time per op, {part}", [times.get(part, 0.0) * per_op for times in host], "µs")
+    waits = [(a - sum(times.values())) * per_op for a, times in zip(steps, host, strict=True)]
+    yield row("waiting for compute per op", waits, "µs")
+    for stage, (live, promised) in residuals(step).items():
+        yield row(f"residuals of {stage}, live − promised", [live - promised], "bytes", 0)
+        yield row(f"residuals of {stage}, promised − live", [promised - live], "bytes", 0)
+
+
+def residuals(step: Stepper) -> dict[str, tuple[int, int]]:
+    """For each stage, the most residual bytes alive on a device during a step, and the bytes ``validate`` promises."""
+    assert isinstance(step.executor, Executor)  # pipelined configurations only
+    with measured_residuals(step.executor) as live:
+        step.at_most_memory()
+    kept = residual_bytes(step.parts.placed, step.parts.shapes.values())
+    promised = validate(step.parts.schedule, kept).residual_bytes
+    return {stage: (max(live[stage].values(), default=0), size) for stage, size in promised.items()}
+
+
+def _compute(alone: dict[str, float]) -> float:
+    """Seconds of compiled programs: all ops but moves."""
+    return sum(seconds for kind, seconds in alone.items() if kind != "move")
+
+
+def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Seconds on ``clock`` of a step's ops run one at a time, by kind; see the module's text."""
+    seconds: dict[str, float] = defaultdict(float)
+    call, kinds = Program.__call__, ["prepare"]
+
+    def call_alone(program: Program, *args: Any) -> Any:
+        jax.block_until_ready(args)
+        start = clock()
+        out = jax.block_until_ready(call(program, *args))
+        if kinds[-1] != "move":  # a move is timed as a whole
+            seconds[kinds[-1]] += clock() - start
+        return out
+
+    def walk(walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
+        for op in ops:
+            kinds.append(op.kind)
+            carried = (op.edge, op.microbatch, op.backward)
+            if op.kind == "move":
+                jax.block_until_ready(walker.travelling[carried])
+            start = clock()
+            walker.handlers[op.kind](op)
+            if op.kind == "move":
+                jax.block_until_ready(walker.travelling[carried])
+                seconds["move"] += clock() - start
+
+    with _replaced(Program, "__call__", call_alone), _replaced(Walker, "walk", walk):
+        step()
+    return seconds
+
+
+def host_seconds(step: Callable[[], None]) -> dict[str, float]:
+    """CPU seconds of the dispatching thread during a step, by ``HOST_PARTS``; each second counts in one part."""
+    seconds: dict[str, float] = defaultdict(float)
+    inner, kinds = [0.0], ["prepare"]
+
+    def timed(part: str | Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner.append(0.0)
+            start = time.thread_time()
+            out = function(*args, **kwargs)
+            spent = time.thread_time() - start
+            seconds[part if isinstance(part, str) else part()] += spent - inner.pop()
+            inner[-1] += spent
+            return out
+
+        return call
+
+    def walk(walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
+        for op in ops:
+            kinds[-1] = op.kind
+            walker.handlers[op.kind](op)
+        kinds[-1] = ""
+
+    put = lambda: "device_put of moves" if kinds[-1] in EDGE_KINDS else "device_put of inputs"  # noqa: E731
+    make_array = "make_array_from_single_device_arrays"
+    with (
+        _replaced(Program, "__call__", timed("program calls", Program.__call__)),
+        _replaced(Walker, "walk", walk),
+        _replaced(jax, "device_put", timed(put, jax.device_put)),
+        _replaced(jax, make_array, timed("make_array", getattr(jax, make_array))),
+    ):
+        timed("walker and waiting", step)()
+    return seconds
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A class or module with another function for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,91 @@
+"""``python -m mmjax.bench [NAME …] [--json]``: measures again what the project claims about speed.
+
+Things that are compared are measured in turn in one process: noise of the machine then affects both. On CPU one process
+never overlaps two submeshes, so a pipelined step there shows overhead, not a pipeline's gain.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from mmjax.bench import BENCHES, MOVED, run_bench
+from mmjax.bench.rows import print_rows
+from mmjax.config.flags import Flag, help_text, one_line_errors, parse_flags, run_command
+from mmjax.configurable import ConfigError, suggest
+from mmjax.flags import entry
+
+FLAGS = (
+    Flag(name="json", doc="One JSON object a row instead of a table.", default=False),
+    Flag(
+        name="rounds",
+        doc="Measurements of each case; the median counts. `simulate`, `schedules`: three at most, `bf16`: one.",
+        default=15,
+    ),
+)
+USAGE = "python -m mmjax.bench [NAME …]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the named benchmarks, or all, and prints each row as it comes; exit status 1 when a target is missed."""
+    all_ok = True
+    with one_line_errors():
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if {"--help", "-h"} & set(arguments):
+            print(_help())
+            return 0
+        names, flag_words = _split(arguments)
+        names = names or [name for name, bench in BENCHES.items() if not bench.on_request]
+        for name in names:
+            _require_name(name)
+        flags = parse_flags(flag_words, [*FLAGS, *_bench_flags(names)], USAGE, gin=False)
+        rounds = int(flags.values["rounds"])
+        if rounds < 1:
+            raise ConfigError(f"--rounds={rounds}: must be at least 1, such as 15")
+        for name in names:
+            values = {flag.name: flags.values[flag.name] for flag in BENCHES[name].flags}
+            all_ok &= print_rows(run_bench(name, rounds, **values), as_json=bool(flags.values["json"]))
+    return int(not all_ok)
+
+
+def _require_name(name: str) -> None:
+    """Raises a ConfigError where no benchmark has this name, or an installed package lacks it."""
+    if name in MOVED:
+        study = f"run `python -m studies {MOVED[name]}` in a checkout of mmjax"
+        raise ConfigError(f"benchmark {name!r}: it measures nothing and is a study now; {study}")
+    if name not in BENCHES:
+        raise ConfigError(f"benchmark {name!r}: there is none of this name; {suggest(name, BENCHES)}")
+    if not BENCHES[name].available:
+        command = f"run `python -m mmjax.bench {name}` there"
+        raise ConfigError(f"benchmark {name!r}: an installed package has no such benchmark, a checkout has; {command}")
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names and flags; a word after a flag that wants a value is that value."""
+    valued = {f"--{flag.name}" for flag in (*FLAGS, *_bench_flags(BENCHES)) if not isinstance(flag.default, bool)}
+    names, flag_words, previous = [], [], ""
+    for argument in arguments:
+        (flag_words if argument.startswith("-") or previous in valued else names).append(argument)
+        previous = argument
+    return names, flag_words
+
+
+def _bench_flags(names: Iterable[str]) -> list[Flag]:
+    """The flags of these benchmarks alone; benchmarks may share one."""
+    return list(dict.fromkeys(flag for name in names for flag in BENCHES[name].flags))
+
+
+def _help() -> str:
+    """The benchmarks with their flags; those that need a checkout are only named where there is none."""
+    lines = [help_text(FLAGS, USAGE, gin=False), "", "Benchmarks; all but those marked * when none is named:"]
+    available = {name: bench for name, bench in BENCHES.items() if bench.available}
+    if missing := BENCHES.keys() - available.keys():
+        lines.append(entry("  ", f"In a checkout of mmjax there are also {', '.join(sorted(missing))}."))
+    for name, bench in available.items():
+        lines.append(entry(f"  {name}{'*' if bench.on_request else ''}", bench.doc))
+        lines += [entry(f"    --{flag.name}", flag.doc) for flag in bench.flags]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

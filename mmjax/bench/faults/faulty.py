@@ -1,0 +1,85 @@
+"""``python -m mmjax.bench.faults.faulty FLAGS``: ``mmjax.train`` whose process 1 has a fault, once.
+
+The environment says which: ``MMJAX_FAULT`` is its name in ``FAULTS``, ``MMJAX_FAULT_MARK`` the path of a file that is
+made when it happens. Where the file exists the fault is over: a run that starts again has none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mmjax import jax_compat
+from mmjax.config.flags import run_command
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.walker import Walker
+from mmjax.schedule.ops import Op
+from mmjax.train import main
+
+FAULTY_PROCESS = 1
+STEP = 10
+"""The number of steps that are dispatched before the fault."""
+_FOR_EVER = 10_000.0
+
+
+def hang() -> None:
+    """An op that never returns."""
+    step, dispatch = Executor.step, Walker.dispatch
+
+    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        global _begun
+        _begun = _begun or _happens()
+        return step(self, *args, **kwargs)
+
+    def faulty_dispatch(self: Walker, op: Op) -> None:
+        if _begun:
+            time.sleep(_FOR_EVER)
+        dispatch(self, op)
+
+    Executor.step, Walker.dispatch = marked_step, faulty_dispatch
+
+
+def nan() -> None:
+    """One parameter that is not a number any more."""
+    plain = Executor.step
+
+    def step(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        if _happens():
+            name = next(name for name, stage in self.placed.stages.items() if stage.submesh.local)
+            first, *others = jax.tree.leaves(self.states[name]["master"])
+            shape = jax.tree.structure(self.states[name]["master"])
+            self.states[name]["master"] = jax.tree.unflatten(shape, [first + jnp.nan, *others])
+        return plain(self, *args, **kwargs)
+
+    Executor.step = step
+
+
+FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "nan": nan}
+"""Installs a fault, by name."""
+
+_steps = 0
+_begun = False
+
+
+def _happens() -> bool:
+    """Whether the fault happens at this step; true once, in one process."""
+    global _steps
+    _steps += 1
+    mark = Path(os.environ["MMJAX_FAULT_MARK"])
+    if jax_compat.process_index() != FAULTY_PROCESS or _steps <= STEP or mark.exists():
+        return False
+    mark.write_text(f"{time.time()}\n")
+    return True
+
+
+if __name__ == "__main__":
+    if name := os.environ.get("MMJAX_FAULT", ""):
+        FAULTS[name]()
+    sys.exit(run_command(main))

@@ -1,0 +1,171 @@
+"""The ways of attention side by side, forward and backward: values, times and memory.
+
+``dense``, ``blockwise``, ``cudnn`` and ``tokamax`` are values of the setting ``attention``; ``xla`` is
+``jax.nn.dot_product_attention``. A case is one shape and one mask: whole rows, packed segments, a window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.attention.mask import Mask
+from mmjax.attention.settings import ATTENTIONS, AUTO
+from mmjax.attention.tokens import Tokens
+from mmjax.attention.ways import Way
+from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.parity import matmul_precision
+from mmjax.bench.gpu.timing import apart, seconds
+
+LIMIT = 2e-2
+"""Limit on relative differences of bf16 outputs and gradients from those of fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Shapes of queries ``[rows, length, heads, width]``, and of keys and values with ``groups`` heads, 0 for as many;
+    the mask, and the segments of a row."""
+
+    rows: int
+    length: int
+    heads: int
+    width: int
+    kind: str = "causal"
+    segments: int = 1
+    groups: int = 0
+    window: int = 0
+
+    @property
+    def mask(self) -> Mask:
+        """Which tokens of a segment see which."""
+        return Mask("causal" if self.kind == "causal" else "full", self.window)
+
+    @property
+    def name(self) -> str:
+        """The case in words, such as "causal 4x1024, 32 heads of 128, 3 segments"."""
+        shape = f"{self.kind} {self.rows}x{self.length}, {self.heads} heads of {self.width}"
+        shape += f", {self.groups} of keys" if self.groups else ""
+        shape += f", window of {self.window}" if self.window else ""
+        return shape + (f", {self.segments} segments" if self.segments > 1 else "")
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the two products of a forward, over the pairs that the mask allows."""
+        each = self.length / self.segments
+        seen = min(self.window or each, each)
+        pairs = self.segments * (seen * (seen + 1) / 2 + (each - seen) * seen if self.kind == "causal" else each * each)
+        return 4.0 * self.rows * self.heads * self.width * pairs
+
+
+CASES = (
+    Case(rows=4, length=2048, heads=32, width=128),
+    Case(rows=4, length=2048, heads=32, width=128, segments=3),
+    Case(rows=8, length=576, heads=16, width=64, kind="full"),
+    Case(rows=1, length=8192, heads=8, groups=1, width=128),
+    Case(rows=1, length=8192, heads=8, groups=1, width=128, segments=5),
+    Case(rows=2, length=577 * 3, heads=16, width=64, kind="full", segments=3),
+    Case(rows=1, length=8192, heads=32, groups=8, width=128, window=1024),
+    Case(rows=4, length=2048, heads=32, width=128, segments=64),
+    Case(rows=8, length=1024, heads=32, width=128),
+    Case(rows=2, length=4096, heads=32, width=128),
+    Case(rows=1, length=8192, heads=32, width=128),
+)
+"""Shapes of Vicuna-7B, CLIP-L and Llama 3 70B at tp 8, packed and whole, and longer rows."""
+SMALL = (
+    Case(rows=2, length=48, heads=2, width=16, segments=3),
+    Case(rows=1, length=32, heads=2, groups=1, width=8, kind="full"),
+    Case(rows=1, length=32, heads=2, width=8, window=5),
+)
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention of queries, keys and values, with segments ``[rows, length]``."""
+
+
+def run(job: Job) -> None:
+    """Measures one case after another; an implementation that is not available is noted with its error."""
+    found: dict[str, Any] = {}
+    spent = 0.0
+    for case in SMALL if job.small else CASES:
+        begun = time.perf_counter()
+        if not job.has_time(case.name, 1.5 * spent):
+            break
+        found[case.name] = own = _measure(case)
+        job.note(cases=found)
+        for name, result in own.items():
+            if name in ATTENTIONS and "error" not in result:
+                job.check(f"{case.name}: {name}", max(result["forward_gap"], result["backward_gap"]) <= LIMIT)
+        spent = time.perf_counter() - begun
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    q, k, v, cotangent = (_numbers(case, seed) for seed in range(4))
+    segments = _segments(case)
+    # In fp32 scores of longer rows would take too much memory.
+    oracle = _way("dense" if case.length <= 2048 else "blockwise", case)
+    with matmul_precision("highest"):
+        whole = [x.astype(jnp.float32) for x in (q, k, v, cotangent)]
+        exact = jax.device_get(jax.jit(partial(_both, oracle))(*whole, segments))
+    results: dict[str, Any] = {}
+    for name, attend in implementations(case).items():
+        try:
+            results[name], both = _timed(attend, (q, k, v, cotangent, segments), case)
+            out, gradients = jax.device_get(both(q, k, v, cotangent, segments))
+            results[name] |= {"forward_gap": apart(out, exact[0]), "backward_gap": apart(gradients, exact[1])}
+        except Exception as error:  # not on this platform, or not for these shapes: that is a result too
+            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]}
+    return results
+
+
+def implementations(case: Case) -> Mapping[str, Attend]:
+    """Implementations by name."""
+    ways = {name: _way(name, case) for name in ATTENTIONS if name != AUTO}
+    return ways if case.window else ways | {"xla": partial(_of_jax, case=case)}
+
+
+def _way(name: str, case: Case) -> Attend:
+    return lambda q, k, v, segments: Way(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
+
+
+def _of_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, case: Case) -> jax.Array:
+    mask = None if case.segments == 1 else segments[:, None, :, None] == segments[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, is_causal=case.kind == "causal", mask=mask, implementation="xla")
+
+
+def _timed(attend: Attend, arrays: tuple[jax.Array, ...], case: Case) -> tuple[dict[str, Any], Any]:
+    """Figures, and the compiled forward and backward."""
+    q, k, v, _, segments = arrays
+    forward = jax.jit(attend).lower(q, k, v, segments).compile()
+    both = jax.jit(partial(_both, attend)).lower(*arrays).compile()
+    ahead, whole = seconds(lambda: forward(q, k, v, segments)), seconds(lambda: both(*arrays))
+    figures = {
+        "forward_seconds": ahead,
+        "both_seconds": whole,
+        "forward_tflops": case.flops / ahead / 1e12,
+        "both_tflops": 3 * case.flops / whole / 1e12,
+        "temporary_bytes": both.memory_analysis().temp_size_in_bytes,  # pyright: ignore[reportOptionalMemberAccess]
+    }
+    return figures, both
+
+
+def _both(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, segments: jax.Array) -> Any:
+    """The output, and the gradients of queries, keys and values."""
+    out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
+    return out, back(cotangent.astype(out.dtype))
+
+
+def _numbers(case: Case, seed: int) -> jax.Array:
+    heads = case.groups or case.heads if seed in (1, 2) else case.heads
+    shape = (case.rows, case.length, heads, case.width)
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def _segments(case: Case) -> jax.Array:
+    each = np.arange(case.length) * case.segments // case.length + 1
+    return jnp.asarray(np.broadcast_to(each, (case.rows, case.length)).astype(np.int32))

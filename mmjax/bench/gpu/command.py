@@ -1,0 +1,55 @@
+"""``bench gpu``: its flags, and a row for each section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmjax.bench.gpu.driver import RESULTS, Driver
+from mmjax.bench.gpu.sections import SECTIONS
+from mmjax.bench.rows import Row, at_least
+from mmjax.configurable import ConfigError, suggest
+
+
+def bench_gpu(rounds: int, *, out: str, only: str, small: bool, seconds: int, keep: bool) -> Iterator[Row]:
+    """Runs the sections, or makes the kept results again; ``rounds`` does not count.
+
+    Raises:
+      ConfigError: a section is not known, or there is no accelerator and shapes are not small.
+    """
+    known = {section.name: section for section in SECTIONS}
+    names = [name for name in only.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only={only}: there is no section {unknown[0]!r}; {suggest(unknown[0], known)}")
+    if seconds < 1:
+        raise ConfigError(f"--seconds={seconds}: must be at least 1, such as 540")
+    if keep:
+        yield Row(bench="gpu", case=f"kept results: {_keep()}", value=1.0, unit="file")
+        return
+    driver = Driver(Path(out), small=small, seconds=float(seconds))
+    for name, found in driver.run([section for section in SECTIONS if not names or section.name in names]):
+        yield _row(name, found)
+    yield Row(bench="gpu", case=f"everything: see {Path(out) / RESULTS}", value=driver.elapsed, unit="s")
+
+
+def _keep() -> Path:
+    """Computes the kept results on the CPU, and replaces their file."""
+    from mmjax import jax_compat
+    from mmjax.bench.gpu import digits, parity
+    from mmjax.bench.gpu.job import write_json
+    from mmjax.bench.gpu.kept import KEPT
+
+    jax_compat.compile_cheaply()  # the dense reference is compiled for every length of a sample
+    write_json(KEPT, {"parity": parity.expected(), "digits": digits.expected()}, digits=7)
+    return KEPT
+
+
+def _row(name: str, found: Mapping[str, Any]) -> Row:
+    """Whether a section was right; one that was left out has promised nothing."""
+    wrong = [what for what, passed in found.get("checks", {}).items() if not passed]
+    why = found.get("error") or ", ".join(wrong or found.get("missing", ()))
+    case = f"{name}: {found['status']} in {found.get('seconds', 0.0):.0f} s" + (f": {why}" if why else "")
+    left_out = found["status"] == "left out"
+    about: Any = {"value": float(found["status"] == "ok"), "target": None if left_out else at_least(1.0)}
+    return Row(bench="gpu", case=case, unit="right", **about)

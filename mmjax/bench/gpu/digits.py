@@ -1,0 +1,71 @@
+"""The first steps of ``configs/digits_vlm_one_device.gin`` as a user trains it, beside the losses of a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.kept import kept, values_of
+from mmjax.bench.gpu.parity import matmul_precision
+from mmjax.config import Config, config_of_values, load_config
+from mmjax.config.shipped import CONFIGS
+from mmjax.run.trainer import Trainer
+
+FILE = "digits_vlm_one_device.gin"
+STEPS, FEW = 50, 10
+LIMITS = {FEW: 1e-4, STEPS: 2e-2}
+"""Limit on the largest relative difference of a loss, by number of steps. Training amplifies rounding."""
+
+
+def run(job: Job) -> None:
+    """Trains with products in fp32, whose losses have to agree, and as XLA chooses, which is TF32 on a GPU."""
+    expected = kept()["digits"]
+    config = config_of_values(expected["config"])
+    steps = 2 if job.small else STEPS
+    spent = 0.0
+    for precision in ("highest",) if job.small else ("highest", ""):
+        begun = time.perf_counter()
+        if not job.has_time(precision or "as XLA chooses", 1.2 * spent):
+            break
+        with matmul_precision(precision):
+            losses, took = train(config, steps)
+        spent = time.perf_counter() - begun
+        gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=False)]
+        within = {str(few): max(gaps[:few]) for few in LIMITS if few <= steps}
+        way = precision or "as XLA chooses"
+        job.note(**{way: {"losses": losses, "within": within or {str(steps): max(gaps)}, **took}})
+        if precision:
+            for few, limit in LIMITS.items():
+                job.check(f"losses of {min(few, steps)} steps", max(gaps[:few]) <= limit)
+
+
+def train(config: Config, steps: int) -> tuple[list[float], dict[str, float]]:
+    """Losses; and seconds of the first step, compilation included, and of a later one."""
+    start, ends = time.perf_counter(), list[float]()
+    with Trainer(config, style="silent") as trainer:
+        losses = list[float]()
+        for step in (1, steps):
+            losses += trainer.train(step).losses
+            ends.append(time.perf_counter())
+    each = statistics.fmean([ends[1] - ends[0]]) / max(1, steps - 1)
+    return losses, {"first_step_seconds": ends[0] - start, "step_seconds": each}
+
+
+def expected() -> dict[str, Any]:
+    """The configuration, and its losses on this CPU."""
+    config = trained_config()
+    return {"config": values_of(config), "losses": train(config, STEPS)[0]}
+
+
+def trained_config() -> Config:
+    """The file's, without evaluation and on whatever device is there."""
+    config = load_config([CONFIGS / FILE])
+    return replace(
+        config,
+        train=replace(config.train, eval_samples=0, eval_every=0),
+        data=replace(config.data, workers=0),
+        world=replace(config.world, platform="", devices=1),
+    )

@@ -1,0 +1,67 @@
+"""Pinned host memory: arrays there and back, and training with the optimizer offloaded; both bit for bit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.kept import kept
+from mmjax.bench.gpu.parity import session
+from mmjax.config import Config, config_of_values
+from mmjax.parity.compare import Run
+from mmjax.pipeline.config import OffloadConfig
+from mmjax.pipeline.offload import DEVICE, HOST, moved, require_host_memory
+
+DTYPES = ("float32", "bfloat16", "int32")
+
+
+def run(job: Job) -> None:
+    """Raises ConfigError where the device has no pinned host memory."""
+    require_host_memory("Offload.optimizer", jax.devices()[:1])
+    size = 1 << (16 if job.small else 28)
+    rates: dict[str, Any] = {}
+    for dtype in DTYPES:
+        array = (jax.random.normal(jax.random.key(0), (size,)) * 1e3).astype(jnp.dtype(dtype))
+        before = np.asarray(array)
+        there, away = _timed(array, HOST)
+        back, again = _timed(there, DEVICE)
+        same = there.sharding.memory_kind == HOST and np.array_equal(
+            before.view(np.uint8), np.asarray(back).view(np.uint8)
+        )
+        rates[dtype] = {"to_host_gb_per_s": array.nbytes / away / 1e9, "to_device_gb_per_s": array.nbytes / again / 1e9}
+        job.note(rates=rates)
+        job.check(f"{dtype} there and back", same)
+    config = config_of_values(next(iter(kept()["parity"].values()))["config"])
+    offloads = {name: OffloadConfig(optimizer=True) for name in config.layouts}
+    plain, offloaded = _trained(config), _trained(replace(config, offloads=offloads))
+    job.note(losses=plain.losses, losses_offloaded=offloaded.losses)
+    job.check("training with the optimizer offloaded", _same(plain, offloaded))
+
+
+def _timed(array: jax.Array, kind: str) -> tuple[jax.Array, float]:
+    """The second copy is timed: the first also takes the memory."""
+    jax.block_until_ready(moved(array, kind))
+    start = time.perf_counter()
+    copy = jax.block_until_ready(moved(array, kind))
+    return copy, time.perf_counter() - start
+
+
+def _trained(config: Config) -> Run:
+    """Trains with a program per op, so that runs differ only in their offloading."""
+    one = session(config, "float32", lowering="ops")
+    return one.start().run()
+
+
+def _same(one: Run, other: Run) -> bool:
+    leaves = [
+        np.array_equal(mine[name], theirs[name])
+        for mine, theirs in zip(one.leaves, other.leaves, strict=True)
+        for name in mine
+    ]
+    return one.losses == other.losses and all(leaves)

@@ -1,0 +1,28 @@
+"""``python -m mmjax.bench.gpu.one module:function FILE SECONDS [small]``: runs a section in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+from mmjax.bench.gpu.job import Job
+
+
+def main(where: str, file: str, seconds: str, size: str = "") -> int:
+    """The exit status is 1 where the section failed, with its error in the file."""
+    job = Job(Path(file), small=size == "small", seconds=float(seconds))
+    try:
+        module, _, function = where.partition(":")
+        getattr(importlib.import_module(module), function)(job)
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        job.note(error=f"{type(error).__name__}: {first}"[:500])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

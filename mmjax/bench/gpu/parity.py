@@ -1,0 +1,190 @@
+"""Three models on one device beside the dense reference's results of a CPU, in fp32 and in bf16.
+
+The samples are those of ``mmjax.check``, which cover the cases of packing and masks that data have. In fp32, products
+are computed in fp32 (``highest``); XLA's own choice for fp32 on a GPU is TF32, whose difference is noted beside it. In
+bf16 the distance from the fp32 reference is compared with that of bf16 on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.kept import Digests, digests, kept, of_module, relative, values_of
+from mmjax.config import Config, config_of_values, load_config
+from mmjax.config.shipped import CONFIGS
+from mmjax.data.loader import tokenizer_of
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
+from mmjax.parity.compare import difference, of_kind, recovered_gradients
+from mmjax.parity.dense import run_reference
+from mmjax.parity.product import Session, initial_parameters, sample_packer
+from mmjax.parity.samples import BatchSizes, Maker, Samples
+from mmjax.parity.shrink import shrink
+from mmjax.pipeline.compile import compile_all
+from mmjax.run.model import build_model
+from mmjax.schedule.schedules import PLAIN
+
+CASES = {
+    "sees": "digits_vlm_one_device.gin",
+    "sees and hears": "digits_valm.gin",
+    "sees, hears and draws": "digits_draw.gin",
+}
+STEPS = 3
+LIMITS = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "update": 1e-3}
+"""Limits on relative differences in fp32: ten times those of ``mmjax.check`` where sums have another order."""
+COARSE = 1.5
+"""How many times as far from fp32 a GPU in bf16 may be as a CPU in bf16."""
+WAYS = (("float32", "highest"), ("bfloat16", ""), ("float32", ""))
+"""Compute dtype and precision of fp32 products; "" is XLA's choice."""
+
+
+def run(job: Job) -> None:
+    """Every case in one way after another, compiled side by side."""
+    expected, found = kept()["parity"], dict[str, Any]()
+    cases = dict(list(expected.items())[: 1 if job.small else None])
+    ways, took = WAYS[: 2 if job.small else None], 0.0
+    for dtype, precision in ways:
+        way, begun = f"{dtype} {precision}".strip(), time.perf_counter()
+        if not job.has_time(way, 1.2 * took):
+            break
+        with matmul_precision(precision):
+            sessions = {name: session(config_of_values(case["config"]), dtype) for name, case in cases.items()}
+            start = time.perf_counter()
+            compile_all([program for one in sessions.values() for program in one.executor.programs()])
+            found[way] = {"compile_seconds": time.perf_counter() - start}
+            for name, one in sessions.items():
+                found[way][name] = distances(outcome(one), expected[name]["results"])
+                job.note(**{way: found[way]})
+                _check(job, way, name, found[way][name], expected[name])
+        took = time.perf_counter() - begun
+
+
+def _check(job: Job, way: str, name: str, got: Mapping[str, float], case: Mapping[str, Any]) -> None:
+    job.check(f"{name}: same samples", samples_of(config_of_values(case["config"]))[1] == case["samples"])
+    if way == "float32 highest":
+        job.check(f"{name}: {way}", all(got[what] <= limit for what, limit in LIMITS.items()))
+    elif way == "bfloat16":
+        job.note(cpu_bfloat16={**job.values.get("cpu_bfloat16", {}), name: case["bfloat16"]})
+        job.check(f"{name}: {way}", all(got[what] <= COARSE * case["bfloat16"][what] + 1e-3 for what in LIMITS))
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def samples_of(config: Config) -> tuple[Samples, int]:
+    """The samples of a configuration, and a checksum over all steps."""
+    maker = Maker.of(build_model(config, tokenizer_of(config.data, config.model.media)))
+    samples = Samples(maker=maker, sizes=BatchSizes.of(1, config.train.microbatches), seed=config.train.seed)
+    steps = samples.steps(STEPS)
+    arrays = (a for step in steps for s in step for a in (s.tokens, s.loss_weights, *sum(s.media.values(), ())))
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array).tobytes(), checksum)
+    return samples, checksum
+
+
+def session(config: Config, dtype: str, **train: Any) -> Session:
+    """The traced run on one device; its batches are packed here, since a run's loader needs Grain."""
+    config = replace(config, train=replace(config.train, dtype=dtype, **train))
+    samples = samples_of(config)[0]
+    one = Session(config, sample_packer(config, tokenizer_of(config.data, config.model.media), samples))
+    one.batches = [one.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
+    for program in one.executor.programs():
+        program.lower()  # here, where the precision is set
+    return one
+
+
+def outcome(one: Session) -> dict[str, Any]:
+    """Losses, norms by module, and digests of the first gradients and of the update by all steps."""
+    one.executor.initialise(one.config.train.seed)
+    found = one.run()
+    gradients = recovered_gradients(found, one.config.optimizers, one.config.train.clip_norm)
+    return _outcome(found.losses, found.norms, gradients[0], found.leaves)
+
+
+def _outcome(losses: Sequence[float], norms: Sequence[Mapping[str, float]], first: Any, leaves: Any) -> dict[str, Any]:
+    before, after = (of_kind(leaves[place], "params") for place in (0, -1))
+    return {
+        "losses": list(map(float, losses)),
+        "norms": [{module: float(value) for module, value in own.items()} for own in norms],
+        "gradient": digests(first),
+        "update": digests(difference(after, before)),
+    }
+
+
+def distances(got: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest relative differences over the steps, and of gradients and updates by module."""
+    norms = [(own[m], wanted[m]) for own, wanted in zip(got["norms"], want["norms"], strict=True) for m in wanted]
+    pairs = {"loss": list(zip(got["losses"], want["losses"], strict=True)), "norm": norms}
+    found: dict[str, Any] = {
+        what: max(abs(a - b) / abs(b) if b else abs(a) for a, b in own) for what, own in pairs.items()
+    }
+    for what in ("gradient", "update"):
+        modules = sorted({name.partition("/")[0] for name in want[what]})
+        own = {module: relative(*(of_module(side[what], module) for side in (got, want))) for module in modules}
+        found |= {
+            what: max(own.values()),
+            f"{what} by module": own,
+            f"{what}, worst leaf": _worst(got[what], want[what]),
+        }
+    return found
+
+
+def _worst(got: Digests, want: Digests) -> list[Any]:
+    gaps = {name: relative({name: got.get(name, [0.0])}, {name: own}) for name, own in want.items() if own[0]}
+    worst = max(gaps, key=lambda name: gaps[name])
+    return [worst, gaps[worst]]
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """A context in which fp32 products are traced with ``precision``, in all threads."""
+    before = jax.config.values["jax_default_matmul_precision"]
+    jax.config.update("jax_default_matmul_precision", precision or None)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def expected() -> dict[str, Any]:
+    """The configuration, the reference's results, and the distance of bf16 on this CPU from them, by case."""
+    return {name: _expected(small_config(file)) for name, file in CASES.items()}
+
+
+def small_config(file: str) -> Config:
+    """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
+    config = load_config([CONFIGS / file])
+    alone = replace(config.train, schedule=PLAIN, inner=PLAIN)  # one device has nothing to nest
+    config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
+    small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
+    packing = {name: replace(own, buckets=own.given[-1:]) for name, own in small.packing.items()}  # one program
+    return replace(small, packing=packing, world=replace(small.world, platform="", devices=1))
+
+
+def _expected(config: Config) -> dict[str, Any]:
+    samples, checksum = samples_of(config)
+    packer = sample_packer(config, tokenizer_of(config.data, config.model.media), samples)
+    initial = initial_parameters(config, packer, World(jax.devices()[:1]))
+    model = build_model(config, tokenizer_of(config.data, config.model.media))
+    found = run_reference(model, config.optimizers, initial, samples.steps(STEPS), config.train.clip_norm)
+    results = _outcome(found.losses, found.norms, found.gradients[0], found.leaves)
+    coarse = distances(outcome(session(config, "bfloat16")), results)
+    return {
+        "config": values_of(config),
+        "samples": checksum,
+        "results": results,
+        "bfloat16": {what: coarse[what] for what in LIMITS},
+    }

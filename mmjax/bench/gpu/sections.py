@@ -1,0 +1,106 @@
+"""The sections of ``bench gpu`` in the order in which they run, the most valuable first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HOME = "mmjax.bench.gpu"
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""JAX's share of the device's memory, taken with plain allocations. Above 1 it would be managed memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the whole that is a process of its own.
+
+    Attributes:
+      name: in the results.
+      where: "module:function" of what it runs, called with a ``Job``.
+      seconds: that are set aside for it; what earlier sections leave of theirs comes on top.
+      doc: one sentence for ``--help``.
+      needs: packages, by the names that they are imported by, without which it is left out.
+      environment: variables of its process.
+    """
+
+    name: str
+    where: str
+    seconds: float
+    doc: str
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+MACHINE = Section(
+    name="machine", where=f"{HOME}.machine:describe", seconds=30, doc="The device, the host, packages and flags."
+)
+"""Runs before all others."""
+SECTIONS = (
+    Section(
+        name="parity",
+        where=f"{HOME}.parity:run",
+        seconds=80,
+        doc="Three models on one device, fp32 and bf16, beside what the dense reference gave on a CPU.",
+    ),
+    Section(
+        name="vlm",
+        where=f"{HOME}.vlm:run_few",
+        seconds=105,
+        doc="A step of CLIP-L/14-336 and four Vicuna-7B layers: time by module, op and source line, MFU, memory.",
+        environment={MEMORY: "0.92"},
+    ),
+    Section(
+        name="vlm_full",
+        where=f"{HOME}.vlm:run_full",
+        seconds=55,
+        doc="The same with as many layers as fit: time, MFU, memory.",
+        environment={MEMORY: "0.92"},
+    ),
+    Section(
+        name="vlm_unrolled",
+        where=f"{HOME}.vlm:run_unrolled",
+        seconds=45,
+        doc="The step of section vlm with Train.unroll: time, MFU, memory.",
+        environment={MEMORY: "0.92"},
+    ),
+    Section(
+        name="attention",
+        where=f"{HOME}.attention:run",
+        seconds=50,
+        doc="The ways of attention side by side, forward and backward: values and times.",
+    ),
+    Section(
+        name="torch",
+        where=f"{HOME}.torch_layers:run",
+        seconds=50,
+        doc="The same layers in PyTorch, compiled, and FlexAttention: values and times.",
+        needs=("torch",),
+        environment={MEMORY: "0.4"},
+    ),
+    Section(
+        name="digits",
+        where=f"{HOME}.digits:run",
+        seconds=35,
+        doc="50 steps of configs/digits_vlm_one_device.gin beside the losses of a CPU.",
+        needs=("grain",),
+    ),
+    Section(
+        name="tests",
+        where=f"{HOME}.marked:run",
+        seconds=35,
+        doc="The tests that want an accelerator: pytest -m gpu.",
+        needs=("pytest",),
+    ),
+    Section(
+        name="offload",
+        where=f"{HOME}.offload:run",
+        seconds=25,
+        doc="Arrays to pinned host memory and back, and training with the optimizer offloaded: bit for bit.",
+    ),
+    Section(
+        name="deterministic",
+        where=f"{HOME}.deterministic:run",
+        seconds=30,
+        doc="Train.deterministic in two processes: bit for bit.",
+    ),
+)

@@ -1,0 +1,317 @@
+"""The models' layers beside the same layers in PyTorch: the same weights, shapes and precision, forward and backward.
+
+First values in fp32, at a size that a CPU computes too: times mean something only if both compute the same. Then times
+in bf16. PyTorch's attention is ``scaled_dot_product_attention`` (its fused kernels), with and without
+``torch.compile``. Rows are one segment each, so that both need no mask but the causal one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+from jax.sharding import PartitionSpec
+
+from mmjax.bench.gpu import attention
+from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.parity import matmul_precision
+from mmjax.bench.gpu.timing import apart, seconds
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Spmd
+from mmjax.mesh.world import World
+from mmjax.models.context import Context
+from mmjax.models.families import module_of
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.module import run_layers
+from mmjax.models.vit.config import ViTConfig
+
+Leaves = dict[str, Any]
+"""Stacked weights by path, such as "attn/q"."""
+LIMIT = 1e-5
+"""Limit on relative differences of fp32 outputs and gradients."""
+EPS = 1e-6
+"""Epsilon of an encoder's LayerNorm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Layers of one kind: their configuration, and the rows and positions that go through them."""
+
+    name: str
+    config: Any
+    rows: int
+    length: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether the layers are an LLM's."""
+        return isinstance(self.config, DecoderConfig)
+
+
+CASES = (
+    Case(
+        name="4 layers of Vicuna-7B, 2x2048",
+        config=DecoderConfig(preset="vicuna-7b", layers=4, width=4096, heads=32, kv_heads=32, mlp=11008, vocab=32000),
+        rows=2,
+        length=2048,
+    ),
+    Case(
+        name="8 layers of CLIP-L, 8x576",
+        config=ViTConfig(
+            layers=8, width=1024, heads=16, mlp=4096, positions="learned2d", grid=24, activation="quick_gelu"
+        ),
+        rows=8,
+        length=576,
+    ),
+)
+
+
+def run(job: Job) -> None:
+    """Compares values of both kinds of layers first, then times."""
+    job.note(torch=torch.__version__, cuda=torch.version.cuda, torch_device=_torch_device())
+    small = {case.name: _small(case) for case in CASES}
+    found: dict[str, Any] = {name: {"fp32": compare(case)} for name, case in small.items()}
+    job.note(cases=found)
+    for name, own in found.items():
+        job.check(f"{name}: the same values in fp32", max(own["fp32"].values()) <= LIMIT)
+    for case in small.values() if job.small else CASES:
+        for way, took in (("ours", time_ours), ("torch", time_torch), ("torch compiled", time_compiled)):
+            try:
+                found[case.name][way] = took(case)
+            except Exception as error:  # of a compiler that is not here, for instance: the other times still count
+                found[case.name][way] = {
+                    "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+                }
+            job.note(cases=found)
+        best = [found[case.name][way].get("seconds") for way in ("torch", "torch compiled")]
+        ours, best = found[case.name]["ours"].get("seconds"), [one for one in best if one]
+        if ours and best:
+            found[case.name]["ours over the better torch"] = ours / min(best)
+        job.note(cases=found)
+    _run_flex(job)
+
+
+def _run_flex(job: Job) -> None:
+    """FlexAttention by case of section ``attention``, as long as there is time."""
+    flex: dict[str, Any] = {}
+    spent = 0.0
+    for case in attention.SMALL if job.small else attention.CASES:
+        begun = time.perf_counter()
+        if not job.has_time(f"FlexAttention: {case.name}", 1.5 * spent):
+            break
+        try:
+            from mmjax.bench.gpu.flex import measure  # an older PyTorch has none
+
+            flex[case.name] = measure(case)
+        except Exception as error:
+            flex[case.name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+        job.note(flex=flex)
+        spent = time.perf_counter() - begun
+
+
+def _small(case: Case) -> Case:
+    """The same case with small sizes."""
+    sizes: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "mlp": 96}
+    if case.causal:
+        sizes |= {"kv_heads": 4, "vocab": 64}
+    return replace(case, config=replace(case.config, preset="tiny", **sizes), rows=2, length=24)
+
+
+def weights(case: Case) -> Leaves:
+    """Random stacked weights as numpy arrays in fp32, of the shapes that the models' layers have."""
+    c, rng = case.config, np.random.default_rng(0)
+    d, f, n = c.width, c.mlp, c.layers
+    shapes = {f"attn/{name}": (d, d) for name in "qkvo"} | {"mlp/up": (d, f), "mlp/down": (f, d)}
+    shapes |= {"attn_norm": (d,), "mlp_norm": (d,), "mlp/gate": (d, f)} if case.causal else _biases(d, f)
+    return {name: _drawn(rng, (n, *shape), name) for name, shape in shapes.items()}
+
+
+def _biases(d: int, f: int) -> dict[str, tuple[int, ...]]:
+    norms = {f"{norm}/{part}": (d,) for norm in ("attn_norm", "mlp_norm") for part in ("scale", "bias")}
+    return norms | {f"attn/{name}_bias": (d,) for name in "qkvo"} | {"mlp/up_bias": (f,), "mlp/down_bias": (d,)}
+
+
+def _drawn(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> np.ndarray:
+    numbers = rng.standard_normal(shape, np.float32)
+    if len(shape) > 2:
+        return numbers / np.float32(np.sqrt(shape[1]))
+    return numbers * np.float32(0.1) + np.float32(name.endswith(("norm", "scale")))
+
+
+def numbers(case: Case, seed: int) -> np.ndarray:
+    """Input ``[rows, length, width]`` of the layers, or the cotangent of their output."""
+    shape = (case.rows, case.length, case.config.width)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+
+
+def ours(case: Case) -> Any:
+    """Output, and gradients of weights and input, given a cotangent: a compiled function of global arrays."""
+    submesh = World(jax.devices()[:1]).submesh(Layout(), 0)
+    B, T, module = case.rows, case.length, module_of(case.config)
+
+    def layers(leaves: Leaves, x_BTD: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        if not case.causal:
+            positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
+        inputs = {"segments": jnp.ones((B, T), jnp.int32), "positions": positions}
+        context = Context.of(submesh.axes, inputs, module.mask)
+        return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)[0]
+
+    def body(leaves: Leaves, x_BTD: jax.Array, cotangent_BTD: jax.Array) -> Any:
+        y_BTD, back = jax.vjp(layers, leaves, x_BTD)
+        return y_BTD, *back(cotangent_BTD)
+
+    whole = PartitionSpec()
+    return jax.jit(Spmd(body, submesh.mesh, (whole, whole, whole), (whole, whole, whole)))
+
+
+def _nested(leaves: Leaves) -> Mapping[str, Any]:
+    result: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *heads, last = path.split("/")
+        inner = result
+        for head in heads:
+            inner = inner.setdefault(head, {})
+        inner[last] = leaf
+    return result
+
+
+def time_ours(case: Case) -> dict[str, float]:
+    """Times of the models' layers in bf16."""
+    cast = partial(jax.tree.map, lambda a: jnp.asarray(a, jnp.bfloat16))
+    leaves, x, cotangent = cast(weights(case)), cast(numbers(case, 1)), cast(numbers(case, 2))
+    start = time.perf_counter()
+    compiled = ours(case).lower(leaves, x, cotangent).compile()
+    took = time.perf_counter() - start
+    return {"compile_seconds": took, "seconds": seconds(lambda: compiled(leaves, x, cotangent))}
+
+
+# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+def _torch_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def torch_layers(case: Case) -> Callable[[Sequence[Leaves], Any], Any]:
+    """The same layers on torch tensors."""
+    c = case.config
+    H, K = c.heads, c.head_width
+
+    def rms_norm(x: Any, scale: Any) -> Any:
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + c.norm_eps)).to(x.dtype) * scale
+
+    def rotated(x: Any) -> Any:
+        """``x [B, H, T, K]``: component i is paired with i + K/2."""
+        half, T = K // 2, x.shape[2]
+        frequency = c.rope_theta ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+        angle = torch.arange(T, dtype=torch.float32, device=x.device)[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        x1, x2 = x.float().chunk(2, dim=-1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+
+    def attend(h: Any, p: Leaves) -> Any:
+        B, T, D = h.shape
+        q, k, v = (_affine(h, p, f"attn/{n}").view(B, T, H, K).transpose(1, 2) for n in "qkv")
+        if case.causal:
+            q, k = rotated(q), rotated(k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        return _affine(y.transpose(1, 2).reshape(B, T, D), p, "attn/o")
+
+    def decoder_layer(x: Any, p: Leaves) -> Any:
+        x = x + attend(rms_norm(x, p["attn_norm"]), p)
+        h = rms_norm(x, p["mlp_norm"])
+        return x + (F.silu(h @ p["mlp/gate"]) * (h @ p["mlp/up"])) @ p["mlp/down"]
+
+    def encoder_layer(x: Any, p: Leaves) -> Any:
+        norm = lambda x, n: F.layer_norm(x, (c.width,), p[f"{n}/scale"], p[f"{n}/bias"], EPS)  # noqa: E731
+        x = x + attend(norm(x, "attn_norm"), p)
+        h = _affine(norm(x, "mlp_norm"), p, "mlp/up")
+        return x + _affine(h * torch.sigmoid(1.702 * h), p, "mlp/down")
+
+    layer = decoder_layer if case.causal else encoder_layer
+
+    def layers(leaves: Sequence[Leaves], x: Any) -> Any:
+        for own in leaves:
+            x = layer(x, own)
+        return x
+
+    return layers
+
+
+def _affine(x: Any, p: Leaves, name: str) -> Any:
+    y, bias = x @ p[name], p.get(f"{name}_bias")
+    return y if bias is None else y + bias
+
+
+def _tensors(case: Case, dtype: Any) -> tuple[list[Leaves], Any, Any]:
+    """Weights of each layer, input and cotangent, as tensors on torch's device."""
+
+    def made(array: np.ndarray, wanted: bool) -> Any:
+        return torch.from_numpy(array).to(_torch_device(), dtype).requires_grad_(wanted)
+
+    stacked = weights(case)
+    leaves = [{name: made(leaf[i], True) for name, leaf in stacked.items()} for i in range(case.config.layers)]
+    return leaves, made(numbers(case, 1), True), made(numbers(case, 2), False)
+
+
+def _both(layers: Callable[..., Any], leaves: Sequence[Leaves], x: Any, cotangent: Any) -> tuple[Any, Any]:
+    y = layers(leaves, x)
+    return y, torch.autograd.grad(y, [*(leaf for own in leaves for leaf in own.values()), x], cotangent)
+
+
+def compare(case: Case) -> dict[str, float]:
+    """Relative differences of outputs and gradients in fp32, products in fp32 on both sides."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    leaves, x, cotangent = _tensors(case, torch.float32)
+    y, gradients = _both(torch_layers(case), leaves, x, cotangent)
+    with matmul_precision("highest"):
+        out, own, to_x = jax.device_get(ours(case)(weights(case), numbers(case, 1), numbers(case, 2)))
+    theirs = [tensor.detach().cpu().numpy() for tensor in gradients]
+    count = len(leaves[0])
+    named = {name: np.stack(theirs[i:-1:count]) for i, name in enumerate(leaves[0])}
+    # What a bias of keys changes cancels in the softmax: its gradient is rounding on both sides.
+    named.pop("attn/k_bias", None)
+    worst = max(apart(own[name], gradient) for name, gradient in named.items())
+    return {"output": apart(out, y.detach().cpu().numpy()), "input": apart(to_x, theirs[-1]), "worst weight": worst}
+
+
+def time_torch(case: Case, compiled: bool = False) -> dict[str, float]:
+    """Times of PyTorch's layers in bf16."""
+    layers = torch_layers(case)
+    leaves, x, cotangent = _tensors(case, torch.bfloat16)
+    run = torch.compile(layers) if compiled else layers
+    start = time.perf_counter()
+    for _ in range(3):
+        _both(run, leaves, x, cotangent)
+    _wait()
+    first, times = time.perf_counter() - start, list[float]()
+    for _ in range(2 if x.device.type == "cpu" else 10):
+        start = time.perf_counter()
+        _both(run, leaves, x, cotangent)
+        _wait()
+        times.append(time.perf_counter() - start)
+    return {"compile_seconds": first, "seconds": statistics.median(times)}
+
+
+def time_compiled(case: Case) -> dict[str, float]:
+    """Times of PyTorch's layers through ``torch.compile``."""
+    return time_torch(case, compiled=True)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

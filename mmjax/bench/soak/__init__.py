@@ -1,0 +1,179 @@
+"""A soak: configurations drawn at random, each trained, stopped, resumed, moved, evaluated and exported.
+
+What single tests hold fixed varies here together. A failure is a row that misses its target; it names the command that
+repeats it, and its folder stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmjax.bench.rows import Row, at_most
+from mmjax.bench.soak.draws import drawn
+from mmjax.bench.soak.forked import Process, preload
+from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
+from mmjax.configurable import require
+from mmjax.data.sources.writers import write_all
+from mmjax.data.tasks.digits.dialogues import digit_dialogues
+
+DIALOGUES = 24
+_POLL, _WRITING = 0.05, 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a draw.
+
+    Attributes:
+      number: number of the draw.
+      end: "passed", "refused" or "failed".
+      text: details.
+      seconds: seconds that it took.
+    """
+
+    number: int
+    end: str
+    text: str
+    seconds: float
+
+
+def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, jobs: int, out: str) -> Iterator[Row]:
+    """A row for each draw, then how many passed, were refused and failed.
+
+    Args:
+      rounds: not used; every draw is made once.
+      minutes: no draw starts later; 0 is no limit.
+      seed: seed of the draws.
+      first: number of the first draw.
+      draws: number of draws; 0 for as many as there is time for.
+      jobs: number of draws at the same time.
+      out: folder for the files of draws; those of a draw that passes are removed.
+    """
+    del rounds
+    require(minutes > 0 or draws > 0, "--minutes", minutes, "without --draws a soak has no end; set it to 10")
+    for name, value in (("minutes", minutes), ("seed", seed), ("first", first), ("draws", draws)):
+        require(value >= 0, f"--{name}", value, "must be 0 or more")
+    require(jobs > 0, "--jobs", jobs, "must be 1 or more, such as 2")
+    folder = Path(out).absolute()
+    data = write_data(folder / "data")
+    weights = write_weights(folder / "weights")
+    preload()
+    ends = {"passed": 0, "refused": 0, "failed": 0}
+    works = (
+        _Work(seed, number, data, weights, folder / f"seed{seed}-draw{number}") for number in itertools.count(first)
+    )
+    if draws:
+        works = itertools.islice(works, draws)
+    for outcome in _outcomes(works, jobs, minutes):
+        ends[outcome.end] += 1
+        again = f"; again: python -m mmjax.bench soak --seed={seed} --first={outcome.number} --draws=1"
+        text = f"draw {outcome.number} {outcome.end}: {outcome.text}{again if outcome.end == 'failed' else ''}"
+        yield Row(bench="soak", case=text, value=outcome.seconds, unit="s")
+    yield Row(bench="soak", case="draws that passed", value=ends["passed"], unit="draws")
+    yield Row(bench="soak", case="draws that were refused at start, in one line", value=ends["refused"], unit="draws")
+    yield Row(bench="soak", case="draws that failed", value=ends["failed"], unit="draws", target=at_most(0))
+
+
+def write_data(folder: Path) -> dict[str, Path]:
+    """Dialogues in every layout, by `Source.kind`, written by a process of its own.
+
+    ArrayRecord's writer starts threads. Processes that are forked after that lack these threads, and end with a
+    segmentation fault when their own ArrayRecord readers wait for one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / "paths.json"
+
+    def write() -> int:
+        written = write_all(folder, digit_dialogues(DIALOGUES, seed=0), per_shard=10)
+        paths.write_text(json.dumps({kind: str(path) for kind, path in written.items()}))
+        return 0
+
+    _run(write, folder / "log")
+    return {kind: Path(path) for kind, path in json.loads(paths.read_text()).items()}
+
+
+def write_weights(folder: Path) -> Path:
+    """A folder of safetensors of a small language model with random numbers in bf16."""
+
+    def write() -> int:
+        from mmjax.bench.soak.weights import write_folder
+
+        write_folder(folder / "llm")
+        return 0
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _run(write, folder / "log")
+    return folder / "llm"
+
+
+def _run(work: Callable[[], int], log: Path) -> None:
+    """Runs ``work`` in a process of its own."""
+    process = Process(work, log)
+    if process.wait(_WRITING):
+        raise RuntimeError(f"files for the soak cannot be written: see {process.log}")
+
+
+def _outcomes(works: Iterator[_Work], jobs: int, minutes: int) -> Iterator[Outcome]:
+    """Runs up to `jobs` draws at a time, and yields outcomes as they come; none starts after `minutes`, unless 0."""
+    end = time.monotonic() + 60 * minutes if minutes else float("inf")
+    running: list[tuple[_Work, Process]] = []
+    try:
+        while True:
+            while len(running) < jobs and time.monotonic() < end and (work := next(works, None)):
+                shutil.rmtree(work.place, ignore_errors=True)
+                work.place.mkdir(parents=True)
+                running.append((work, Process(work, work.place / "soak.log")))
+            if not running:
+                return
+            for work, process in [*running]:
+                if process.poll() is not None:
+                    running.remove((work, process))
+                    yield _outcome(work.number, process, work.place)
+            time.sleep(_POLL)
+    finally:
+        for _, process in running:
+            process.signal(signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One draw, in a process of its own that forks the commands."""
+
+    seed: int
+    number: int
+    data: dict[str, Path]
+    weights: Path
+    place: Path
+
+    def __call__(self) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        began = time.monotonic()
+        try:
+            text, end = SoakTrial(drawn(self.seed, self.number, self.data, self.weights), self.place).ask(), "passed"
+        except Refused as refused:
+            text, end = str(refused), "refused"
+        except Failure as failure:
+            text, end = str(failure), "failed"
+        outcome = {"number": self.number, "end": end, "text": text, "seconds": time.monotonic() - began}
+        (self.place / "outcome.json").write_text(json.dumps(outcome))
+        return 0
+
+
+def _outcome(number: int, process: Process, place: Path) -> Outcome:
+    path = place / "outcome.json"
+    if not path.exists():
+        last = (process.text.strip().splitlines() or [f"exit status {process.status}"])[-1]
+        return Outcome(number=number, end="failed", text=f"the soak itself: {last}; see {process.log}", seconds=0.0)
+    outcome = Outcome(**json.loads(path.read_text()))
+    if outcome.end != "failed":
+        shutil.rmtree(place)
+    return outcome

@@ -1,0 +1,89 @@
+"""Files of a drawn run: data that grow, and exports beside the checkpoint that they are of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmjax.bench.soak.draws import GROWING
+
+GROWTH = 7
+"""Records that are added to data that grow."""
+
+
+def with_data_of_its_own(bindings: Iterable[str], folder: Path) -> Iterator[str]:
+    """The bindings, with a copy of the data that may grow in ``folder``."""
+    for binding in bindings:
+        name, _, value = binding.partition("=")
+        if name != f"{GROWING}/Source.path":
+            yield binding
+            continue
+        path = Path(value.strip("'"))
+        if not (folder / "data").exists():
+            shutil.copytree(path.parent, folder / "data")
+        yield f"{name}={str(folder / 'data' / path.name)!r}"
+
+
+def grow(folder: Path) -> None:
+    """Adds records to the run's copy of the data: its first ones once more, under other names."""
+    (path,) = (folder / "data").glob("*.json")
+    records = json.loads(path.read_text())
+    new = [{**record, "id": f"new{record['id']}"} for record in records[:GROWTH]]
+    path.write_text(json.dumps([*records, *new]))
+
+
+def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
+    """Exit status 0 where an export has the bits of the newest checkpoint's parameters.
+
+    Args:
+      run_dir: the run directory.
+      out: the exported parameters.
+      folder: the run's LLM exported as a folder of safetensors, if it was; one tensor of it is compared.
+    """
+    import jax
+    import numpy as np
+    from orbax.checkpoint import v1 as ocp
+
+    from mmjax.checkpoint import Checkpointer
+
+    checkpointer = Checkpointer(run_dir / "checkpoints")
+    step = checkpointer.steps()[-1]
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    stored = checkpointer.metadata(step).leaves
+    targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in stored.items()}
+    leaves = {name: np.asarray(leaf) for name, leaf in checkpointer.restore(step, targets).items()}
+    tree: Any = ocp.load(str(out.absolute()))
+    for name, leaf in leaves.items():
+        kind, _, path = name.partition("/")
+        if kind != "params":
+            continue
+        node: Any = tree
+        for part in path.split("/"):
+            node = node[part]
+        if not np.array_equal(leaf, np.asarray(node)):
+            print(f"error: {name} differs in the export")
+            return 1
+    return _compare_folder(leaves, folder) if folder else 0
+
+
+def _compare_folder(leaves: dict[str, Any], folder: Path) -> int:
+    """Exit status 0 where a tensor of the folder is the leaf, or has adapters of it merged into it."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    from mmjax.bench.soak.weights import SAMPLE
+
+    key, name = SAMPLE
+    if f"{name.replace('params/llm/', 'params/llm_lora/')}/a" in leaves:
+        return 0
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    if np.array_equal(tensors[key], leaves[name].T.astype(ml_dtypes.bfloat16)):
+        return 0
+    print(f"error: {key} differs in the folder")
+    return 1

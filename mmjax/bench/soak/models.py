@@ -1,0 +1,157 @@
+"""Random models: kinds of encoders and generators, numbers of layers, and settings in which families differ."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmjax.bench.soak.marks import FADE
+from mmjax.models.choices import ACTIVATIONS
+from mmjax.models.vit.config import INTERPOLATIONS
+
+FOLDER_LAYERS = 2
+"""Number of layers of the LLM in the folder."""
+_MASKS = (
+    *("gemma3", "paligemma", "cornstarch", "text sees all before; media sees media before"),
+    *(
+        "prefix and media see prefix everywhere; suffix sees all before",
+        "all sees text before; media sees media in item",
+    ),
+)
+"""Masks under which text can be written."""
+_REMATS = ("none", "none", "dots", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """The modules of a drawn model: kinds of encoders and of generators, and numbers of layers, by name."""
+
+    encoders: Mapping[str, str]
+    generators: Mapping[str, str]
+    layers: Mapping[str, int]
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Names of encoders and generators."""
+        return (*self.encoders, *self.generators)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of all modules that can be frozen or trained, projectors included."""
+        return (*self.media, *(f"{name}_projector" for name in self.media), "llm")
+
+
+def draw_modules(rng: random.Random) -> Modules:
+    encoders = rng.choice(
+        ({"vision": "vit"},) * 6 + ({"audio": "whisper"},) * 2 + ({"vision": "vit", "audio": "whisper"},)
+    )
+    generators = {"painter": "dit"} if rng.random() < 0.1 else {}
+    names = (*encoders, "llm", *generators)
+    layers = {name: rng.choice((1, 1, 2, 2, 3) if name != "llm" else (1, 2, 2, 3, 4)) for name in names}
+    return Modules(encoders=encoders, generators=generators, layers=layers)
+
+
+def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
+    yield f"Model.encoders={dict(modules.encoders)!r}"
+    yield f"Model.generators={dict(modules.generators)!r}"
+    classes = {"vit": "ViT", "whisper": "Whisper", "dit": "DiT"}
+    kinds = {**modules.encoders, **modules.generators}
+    for name, cls in {"llm": "Decoder", **{name: classes[kind] for name, kind in kinds.items()}}.items():
+        yield f"{name}/{cls}.layers={modules.layers[name]}"
+        yield f"{name}/{cls}.width=16"
+        yield f"{name}/{cls}.heads={rng.choice((2, 4))}"
+        yield f"{name}/{cls}.mlp={rng.choice((16, 24))}"
+        yield f"{name}/{cls}.remat={rng.choice(_REMATS)!r}"
+    for name in (*modules.encoders, "llm"):
+        if rng.random() < 0.15:
+            place = rng.choice(("before", "after") if name == "llm" else ("before", "after", "projected"))
+            yield f"{name}/Callbacks.{place}={FADE!r}"
+    yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
+    yield f"llm/Decoder.tied={rng.random() < 0.3}"
+    yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
+    decoder = tuple(_decoder(rng, modules.layers["llm"]))
+    yield from decoder
+    turned = any("rope_sections" in binding for binding in decoder)
+    for name, kind in kinds.items():
+        linear = rng.random() < 0.2
+        yield f"{name}/Projector.kind={'linear' if linear else 'mlp'!r}"
+        yield f"{name}/Projector.hidden={0 if linear else rng.choice((0, 0, 24))}"
+        yield f"{name}/Projector.activation={rng.choice(ACTIVATIONS)!r}"
+        yield f"{name}/Projector.norm={rng.choice(('none', 'none', 'layer', 'rms'))!r}"
+        if kind == "vit":
+            yield from _vit(rng, name, modules.layers[name])
+        if kind == "whisper":
+            yield from (f"{name}/Whisper.mels=8", f"{name}/Whisper.sample_rate=4000", f"{name}/Whisper.merge=4")
+            yield from (f"{name}/Whisper.window=128", f"{name}/Whisper.hop=80")
+            yield f"{name}/Whisper.activation={rng.choice(ACTIVATIONS)!r}"
+            yield f"{name}/Whisper.norm_eps={rng.choice((1e-6, 1e-5))}"
+            yield f"{name}/Whisper.k_bias={rng.random() < 0.7}"
+            yield f"{name}/Whisper.edges={rng.choice(('silent', 'reflected'))!r}"
+        if kind == "dit":
+            yield f"{name}/DiT.steps=2"
+        depth = modules.layers["llm"]
+        if kind != "dit" and rng.random() < 0.2:
+            inject = tuple(sorted(rng.sample(range(depth), rng.randint(1, depth))))
+            yield f"{name}/Projector.inject={inject!r}"
+            if rng.random() < 0.5:
+                yield f"{name}/Projector.levels={tuple(rng.randrange(modules.layers[name]) for _ in inject)!r}"
+        elif kind == "vit" and not turned and rng.random() < 0.3:
+            yield f"{name}/Projector.newline=True"
+            yield f"{name}/Projector.most_tiles={rng.choice((0, 2))}"
+
+
+def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
+    """Bindings of a model whose LLM starts from a folder, which has its shapes."""
+    yield f"llm/Weights.path={str(folder)!r}"
+    for binding in bindings:
+        if not binding.startswith("llm/Decoder.") or binding.startswith(("llm/Decoder.remat", "llm/Decoder.z_loss")):
+            yield binding
+
+
+def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
+    """Settings in which families of language models differ."""
+    for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        yield f"llm/Decoder.{name}={rng.random() < 0.25}"
+    turned = rng.random() < 0.25
+    if turned:
+        yield from ("llm/Decoder.head_dim=8", f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}")
+    else:
+        yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
+    if rng.random() < 0.3:
+        yield f"llm/Decoder.mask={rng.choice(_MASKS)!r}"
+    if rng.random() < 0.3:
+        sizes = {"window": (1, 5, 16, 1000), "chunk": (3, 16)}
+        for name in ("window",) if turned else rng.choice((("window",), ("chunk",), ("window", "chunk"))):
+            yield f"llm/Decoder.{name}={rng.choice(sizes[name])}"
+        which = rng.choice(("full_layers", "full_every"))
+        yield f"llm/Decoder.{which}={rng.randint(0, layers)}"
+    scaling = rng.choice(("none", "none", "linear", "llama3", "yarn"))
+    if scaling != "none":
+        yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")
+        yield f"llm/Decoder.rope_context={rng.choice((8, 64))}"
+        yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
+
+
+def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:
+    positions, merge = rng.choice(("rope2d", "axial", "learned2d")), rng.choice((1, 2, 2))
+    yield f"{name}/ViT.merge={merge}"
+    yield f"{name}/ViT.positions={positions!r}"
+    if positions == "learned2d" and rng.random() < 0.5:
+        yield f"{name}/ViT.interpolate={rng.choice(INTERPOLATIONS[1:])!r}"
+        yield f"{name}/ViT.grid=5"
+    class_token = rng.random() < 0.5
+    yield f"{name}/ViT.class_token={class_token}"
+    yield f"{name}/ViT.frames={rng.choice((1, 1, 2))}"
+    yield f"{name}/ViT.norm={rng.choice(('layer', 'layer', 'rms'))!r}"
+    yield f"{name}/ViT.gated={rng.random() < 0.3}"
+    if not class_token and rng.random() < 0.5:
+        yield f"{name}/ViT.window={merge * rng.choice((1, 2))}"
+        yield f"{name}/ViT.full_at={tuple(sorted(rng.sample(range(layers), rng.randint(0, layers))))!r}"
+    yield f"{name}/ViT.patch_bias={rng.random() < 0.7}"
+    yield f"{name}/ViT.stem_norm={rng.random() < 0.3}"
+    yield f"{name}/ViT.last_norm={rng.random() < 0.7}"
+    yield f"{name}/ViT.layer_scale={rng.random() < 0.3}"
+    yield f"{name}/ViT.norm_eps={rng.choice((1e-6, 1e-5))}"
+    yield f"{name}/ViT.activation={rng.choice(ACTIVATIONS)!r}"

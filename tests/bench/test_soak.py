@@ -1,0 +1,228 @@
+"""The soak: what it draws, what it requires of a run, and processes that it forks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.bench.soak.draws import Draw, drawn
+from mmjax.bench.soak.forked import FELL, Process, program
+from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.sources.writers import write_all
+from mmjax.data.tasks.digits.dialogues import digit_dialogues
+from mmjax.data.tokenizer import make_tokenizer
+from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
+
+DATA = {kind: Path("/data") / kind for kind in ("llava", "webdataset", "array_record", "parquet")}
+DRAW = Draw(
+    seed=0,
+    number=1,
+    shared=("Train.eval_samples=4", "Train.eval_every=2", "Train.dtype='float32'"),
+    layout=("llm/Layout.dp=1",),
+    other=("llm/Layout.dp=2",),
+    steps=3,
+    processes=1,
+    served=False,
+    killed=1,
+    ending="kill",
+    delay=0.0,
+    grows=False,
+    folder=False,
+    restored=0,
+    moved=False,
+)
+
+
+def test_draws_are_legal_different_and_the_same_again() -> None:
+    draws = [drawn(3, number, DATA) for number in range(8)]
+    for draw in draws:
+        assert draw.layout != draw.other
+        for layout in (draw.layout, draw.other):
+            config = load_config([], [*draw.shared, *layout], allow_code=True)
+            assert config.train.steps == draw.steps > draw.killed
+    assert len({draw.shared for draw in draws}) == len(draws)
+    assert not any(draw.folder for draw in draws)
+    assert drawn(3, 5, DATA) == draws[5] != drawn(4, 5, DATA)
+
+
+@pytest.mark.long
+def test_ten_draws_are_refused_or_have_a_plan_for_every_step(tmp_path: Path) -> None:
+    """Needs no device: finds data that cannot be read or packed under a drawn layout, as a soak would first."""
+    data, planned = write_all(tmp_path, digit_dialogues(24, seed=0), per_shard=10), 0
+    for number in range(10):
+        draw = drawn(7, number, data)
+        config = load_config([], [*draw.shared, *draw.layout], allow_code=True)
+        source, tokenizer = open_source(config, split="train"), make_tokenizer("", config.model.media)
+        try:
+            config = with_buckets(config, source)
+            packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+        except ConfigError as refused:
+            assert "\n" not in str(refused)
+            continue
+        planned += 1
+        for step in range(10):
+            first = step * config.train.global_batch
+            metas = [source.meta(first + sample) for sample in range(config.train.global_batch)]
+            assert len(packer.plan(step, metas).microbatches) == config.train.microbatches
+    assert planned > 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_draw_trains_stops_resumes_moves_evaluates_and_exports(tmp_path: Path) -> None:
+    """In a process of its own, which forks: the backend of this one is running."""
+    command = [sys.executable, "-m", "mmjax.bench", "soak", "--seed=47", "--first=31", "--draws=1", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "draw 31 passed: stopped by terminate after step" in done.stdout, done.stdout
+    assert "the same under another layout" in done.stdout, done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}  # a draw that passes leaves nothing
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+from mmjax.bench.soak import write_data
+
+threads = len(os.listdir("/proc/self/task"))
+paths = write_data(Path(sys.argv[1]))
+assert len(paths) == 4 and paths["array_record"].exists()
+assert len(os.listdir("/proc/self/task")) <= threads, "forked processes would not have them"
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads that Linux has")
+def test_data_are_written_without_a_thread_that_forked_processes_would_miss(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def rows(*losses: float, first: int = 1) -> list[dict[str, Any]]:
+    rate = {"llm/learning_rate": 0.1}
+    return [{"step": first + i, "loss": loss, "grad_norm": 2.0} | rate for i, loss in enumerate(losses)]
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "evaluated", "message"),
+    [
+        (rows(3.0, 2.0, 1.0), [2, 3], None),
+        (rows(3.0, 2.0), [2, 3], "metrics.jsonl has the steps [1, 2], not 1 to 3"),
+        ([*rows(3.0, 2.0), *rows(2.0, 1.0, first=2)], [2, 3], "metrics.jsonl has the steps [1, 2, 2, 3]"),
+        (rows(3.0, float("nan"), 1.0), [2, 3], "losses are not finite"),
+        (rows(3.0, 2.0, 1.0), [3], "eval.jsonl of run has the steps [3], not [2, 3]"),
+        (rows(3.0, 2.0, 1.0), [2, 2, 3], "eval.jsonl of run has the steps [2, 2, 3], not [2, 3]"),
+    ],
+)
+def test_every_step_and_every_evaluation_is_there_once(
+    tmp_path: Path, metrics: list[dict[str, Any]], evaluated: list[int], message: str | None
+) -> None:
+    trial = SoakTrial(DRAW, tmp_path)
+    write(trial.run / "metrics.jsonl", metrics)
+    write(trial.run / "eval.jsonl", [{"step": step} for step in evaluated])
+    if message is None:
+        trial._require_rows(trial.run)
+        return
+    with pytest.raises(Failure) as failure:
+        trial._require_rows(trial.run)
+    assert str(failure.value).startswith(message)
+
+
+def test_an_evaluation_that_failed_is_a_failure(tmp_path: Path) -> None:
+    trial = SoakTrial(DRAW, tmp_path)
+    write(trial.run / "metrics.jsonl", rows(3.0, 2.0, 1.0))
+    write(trial.run / "eval.jsonl", [{"step": 2, "failure": "no room"}, {"step": 3}])
+    with pytest.raises(Failure, match=r"^the evaluation after step 2 failed: no room$"):
+        trial._require_rows(trial.run)
+
+
+def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> None:
+    trial = SoakTrial(DRAW, tmp_path)
+    one = rows(3.0, 2.0, 1.0)
+    trial._require_same(one, rows(3.0, 2.001, 1.0005), 0)
+    changes = [{"loss": 3.001}, {"grad_norm": 2.01}, {"llm/learning_rate": 0.2}]
+    for step, change in ((1, changes[0]), (2, changes[1]), (3, changes[2])):
+        other = [row | change if row["step"] == step else row for row in one]
+        with pytest.raises(Failure, match=f"^step {step} under another layout"):
+            trial._require_same(one, other, 0)
+        trial._require_same(one, other, step)  # it went on from a later checkpoint
+
+
+def test_scores_are_those_of_the_run(tmp_path: Path) -> None:
+    trial, row = SoakTrial(DRAW, tmp_path), {"step": 3, "exact_match": 0.5, "kinds": {"read": 0.5}}
+    trial._require_same_scores(row, row, 4)
+    with pytest.raises(Failure, match=r"exact_match 0\.25, the run 0\.5"):
+        trial._require_same_scores(row, {**row, "exact_match": 0.25}, 4)
+    moved = SoakTrial(dataclasses.replace(DRAW, moved=True), tmp_path)
+    moved._require_same_scores(row, {**row, "exact_match": 0.25}, 4)  # a tie in one sample
+    with pytest.raises(Failure):
+        moved._require_same_scores(row, {**row, "exact_match": 0.0}, 4)
+    with pytest.raises(Failure, match="step 2"):
+        moved._require_same_scores(row, {**row, "step": 2}, 4)
+
+
+def ended(folder: Path, text: str, status: int, name: str = "1.train") -> Process:
+    """A process that has said this and ended so."""
+    code = f"import sys; print({text!r}); sys.exit({status})"
+    process = Process(program(["-S", "-c", code]), folder / f"{name}.log")
+    process.wait(60)
+    return process
+
+
+def test_a_refusal_is_one_line_before_the_first_step(tmp_path: Path) -> None:
+    trial = SoakTrial(DRAW, tmp_path)
+    trial._require_end(ended(tmp_path, "done", 0, "0.train"), {0})
+    refused = ended(tmp_path, "error: Train.steps=0: must be above 0", 2)
+    with pytest.raises(Refused, match=r"^Train\.steps=0: must be above 0$"):
+        trial._require_end(refused, {0})
+    write(trial.run / "metrics.jsonl", rows(3.0))
+    with pytest.raises(Failure, match="refused after 1 steps"):
+        trial._require_end(refused, {0})
+    for text, status in (("error: one\nerror: two", 2), ("died", 1), ("", 70)):
+        with pytest.raises(Failure, match=f"exit status {status}"):
+            trial._require_end(ended(tmp_path, text, status, f"3.{status}{len(text)}"), {0})
+    with pytest.raises(Failure, match="traceback: ValueError: no"):
+        trial._require_end(ended(tmp_path, "Traceback (most recent call last)\nValueError: no", 0, "4.train"), {0})
+
+
+def test_a_forked_process_has_a_log_a_status_and_a_group(tmp_path: Path) -> None:
+    def fall() -> None:
+        raise ValueError("fallen")
+
+    fallen = Process(fall, tmp_path / "fallen.log")
+    assert fallen.wait(60) == FELL and "ValueError: fallen" in fallen.text
+    seen = Process(lambda: print(os.environ["SEEN"], flush=True) or 3, tmp_path / "seen.log", {"SEEN": "yes"})
+    assert seen.wait(60) == 3 and seen.text == "yes\n"
+
+    child = f"import subprocess, sys; print('up', flush=True); subprocess.run([{sys.executable!r}, '-c', 'input()'])"
+    parent = Process(program(["-c", child]), tmp_path / "parent.log")
+    assert parent.wait(60, lambda: "up" in parent.text) is None
+    parent.signal(signal.SIGKILL)
+    assert parent.status == -signal.SIGKILL
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        Process(lambda: time.sleep(60), tmp_path / "late.log").wait(0.2)
+    assert time.monotonic() - began < 30
+
+
+def test_a_trial_writes_configurations_that_can_be_read(tmp_path: Path) -> None:
+    draw = drawn(0, 3, DATA)
+    SoakTrial(draw, tmp_path)
+    read = load_config([tmp_path / "draw.gin", tmp_path / "other.gin"], allow_code=True)
+    assert read == load_config([], [*draw.shared, *draw.other], allow_code=True)
