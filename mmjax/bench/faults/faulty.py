@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
+from mmjax.mesh.spmd import Program
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.walker import Walker
 from mmjax.schedule.ops import Op
@@ -26,6 +27,8 @@ from mmjax.train import main
 FAULTY_PROCESS = 1
 STEP = 10
 """The number of steps that are dispatched before the fault."""
+SLOWNESS = 0.3
+"""Seconds that the devices of a slow process take longer for each forward of the encoder."""
 _FOR_EVER = 10_000.0
 
 
@@ -46,6 +49,24 @@ def hang() -> None:
     Executor.step, Walker.dispatch = marked_step, faulty_dispatch
 
 
+def slow() -> None:
+    """Forwards of the encoder that take longer on the devices of one process, from then on."""
+    step, call = Executor.step, Program.__call__
+
+    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        global _begun
+        _begun = _begun or _happens()
+        return step(self, *args, **kwargs)
+
+    def slow_call(self: Program, *args: Any) -> Any:
+        if _begun and self.name == "F vision.0":
+            params, inputs, carry = args
+            return call(self, params, {**inputs, "patches": _after_waiting(inputs["patches"])}, carry)
+        return call(self, *args)
+
+    Executor.step, Program.__call__ = marked_step, slow_call
+
+
 def nan() -> None:
     """One parameter that is not a number any more."""
     plain = Executor.step
@@ -61,7 +82,7 @@ def nan() -> None:
     Executor.step = step
 
 
-FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "nan": nan}
+FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "slow": slow, "nan": nan}
 """Installs a fault, by name."""
 
 _steps = 0
@@ -77,6 +98,23 @@ def _happens() -> bool:
         return False
     mark.write_text(f"{time.time()}\n")
     return True
+
+
+def _after_waiting(x: jax.Array) -> jax.Array:
+    """`x`, once the devices of this process have waited."""
+
+    def wait(part: Any) -> Any:
+        time.sleep(SLOWNESS)
+        return part
+
+    waiting = jax.shard_map(
+        lambda part: jax.pure_callback(wait, part, part),
+        mesh=x.sharding.mesh,
+        in_specs=x.sharding.spec,
+        out_specs=x.sharding.spec,
+        check_vma=False,
+    )
+    return jax.jit(waiting)(x)
 
 
 if __name__ == "__main__":

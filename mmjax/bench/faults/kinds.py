@@ -34,6 +34,7 @@ class Fault:
       inject: brings about a fault from outside; returns when it has happened, as a time of ``time.time``.
       around: a context in which the run is trained, such as a disk; gives further bindings.
       settings: further bindings of the run.
+      layout: further bindings on which its losses depend: the run without a fault has them too.
       restarted: whether steps after the last checkpoint may be lost.
     """
 
@@ -43,6 +44,7 @@ class Fault:
     inject: Callable[[FaultTrial], float] | None = None
     around: Callable[[FaultTrial], contextlib.AbstractContextManager[tuple[str, ...]]] | None = None
     settings: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
     restarted: bool = True
 
 
@@ -173,6 +175,14 @@ KINDS = {
         line=r"process 1\b",
         inside="hang",
         settings=("World.hang_seconds=10",),
+    ),
+    "slow": Fault(
+        doc="each forward of the encoder takes 0.3 s longer on the devices of process 1",
+        line=r"\(vision\) takes \S+ × the median of its module",
+        inside="slow",
+        # The encoder on all ranks, without a collective in its forward: ranks of different processes end by themselves.
+        layout=("vision/Layout.dp=4", "vision/Layout.rank_offset=0", "llm/Layout.dp=2", "Train.lowering='ops'"),
+        restarted=False,
     ),
     "nan": Fault(
         doc="a parameter of process 1 becomes NaN", line=r"not finite", inside="nan", settings=("Train.max_skipped=2",)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import signal
 import time
@@ -155,7 +154,7 @@ class _Work:
     place: Path
 
     def __call__(self) -> int:
-        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        signal.signal(signal.SIGTERM, _exit)
         began = time.monotonic()
         try:
             text, end = SoakTrial(drawn(self.seed, self.number, self.data, self.weights), self.place).ask(), "passed"
@@ -166,6 +165,11 @@ class _Work:
         outcome = {"number": self.number, "end": end, "text": text, "seconds": time.monotonic() - began}
         (self.place / "outcome.json").write_text(json.dumps(outcome))
         return 0
+
+
+def _exit(*_: object) -> None:
+    """Ends a draw with its commands, each of which leads a group of its own."""
+    raise SystemExit(1)
 
 
 def _outcome(number: int, process: Process, place: Path) -> Outcome:

@@ -62,7 +62,7 @@ class SoakTrial:
             (folder / f"{name}.gin").write_text("".join(f"{line.replace('=', ' = ', 1)}\n" for line in bindings))
         self._said = {key: value for key, _, value in (line.partition("=") for line in draw.shared)}
         self._server: Process | None = None
-        self._commands = 0
+        self._processes: list[Process] = []
 
     def ask(self) -> str:
         """Runs the whole trial; returns what was done, in words.
@@ -77,8 +77,9 @@ class SoakTrial:
             done = [self._interrupted(), self._resumed(), self._elsewhere()]
             return ", ".join([*done, self._evaluated(), self._exported()])
         finally:
-            if self._server:
-                self._server.signal(signal.SIGKILL)
+            for process in self._processes:
+                if process.poll() is None:
+                    process.signal(signal.SIGKILL)
 
     # ---- what is asked -----------------------------------------------------------------------------------------------
 
@@ -181,9 +182,9 @@ class SoakTrial:
         out = self.folder / "exported"
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}"])
         self._wait(process)
-        self._require_end(process, {0})
+        self._require_export(process, {0})
         folder = self._exported_folder() if self.draw.folder else None
-        compared = Process(lambda: compare_export(self.run, out, folder), self._log("compare"), self._environment)
+        compared = self._fork("compare", lambda: compare_export(self.run, out, folder))
         self._wait(compared)
         self._require_end(compared, {0})
         return "exported, as a folder too" if folder else "exported"
@@ -192,9 +193,10 @@ class SoakTrial:
         """The LLM of the run as a folder of safetensors."""
         out = self.folder / "exported-folder"
         merge = ["--merge_lora"] if any(line.startswith("llm/Lora.rank") for line in self.draw.shared) else []
-        process = self._start("export", [f"--run_dir={self.run}", f"--out={out}", "--format=safetensors", *merge])
+        flags = [f"--run_dir={self.run}", f"--out={out}", "--format=safetensors", "--allow_code", *merge]
+        process = self._start("export", flags)
         self._wait(process)
-        self._require_end(process, {1})  # the encoders are in no folder
+        self._require_export(process, {1})  # the encoders are in no folder
         return out
 
     # ---- commands ----------------------------------------------------------------------------------------------------
@@ -206,14 +208,20 @@ class SoakTrial:
         if self.draw.processes == 1:
             return self._start("train", flags)
         command = ["-m", "mmjax.launch", "-n", str(self.draw.processes), "-m", "mmjax.train", *flags]
-        return Process(program(command), self._log("launch"), self._environment)
+        return self._fork("launch", program(command))
 
     def _start(self, name: str, flags: Sequence[str]) -> Process:
-        return Process(entry(name, flags), self._log(name), self._environment)
+        return self._fork(name, entry(name, flags))
+
+    def _fork(self, name: str, work: Callable[[], object]) -> Process:
+        """Starts a process that ends with the trial."""
+        log = self.folder / f"{len(self._processes) + 1}.{name}.log"
+        self._processes.append(Process(work, log, self._environment))
+        return self._processes[-1]
 
     def _serve(self) -> None:
         command = ["-u", "-m", "mmjax.serve", *self._files("layout"), "--port=0", "--workers=1"]
-        self._server = server = Process(program(command), self._log("serve"), self._environment)
+        self._server = server = self._fork("serve", program(command))
         found: list[str] = []
         self._wait(server, lambda: bool(found.extend(re.findall(r"serving on (\S+)", server.text)) or found))
         if not found:
@@ -229,10 +237,6 @@ class SoakTrial:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
-
-    def _log(self, name: str) -> Path:
-        self._commands += 1
-        return self.folder / f"{self._commands}.{name}.log"
 
     def _wait(self, process: Process, until: Any = lambda: False) -> int | None:
         try:
@@ -255,6 +259,13 @@ class SoakTrial:
             raise Refused(errors[0].partition("error: ")[2])
         last = (process.text.strip().splitlines() or ["no output"])[-1]
         raise Failure(f"{process.log.stem}: exit status {process.status}, {last}; see {process.log}")
+
+    def _require_export(self, process: Process, legal: set[int]) -> None:
+        """Requires a legal exit status of an export: a run that has trained is refused by none."""
+        try:
+            self._require_end(process, legal)
+        except Refused as refused:
+            raise Failure(f"a run that has trained cannot be exported: {refused}; see {process.log}") from None
 
     def _require_no_traceback(self, process: Process) -> None:
         if "Traceback (most recent call last)" in process.text:
