@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from mmjax.bench.rows import Row, at_most
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
-from mmjax.run.pictures import finished
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
+from mmjax.viz.figures import finished
 
 STEPS = 200
 EXACT = "one device, fp32"

@@ -26,12 +26,12 @@ import numpy as np
 from PIL import Image
 
 from mmjax.bench.rows import Row, at_least, at_most
+from mmjax.build.assembly import planned_data_spec
 from mmjax.config import load_config
 from mmjax.data.batches import Batches, open_batches
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import TOKEN
 from mmjax.data.service.identity import DataSpec
-from mmjax.run.assembly import planned_data_spec
 
 BENCH = "data"
 IMAGES, EDGE = 10, 1024

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mmjax.bench.rows import Row, at_most
+from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.config import Config, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
@@ -19,7 +20,6 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.types import SampleMeta
-from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 
 NUMBERS = (1, 3, 6)
 DATA = {

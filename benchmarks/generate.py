@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.steps import ALWAYS, in_turn
 from mmjax.bench.rows import Row, at_least
+from mmjax.build.assembly import open_source, place
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
+from mmjax.eval.evaluator import Evaluator
 from mmjax.models.config import LLM
-from mmjax.run.assembly import open_source, place
-from mmjax.run.evaluation import Evaluator
 
 ROWS, NEW = 8, 64
 CHANGES = (

@@ -19,8 +19,8 @@ from benchmarks.steps import Stepper
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
 from mmjax.mesh import company, processes
-from mmjax.run.planned import planned
-from mmjax.run.profiler import profile_of
+from mmjax.plan.planned import planned
+from mmjax.profile.profiler import profile_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,8 @@ import jax
 
 from benchmarks.steps import ALWAYS
 from mmjax.bench.rows import Row, at_least, at_most
+from mmjax.build.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
+from mmjax.build.parts import Assembly
 from mmjax.config import Config, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
@@ -32,6 +34,8 @@ from mmjax.mesh.spmd import Program
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, shard_bytes
+from mmjax.plan.planned import planned
+from mmjax.plan.work import padded_rows, read_work
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Clock
@@ -40,12 +44,8 @@ from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.needs import Need
 from mmjax.planner.profile_file import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
-from mmjax.run.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
-from mmjax.run.parts import Assembly
-from mmjax.run.planned import planned
-from mmjax.run.profiler import world_for
-from mmjax.run.trials import CUTS, Cut, attempts, compiled, points
-from mmjax.run.work import padded_rows, read_work
+from mmjax.profile.profiler import world_for
+from mmjax.profile.trials import CUTS, Cut, attempts, compiled, points
 
 WITHIN = 0.10
 DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"

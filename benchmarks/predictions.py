@@ -23,18 +23,18 @@ from typing import Any
 
 from benchmarks.one_core import again_environment, cores
 from mmjax.bench.rows import Row, at_least, at_most
+from mmjax.build.assembly import open_source
 from mmjax.config import Config, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
+from mmjax.plan.planned import rows_by_candidate
+from mmjax.plan.work import read_work
 from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED, Candidate
 from mmjax.planner.choose import Choice
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile_file import Profile, parse_profile
-from mmjax.run.assembly import open_source
-from mmjax.run.planned import rows_by_candidate
-from mmjax.run.work import read_work
 
 CONFIGURATION = "digits_vlm_one_device.gin"
 DEVICES = 2

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mmjax.build.assembly import assemble, open_source, signed, step_order
 from mmjax.config import Config, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import StepMaker
-from mmjax.run.assembly import assemble, open_source, signed, step_order
 
 ALWAYS = ("World.devices=8", "Train.eval_samples=0")
 """Bindings of every benchmark of steps."""

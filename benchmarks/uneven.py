@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from benchmarks.replay import costs_of
 from benchmarks.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
 from mmjax.bench.rows import Row, at_least, at_most
+from mmjax.build.assembly import build_packer, open_source, order_of, place, with_buckets
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.plan import StepPlan
 from mmjax.data.reorder import METHODS
 from mmjax.mesh.world import World
-from mmjax.run.assembly import build_packer, open_source, order_of, place, with_buckets
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
 UNEVEN = (

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
     from mmjax.data.types import EncoderSpec as EncoderSpec
-    from mmjax.export import export_run as export_run
+    from mmjax.export.parameters import export_run as export_run
     from mmjax.mesh.boundary import Boundary as Boundary
     from mmjax.mesh.config import WorldConfig as WorldConfig
     from mmjax.mesh.layout import Layout as Layout
@@ -66,10 +66,6 @@ if TYPE_CHECKING:
     from mmjax.models.whisper.config import WhisperConfig as WhisperConfig
     from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
     from mmjax.pipeline.config import OffloadConfig as OffloadConfig
-    from mmjax.run.evaluation import draw_answers as draw_answers
-    from mmjax.run.layout_picture import draw_layout as draw_layout
-    from mmjax.run.results import TrainResult as TrainResult
-    from mmjax.run.trainer import Trainer as Trainer
     from mmjax.schedule.dispatch import dispatch_table as dispatch_table
     from mmjax.schedule.schedules import gpipe as gpipe
     from mmjax.schedule.schedules import make_schedule as make_schedule
@@ -77,6 +73,10 @@ if TYPE_CHECKING:
     from mmjax.schedule.simulate import Costs as Costs
     from mmjax.schedule.simulate import simulate as simulate
     from mmjax.schedule.timeline import draw_timeline as draw_timeline
+    from mmjax.train.results import TrainResult as TrainResult
+    from mmjax.train.trainer import Trainer as Trainer
+    from mmjax.viz.answers import draw_answers as draw_answers
+    from mmjax.viz.layout import draw_layout as draw_layout
 
 __all__ = [
     "Affine",
@@ -150,7 +150,7 @@ _HOMES = {
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
-    "mmjax.export": ("export_run",),
+    "mmjax.export.parameters": ("export_run",),
     "mmjax.data.types": ("EncoderSpec",),
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.config": ("WorldConfig",),
@@ -179,10 +179,10 @@ _HOMES = {
     "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
-    "mmjax.run.evaluation": ("draw_answers",),
-    "mmjax.run.layout_picture": ("draw_layout",),
-    "mmjax.run.results": ("TrainResult",),
-    "mmjax.run.trainer": ("Trainer",),
+    "mmjax.train.results": ("TrainResult",),
+    "mmjax.train.trainer": ("Trainer",),
+    "mmjax.viz.answers": ("draw_answers",),
+    "mmjax.viz.layout": ("draw_layout",),
 }
 
 

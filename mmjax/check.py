@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mmjax import jax_compat
             from mmjax.mesh.processes import first_says, is_first
             from mmjax.parity import check
-            from mmjax.run.warm_up import ends_where_down
+            from mmjax.train.warm_up import ends_where_down
         jax_compat.compile_cheaply()
         join_processes(flags)
         say = lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True)  # noqa: E731

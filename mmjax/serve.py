@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
     """Flags and data spec, read by a child process, which itself prints errors and help."""
     here, there = os.pipe()
-    command = [sys.executable, "-m", "mmjax.run.serve_flags", f"--answer={there}", *argv]
+    command = [sys.executable, "-m", "mmjax.build.serve_flags", f"--answer={there}", *argv]
     # It starts no device; where there is an accelerator, it must not take its memory by accident.
     child = subprocess.Popen(command, pass_fds=[there], env={**os.environ, "JAX_PLATFORMS": "cpu"})
     os.close(there)

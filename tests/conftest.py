@@ -81,7 +81,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished, undisturbed run of the tiny configuration (see `trial_runs.py`); read only."""
     from trial_runs import train_flags, write_tiny
 
-    from mmjax.train import main
+    from mmjax.train.__main__ import main
 
     folder = tmp_path_factory.mktemp("tiny")
     assert main(train_flags(write_tiny(folder), folder / "run")) == 0

@@ -10,7 +10,7 @@ import time
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
 from mmjax.mesh.transfer import MovedTransfer
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 plain = MovedTransfer.move
 how = os.environ.get("DEAF", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from mmjax import jax_compat
 from mmjax.checkpoint import storage
 from mmjax.config.flags import run_command
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 plain_init, plain_write, plain_rounds = (
     storage.Write.__init__,

@@ -31,7 +31,7 @@ START, LOSS = 1e-5, 1e-3
 def golden(name: str) -> dict[str, Any]:
     """Norms of the initial leaves of a configuration, the losses of its first steps, and norms of the leaves then."""
     from mmjax.config import load_config
-    from mmjax.run.trainer import Trainer
+    from mmjax.train.trainer import Trainer
 
     config = load_config([str(ROOT / "configs" / f"{name}.gin")])
     train = replace(config.train, eval_samples=0, eval_every=0)

@@ -4,9 +4,9 @@ import sys
 from dataclasses import replace
 
 from mmjax import jax_compat
+from mmjax.build import assembly
 from mmjax.check import main
 from mmjax.config.flags import run_command
-from mmjax.run import assembly
 
 plain = assembly.own_rows
 

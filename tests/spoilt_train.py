@@ -12,7 +12,7 @@ from mmjax import jax_compat
 from mmjax.checkpoint import Checkpointer
 from mmjax.config.flags import run_command
 from mmjax.data.loader import StepMaker
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 plain = StepMaker.__call__
 

@@ -14,7 +14,7 @@ from mmjax import jax_compat
 from mmjax.config.flags import run_command
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.executor import Executor
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 plain_call, plain_step, plain_lower = Program.__call__, Executor.step, Program.lower
 how, steps = os.environ.get("STUCK", ""), 0

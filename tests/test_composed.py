@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
+from mmjax.build.assembly import signed
 from mmjax.config import Config, load_config
 from mmjax.data.types import Sample
-from mmjax.run.assembly import signed
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
 IMAGE = 263

@@ -31,9 +31,9 @@ from mmjax.data.sample import layout_tokens
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec, Sample
-from mmjax.export import export_folders
+from mmjax.export.folders import export_folders
 from mmjax.models.composed import compose
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
 MODELS = {"clip_qwen2": ("clip", "qwen2", -2, 14), "siglip_llama": ("siglip", "llama_biases", -1, 64)}

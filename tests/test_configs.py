@@ -13,16 +13,16 @@ from orbax.checkpoint import v1 as ocp
 from PIL import Image
 from trial_runs import REPOSITORY, SMALL_EARS, SMALL_HANDS, assert_same_leaves, flatten, write_tiny
 
+from mmjax.build.assembly import build_packer
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.config.validate import advise
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.eval import evaluate
-from mmjax.export import export_run
+from mmjax.eval.report import evaluate
+from mmjax.export.parameters import export_run
 from mmjax.mesh.layout import Layout
-from mmjax.run.assembly import build_packer
-from mmjax.run.metrics import read_metrics
-from mmjax.run.trainer import Trainer
+from mmjax.train.metrics import read_metrics
+from mmjax.train.trainer import Trainer
 
 CONFIGS = REPOSITORY / "configs"
 LAYOUTS = {

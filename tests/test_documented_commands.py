@@ -15,11 +15,11 @@ from trial_runs import REPOSITORY, write_tiny
 
 from mmjax.__main__ import COMMANDS
 from mmjax.bench import BENCHES
+from mmjax.build.assembly import build_packer
 from mmjax.config import load_config
 from mmjax.data import buckets
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.flags import Flags
-from mmjax.run.assembly import build_packer
 from studies import STUDIES
 
 DOCS = REPOSITORY / "docs"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trial_runs import REPOSITORY
 
-from mmjax.plan import main
+from mmjax.plan.__main__ import main
 
 DOCS = REPOSITORY / "docs"
 PAGE = DOCS / "planner.md"

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trial_runs import REPOSITORY
 
 from mmjax.config import Config, load_config
+from mmjax.inspect.sample_text import first_samples
 from mmjax.models.config import projector_name
-from mmjax.run.metrics import read_metrics
-from mmjax.run.sample_text import first_samples
-from mmjax.train import main as train
+from mmjax.train.__main__ import main as train
+from mmjax.train.metrics import read_metrics
 
 CONFIGS, ORACLES = REPOSITORY / "configs", Path(__file__).parent / "oracles"
 PARTS: Mapping[str, set[str]] = {

@@ -15,21 +15,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tiny
 
+from mmjax.build.assembly import build_packer
 from mmjax.checkpoint import Checkpointer, CheckpointError
 from mmjax.config import advise, load_config, load_run_config, operative_config
 from mmjax.config.folder_alone import folder_bindings
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import tokenizer_of
-from mmjax.export import export_folders, main
+from mmjax.export.__main__ import main
+from mmjax.export.folders import export_folders
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.weights import rows as entries_of
 from mmjax.models.llama.weights import their_config
 from mmjax.models.module import layer_runs
 from mmjax.models.parameters import ModuleSlice
-from mmjax.run.assembly import build_packer
-from mmjax.run.trainer import Trainer
-from mmjax.train import main as train
+from mmjax.train.__main__ import main as train
+from mmjax.train.trainer import Trainer
 from mmjax.weights.table import expand
 from mmjax.weights.write import write
 

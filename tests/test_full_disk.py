@@ -17,9 +17,9 @@ from trial_runs import Command, assert_same_leaves, leaves, train_flags, write_t
 
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
-from mmjax.run.files import RunFiles
-from mmjax.run.metrics import MetricsWriter, read_metrics
-from mmjax.train import main
+from mmjax.train.__main__ import main
+from mmjax.train.files import RunFiles
+from mmjax.train.metrics import MetricsWriter, read_metrics
 
 STEPS = 40
 MIB = 1 << 20

@@ -39,27 +39,30 @@ STANDS_ON = {
     "config": "checkpoint data pipeline",
     "restarts": "config",
     "planner": "restarts",
-    "run": "planner",
-    "parity": "reference run",
-    # Commands, none of which imports another. The first four never import JAX.
+    "progress": "mesh",
+    "build": "config progress",
+    "viz": "build",
+    # Commands with rooms of their own: a folder has the command and what only it does.
+    "eval": "viz",
+    "train": "eval",
+    "generate": "train",
+    "export": "train",
+    "inspect": "eval",
+    "plan": "build planner",
+    "profile": "plan",
+    "parity": "reference train",
+    # Other commands. The first four never import JAX.
     "__main__": "flags version",  # runs any of them by name
     "launch": "restarts",
     "reorder": "data flags",
     "sample_data": "data flags",
     "serve": "data flags",
-    "export": "run",
-    "eval": "run",
-    "generate": "run",
-    "inspect": "run",
-    "plan": "run",
-    "profile": "run",
-    "train": "run",
     "check": "parity",
-    "mmjax": "export run",  # mmjax/__init__.py
+    "mmjax": "export train viz",  # mmjax/__init__.py
     "bench": "launch mmjax parity train",
     # Beside mmjax/.
-    "benchmarks": "bench",
-    "studies": "bench",
+    "benchmarks": "bench profile",
+    "studies": "bench planner",
 }
 """From the lowest to the highest: what each package, or module beside the packages, stands on. It may import these and
 all that they stand on."""

@@ -14,7 +14,7 @@ import pytest
 from trial_runs import Command, assert_same_leaves, leaves, train_flags, write_tiny
 
 from mmjax.checkpoint import Checkpointer
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 STEPS, EVERY = 36, 6
 PHASES = ("start-up", "compilation", "steps", "checkpoint", "evaluation")

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 from trial_runs import REPOSITORY
 
+from mmjax.build.assembly import open_source, plan
+from mmjax.build.model import build_model, encoder_specs
 from mmjax.config import Config, load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.models.families import module_of
 from mmjax.models.flops import parameter_count
 from mmjax.parity import check
-from mmjax.run.assembly import open_source, plan
-from mmjax.run.model import build_model, encoder_specs
 
 # What mmjax.plan found on eight H100s; and microbatches, schedule, and how much of the devices' time a step has idle.
 LAYOUTS = {

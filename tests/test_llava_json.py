@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from trial_runs import REPOSITORY
 
-from mmjax import sample_data, train
+from mmjax import sample_data
+from mmjax.build import assembly
+from mmjax.build.assembly import build_packer, open_source
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.identity import DataSpec, difference, identity
 from mmjax.data.sources.config import KINDS
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.run import assembly
-from mmjax.run.asked import for_folder
-from mmjax.run.assembly import build_packer, open_source
-from mmjax.run.evaluation import held_out
+from mmjax.eval.folder import for_folder
+from mmjax.eval.samples import held_out
+from mmjax.train import __main__ as train
 
 FILE = REPOSITORY / "configs" / "llava_json.gin"
 SAMPLES = 48

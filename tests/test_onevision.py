@@ -19,11 +19,14 @@ from PIL import Image
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
+from mmjax.build.assembly import signed
+from mmjax.build.model import build_model
 from mmjax.config import Config, load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.tiles import NEWLINE, arrange, token_count
 from mmjax.data.types import EncoderSpec, Sample, Tiled
-from mmjax.export import export_folders
+from mmjax.eval.evaluator import Evaluator
+from mmjax.export.folders import export_folders
 from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
@@ -32,10 +35,7 @@ from mmjax.parity.engine import check
 from mmjax.reference import sample_logits
 from mmjax.reference.encoders import encode
 from mmjax.reference.tiles import in_rows
-from mmjax.run.assembly import signed
-from mmjax.run.evaluation import Evaluator
-from mmjax.run.model import build_model
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import read_config
 from mmjax.weights.table import expand, match
 

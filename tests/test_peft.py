@@ -17,16 +17,17 @@ from test_composed_export import language_model
 from trial_runs import ALONE, write_tiny
 
 from mmjax import reference
+from mmjax.build.model import build_model
 from mmjax.config import Config, advise, load_config, operative_config
 from mmjax.config.pretrained import adapted_module, folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
-from mmjax.export import export_adapters, main
+from mmjax.export.__main__ import main
+from mmjax.export.adapters import export_adapters
 from mmjax.models.lora.peft import adapter_rows, their_settings
-from mmjax.run.model import build_model
-from mmjax.run.starts import shapes_of_model
-from mmjax.run.trainer import Trainer
+from mmjax.train.starts import shapes_of_model
+from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
 PEFT, BASE = ORACLES / "adapters", ORACLES / "llm" / "qwen2"

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from trial_runs import write_tiny
 
+from mmjax.build.assembly import signed
 from mmjax.config import Config, load_config, operative_config
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
-from mmjax.export import export_folders
+from mmjax.eval.evaluator import Evaluator
+from mmjax.export.folders import export_folders
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.families import FAMILIES, PROJECTOR
@@ -38,9 +40,7 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.stage_model import StageModel
 from mmjax.parity.engine import check
 from mmjax.reference import encode_image, greedy, sample_logits
-from mmjax.run.assembly import signed
-from mmjax.run.evaluation import Evaluator
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
 from mmjax.weights.table import assemble, expand

@@ -23,6 +23,7 @@ from data_servers import BentServer
 from pyarrow import flight
 from trial_runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
+from mmjax.build.assembly import planned_data_spec
 from mmjax.config import load_config
 from mmjax.data.own_rows import OwnRows
 from mmjax.data.service import protocol
@@ -31,8 +32,7 @@ from mmjax.data.service.encoding import BatchShape
 from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.protocol import REQUEST_LIMIT, Request
 from mmjax.flags import FOLLOWED
-from mmjax.run.assembly import planned_data_spec
-from mmjax.run.metrics import read_metrics
+from mmjax.train.metrics import read_metrics
 
 PATIENCE = 400
 """Seconds for what takes few on an idle machine."""
@@ -228,7 +228,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and last leaves of a run whose batches are made in its own process."""
-    from mmjax.train import main
+    from mmjax.train.__main__ import main
 
     folder = tmp_path_factory.mktemp("undisturbed")
     assert main(train_flags(write_tiny(folder), folder / "run")) == 0

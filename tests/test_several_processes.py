@@ -31,14 +31,14 @@ from trial_runs import (
     write_tiny,
 )
 
-from mmjax import export
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
-from mmjax.eval import evaluate
+from mmjax.eval.report import evaluate
+from mmjax.export import __main__ as export
 from mmjax.flags import STUCK
 from mmjax.mesh.layout import Layout
 from mmjax.parity.compare import relative
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 
 OWN = ("JAX_NUM_CPU_DEVICES", "NPROC")  # what a run of several processes has to set itself
 

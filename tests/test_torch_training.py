@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
+from mmjax.build.assembly import signed
 from mmjax.config import Config, load_config
 from mmjax.config.pretrained import folder_parameters
 from mmjax.data.types import Sample
-from mmjax.run.assembly import signed
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
 FOLDERS = {"llava": ORACLES / "llava", "qwen2_5_vl": ORACLES / "qwen" / "qwen2_5_vl"}

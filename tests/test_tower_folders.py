@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from trial_runs import REPOSITORY, SMALL_EARS, write_tiny
 
 from mmjax.config import load_config, operative_config
-from mmjax.export import export_folders
-from mmjax.run.trainer import Trainer
+from mmjax.export.folders import export_folders
+from mmjax.train.trainer import Trainer
 
 FOLDERS = Path(__file__).parent / "oracles" / "vision"
 LAYOUT = ("vision/Layout.tp=2", "vision/Layout.pp=3", "vision/Layout.dp=1", "vision/Layout.rank_offset=2")

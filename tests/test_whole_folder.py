@@ -14,14 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
+from mmjax.build.assembly import signed
 from mmjax.config import Config, load_config, operative_config
 from mmjax.data.types import Sample
-from mmjax.export import export_folders
+from mmjax.export.folders import export_folders
 from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
 from mmjax.parity.engine import check
-from mmjax.run.assembly import signed
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import read_config
 from mmjax.weights.table import expand, match
 

@@ -526,7 +526,7 @@ import contextlib, importlib, io, json, sys, time
 names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", "run.serve_flags")
 mains = {name: importlib.import_module(f"mmjax.{name}").main for name in names}
 for name, argv, late in json.load(sys.stdin):
-    if late: importlib.import_module("mmjax.run.trainer")  # its time is not the case's
+    if late: importlib.import_module("mmjax.train.trainer")  # its time is not the case's
     out, err, begin = io.StringIO(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -9,8 +9,8 @@ from itertools import count
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
 from mmjax.pipeline.predict import Predictor
-from mmjax.run import scoring
-from mmjax.train import main
+from mmjax.train import scoring
+from mmjax.train.__main__ import main
 
 plain_held_out, plain_generate, number = scoring.held_out, Predictor.generate, count(1)
 now = 0

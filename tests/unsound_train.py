@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
-from mmjax.run.soundness import Soundness
-from mmjax.train import main
+from mmjax.train.__main__ import main
+from mmjax.train.soundness import Soundness
 
 plain = Soundness.require_finite
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from mmjax.build.assembly import build_packer, one_bucket, open_source, require_same_data, with_buckets
+from mmjax.build.model import build_model, require_rates
 from mmjax.config import Config
 from mmjax.configurable import require
 from mmjax.data.loader import tokenizer_of
@@ -21,9 +23,7 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import Maker, Samples
 from mmjax.parity.shrink import Shrunk, shrink
-from mmjax.run.assembly import build_packer, one_bucket, open_source, require_same_data, with_buckets
-from mmjax.run.model import build_model, require_rates
-from mmjax.run.progress import Progress
+from mmjax.progress import Progress
 
 Say = Callable[[str], None]
 

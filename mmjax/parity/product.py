@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from mmjax.build.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
 from mmjax.config import Config
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
@@ -26,9 +27,8 @@ from mmjax.pipeline.build import PlacedModel, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
-from mmjax.run.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
-from mmjax.run.warm_up import Initializer
 from mmjax.schedule.schedules import PLAIN
+from mmjax.train.warm_up import Initializer
 
 
 def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:

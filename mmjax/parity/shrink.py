@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmjax.build.model import build_modules, with_fitting_rates
 from mmjax.config import Config
 from mmjax.configurable import gin_name
 from mmjax.data.buckets import per_microbatch
@@ -25,7 +26,6 @@ from mmjax.models.nodes import spec_of
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
-from mmjax.run.model import build_modules, with_fitting_rates
 
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},

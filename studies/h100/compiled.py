@@ -15,12 +15,12 @@ from jax.experimental import topologies
 
 from mmjax import jax_compat
 from mmjax.attention.blockwise import BLOCK
+from mmjax.build.assembly import Assembly, assemble
 from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
-from mmjax.run.assembly import Assembly, assemble
 from mmjax.schedule.simulate import Costs, simulate
 from studies.h100.hlo import Module
 from studies.h100.roofline import H100, Rates, Work, work_of

@@ -22,13 +22,13 @@ from mmjax.attention.reference import dense_attention
 from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
 from mmjax.attention.tokens import Tokens
 from mmjax.attention.ways import KERNELS, PLAIN, Way
+from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
-from mmjax.run.assembly import assemble
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 8, 24
 ROWS_OF = {

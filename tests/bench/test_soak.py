@@ -17,12 +17,12 @@ import pytest
 from mmjax.bench.soak.draws import Draw, drawn
 from mmjax.bench.soak.forked import FELL, Process, program
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
+from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.writers import write_all
 from mmjax.data.tasks.digits.dialogues import digit_dialogues
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.run.assembly import build_packer, one_bucket, open_source, with_buckets
 
 DATA = {kind: Path("/data") / kind for kind in ("llava", "webdataset", "array_record", "parquet")}
 DRAW = Draw(

@@ -11,11 +11,11 @@ import pytest
 from trial_runs import write_tiny
 
 from benchmarks import memory as bench
+from mmjax.build.assembly import assemble
 from mmjax.config import load_config
+from mmjax.plan.work import padded_rows
 from mmjax.planner.work import Part
-from mmjax.run.assembly import assemble
-from mmjax.run.trials import ONE, TWO
-from mmjax.run.work import padded_rows
+from mmjax.profile.trials import ONE, TWO
 
 FROZEN_WITHIN = 0.12
 

@@ -12,12 +12,12 @@ from benchmarks import measured_layouts, predictions
 from benchmarks.predictions import DEVICES, candidates, configuration, rank_correlation
 from benchmarks.steps import Stepper
 from mmjax.bench.rows import Row
+from mmjax.build.assembly import open_source
 from mmjax.configurable import ConfigError
+from mmjax.plan.planned import exact_rows, planned
 from mmjax.planner.candidates import MODES
 from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.planner.work import Part
-from mmjax.run.assembly import open_source
-from mmjax.run.planned import exact_rows, planned
 
 
 def test_pairs_count_that_are_predicted_far_enough_apart() -> None:

@@ -11,8 +11,8 @@ import pytest
 from tiny import four, tiny
 
 from mmjax import jax_compat
+from mmjax.build.assembly import place
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.run.assembly import place
 
 # Whatever a stage may have: learned positions of both encoders, features that enter a layer again, a tied embedding on
 # two stages, a generator.

@@ -17,6 +17,8 @@ from jax import lax
 from tiny import FAN_IN, bindings, tiny
 from trial_runs import REPOSITORY
 
+from mmjax.build import assembly
+from mmjax.build.assembly import open_source
 from mmjax.check import main, table
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
@@ -29,9 +31,8 @@ from mmjax.parity import CheckReport, check
 from mmjax.pipeline.executor import Executor, StepResult
 from mmjax.pipeline.walker import Walker
 from mmjax.pipeline.zero import ZeroLeaf
-from mmjax.run import assembly, warm_up
-from mmjax.run.assembly import open_source
 from mmjax.sample_data import main as sample_data
+from mmjax.train import warm_up
 
 Found = dict[str, Any]
 ENCODER = ["vision grad", "vision_projector grad"]

@@ -18,6 +18,10 @@ from unittest import mock
 import marks
 import numpy as np
 
+from mmjax.build import assembly
+from mmjax.build.assembly import assemble, signed
+from mmjax.build.model import splits_of
+from mmjax.build.parts import Assembly
 from mmjax.checkpoint import CheckpointConfig
 from mmjax.config import Config
 from mmjax.config.schema import TrainConfig
@@ -44,10 +48,6 @@ from mmjax.pipeline import zero
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
-from mmjax.run import assembly
-from mmjax.run.assembly import assemble, signed
-from mmjax.run.model import splits_of
-from mmjax.run.parts import Assembly
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule

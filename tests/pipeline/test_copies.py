@@ -10,13 +10,13 @@ import pytest
 from parity import Case
 from test_parity import assert_equal_to_reference
 
+from mmjax.build.assembly import own_rows
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.pipeline.build import PlacedModel, Settings
-from mmjax.run.assembly import own_rows
-from mmjax.run.dry_run import layout_text
 from mmjax.schedule.ops import Op
+from mmjax.train.dry_run import layout_text
 
 # Each stage of the LLM has an encoder whose dp is not the LLM's.
 COPIES = Case(

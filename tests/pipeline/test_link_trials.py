@@ -17,7 +17,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.link_trials import LinkTrial, link_trials, programs_of
 from mmjax.pipeline.straight import StraightExecutor
-from mmjax.run.warm_up import WarmUp, WarmUpError, warm_up
+from mmjax.train.warm_up import WarmUp, WarmUpError, warm_up
 
 BOTH = ("forward", "backward")
 

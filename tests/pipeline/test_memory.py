@@ -11,6 +11,7 @@ import parity
 import pytest
 from parity import Case, Session
 
+from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
@@ -27,7 +28,6 @@ from mmjax.pipeline.memory import (
 )
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.watch import measured_residuals
-from mmjax.run.assembly import assemble
 from mmjax.schedule.validate import ScheduleReport, validate
 
 # The shapes of test_parity, so that nothing new is compiled.

@@ -14,7 +14,7 @@ import pytest
 from planner.models import GIGA, PLAIN, clock, model, module
 
 from benchmarks.every_plan import drawn_problem
-from mmjax import plan as command
+from mmjax.plan import __main__ as command
 from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.cost import Degrees, Plan

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from planner.models import MISSING, spoilt
 
 from benchmarks.every_plan import best_by_trying, drawn_problem
-from mmjax import plan
 from mmjax.configurable import ConfigError
+from mmjax.plan import __main__ as plan
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.problem import parse_mixed_problem, parse_problem

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from planner.models import MISSING, spoilt
 
-from mmjax import plan
 from mmjax.configurable import ConfigError
+from mmjax.plan import __main__ as plan
 from mmjax.planner.problem import parse_problem, read_problem
 
 SIZES = {"param_bytes": 8, "optimizer_bytes": 24, "activation_bytes": 2}
@@ -122,7 +122,7 @@ def test_the_command_prints_one_line_and_imports_nothing_heavy(tmp_path: Path) -
     path.write_text(json.dumps(GOOD))
     program = (
         "import sys\n"
-        "from mmjax.plan import main\n"
+        "from mmjax.plan.__main__ import main\n"
         f"status = main(['--problem={path}', '--json'])\n"
         "assert not {'jax', 'cvxpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(status)\n"

@@ -22,7 +22,7 @@ from mmjax.mesh.spmd import Program
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.walker import Walker
 from mmjax.schedule.ops import Op
-from mmjax.train import main
+from mmjax.train.__main__ import main
 
 FAULTY_PROCESS = 1
 STEP = 10

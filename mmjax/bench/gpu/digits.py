@@ -12,7 +12,7 @@ from mmjax.bench.gpu.kept import kept, values_of
 from mmjax.bench.gpu.parity import matmul_precision
 from mmjax.config import Config, config_of_values, load_config
 from mmjax.config.shipped import CONFIGS
-from mmjax.run.trainer import Trainer
+from mmjax.train.trainer import Trainer
 
 FILE = "digits_vlm_one_device.gin"
 STEPS, FEW = 50, 10

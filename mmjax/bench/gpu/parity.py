@@ -19,6 +19,7 @@ import numpy as np
 
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.kept import Digests, digests, kept, of_module, relative, values_of
+from mmjax.build.model import build_model
 from mmjax.config import Config, config_of_values, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
@@ -30,7 +31,6 @@ from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import BatchSizes, Maker, Samples
 from mmjax.parity.shrink import shrink
 from mmjax.pipeline.compile import compile_all
-from mmjax.run.model import build_model
 from mmjax.schedule.schedules import PLAIN
 
 CASES = {

@@ -19,6 +19,9 @@ import numpy as np
 
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.trace import draw_profile, kernels_of, most, traced_events
+from mmjax.build.assembly import assemble, signed
+from mmjax.build.model import encoder_specs
+from mmjax.build.parts import Assembly
 from mmjax.config import Config, config_of_values
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
@@ -29,11 +32,8 @@ from mmjax.models.flops import parameter_count
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded
 from mmjax.pipeline.watch import watched
-from mmjax.run.assembly import assemble, signed
-from mmjax.run.model import encoder_specs
-from mmjax.run.parts import Assembly
-from mmjax.run.throughput import Throughput
 from mmjax.schedule.ops import Op
+from mmjax.train.throughput import Throughput
 
 STEPS = 6
 """Number of timed steps; the median counts."""

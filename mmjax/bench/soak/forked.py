@@ -20,7 +20,7 @@ from pathlib import Path
 from mmjax import jax_compat
 
 ENTRIES = ("train", "eval", "export")
-HEAVY = ("mmjax.run.trainer", "mmjax.run.evaluation", "mmjax.run.pictures", "matplotlib.pyplot", "grain.python")
+HEAVY = ("mmjax.train.trainer", "mmjax.eval.evaluator", "mmjax.viz.predictions", "matplotlib.pyplot", "grain.python")
 FELL = 70
 """Exit status after an unhandled exception."""
 _POLL = 0.02

@@ -1,0 +1,76 @@
+"""How the samples of a run's steps are ordered: what they cost on its stages, from the FLOPs of its modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from mmjax.config import Config
+from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
+from mmjax.data.split import WHOLE
+from mmjax.models.config import LLM
+from mmjax.build.model import build_modules
+from mmjax.build.parts import PlacedRun
+from mmjax.schedule.graph import EdgeNode, StageGraph
+
+
+def pair_costs(config: Config) -> dict[str, float]:
+    """FLOPs of a pair of positions that attend to each other over FLOPs of a position, by module with rows."""
+    pairs = {}
+    for name, module in build_modules(config).items():
+        # Most vocabularies have no size yet: with one entry the head costs next to nothing.
+        sized = replace(module, config=replace(module.config, vocab=1)) if name == LLM else module
+        one, two, three = (sized.forward_flops([n]) for n in (1, 2, 3))
+        # The FLOPs of n patches with s special positions are a·n + b·(n + s)² + c, of n tokens a·n + b·n·(n + 1).
+        pair, special = (three - 2 * two + one) / 2, module.medium.special if module.medium else 0
+        pairs[name] = pair / (two - one - pair * (4 if name == LLM else 3 + 2 * special))
+    return pairs
+
+
+def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
+    """How the samples of a step are reordered; ``None`` where they stay as they come.
+
+    The cost of a stage is its ``nominal_costs``, spread over the positions of the bucket that these are of, plus the
+    attention of its module, by FLOPs: of the fullest rank, where ranks of cp have parts of a row. The LLM's costs vary
+    where its rows are packed.
+    """
+    return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
+
+
+def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
+    """The order of samples by ``method``, whatever method is configured."""
+    inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
+    costs, length = parts.placed.nominal_costs(inputs), config.data.sequence_length
+    widths = {name: own["segments"].shape[1] for name, own in inputs.items()}
+    pairs = {name: own * packer.splits.get(name, WHOLE).imbalance(widths[name]) for name, own in packer.pairs.items()}
+    modules = {}
+    for name in packer.bucket_counts:
+        # All cells are worked on at once: a position in one cell costs as much as one in each of them.
+        each = packer.cells / prod(inputs[name]["segments"].shape)
+        stages = [node for node in parts.placed.graph.stages if node.module == name]
+        modules[name] = ModuleCost(
+            forward={node.name: costs.seconds["F", node.name, False] * each for node in stages},
+            backward={node.name: costs.seconds["B", node.name, False] * each * node.backward for node in stages},
+            pairs=pairs[name],
+        )
+    return StepOrder(
+        method=method,
+        graph=_apart(parts.placed.graph),
+        schedule=train.schedule,
+        inner=train.inner,
+        microbatches=train.microbatches,
+        window=train.window,
+        costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
+        others=1 + pairs[LLM] * length,
+        modules=modules,
+        rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
+    )
+
+
+def _apart(graph: StageGraph) -> StageGraph:
+    """The graph with asynchronous moves in place of rendezvous: a data server knows nothing of this run's processes."""
+
+    def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
+        return tuple(replace(edge, kind="async") if edge.kind == "rendezvous" else edge for edge in edges)
+
+    return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))

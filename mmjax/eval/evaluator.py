@@ -1,0 +1,203 @@
+"""The model's answers to samples: evaluation by free-running greedy decoding, with their media and exchanged ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mmjax.build.parts import PlacedRun
+from mmjax.checkpoint import Checkpointer
+from mmjax.configurable import ConfigError
+from mmjax.data.sample import answer_text, loss_weight, prompt_only
+from mmjax.data.tasks.registry import SOURCES, Task
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.types import Sample, SampleMeta
+from mmjax.eval.rounds import Rounds
+from mmjax.eval.scores import Evaluation, score
+from mmjax.models.config import LLM
+from mmjax.pipeline.answers import Said
+from mmjax.pipeline.config import Sampling
+from mmjax.pipeline.predict import GREEDY, Predictor
+from mmjax.pipeline.stage_state import State
+from mmjax.viz.answers import Drawings
+
+Meet = Callable[[], None]
+"""A function called before each round on the devices; it may raise to end the evaluation."""
+
+
+def require_checkpoint(run_dir: str | Path) -> None:
+    """Raises `ConfigError` where `run_dir` has no checkpoint, before any device is touched."""
+    if not any((Path(run_dir) / "checkpoints").glob("[0-9]*")):
+        raise ConfigError(
+            f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with --gin_file={Path(run_dir) / 'config.gin'}"
+        )
+
+
+def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
+    """The step of the newest readable checkpoint of `run_dir`, and its parameters by stage, on the stage's devices.
+
+    Raises:
+      ConfigError: there is none.
+      CheckpointError: it is of another model.
+    """
+    stages = parts.placed.stages.values()
+    avals = {name: aval for stage in stages for name, aval in stage.state.logical_avals().items()}
+    targets = {name: aval for name, aval in avals.items() if name.startswith("params/")}
+    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
+    if restored is None:
+        raise ConfigError(f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with its config.gin")
+    local = parts.placed.local_stages
+    return restored.step, {n: stage.state.parameters_from_logical(restored.leaves) for n, stage in local.items()}
+
+
+class Evaluator:
+    """Decodes samples with the parameters of a run, on the run's devices."""
+
+    def __init__(self, parts: PlacedRun, task: Task = SOURCES, room: int = 0):
+        """Traces the forward programs for the run's microbatch shapes.
+
+        Args:
+          parts: the run.
+          task: what its samples are of.
+          room: see `Predictor`.
+
+        Raises:
+          ConfigError: the LLM's mask shows tokens later ones, so it writes no text.
+        """
+        self.parts, self.task, packer = parts, task, parts.packer
+        # Each prompt needs a row of its own with room for the answer: the widest bucket.
+        shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
+        self.rounds = Rounds(packer, parts.samples)
+        self.predictor = Predictor(parts.placed, shapes, packer.microbatches, room)
+        self.predictor.require_no_later()
+
+    def answers(
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        report: Callable[[int], None] = lambda done: None,
+        meet: Meet = lambda: None,
+    ) -> list[str]:
+        """The model's answer to each sample's last question.
+
+        Args:
+          states: parameters by stage.
+          samples: the samples.
+          report: called after each round with the number of samples answered so far.
+          meet: called before each round on the devices; may raise.
+        """
+        # As many tokens as the longest right answer with its end token has, over all samples: so no answer depends on
+        # which samples share its round.
+        limit = max((int(np.count_nonzero(one.loss_weights[one.prompt :])) for one in samples), default=1)
+        said = self.write(states, samples, limit=limit, report=report, meet=meet)
+        return [answer_text(self.parts.tokenizer, one, own.tokens) for one, own in zip(samples, said, strict=True)]
+
+    def write(
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        *,
+        limit: int,
+        sampling: Sampling = GREEDY,
+        report: Callable[[int], None] = lambda done: None,
+        meet: Meet = lambda: None,
+        heard: Callable[[int, Sequence[Said]], None] = lambda first, said: None,
+    ) -> list[Said]:
+        """The tokens with which the model continues each sample's prompt, up to an end token.
+
+        Args:
+          states: parameters by stage.
+          samples: the samples.
+          limit: the most tokens of an answer.
+          sampling: how tokens are chosen.
+          report: see `answers`.
+          meet: see `answers`.
+          heard: called after each token of a round with the number of its first sample and the answers so far.
+        """
+        stops, result = stop_tokens(self.parts.tokenizer, samples), list[Said]()
+        with self._lent(states, meet):
+            for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
+                meet()
+                first, places = len(result), own.places
+                tell = lambda said, first=first, places=places: heard(first, [said[m][row] for m, row in places])  # noqa: E731
+                said = self.predictor.generate(own.batch, own.starts, limit, stops, sampling, tell)
+                result += [said[m][row] for m, row in places]
+                assert len(result) == first + len(asked)
+                report(len(result))
+        return result
+
+    def evaluate(
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, loss: bool = False
+    ) -> Evaluation:
+        """Answers, drawings and scores, and the loss where `loss` is set; other arguments as for `answers`."""
+        answers = self.answers(states, samples, meet=meet)
+        drawings = self.drawings(states, samples, meet)
+        return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None, self.task)
+
+    def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
+        """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight."""
+        total, weight = 0.0, sum(loss_weight(sample.loss_weights) for sample in samples)
+        if not weight:
+            return None
+        with self._lent(states, meet):
+            for _, own in self.rounds(samples):
+                meet()
+                total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(own.batch))
+        return total / weight
+
+    def drawings(
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
+    ) -> list[Drawings]:
+        """Media that the generators draw, for each sample; empty for one without noise to start from."""
+        result: list[Drawings] = [{} for _ in samples]
+        asked = [index for index, sample in enumerate(samples) if sample.noise]
+        if not asked:
+            return result
+        packer, left = self.parts.packer, iter(asked)
+        with self._lent(states, meet):
+            for own, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in asked]):
+                meet()
+                drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in own]
+                for name, patches in self.predictor.draw(packed.batch).items():
+                    first = 0
+                    for plan, rows in zip(packed.plans, patches, strict=True):
+                        for sample, media in packer.media(name, plan, rows).items():
+                            drawn[first + sample][name] = media
+                        first += len(plan.metas)
+                for one in drawn:
+                    result[next(left)] = one
+        return result
+
+    @contextmanager
+    def _lent(self, states: Mapping[str, State], meet: Meet) -> Iterator[None]:
+        """A context in which the predictor holds the parameters of `states`."""
+        meet()
+        try:
+            self.predictor.load(states)
+            yield
+        finally:
+            self.predictor.unload()
+
+
+def room_for(metas: Sequence[SampleMeta], most: int) -> int:
+    """Tokens that a row needs for the prompt of each sample and the longest right answer of all; `most` at most."""
+    longest = max((meta.tokens for meta in metas), default=most)
+    answer = max((meta.learned or math.ceil(meta.weight) for meta in metas), default=0)
+    return min(most, longest + answer)
+
+
+def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's, and the one that the template puts behind every answer."""
+    tails = {sample.tail.strip() for sample in samples}
+    ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
+    return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))
+
+
+def _from_noise(sample: Sample) -> Sample:
+    """The sample with pure noise (time 1) in place of the media to be drawn."""
+    return replace(sample, times={name: (1.0,) * len(own) for name, own in sample.times.items()})

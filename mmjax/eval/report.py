@@ -1,0 +1,92 @@
+"""An evaluation of a run's newest checkpoint on held-out samples or on those of a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmjax.config import Config
+from mmjax.flags import importing
+
+if TYPE_CHECKING:  # see `importing`
+    from mmjax.data.types import Sample
+    from mmjax.eval.scores import Evaluation
+USUAL_SAMPLES = 180
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """The results of an evaluation.
+
+    Attributes:
+      step: the checkpoint's step.
+      samples: the samples that were asked.
+      evaluation: the answers and their scores.
+      swapped: the scores with the media of one encoder exchanged between samples, by encoder, where they can be.
+    """
+
+    step: int
+    samples: Sequence[Sample]
+    evaluation: Evaluation
+    swapped: Mapping[str, Evaluation]
+
+    def numbers(self) -> dict[str, Any]:
+        """All figures, by the names of `eval.jsonl`."""
+        from mmjax.eval.scores import figures
+
+        return {"step": self.step, "samples": len(self.samples)} | figures(self.evaluation, self.swapped)
+
+
+def evaluate(
+    config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto", source: str = ""
+) -> EvalReport:
+    """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
+
+    Args:
+      config: the run's, under any layout; see `load_run_config`.
+      run_dir: the run's directory.
+      data: a folder of images with a data.jsonl; empty for held-out samples.
+      count: how many samples; 0 for as many as the run evaluates, or the whole folder.
+      style: the style of the progress display; see `Progress`.
+      source: the source of the run whose template and preprocessing the folder's samples get, where these differ.
+
+    Raises:
+      ConfigError: there is no checkpoint, or the folder or the devices do not fit.
+      CheckpointError: the checkpoint is of another model.
+    """
+    with importing():
+        from mmjax.build.assembly import place
+        from mmjax.build.data_state import known_in
+        from mmjax.data.sample import meta_of
+        from mmjax.eval.evaluator import Evaluator, load_parameters, require_checkpoint, room_for
+        from mmjax.eval.folder import for_folder
+        from mmjax.eval.samples import as_evaluated, exchanged, held_out
+        from mmjax.eval.scores import score
+        from mmjax.pipeline.compile import compile_all
+        from mmjax.progress import Progress
+
+    require_checkpoint(run_dir)
+    config = known_in(as_evaluated(config), run_dir)
+    if data:
+        config = for_folder(config, data, source)
+    samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
+    parts = place(config)
+    step, states = load_parameters(parts, run_dir)
+    swapped = {} if data else exchanged(config, parts.tokenizer, samples)
+    asked = [*samples, *(sample for other in swapped.values() for sample in other)]
+    metas = [meta_of(sample, parts.packer.encoders) for sample in asked]
+    evaluator = Evaluator(parts, room=room_for(metas, parts.packer.sequence_length))
+    programs = evaluator.predictor.programs()
+    with Progress(len({id(p) for p in programs}), "compiling programs", log_every=len(programs), style=style) as bar:
+        compile_all(programs, lambda done, _, __: bar.update(done))
+    with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
+        answers = evaluator.answers(states, asked, bar.update)
+    drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
+    # As many answers for each encoder as there are samples.
+    cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
+    task = config.data.origin
+    other = {name: score(own, said, task=task) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
+    return EvalReport(step, samples, score(samples, cut[0], drawings, loss, task), other)

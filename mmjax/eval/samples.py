@@ -1,0 +1,52 @@
+"""The samples of an evaluation: held-out ones, as they are and with media exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+
+from mmjax.build.assembly import open_source
+from mmjax.build.model import encoder_specs
+from mmjax.config import Config
+from mmjax.data.loader import Source
+from mmjax.data.sample import swap_media
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.types import Sample, SampleMeta
+
+
+def held_out(config: Config, count: int) -> list[Sample]:
+    """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer.
+
+    Samples that cannot be read are left out, since they have nothing to answer, unless there are no others.
+    """
+    source, count = _asked(config, count)
+    samples = [source.sample(index) for index in range(count)]
+    return [sample for sample in samples if sample.loss_weights.any()] or samples
+
+
+def held_out_metas(config: Config, count: int) -> list[SampleMeta]:
+    """Metadata of the first `count` evaluation samples, unreadable ones included; no medium is opened."""
+    source, count = _asked(config, count)
+    return [source.meta(index) for index in range(count)]
+
+
+def _asked(config: Config, count: int) -> tuple[Source, int]:
+    source = open_source(config, split="test")
+    return source, min(count, len(source)) if isinstance(source, Sized) else count
+
+
+def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """The samples with media exchanged between them, by the encoder whose media these are.
+
+    Empty for fewer than two samples, and for a task that does not ask for it: exchanged media of a folder may not fit
+    its bounds.
+    """
+    if not config.data.origin.exchanges or len(samples) < 2:
+        return {}
+    specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
+    return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
+
+
+def as_evaluated(config: Config) -> Config:
+    """The configuration without reordering, which only changes how long a training step takes."""
+    return replace(config, data=replace(config.data, reorder="none"))

@@ -1,0 +1,132 @@
+"""Scores of a model's answers and drawings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmjax.data.tasks.registry import SOURCES, Task
+from mmjax.data.types import Sample
+from mmjax.viz.answers import Drawings
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers, drawings and scores of some samples.
+
+    Attributes:
+      answers: the model's answer to each sample.
+      exact_match: share of samples whose answer is right to the letter.
+      character_accuracy: share of the right answers' characters that the model gave in the right place.
+      kinds: exact match by kind of question, where the samples have kinds.
+      drawings: for each sample, the media that each generator drew, where a drawing was asked for.
+      drawing_accuracy: share of the units to be drawn that are recognised in the drawings; `None` without any, or where
+        the task does not read drawings.
+      loss: weighted cross-entropy of the text per unit of loss weight, under teacher forcing; `None` where it was
+        not asked for, or no token has a loss weight.
+      unit: what right answers are made of, see `Task`.
+    """
+
+    answers: tuple[str, ...]
+    exact_match: float
+    character_accuracy: float
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    drawings: tuple[Drawings, ...] = ()
+    drawing_accuracy: float | None = None
+    loss: float | None = None
+    unit: str = "character"
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of a token of the text; `None` without a loss."""
+        return None if self.loss is None else math.exp(min(self.loss, _MOST))
+
+
+_MOST = 700.0
+"""The largest loss whose exponential is taken: it is still a finite float."""
+
+
+def score(
+    samples: Sequence[Sample],
+    answers: Sequence[str],
+    drawings: Sequence[Drawings] = (),
+    loss: float | None = None,
+    task: Task = SOURCES,
+) -> Evaluation:
+    """Scores answers against the right ones, character by character, and drawings by the task's reader.
+
+    Args:
+      samples: the samples.
+      answers: the model's answer to each sample.
+      drawings: the drawings for each sample, or none at all.
+      loss: see `Evaluation`.
+      task: what the samples are of.
+    """
+    right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
+    total = sum(len(s.answer) for s in samples)
+    found = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
+    by_kind: dict[str, list[bool]] = {}
+    for sample, ok in zip(samples, right, strict=True):
+        if sample.kind:
+            by_kind.setdefault(sample.kind, []).append(ok)
+    return Evaluation(
+        answers=tuple(answers),
+        exact_match=sum(right) / max(1, len(samples)),
+        character_accuracy=found / max(1, total),
+        kinds={kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())},
+        drawings=tuple(drawings),
+        drawing_accuracy=_recognised(samples, drawings, task),
+        loss=loss,
+        unit=task.unit,
+    )
+
+
+def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: Task) -> float | None:
+    if (read := task.read_drawing()) is None:
+        return None
+    pairs = [
+        (label, read(drawing, len(label)))
+        for sample, drawn in zip(samples, drawings, strict=bool(drawings))
+        for name, own in drawn.items()
+        for label, drawing in zip(sample.labels.get(name, ()), own, strict=False)
+    ]
+    total = sum(len(label) for label, _ in pairs)
+    return sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / total if total else None
+
+
+def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """The columns of `eval.jsonl` for an evaluation; `swapped` is by the encoder whose media were exchanged."""
+    row: dict[str, Any] = {"exact_match": plain.exact_match}
+    if plain.loss is not None:
+        row |= {"loss": plain.loss, "perplexity": plain.perplexity}
+    for prefix, found in (("", plain), *((f"swapped_{encoder}_", found) for encoder, found in swapped.items())):
+        row[f"{prefix}{plain.unit}_accuracy"] = found.character_accuracy
+        if len(found.kinds) > 1:
+            row[f"{prefix}kinds"] = dict(found.kinds)
+    return row | ({} if plain.drawing_accuracy is None else {"drawing_accuracy": plain.drawing_accuracy})
+
+
+def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
+    """An evaluation in one line."""
+    right = f"{plain.unit}s right"
+    parts = [f"exact match {show('exact_match', plain.exact_match)}"]
+    if len(plain.kinds) > 1:
+        parts[0] += f" ({show('kinds', plain.kinds)})"
+    parts.append(f"{right} {show(right, plain.character_accuracy)}")
+    if plain.drawing_accuracy is not None:
+        parts.append(f"{plain.unit}s recognised in drawings {show('', plain.drawing_accuracy)}")
+    if plain.loss is not None:
+        parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
+    for name, other in swapped.items():
+        kinds = f" ({show('kinds', other.kinds)})" if len(other.kinds) > 1 else ""
+        parts.append(f"with {name}'s media exchanged {right} {show(right, other.character_accuracy)}{kinds}")
+    return ", ".join(parts)
+
+
+def show(name: str, value: Any) -> str:
+    """A figure of `eval.jsonl` for people: a share as "12.3%", a loss as "1.234", shares by kind as "read 90.0%, …"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{kind} {show(kind, own)}" for kind, own in value.items())
+    return f"{value:.4g}" if name in ("loss", "perplexity") else f"{value:.1%}"

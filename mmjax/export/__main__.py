@@ -1,0 +1,85 @@
+"""`python -m mmjax.export --run_dir=D --out=PATH [--step=N] [--best] [--format=safetensors] [--merge_lora]`: the
+parameters of a checkpoint alone.
+
+`from orbax.checkpoint import v1 as ocp; ocp.load("/absolute/PATH")` gives nested dicts by the parameters' logical
+names: `{"llm": {"embed": [V, D], "layers": {"000": ...}, ...}, "vision": ...}`. What is printed last is a command for
+it. A new run starts from PATH with `--gin.Checkpoint.init_from=PATH`.
+
+`--format=safetensors` writes what `transformers` loads: the folder that the run's modules started from, with the run's
+parameters, in the folder's dtypes. A run of modules from several folders gives a LLaVA, where that has such modules,
+else a folder for each, PATH/<module>; a language model of new values becomes a folder too. The status is 1 where a
+module is in none of them.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
+from mmjax.configurable import ConfigError, one_of, require
+from mmjax.export.adapters import export_adapters
+from mmjax.export.checkpoints import best_step
+from mmjax.export.folders import export_folders
+from mmjax.export.parameters import export_run
+from mmjax.flags import ALLOW_CODE
+from mmjax.models.config import lora_name
+
+FLAGS = (
+    Flag(name="run_dir", doc="the directory of a training run.", required=True),
+    Flag(name="out", doc="the directory to make; it must not exist.", required=True),
+    Flag(name="step", doc="which checkpoint; 0 takes the newest.", default=0),
+    Flag(name="best", doc="takes the checkpoint that is best by the run's Checkpoint.best.", default=False),
+    Flag(
+        name="format",
+        doc="orbax, safetensors for folders that transformers loads, or peft for low-rank adapters alone.",
+        default="orbax",
+    ),
+    Flag(name="merge_lora", doc="whether low-rank adapters are added to the weights that they adapt.", default=False),
+    ALLOW_CODE,
+)
+FORMATS = ("orbax", "safetensors", "peft")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the parameters of one checkpoint; returns the exit status."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
+        run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
+        form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
+        one_of("--format", form, FORMATS)
+        require(not (merge and form == "peft"), "--merge_lora", merge, "--format=peft writes adapters; leave one out")
+        if flags.values["best"]:
+            if step:
+                raise ConfigError(f"--step={step}: --best chooses the checkpoint; leave one of them out")
+            step = best_step(run_dir, allow_code=bool(flags.values[ALLOW_CODE.name]))
+        if form == "peft":
+            for folder, name in export_adapters(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name])):
+                print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
+            return 0
+        if form == "safetensors":
+            made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
+            for folder, (modules, tensors) in made.tensors.items():
+                print(f"{folder}: {', '.join(modules)} of step {made.step} in {tensors} tensors")
+            if made.apart:
+                print(f"not one folder of a whole model: {made.apart}")
+            if made.without:
+                print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
+            return int(bool(made.without))
+        done = export_run(run_dir, out, step, merge_lora=merge)
+        print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
+        print(reading_command(out))
+    return 0
+
+
+def reading_command(out: str | Path) -> str:
+    """A command for a shell that reads an export with Orbax alone, which takes no relative path."""
+    path = str(Path(out).absolute())
+    code = f"from orbax.checkpoint import v1 as ocp; parameters = ocp.load({path!r}); print(*parameters)"
+    return f"python -c {shlex.quote(code)}"
+
+
+if __name__ == "__main__":
+    run_command(main)

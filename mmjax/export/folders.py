@@ -1,0 +1,110 @@
+"""Exports of folders of safetensors, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmjax.config import Config, load_run_config
+from mmjax.config.exportable import compose_run
+from mmjax.configurable import ConfigError
+from mmjax.export.checkpoints import Read, chosen_step, read_leaves, read_merged, require_out
+from mmjax.flags import importing
+from mmjax.models.config import LLM, lora_name
+from mmjax.models.lora.merging import require_adapters
+
+if TYPE_CHECKING:  # see `importing`
+    import numpy as np
+
+    from mmjax.checkpoint import SavedParameters
+
+
+@dataclass(frozen=True)
+class ExportedFolders:
+    """Finished folders of safetensors.
+
+    Attributes:
+      step: the checkpoint's step.
+      tensors: by folder, the modules whose parameters are in it, and how many tensors these are.
+      without: modules that no folder can hold.
+      apart: why there is no one folder of a whole model; "" where there is.
+    """
+
+    step: int
+    tensors: Mapping[str, tuple[tuple[str, ...], int]]
+    without: tuple[str, ...]
+    apart: str = ""
+
+
+def export_folders(
+    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False, merge_lora: bool = False
+) -> ExportedFolders:
+    """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
+
+    A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
+    dtypes and files, and what mmjax does not hold stays as it is. If all modules started from one folder, the copy is
+    `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
+    `out`/<first module>, and a language model that started from none gives a new folder.
+    No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export_run`.
+
+    Raises:
+      ConfigError: there is no such run, checkpoint or folder; `out` exists; no module can be written; or there are no
+        adapters to merge.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    require_out(out, step)
+    config = load_run_config(run_dir, allow_code=allow_code)
+    with importing():
+        from mmjax.checkpoint import Checkpointer, SavedParameters
+        from mmjax.config.composed_folder import grown_files, image_token, write_whole
+        from mmjax.config.pretrained import folder_parameters, pretrained_folders
+        from mmjax.weights.write import rewrite
+    checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
+    step = chosen_step(checkpointer, run_dir, step)
+    saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
+    adapters = [lora_name(name) for name in config.layouts if config.lora(name).rank] if merge_lora else []
+    require_adapters(merge_lora, adapters)
+    read = partial(read_merged, saved) if merge_lora else partial(read_leaves, saved)
+    shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
+    loras = [lora_name(name) for name in config.loras]
+    sources = {path: names for path, names in pretrained_folders(config).items() if not set(names) & set(loras)}
+    whole, why = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
+    if whole:
+        tensors = write_whole(config, whole, read, Path(out))
+        without = tuple(name for name in saved.modules if name not in (*adapters, *whole.modules))
+        return ExportedFolders(step, {str(out): (whole.modules, tensors)}, without)
+    together, made = len(sources) == 1, {}
+    for path, modules in sources.items():
+        place = Path(out) if together else Path(out) / modules[0]
+        found = folder_parameters(config, path, shapes)
+        files = grown_files(config, found.folder.config) if LLM in modules else {}
+        tensors = rewrite(found.folder, found.places, read, place, copies=found.copies, files=files)
+        made[str(place)] = modules, tensors
+    copied = [name for names in sources.values() for name in names]
+    without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
+    if LLM in without and not sources:
+        made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
+        without = tuple(name for name in without if name != LLM)
+    if not made:
+        raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
+    return ExportedFolders(step, made, without, why)
+
+
+def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:
+    """A folder for a language model that started from none; its family says how."""
+    from mmjax.models.pretrained import family_weights
+    from mmjax.weights.table import expand
+    from mmjax.weights.write import write
+
+    family = dict(config.model.families)[LLM]
+    weights = family_weights(family)
+    own = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
+    theirs = weights.their_config(own)
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name.removeprefix(f"{LLM}/"): leaf for name, leaf in stored([f"{LLM}/{n}" for n in names]).items()}
+
+    return write(theirs, expand(weights.rows(own, theirs["model_type"]), own.layers), read, out)

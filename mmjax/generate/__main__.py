@@ -1,0 +1,131 @@
+"""`python -m mmjax.generate --run_dir=D --messages=FILE`: answers messages about images with a model.
+
+The model is a run's, or that of a folder as save_pretrained writes it (`--weights=DIR`); nothing is trained, and no
+training data are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.config import Config, load_config, load_run_config
+from mmjax.config.flags import PROCESS_FLAGS, Flag, Flags, join_processes, one_line_errors, parse_flags, run_command
+from mmjax.config.folder_alone import TOKENIZER, folder_bindings
+from mmjax.configurable import ConfigError, not_negative, positive, require
+from mmjax.data.messages import parse_messages
+from mmjax.flags import importing
+from mmjax.generate.answers import generate
+from mmjax.mesh import company
+from mmjax.pipeline.config import Sampling
+
+FLAGS = (
+    Flag(name="run_dir", doc="the directory of a training run; or name --weights."),
+    Flag(name="weights", doc="a folder of a whole model as save_pretrained writes it, such as LLaVA's."),
+    Flag(name="messages", doc="a file of messages, or - for standard input: JSON, or JSONL of several.", required=True),
+    Flag(name="max_tokens", doc="the most tokens of an answer.", default=64),
+    Flag(name="temperature", doc="what logits are divided by; 0 takes the likeliest token.", default="0"),
+    Flag(name="top_p", doc="chooses among the likeliest tokens that make up this probability together.", default="1"),
+    Flag(name="seed", doc="of random numbers: the same text under any layout.", default=0),
+    Flag(name="source", doc="the one of the run's Data.sources that messages are read like, where they differ."),
+    Flag(name="json", doc='prints {"text", "tokens", "logprobs"} for each prompt in one line.', default=False),
+)
+USAGE = "python -m mmjax.generate"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers messages; returns the exit status."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), USAGE)
+        given = {name: str(flags.values[name]) for name in ("run_dir", "weights", "messages", "source")}
+        sampling, limit = _sampling(flags), int(flags.values["max_tokens"])
+        positive("--max_tokens", limit, 64)
+        named = f"--messages={given['messages']!r}"
+        if given["messages"] == "-":
+            _require_alone(flags, named)
+        dialogues = parse_messages(_text(given["messages"], named), named)
+        config = _config(flags, given["run_dir"], given["weights"])
+        join_processes(flags)
+        printer = None if flags.values["json"] else _Printer(len(dialogues))
+        media = "." if given["messages"] == "-" else os.path.dirname(given["messages"]) or "."
+        about = {"media": media, "limit": limit, "source": given["source"], "named": named}
+        answers = generate(config, given["run_dir"], dialogues, sampling=sampling, heard=printer, **about)
+        with importing():
+            from mmjax.mesh.processes import is_first
+        if printer is None and is_first():
+            for answer in answers:
+                print(json.dumps({"text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs}))
+    return 0
+
+
+def _config(flags: Flags, run_dir: str, weights: str) -> Config:
+    """The configuration of a run, or of a folder of weights."""
+    if bool(run_dir) == bool(weights):
+        what = f"--weights={weights!r} beside --run_dir" if run_dir else "--run_dir and --weights are missing"
+        raise ConfigError(f"{what}: name one, the directory of a run or a folder as save_pretrained writes it")
+    if run_dir:
+        return load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+    config = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
+    named = any(binding.startswith("Data.tokenizer=") for binding in flags.bindings)  # maybe bytes
+    fix = f"has no {TOKENIZER}; name one with --gin.Data.tokenizer=FILE"
+    require(bool(config.data.tokenizer) or named, "--weights", weights, fix)
+    return config
+
+
+def _sampling(flags: Flags) -> Sampling:
+    numbers = {}
+    for name in ("temperature", "top_p"):
+        try:
+            numbers[name] = float(str(flags.values[name]))
+        except ValueError:
+            raise ConfigError(f"--{name}={flags.values[name]}: must be a number, such as 0.7") from None
+    not_negative("--temperature", numbers["temperature"])
+    require(0 < numbers["top_p"] <= 1, "--top_p", numbers["top_p"], "must be above 0 and at most 1, such as 0.9")
+    seed = int(flags.values["seed"])
+    require(0 <= seed < 2**32, "--seed", seed, "must be 0 or more and below 2**32, such as 0")
+    return Sampling(seed=seed, **numbers)
+
+
+def _require_alone(flags: Flags, named: str) -> None:
+    """Raises ConfigError where several processes would share standard input."""
+    if company.find_processes({name: str(flags.values[name]) for name in company.NAMES}):
+        raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
+
+
+def _text(path: str, named: str) -> str:
+    """The text of the messages."""
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{named}: is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot be read ({error.strerror}); name a file of messages, or -") from None
+
+
+class _Printer:
+    """Prints texts as they grow, one after another; of several processes, in the first."""
+
+    def __init__(self, count: int):
+        self._printed, self._now, self._count = 0, 0, count
+
+    def __call__(self, texts: Sequence[str], whole: Sequence[bool]) -> None:
+        from mmjax.mesh.processes import is_first
+
+        if not is_first():
+            return
+        while self._now < min(len(texts), self._count):
+            text, ended = texts[self._now], whole[self._now]
+            # The last character may be half of one, whose other bytes come with the next token.
+            shown = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
+            print(shown[self._printed :], end="\n" if ended else "", flush=True)
+            self._printed = max(self._printed, len(shown))
+            if not ended:
+                return
+            self._now, self._printed = self._now + 1, 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,81 @@
+"""Answers to dialogues, by a run's model or by one from a folder of weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmjax.config import Config
+from mmjax.configurable import ConfigError
+from mmjax.data.messages import Dialogue, write_messages
+from mmjax.flags import importing
+from mmjax.pipeline.config import Sampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one prompt.
+
+    Attributes:
+      text: its text.
+      tokens: its tokens, without the one that has ended it.
+      logprobs: their log-probabilities under the model, whatever temperature and top_p are.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def generate(
+    config: Config,
+    run_dir: str | Path,
+    dialogues: Sequence[Dialogue],
+    *,
+    media: str = ".",
+    limit: int = 64,
+    sampling: Sampling = Sampling(),  # noqa: B008
+    source: str = "",
+    named: str = "--messages",
+    heard: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
+    style: str = "auto",
+) -> list[Answer]:
+    """Answers dialogues; all processes of a run call it.
+
+    Args:
+      config: a run's, under any layout, or that of a folder of weights.
+      run_dir: the run's directory; "" takes the parameters that the configuration names.
+      dialogues: see `parse_messages`.
+      media: the folder that names of media start from.
+      limit: the most tokens of an answer.
+      sampling: how tokens are chosen.
+      source: the source of the run whose template and preprocessing the messages get, where these differ.
+      named: name of the messages in errors.
+      heard: called after each token with the text of every prompt so far, and whether it is whole.
+      style: the style of the progress display; see `Progress`.
+
+    Raises:
+      ConfigError: there are no parameters, a message cannot be read, or the devices do not fit.
+      CheckpointError: the checkpoint is of another model.
+    """
+    with importing():
+        from mmjax.eval.evaluator import require_checkpoint
+        from mmjax.generate.messages import for_messages
+        from mmjax.generate.writer import Writer
+
+    if run_dir:
+        require_checkpoint(run_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "messages.jsonl"
+        write_messages(dialogues, path, media, named)
+        try:
+            asked = for_messages(config, str(path), media, folder, limit, source)
+            samples = asked.samples()
+            asked.require_positions(samples)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(path), named)) from None
+        writer = Writer(asked, run_dir, style)
+        found = writer.write(samples, sampling, heard)
+    return [Answer(text, tuple(said.tokens), tuple(said.logprobs)) for text, said in found]

@@ -1,0 +1,84 @@
+"""Answers to messages, by a run's model or one from a folder of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from mmjax.build.assembly import place
+from mmjax.build.parts import PlacedRun
+from mmjax.configurable import ConfigError
+from mmjax.data.sample import answer_text
+from mmjax.data.types import Sample
+from mmjax.eval.evaluator import Evaluator, load_parameters
+from mmjax.generate.messages import Asked
+from mmjax.pipeline.answers import Said
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.config import Sampling
+from mmjax.pipeline.stage_state import State
+from mmjax.progress import Progress
+from mmjax.train.starts import find_starts
+
+Heard = Callable[[Sequence[str], Sequence[bool]], None]
+"""Called after each token with the text of every prompt so far, and whether it is whole."""
+
+
+class Writer:
+    """A model on its devices, ready to answer."""
+
+    def __init__(self, asked: Asked, run_dir: str | Path = "", style: str = "auto"):
+        """Places the model, reads its parameters and compiles its programs; all processes call it.
+
+        Args:
+          asked: the messages, and the model's configuration.
+          run_dir: the directory of the run whose newest parameters are read; "" takes those that the configuration
+            names.
+          style: of the progress display; see `Progress`.
+
+        Raises:
+          ConfigError: the devices here are too few, or parameters are missing.
+          CheckpointError: the checkpoint is of another model.
+        """
+        starts = None if run_dir else find_starts(asked.config)
+        if starts and starts.fresh:
+            raise ConfigError(f"{', '.join(starts.fresh)}: no parameters are given; name a whole model's folder")
+        self.parts = place(asked.config, source=asked.source, trained=False)
+        self._evaluator, self._limit = Evaluator(self.parts, room=asked.room), asked.limit
+        if starts:
+            with Progress(1, "reading parameters", style=style) as bar:
+                self._states = _states(self.parts, starts.read(self.parts.placed, bar.message))
+                bar.update(1)
+        else:
+            _, self._states = load_parameters(self.parts, run_dir)
+        programs = self._evaluator.predictor.programs()
+        count = len({id(program) for program in programs})
+        with Progress(count, "compiling programs", log_every=count, style=style) as bar:
+            compile_all(programs, lambda done, _, __: bar.update(done))
+
+    def write(
+        self, samples: Sequence[Sample], sampling: Sampling, heard: Heard | None = None
+    ) -> list[tuple[str, Said]]:
+        """The answer to each sample's last question, as text and as tokens; arguments are those of ``Evaluator.write``,
+        but for ``heard``.
+        """
+        texts, whole = [""] * len(samples), [False] * len(samples)
+
+        def tell(first: int, said: Sequence[Said]) -> None:
+            for number, own in enumerate(said, first):
+                if not whole[number]:
+                    texts[number], whole[number] = self._text(samples[number], own), own.ended
+            if heard:
+                heard(texts, whole)
+
+        found = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, heard=tell)
+        return [(self._text(sample, said), said) for sample, said in zip(samples, found, strict=True)]
+
+    def _text(self, sample: Sample, said: Said) -> str:
+        return answer_text(self.parts.tokenizer, sample, said.tokens)
+
+
+def _states(parts: PlacedRun, leaves: Mapping[str, jax.Array]) -> dict[str, State]:
+    """The states of this process's stages with given parameters."""
+    return {n: stage.state.parameters_from_logical(leaves) for n, stage in parts.placed.local_stages.items()}

@@ -1,0 +1,1 @@
+"""Figures and samples of the data that a configuration trains on."""

@@ -1,0 +1,63 @@
+"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--text=3] [--out=DIR] [--json]`: what a configuration trains on.
+
+Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
+reordering; and the text of some samples, with what the model learns to say in colour. From metadata: few media are
+opened, nothing is compiled, and no device is needed. The status is 1 where more records of a dataset than
+`Data.max_broken` cannot be used, so that a run would be refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmjax.config import load_config
+from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
+from mmjax.configurable import ConfigError
+from mmjax.flags import importing
+
+FLAGS = (
+    Flag(name="steps", doc="training steps that are looked at.", default=8),
+    Flag(name="out", doc="folder for data.png, samples.png and mask.png; none by default.", default=""),
+    Flag(name="text", doc="samples whose text is printed, what is learned in colour; 0 prints none.", default=3),
+    Flag(name="json", doc="prints one line of JSON.", default=False),
+)
+
+MOSTLY_BROKEN = 1
+"""Exit status where too many records cannot be used."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the figures, and draws them where `--out` is given."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.inspect")
+        steps, out = int(flags.values["steps"]), str(flags.values["out"])
+        text = int(flags.values["text"])
+        if text < 0:
+            raise ConfigError(f"--text={text}: must be 0 or more, such as 3")
+        if steps < 1:
+            raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
+        require_gin_file(flags)
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        if out and Path(out).exists() and not Path(out).is_dir():
+            raise ConfigError(f"--out={out!r}: is a file; name a folder")
+        with importing():
+            from mmjax.inspect.inspection import draw, draw_samples, inspect
+            from mmjax.inspect.sample_text import write_samples
+            from mmjax.viz.mask import draw_mask, first_row
+        found = inspect(config, steps)
+    print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
+    if text and not flags.values["json"]:
+        write_samples(config, text)
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        draw(found, Path(out) / "data.png")
+        draw_samples(config, Path(out) / "samples.png")
+        draw_mask(first_row(config), Path(out) / "mask.png")
+    return MOSTLY_BROKEN if found.mostly_broken else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

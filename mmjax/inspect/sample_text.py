@@ -1,0 +1,88 @@
+"""The text of samples as the model reads it, what it learns to say set apart: for a look at templates and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from mmjax.build.assembly import open_source
+from mmjax.build.model import encoder_specs
+from mmjax.config import Config
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.types import EncoderSpec, Sample
+
+LEARNED, MEDIUM, TEXT = "bold green", "cyan", "dim"
+"""Styles on a terminal."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of a sample.
+
+    Attributes:
+      text: their text; of media tokens the medium and how many there are, such as "<image \u00d7576>".
+      learned: whether the model learns to say them: their loss weight is above 0.
+      medium: whether they are placeholders of media.
+    """
+
+    text: str
+    learned: bool = False
+    medium: bool = False
+
+
+def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec]) -> Iterator[Span]:
+    """Yields the runs of a sample's tokens that are learned, are not, or stand for media, in order."""
+    names = {number: name for name, number in sample.media_tokens.items()}
+    kinds = [names.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
+    read, said = list[int](), ""
+    for kind, own in groupby(range(len(kinds)), key=kinds.__getitem__):
+        tokens = sample.tokens[[*own]].tolist()
+        if isinstance(kind, str):
+            yield Span(f"<{encoders[kind].medium} \u00d7{len(tokens)}>", medium=True)
+            continue
+        # A token's text depends on those before it, such as the blank before a word.
+        read += tokens
+        whole = tokenizer.shown(read)
+        text, said = whole.removeprefix(said) if whole.startswith(said) else tokenizer.shown(tokens), whole
+        yield Span(text, learned=kind)
+
+
+def first_samples(config: Config, count: int) -> Iterator[tuple[Sample, list[Span]]]:
+    """Yields the first training samples of a configuration, no medium opened, with their spans.
+
+    Raises:
+      ConfigError: the data cannot be read.
+    """
+    tokenizer = tokenizer_of(config.data, config.model.media)
+    source, specs = open_source(config, split="train"), encoder_specs(config)
+    for index in range(count):
+        sample = source.sample(index, media=())
+        yield sample, [*spans_of(sample, tokenizer, specs)]
+
+
+def write_samples(config: Config, count: int, file: TextIO | None = None) -> None:
+    """Writes the text of the first training samples, to standard output unless to ``file``.
+
+    What is learned is coloured on a terminal, and elsewhere stands between "[[" and "]]".
+    """
+    console = Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    marks = "in green" if console.is_terminal else "between [[ and ]]"
+    console.print(f"\ntext of the first samples; what the model learns to say is {marks}")
+    for number, (sample, spans) in enumerate(first_samples(config, count)):
+        learned = int((sample.loss_weights > 0).sum())
+        console.print(f"\nsample {number}: {learned} of {len(sample.tokens)} tokens are learned")
+        console.print(_styled(spans) if console.is_terminal else _marked(spans))
+
+
+def _styled(spans: Sequence[Span]) -> Text:
+    return Text.assemble(*((s.text, MEDIUM if s.medium else LEARNED if s.learned else TEXT) for s in spans))
+
+
+def _marked(spans: Sequence[Span]) -> str:
+    return "".join(f"[[{span.text}]]" if span.learned else span.text for span in spans)

@@ -1,0 +1,340 @@
+"""``python -m mmjax.plan``: finds the best layouts of a configuration on some devices, or for given times and bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmjax.configurable import ConfigError, suggest
+from mmjax.flags import Flag, Flags, entry, help_text, importing, one_line_errors, parse_flags, run_plain
+from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
+from mmjax.planner.cost import Plan
+from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
+from mmjax.planner.problem import MixedProblem, Problem, read_problem
+from mmjax.planner.search import best_plan
+
+if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
+    from mmjax.config import Config
+    from mmjax.data.loader import Source
+    from mmjax.planner.choose import Choice
+    from mmjax.planner.clock import Clock
+    from mmjax.planner.profile_file import Profile
+    from mmjax.planner.work import Work
+
+FLAGS = (
+    Flag(
+        name="devices",
+        doc="how many there are, or how many of each kind: h100:64,l20:16; those of the configuration's own layouts "
+        "unless given.",
+    ),
+    Flag(
+        name="accelerator",
+        doc="what they are, without a profile or kinds: a100, h100 or another by name.",
+        default="h100",
+    ),
+    Flag(
+        name="profile",
+        doc="times that were measured by python -m mmjax.profile, instead of a datasheet's; of devices of one kind.",
+    ),
+    Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
+    Flag(name="slurm", doc="with --out: a Slurm batch file, such as plan.sh, that trains the plan."),
+    Flag(name="jobset", doc="with --out: a Kubernetes JobSet, such as plan.yaml, that trains the plan."),
+    Flag(name="json", doc="prints one line of JSON.", default=False),
+    Flag(
+        name="problem",
+        doc="instead of a gin file: JSON with devices, global_batch, microbatch, memory and modules; see "
+        "docs/planner.md.",
+    ),
+    Flag(
+        name="strategy",
+        doc="exact: the best layouts; with a gin file also some ways to place modules alone, with commas: homogeneous, "
+        "colocated, non-colocated, nested; loosely-coupled: every module on devices of its own, encoders in stages as "
+        "long as the LLM's (Cornstarch's Algorithm 1).",
+        default="exact",
+    ),
+    Flag(name="bound", doc="with --problem: also bounds from below what any plan takes.", default=False),
+)
+USAGE = "python -m mmjax.plan"
+NUMBER = re.compile(r"-?[0-9]{1,7}")
+KINDS = "h100:64,l20:16"
+EXACT, COUPLED = "exact", "loosely-coupled"
+STRATEGIES = (EXACT, COUPLED)
+WHOLE_BELOW = 64
+"""Numbers of stages below this stay whole in the bound: relaxed to real numbers, it would be loose for few stages."""
+FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
+"""Suffixes of the files that flags name."""
+GIGA = 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the best plan; the exit status is 1 if nothing fits, and 2 if the input is not legal."""
+    with one_line_errors():
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, helped=_help)
+        problem = str(flags.values["problem"])
+        if problem:
+            _only(flags, "problem", ("problem", "strategy", "bound", "json"))
+        elif flags.gin_files or flags.bindings:
+            _only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
+        else:
+            raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
+        read_strategy(flags)
+        try:
+            return _plan_problem(flags) if problem else _plan_config(flags)
+        except DoesNotFit as reason:
+            print(f"error: {reason}", file=sys.stderr)
+            return 1
+
+
+def _help() -> str:
+    gin = (
+        entry("  --gin_file", "a gin file of the run to plan; repeat it, later files override earlier ones."),
+        entry("  --gin.KEY=VALUE", "sets one field; see python -m mmjax.train --help."),
+    )
+    return help_text(FLAGS, USAGE, gin=gin)
+
+
+def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
+    """Requires that flags of the other kind of planning were left out."""
+    if what == "problem" and (flags.gin_files or flags.bindings):
+        raise ConfigError("--problem: plans from numbers alone; leave --gin_file out")
+    for flag in FLAGS:
+        if flag.name not in legal and flags.values[flag.name] != flag.default:
+            raise ConfigError(f"--{flag.name}: does not go with --{what}; leave it out")
+
+
+# ---- a configuration -------------------------------------------------------------------------------------------------
+
+
+def _plan_config(flags: Flags) -> int:
+    from mmjax.config import load_config
+    from mmjax.planner.profile_file import read_profile
+
+    kinds, strategy = read_devices(flags), read_strategy(flags)
+    _check_files(flags)
+    config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+    profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
+    with importing():
+        from mmjax.build.assembly import open_source
+        from mmjax.build.epochs import with_steps
+        from mmjax.plan import planned
+        from mmjax.plan.work import read_work
+        from mmjax.planner.choose import choose_on
+        from mmjax.planner.choose_coupled import choose_coupled
+        from mmjax.planner.clock import AnalyticClock
+        from mmjax.planner.fleet import Fleet, Kind
+    source = open_source(config, split="train")
+    config = with_steps(config, source)
+    if sys.stderr.isatty():
+        print("counting what every module does and keeps, some seconds …", file=sys.stderr)
+    work, rows_of = read_work(config, source), planned.rows_by_candidate(config, source)
+    if len(kinds) == 1:
+        ((name, devices),) = kinds.items()
+        work, clock = _clock(work, accelerator(name), profile)
+        fleet = {"": Kind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
+    else:
+        own = {name: accelerator(name) for name in kinds}
+        fleet = {
+            name: Kind(
+                clock=AnalyticClock(work=work, accelerator=one, process=one.node),
+                devices=kinds[name],
+                memory=one.memory,
+            )
+            for name, one in own.items()
+        }
+    if strategy:
+        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
+    else:
+        choice = choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
+    written = list(_written(flags, choice, config, source))
+    if flags.values["json"]:
+        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
+    else:
+        print("\n".join([*planned.table(choice), *written]))
+    return 0
+
+
+def read_devices(flags: Flags) -> dict[str, int]:
+    """The number of devices of each accelerator; 0 for as many as the configuration's own layouts have.
+
+    Raises:
+      ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
+    """
+    given, named = str(flags.values["devices"]), str(flags.values["accelerator"])
+    if ":" not in given:
+        if given and not NUMBER.fullmatch(given):
+            raise ConfigError(f"--devices={given}: must be a number, such as 8, or one of each kind, such as {KINDS}")
+        if given and int(given) < 1:
+            raise ConfigError(f"--devices={given}: must be 1 or more, such as 8")
+        accelerator(named)
+        return {named: int(given or 0)}
+    kinds: dict[str, int] = {}
+    for part in given.split(","):
+        name, _, count = part.lower().partition(":")
+        if name not in ACCELERATORS:
+            raise ConfigError(f"--devices={given}: there is no accelerator {name!r}; {suggest(name, ACCELERATORS)}")
+        if not NUMBER.fullmatch(count) or int(count) < 1:
+            raise ConfigError(f"--devices={given}: {part} must have a number of 1 or more, such as {name}:8")
+        if name in kinds:
+            raise ConfigError(f"--devices={given}: {name} is there twice; write {name}:{kinds[name] + int(count)}")
+        kinds[name] = int(count)
+    if named != "h100":
+        raise ConfigError(f"--accelerator={named}: --devices says what they are; leave it out")
+    if flags.values["profile"]:
+        raise ConfigError(
+            f"--profile: is of devices of one kind, which it names; write --devices={sum(kinds.values())}"
+        )
+    return kinds
+
+
+def read_strategy(flags: Flags) -> tuple[str, ...]:
+    """The modes to try: all of them, or those that are given; none for loose coupling.
+
+    Raises:
+      ConfigError: --strategy is none that there is; a problem in numbers has no modes.
+    """
+    from mmjax.planner.candidates import MODES
+
+    given, modes = str(flags.values["strategy"]), () if flags.values["problem"] else MODES
+    if given in STRATEGIES:
+        return modes if given == EXACT else ()
+    for name in given.split(","):
+        if name in STRATEGIES and modes:
+            raise ConfigError(f"--strategy={given}: {name} goes with no other; leave the others out")
+        if name not in modes:
+            legal = suggest(name, (*STRATEGIES, *modes))
+            raise ConfigError(f"--strategy={given}: there is none of this name; {legal}")
+    return tuple(mode for mode in modes if mode in given.split(","))
+
+
+def _check_files(flags: Flags) -> None:
+    """Raises ConfigError for files that cannot be written, before anything takes time."""
+    for name, ending in FILES.items():
+        file = Path(str(flags.values[name]))
+        if flags.values[name] and (not file.parent.is_dir() or file.suffix != ending):
+            fix = f"must be a {ending} file in a directory that is there, such as plan{ending}"
+            raise ConfigError(f"--{name}={file}: {fix}")
+    for name in (name for name in FILES if name != "out"):
+        if flags.values[name] and not flags.values["out"]:
+            raise ConfigError(f"--{name}: starts a run of the plan, which has to be written too; add --out=plan.gin")
+
+
+def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
+    """The clock, and the work without any tp that it lacks: of a profile if there is one, else of an accelerator."""
+    from mmjax.planner.clock import AnalyticClock
+    from mmjax.planner.measured import MeasuredClock
+
+    if profile is None:
+        return work, AnalyticClock(work=work, accelerator=kind, process=kind.node)
+    return work.limited(profile.tps), MeasuredClock(profile=profile)
+
+
+def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> Iterator[str]:
+    """Writes the files that were asked for; yields lines about them."""
+    from mmjax.plan import planned
+    from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
+
+    if not flags.values["out"]:
+        return
+    out = Path(str(flags.values["out"]))
+    out.write_text(planned.gin_text(config, choice, choice.best), encoding="utf-8")
+    planned.draw(choice.best, out.with_suffix(".png"))
+    files = (*flags.gin_files, str(out))
+    command = train_command(files, flags.bindings, allow_code=flags.allow_code)
+    yield f"train it: {shlex.join(command)}; its timeline: {out.with_suffix('.png')}"
+    jobs = [
+        ClusterJob(
+            name=out.stem,
+            kind=kind,
+            devices=ranks,
+            per_node=node,
+            command=command,
+            grace=config.checkpoint.grace_seconds,
+        )
+        for kind, ranks, node in planned.blocks(choice.best)
+    ]
+    for name, made, how in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):
+        if file := str(flags.values[name]):
+            Path(file).write_text(made(*jobs), encoding="utf-8")
+            yield f"on a cluster: {how} {file}"
+
+
+# ---- numbers alone ---------------------------------------------------------------------------------------------------
+
+
+def _plan_problem(flags: Flags) -> int:
+    problem, coupled = read_problem(str(flags.values["problem"])), flags.values["strategy"] == COUPLED
+    for flag in (*(("--bound",) if flags.values["bound"] else ()), *((f"--strategy={COUPLED}",) if coupled else ())):
+        _check_plain(problem, flag)
+    plan = best_coupled(problem) if coupled else best_plan(problem)
+    simulated = {"simulated": simulated_seconds(plan)} if coupled else {}
+    bound = _bound(plan) if flags.values["bound"] else None
+    if flags.values["json"]:
+        print(json.dumps(plan.as_json() | simulated | ({} if bound is None else {"bound": bound})))
+    else:
+        said = "simulated, with all other modules before the llm, it takes"
+        print("\n".join([*table(plan, bound), *(f"{said} {seconds:.6g} s" for seconds in simulated.values())]))
+    return 0
+
+
+def _check_plain(problem: Problem | MixedProblem, flag: str) -> None:
+    """Requires a problem without what `flag` leaves out."""
+    fix = f"{flag}: is for problems without communication and chunks; leave it out, or"
+    for kind, own in problem.kinds.items():
+        if math.isfinite(own.bandwidth):
+            raise ConfigError(f"{fix} {f'kinds.{kind}.' if kind else ''}bandwidth={own.bandwidth:g}")
+        for name, costs in own.modules.items():
+            if costs.chunks > 1:
+                raise ConfigError(f"{fix} modules.{name}.chunks={costs.chunks}")
+
+
+def _bound(plan: Plan) -> float:
+    from mmjax.planner.relaxation import relax  # cvxpy takes seconds to import
+
+    relaxed = relax(plan.problem, WHOLE_BELOW)
+    assert relaxed is not None, "where a plan exists, so does one on real numbers of stages"
+    return relaxed.bound
+
+
+def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
+    """The plan as lines of text."""
+    width = max(map(len, plan.modules)) + 2
+    kinds = {name: kind for name, kind in plan.kinds.items() if kind}
+    wide = max(map(len, kinds.values()), default=-2) + 2
+    head = f"{'kind':<{wide}}" if kinds else ""
+    yield f"{'':<{width}}{head}{'devices':>8}{'tp':>5}{'dp':>7}{'pp':>5}{'stage ms':>11}{'GB a device':>13}"
+    for name, degrees in plan.modules.items():
+        yield (
+            f"{name:<{width}}{kinds.get(name, ''):<{wide}}{degrees.devices:>8}{degrees.tp:>5}{degrees.dp:>7}"
+            f"{degrees.pp:>5}{plan.stage_seconds(name) * 1e3:>11.4g}{plan.memory(name) / GIGA:>13.4g}"
+        )
+    yield (
+        f"a step takes {plan.objective:.6g} s: {plan.warm_up:.4g} s until the first microbatch is through, then "
+        f"{plan.microbatches - 1} more at the pace of {plan.bottleneck}{_reduced(plan)}"
+    )
+    yield f"{_used(plan)} are used"
+    if bound is not None:
+        more = (plan.objective / bound - 1) * 100
+        yield f"no plan takes less than {bound:.6g} s: this one takes at most {more:.2g} % more"
+
+
+def _reduced(plan: Plan) -> str:
+    """What the slowest module's dp groups take for gradients and parameters; nothing where they send none."""
+    seconds = plan.reducing_seconds(plan.bottleneck)
+    return f", and {seconds:.4g} s for its gradients and parameters" if seconds else ""
+
+
+def _used(plan: Plan) -> str:
+    """How many of the devices are used, by kind."""
+    counts = {kind: (plan.devices_of(kind), own.devices) for kind, own in plan.problem.kinds.items()}
+    return " and ".join(f"{used} of {there} {kind or 'devices'}" for kind, (used, there) in counts.items())
+
+
+if __name__ == "__main__":
+    run_plain(main)

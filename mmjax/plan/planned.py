@@ -1,0 +1,274 @@
+"""Turns a plan into a configuration, a gin file, tables, JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from mmjax.build.assembly import build_packer, one_bucket
+from mmjax.config import Config, validate
+from mmjax.configurable import ConfigError
+from mmjax.data.config import PackingConfig
+from mmjax.data.loader import Source, tokenizer_of
+from mmjax.mesh.layout import cell_count
+from mmjax.plan.work import padded_rows
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.choose import Choice, Rows, RowsOf
+from mmjax.planner.estimate import Estimate
+from mmjax.planner.needs import HOME
+from mmjax.schedule.timeline import draw_timeline
+
+GIGA = 1e9
+
+
+Known = dict[tuple[object, ...], Rows | ConfigError]
+"""Results of packing that are known already: rows, or the error, by the settings that decide over them (`_packs`)."""
+
+
+def planned(config: Config, candidate: Candidate) -> Config:
+    """`config` with the candidate's layouts, microbatches, schedule and offload.
+
+    The rows of given buckets are scaled to the samples of the candidate's microbatches.
+
+    Args:
+      config: the configuration that is planned for.
+      candidate: a candidate of a plan.
+
+    Raises:
+      ConfigError: the result is not legal.
+    """
+    chosen = {name: getattr(candidate, name) for name in ("microbatches", "schedule", "inner", "window")}
+    train = replace(config.train, **chosen)
+    changed = replace(
+        config,
+        train=replace(train, lowering="auto"),
+        layouts=dict(candidate.layouts),
+        offloads={name: candidate.offload(name) for name in candidate.layouts},
+        world=replace(config.world, devices=candidate.world if config.world.devices else 0),
+    )
+    # The same samples in more microbatches.
+    ratio = config.train.microbatches / candidate.microbatches
+    given = {name: own.given for name, own in config.packing.items() if own.given and ratio != 1}
+    scaled = {
+        name: PackingConfig(buckets=tuple(sorted({(ceil(rows * ratio), width) for rows, width in own})))
+        for name, own in given.items()
+    }
+    changed = replace(changed, packing={**changed.packing, **scaled})
+    validate(changed)
+    return changed
+
+
+def exact_rows(config: Config, source: Source, known: Known | None = None) -> Rows:
+    """Rows of a microbatch and their width by module, as a run of `config` packs them; `known` is a cache over calls.
+
+    Raises:
+      ConfigError: a bucket has no room for the data.
+    """
+    known, key = {} if known is None else known, _packs(config)
+    if key not in known:
+        tokenizer = tokenizer_of(config.data, config.model.media)
+        try:
+            packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+            known[key] = padded_rows(config, packer)
+        except ConfigError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, ConfigError):
+        raise ConfigError(str(found))
+    return found
+
+
+def _packs(config: Config) -> tuple[object, ...]:
+    """The settings that decide over rows, given the model, the data and the global batch."""
+    train, packing = config.train, tuple((name, own.buckets) for name, own in config.packing.items())
+    contexts = tuple((name, own.cp, own.cp_tokens, own.width_unit) for name, own in config.layouts.items())
+    way = (train.microbatches, cell_count(config.layouts.values()), contexts, one_bucket(config), packing)
+    asked = any(isinstance(own.buckets, int) for own in config.packing.values())
+    if config.data.reorder == "none" or not asked:
+        return way
+    # Buckets are chosen from microbatches in the order that suits the schedule.
+    return (*way, tuple(config.layouts.items()), train.schedule, train.inner, train.window)
+
+
+def rows_by_candidate(config: Config, source: Source) -> RowsOf:
+    """A function from a candidate to the rows of its run; candidates with the same packing are packed once."""
+    known: Known = {}
+    return lambda candidate: exact_rows(planned(config, candidate), source, known)
+
+
+# ---- gin -------------------------------------------------------------------------------------------------------------
+
+
+def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
+    """The text of a gin file to load after that of `config`: layouts, microbatches, schedule, buckets and offloads."""
+    changed = planned(config, estimate.candidate)
+    lines = [
+        f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
+        f"# A step takes {estimate.seconds:.4g} s, {estimate.most / GIGA:.3g} GB a device; {estimate.clock.source}.",
+        f"# {_efficiency(estimate)}.",
+    ]
+    for name, layout in changed.layouts.items():
+        lines += [f"{name}/Layout.{field} = {value!r}" for field, value in asdict(layout).items()]
+    for name, packing in changed.packing.items():
+        if packing != config.packing[name]:
+            lines.append(f"{name}/Packing.buckets = {packing.buckets!r}")
+    for name, offload in changed.offloads.items():
+        if offload != config.offloads.get(name, HOME):
+            lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(offload).items()]
+    chosen = ("microbatches", "schedule", "inner", "window", "lowering")
+    lines += [f"Train.{field} = {getattr(changed.train, field)!r}" for field in chosen]
+    if changed.world.devices:
+        lines.append(f"World.devices = {changed.world.devices}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- for people and programs -----------------------------------------------------------------------------------------
+
+
+def used(choice: Choice, candidate: Candidate) -> str:
+    """How many of the devices a candidate uses, by kind where there are several: "64 of 64 h100 and 16 of 32 l20"."""
+    if not choice.kinds:
+        return f"{candidate.devices} of {choice.devices} devices"
+    counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
+    return " and ".join(f"{counts[kind]} of {there} {kind}" for kind, there in choice.kinds.items())
+
+
+def _efficiency(estimate: Estimate) -> str:
+    """MFU as in the metrics, and the shares of padding and recompute, which it leaves out."""
+    mfu = "" if estimate.mfu is None else f"MFU {estimate.mfu:.1%}, of real tokens and without recompute; "
+    wasted = f"{estimate.padding:.1%} of the positions are padding, {estimate.recompute:.1%} of the FLOPs recompute"
+    return mfu + wasted
+
+
+def _where(candidate: Candidate) -> str:
+    """The ranks of each kind of device, such as ": ranks 0-63 are h100, ranks 64-79 are l20"; "" without kinds."""
+    spans = {kind: (min(ranks), max(ranks)) for kind in candidate.used if kind and (ranks := candidate.ranks(kind))}
+    said = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
+    return f": {', '.join(said)}" if said else ""
+
+
+def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
+    """For each kind of device, in the order of ranks: its name, the number of its ranks, and devices of a node.
+
+    A kind's ranks go up to where the next kind begins, so a few at the end of its last node may have nothing to do.
+    """
+    candidate, found = estimate.candidate, []
+    modules = {
+        kind: next(name for name in candidate.layouts if candidate.kinds.get(name, "") == kind)
+        for kind in candidate.used
+    }
+    starts = [candidate.block(module) for module in modules.values()]
+    for (kind, module), start, end in zip(modules.items(), starts, [*starts[1:], candidate.world], strict=True):
+        found.append((kind, end - start, estimate.clock.of(module).node))
+    return found
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """The plan, the best of each mode, and all that were simulated."""
+    return {
+        "devices": choice.devices,
+        **({"kinds": dict(choice.kinds)} if choice.kinds else {}),
+        "source": choice.best.clock.source,
+        "plan": _figures(choice.best),
+        "modes": {mode: _figures(one) for mode, one in choice.by_mode.items()},
+        "simulated": [_figures(one) for one in choice.estimates],
+        "without_a_plan": dict(choice.misses),
+        "why": choice.why(),
+    }
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    candidate = estimate.candidate
+    return {
+        "mode": candidate.mode,
+        "step_seconds": estimate.seconds,
+        "mfu": estimate.mfu,
+        "padding": estimate.padding,
+        "recompute": estimate.recompute,
+        "bubble": estimate.bubble,
+        "bottleneck": estimate.bottleneck,
+        "bytes_a_device": estimate.most,
+        "devices": candidate.devices,
+        "microbatches": candidate.microbatches,
+        "schedule": candidate.schedule,
+        "inner": candidate.inner,
+        "window": candidate.window,
+        "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
+        "offloads": {name: asdict(offload) for name, offload in candidate.offloads.items()},
+        **({"kinds": _kinds(candidate)} if candidate.kinds else {}),
+        "stages": {
+            name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
+            for name, need in estimate.needs.items()
+        },
+    }
+
+
+def _kinds(candidate: Candidate) -> dict[str, Any]:
+    """Devices, first and last rank, and modules of each kind of device, in the order of ranks."""
+    return {
+        kind: {
+            "devices": len(candidate.ranks(kind)),
+            "ranks": [min(candidate.ranks(kind)), max(candidate.ranks(kind))],
+            "modules": [name for name, own in candidate.kinds.items() if own == kind],
+        }
+        for kind in candidate.used
+    }
+
+
+def table(choice: Choice) -> Iterator[str]:
+    """Lines of text: the best candidate of each mode, runners-up, and the reason for the choice."""
+    alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used) == 1)
+    yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
+    yield ""
+    heads = ("step ms", "MFU", "padding", "recompute", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
+    yield _row("", *heads)
+    for one in choice.by_mode.values():
+        yield from _entry(one.candidate.mode, one, choice)
+    for mode, reason in choice.misses.items():
+        yield f"{mode}: {reason}"
+    others = [one for one in choice.estimates if one not in choice.by_mode.values()]
+    if others:
+        yield ""
+        yield "runners-up"
+        for one in others[:5]:
+            yield from _entry(one.candidate.mode, one, choice)
+    yield ""
+    yield f"plan: {choice.why()}"
+    if choice.best.candidate.devices < choice.devices:
+        yield f"{used(choice, choice.best.candidate)} are used: no layout that fits is faster with more"
+
+
+def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
+    candidate = one.candidate
+    yield _row(
+        f"{'*' if one is choice.best else ' '} {name}",
+        f"{one.seconds * 1e3:.4g}",
+        "" if one.mfu is None else f"{one.mfu:.1%}",
+        f"{one.padding:.0%}",
+        f"{one.recompute:.0%}",
+        f"{one.bubble:.0%}",
+        f"{one.most / GIGA:.3g}",
+        str(candidate.devices),
+        str(candidate.microbatches),
+        f"nested {candidate.inner}" if candidate.traits.nests else candidate.schedule,
+        one.bottleneck,
+    )
+    host = max(need.host for need in one.needs.values())
+    yield f"    {candidate.describe()}" + (f"; {host / GIGA:.3g} GB of host memory a device" if host else "")
+
+
+def _row(name: str, *cells: str) -> str:
+    widths = (10, 8, 9, 11, 6, 8, 9, 14, 20, 12)
+    return f"{name:<17}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def draw(estimate: Estimate, path: str | Path) -> None:
+    """Draws the timeline of a step's first microbatches to `path`."""
+    timeline, count = estimate.shown, estimate.candidate.microbatches
+    shown = timeline.schedule.microbatches
+    part = "" if shown == count else f", the first {shown} of {count} microbatches"
+    part += f"; a step takes {estimate.seconds * 1e3:.4g} ms"
+    draw_timeline(timeline, path, source=f"simulated{part}; {estimate.clock.source}")

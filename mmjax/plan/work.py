@@ -1,0 +1,396 @@
+"""Computes the planner's `Work` of a configuration: FLOPs and parameters by formula, bytes from traced stages.
+
+Bytes are counted in traces of stages of one and two layers, with one row and with two, for the smallest and the largest
+tp; the devices need not be here. Rows are as wide as their bucket, since padding is computed too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmjax.attention.language import Rules
+from mmjax.attention.mask import Mask
+from mmjax.build.assembly import bucket_shapes, build_packer, one_bucket, open_source
+from mmjax.build.model import build_model, split_of
+from mmjax.config import Config
+from mmjax.config.validate import sharded_sizes
+from mmjax.data.lengths import lengths_of
+from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.mask_words import sample_words
+from mmjax.data.packing import Packer
+from mmjax.data.split import Split
+from mmjax.data.types import SampleMeta
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
+from mmjax.models import flops
+from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.graph import MultimodalModel
+from mmjax.models.module import Module
+from mmjax.models.parameters import ModuleSlice
+from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
+from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
+
+ROWS = 4
+"""Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
+TPS = (1, 2, 4, 8)
+SAMPLES = 512
+"""How many samples are read to find the share of positions that is no padding; fewer in shorter runs."""
+
+
+def read_work(config: Config, source: Source | None = None) -> Work:
+    """The work of each module for a sample of the data of `config`.
+
+    Args:
+      config: the run's configuration; its layouts decide only how rows are packed.
+      source: the run's training samples; opened here if not given.
+
+    Raises:
+      ConfigError: a setting does not fit the data.
+    """
+    source = source or open_source(config, split="train")
+    tokenizer = tokenizer_of(config.data, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    model = build_model(config, tokenizer)
+    padded = padded_rows(config, packer)
+    tps = {name: legal_tps(config, name) for name in config.layouts}
+    held = _traced(config, model, packer, tps, {name: width for name, (_, width) in padded.items()})
+    looked_at = _looked_at(config)
+    metas = [source.meta(index) for index in looked_at]
+    pairs = mask_pairs(model, packer, source, looked_at)
+    real = real_work(config, model, metas, pairs)
+    causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
+    shares = {mask: count / causal for mask, count in pairs.get(LLM, {}).items()}
+    modules = {}
+    for name in model.nodes:
+        rows, width = padded[name]
+        work = module_work(config, model, name, width, shares if name == LLM else None)
+        modules[name] = replace(work, rows=rows / _samples(config), held=held[name], real=real[name])
+    return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
+
+
+def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
+    """Rows of a microbatch and their width by module, in the combination of buckets with the most positions."""
+    shapes = max(bucket_shapes(packer, _samples(config)).values(), key=_positions)
+    found: dict[str, tuple[float, int]] = {}
+    for module, inputs in shapes.items():
+        rows, width = inputs["segments"].shape
+        found[module] = (rows, width)
+    return found
+
+
+def _item(config: Config) -> int:
+    """Bytes of a number in the dtype of the computation."""
+    return 4 if config.train.dtype == "float32" else 2
+
+
+def _samples(config: Config) -> int:
+    """How many samples a microbatch has."""
+    return config.train.global_batch // config.train.microbatches
+
+
+def _positions(inputs: InputShapes) -> int:
+    return sum(math.prod(own["segments"].shape) for own in inputs.values())
+
+
+def legal_tps(config: Config, module: str) -> tuple[int, ...]:
+    """Every tp of `TPS` that divides the sizes of a module."""
+    common = math.gcd(*sharded_sizes(config, module).values())
+    return tuple(tp for tp in TPS if common % tp == 0)
+
+
+# ---- FLOPs and parameters --------------------------------------------------------------------------------------------
+
+
+def real_work(
+    config: Config,
+    model: MultimodalModel,
+    metas: Sequence[SampleMeta],
+    pairs: Mapping[str, flops.Pairs] | None = None,
+) -> dict[str, Real]:
+    """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
+    count as their module's. `pairs` are those that masks allow in these samples (see `flops.seen_pairs`)."""
+    lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
+    counted = flops.training_flops(model, lengths, frozen, pairs)
+    return {
+        name: Real(
+            positions=sum(own) / len(metas),
+            flops=sum(counted[part] for part in model.parts_of(name)) / len(metas),
+        )
+        for name, own in lengths.items()
+    }
+
+
+def mask_pairs(
+    model: MultimodalModel, packer: Packer, source: Source, indices: Sequence[int]
+) -> dict[str, dict[Mask, int]]:
+    """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""
+    module, rules = model.nodes[LLM].module, Rules.parse(packer.mask)
+    found = Counter[Mask]()
+    for index in indices if rules.kind == "words" else ():
+        sample, length = source.sample(index, media=()), source.meta(index).tokens
+        words = sample_words(rules, sample, source.meta(index).grids, packer.encoders)
+        places = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
+        found.update(flops.seen_pairs(module, {name: own[None] for name, own in (words | places).items()}))
+    return {LLM: dict(found)} if found else {}
+
+
+def _looked_at(config: Config) -> list[int]:
+    """Numbers of up to `SAMPLES` samples, evenly spaced over the whole run."""
+    every = config.train.steps * config.train.global_batch
+    count = min(SAMPLES, every)
+    return [number * every // count for number in range(count)]
+
+
+def _frozen(config: Config, model: MultimodalModel) -> set[str]:
+    return {module for module in model.modules if config.optimizers[module].frozen}
+
+
+def module_work(
+    config: Config, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
+) -> ModuleWork:
+    """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in.
+
+    `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
+    """
+    node = model.nodes[name]
+    own, frozen = node.config, _frozen(config, model)
+    factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
+    trains = {n: float(n not in frozen) for n in model.parts_of(name)}
+    sizes = _sizes(model, name, width, shares or {})
+    forward, parameters = (sum(by_module.values(), start=Shares()) for by_module in sizes)
+    backward, trained = (
+        sum((own.times(factor[n]) for n, own in by_module.items()), start=Shares())
+        for by_module, factor in zip(sizes, (factors, trains), strict=True)
+    )
+    recompute = Shares(
+        layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
+        # Logits are never kept, whatever remat says.
+        last=forward.last if node.module.losses and not node.module.medium and factors[name] else 0.0,
+    )
+    item = _item(config)
+    levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
+    carried = (1 + levels) * width * own.width * item
+    sent = carried
+    if node.ends:
+        merge = node.module.patches_per_token
+        sent = width // merge * (model.token_width(name) + levels * node.module.merged_width) * item
+    return ModuleWork(
+        name=name,
+        layers=own.layers,
+        model_width=own.width,
+        width=width,
+        rows=0.0,
+        forward=forward,
+        backward=backward + recompute,
+        parameters=parameters,
+        trained=trained,
+        frozen=max((_bytes(config.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
+        recompute=recompute,
+        # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
+        sums=(2, 5 if recompute.layer else 3),
+        heads=_heads(own),
+        ring=2 * width * _heads(own)[1] * own.head_width * item,
+        attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
+        carried=carried,
+        sent=sent,
+        together=0 if config.train.lowering == "single" else node.module.patches_per_token,
+        blended=node.medium.blended if node.medium else 1,
+        after=tuple(edge.source for edge in model.into(name)),
+        enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
+    )
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads and key/value heads."""
+    return config.heads, getattr(config, "kv_heads", config.heads)
+
+
+def _pairs(module: Module, width: int) -> int:
+    """Keys that the tokens of a row see in all layers, if the row is one segment."""
+    return int(split_of(module, Layout()).pairs({"segments": np.ones(width, np.int64)}).sum())
+
+
+def _bytes(dtype: str) -> int:
+    """Bytes of a number; 0 where no dtype is named."""
+    return jnp.dtype(dtype).itemsize if dtype else 0
+
+
+def _sizes(
+    model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float]
+) -> tuple[dict[str, Shares], dict[str, Shares]]:
+    """Forward FLOPs of a row and numbers of parameters, of each part of a node."""
+    module = model.nodes[name].module
+    lengths = {name: [width - (module.medium.special if module.medium else 0)]}
+    layers = module.config.layers
+    one, two = model, model.with_settings(name, layers=2 * layers)
+    pairs = {name: {mask: round(share * width * (width + 1) / 2) for mask, share in shares.items()}}
+    by_flops = flops.forward_flops(one, lengths, pairs), flops.forward_flops(two, lengths, pairs)
+    by_parameters = flops.parameter_count(one), flops.parameter_count(two)
+    # Products outside of layers are the head's in a module with a loss, and the stem's in others.
+    stem_flops = 0 if module.losses else 2 * by_flops[0][name] - by_flops[1][name]
+    stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(True, False)).leaves())
+    stem_parameters = sum(math.prod(leaf.logical_shape) for leaf in stem)
+    return _split(model, name, *by_flops, stem_flops), _split(model, name, *by_parameters, stem_parameters)
+
+
+def _split(
+    model: MultimodalModel, name: str, one: Mapping[str, int], two: Mapping[str, int], stem: int
+) -> dict[str, Shares]:
+    """Counts of each part of a node by where they arise: from counts with its layers and with twice as many.
+
+    Layers of several groups count their mean. ``stem`` of the ends' count is before the first layer.
+    """
+    node, projector = model.nodes[name], projector_name(name)
+    layer = (two[name] - one[name]) / node.config.layers
+    found = {name: Shares(first=stem, layer=layer, last=2 * one[name] - two[name] - stem)}
+    if node.lora.rank:
+        adapters = lora_name(name)
+        found[adapters] = Shares(layer=one[adapters] / node.config.layers)
+    if node.projector:
+        found[projector] = Shares(last=one[projector]) if node.ends else Shares(first=one[projector])
+    return found
+
+
+# ---- bytes, from traces ----------------------------------------------------------------------------------------------
+
+
+def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
+    """Inputs of so many rows of every module, as wide as its largest bucket, rounded up to what ranks of tp share."""
+    shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=_positions)
+    found: dict[str, dict[str, Any]] = {}
+    for module, inputs in shapes.items():
+        split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
+        width = inputs["segments"].shape[1]
+        wider = split.rounded(width)  # some inputs have a place for a token of several patches
+        found[module] = {
+            name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
+            for name, array in inputs.items()
+        }
+    return found
+
+
+def _traced(
+    config: Config,
+    model: MultimodalModel,
+    packer: Packer,
+    tps: Mapping[str, tuple[int, ...]],
+    widths: Mapping[str, int],
+) -> dict[str, dict[int, Held]]:
+    """Bytes that a row of a module, of its width, needs on a device, by module and tp.
+
+    Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
+    linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
+    """
+    rounds = [
+        {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
+        for number in range(max(map(len, tps.values())))
+    ]
+    few = _stages(config, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
+    shapes = [_rows_of(packer, ROWS, model, own) for own in rounds]
+    many = [_stages(config, model, inputs, own) for inputs, own in zip(shapes, rounds, strict=True)]
+    found: dict[str, dict[int, Held]] = {name: {} for name in tps}
+    for name, lowest in rounds[0].items():
+        before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
+        fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
+        # Programs give the gradients of all their layers.
+        gradient = module_work(config, model, name, 1).trained.layer * _item(config)
+        for own, inputs, stages in zip(rounds, shapes, many, strict=True):
+            shrunk = lowest / own[name]
+            rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
+            found[name][own[name]] = _Traced.of(stages, name).held(
+                rows, [size * shrunk for size in fixed], gradient / own[name]
+            )
+    return found
+
+
+Stages = Mapping[str, StageFunctions]
+
+
+def _stages(
+    config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
+) -> tuple[Stages, Stages]:
+    """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
+
+    Without `split` the second is the first once more.
+    """
+    layouts: dict[str, Layout] = {}
+    offset = 0
+    for name, tp in tps.items():
+        layouts[name] = Layout(pp=3, tp=tp, layers=(1, 2, 1), rank_offset=offset)
+        offset += layouts[name].size
+    small = model
+    for name in tps:
+        small = small.with_settings(name, layers=4).with_inject(name)
+    settings = Settings(
+        optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
+    )
+    placed = PlacedModel(small, layouts, World.planned(offset), settings)
+    whole = placed.shapes(inputs).stages
+    return whole, placed.shapes(inputs, placed.graph.with_split()).stages if split else whole
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Bytes of a module's three stages, of one, two and one layers.
+
+    Attributes:
+      kept: residuals, from forward to backward.
+      deferred: inputs of a split backward's second half.
+      given: inputs from the host.
+      needed: temporaries of the programs.
+      needed_split: the same where backwards are split.
+    """
+
+    kept: tuple[int, ...]
+    deferred: tuple[int, ...]
+    given: tuple[int, ...]
+    needed: tuple[int, ...]
+    needed_split: tuple[int, ...]
+
+    @classmethod
+    def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
+        own, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
+        return cls(
+            kept=tuple(kept_bytes(stage) for stage in own),
+            deferred=tuple(shard_bytes(stage.deferred) for stage in split),
+            given=tuple(shard_bytes(stage.forward_avals[1]) for stage in own),
+            needed=tuple(temporary_bytes(stage) for stage in own),
+            needed_split=tuple(temporary_bytes(stage) for stage in split),
+        )
+
+    def held(self, rows: float, fixed: Sequence[float], gradient: float) -> Held:
+        """Bytes of one row.
+
+        Args:
+          rows: rows that were traced, counted in rows of the module's width.
+          fixed: bytes of each stage's temporaries that do not depend on rows.
+          gradient: the part of `fixed` that each layer adds.
+        """
+        each = [max(0.0, needed - own) / rows for needed, own in zip(self.needed, fixed, strict=True)]
+        alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
+        return Held(
+            kept=_shares(self.kept, rows),
+            deferred=_shares(self.deferred, rows),
+            inputs=Shares(first=(self.given[0] - self.given[1]) / rows, last=self.given[2] / rows),
+            temporary=Shares(*each),
+            fixed=Shares(*alone),
+            fixed_layer=gradient,
+            split=max(split / whole for split, whole in zip(self.needed_split, self.needed, strict=True)),
+        )
+
+
+def _shares(sizes: tuple[int, ...], rows: float) -> Shares:
+    """Bytes of a row in first end, layer and last end, from those of some in stages of one, two and one layers."""
+    first, middle, last = (size / rows for size in sizes)
+    layer = middle / 2
+    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

@@ -1,0 +1,93 @@
+"""`python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]`: measures the input of plans.
+
+Short stages of every module, the programs that training runs, are compiled and timed on the devices here, and so are
+collectives and moves. Several processes make one profile together, as they train. The result is a small file that names
+the device, for `mmjax.plan --profile`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from mmjax.config import load_config
+from mmjax.config.flags import (
+    PROCESS_FLAGS,
+    Flag,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    require_gin_file,
+    run_command,
+)
+from mmjax.flags import importing
+from mmjax.planner.profile_file import Compiled, Profile, Trial, require_writable, write_profile
+from mmjax.planner.work import Part
+
+FLAGS = (
+    Flag(name="out", doc="the JSON file to write; it is written whole or not at all.", required=True),
+    Flag(name="quick", doc="fewer shapes and sizes: for a first look.", default=False),
+    Flag(name="json", doc="prints the profile as one line of JSON.", default=False),
+    *PROCESS_FLAGS,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes a profile."""
+    with one_line_errors("interrupted: no profile was written"):
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.profile")
+        require_gin_file(flags)
+        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        out = str(flags.values["out"])
+        require_writable(out)
+        with importing():
+            from mmjax.mesh.processes import is_first
+            from mmjax.profile.profiler import profile_of
+        join_processes(flags)
+        profile = profile_of(config, quick=bool(flags.values["quick"]))
+        if not is_first():
+            return 0
+        write_profile(profile, out)
+    if flags.values["json"]:
+        print(json.dumps(profile.as_json()))
+    else:
+        print("\n".join(table(profile)))
+        print(f"profile in {out}")
+    return 0
+
+
+def table(profile: Profile) -> Iterator[str]:
+    """The profile as lines of text."""
+    yield f"{profile.source}, {profile.dtype}"
+    yield (
+        f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"
+        f"{'forward MB':>13}{'backward MB':>13}"
+    )
+    times = {_place(trial): trial for trial in profile.trials}
+    for one in profile.compiled:
+        ends = " ".join(name for name, has in (("first", one.part.first), ("last", one.part.last)) if has)
+        timed = times.get(_place(one))
+        seconds = (timed.forward, timed.backward) if timed else ()
+        yield (
+            f"{one.module:16}{one.part.layers:>8}{ends:>14}{one.tp:>5}{one.rows:>7}{one.width:>7}"
+            f"{''.join(f'{value * 1e3:>13.3f}' for value in seconds):26}"
+            f"{one.forward / 1e6:>13.4g}{one.backward / 1e6:>13.4g}"
+        )
+    for name, own in profile.data.items():
+        figures = ", ".join(f"{key} {own[key]:.4g}" for key in ("mean", "median", "p90", "p99", "most", "per_sample"))
+        yield f"{name}: {own['count']:.0f} segments, {figures}"
+    named = {"move": profile.moves}
+    named |= {f"all-gather over {ranks}": own for ranks, own in profile.gathers.items()}
+    named |= {f"all-reduce over {ranks}": own for ranks, own in profile.reduces.items()}
+    for name, samples in named.items():
+        yield f"{name}: " + ", ".join(f"{size:.0f} bytes {seconds * 1e3:.3g} ms" for size, seconds in samples)
+    yield f"an op takes {profile.op * 1e6:.0f} µs of the host; {profile.shared:.3g} devices work at a time"
+
+
+def _place(stage: Trial | Compiled) -> tuple[str, Part, int, int, int]:
+    return stage.module, stage.part, stage.tp, stage.rows, stage.width
+
+
+if __name__ == "__main__":
+    run_command(main)

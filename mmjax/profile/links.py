@@ -1,0 +1,92 @@
+"""Measures bandwidth: of collectives over some ranks, and of moves between two devices as boundaries make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax import jax_compat
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.spmd import Program, Spmd
+from mmjax.mesh.world import World
+from mmjax.pipeline.link_trials import crossing
+from mmjax.pipeline.offload import HOST, moved
+from mmjax.planner.profile_file import Samples
+from mmjax.profile.trials import shortest
+
+SIZES, QUICK = (1 << 14, 1 << 18, 1 << 22, 1 << 25), (1 << 16, 1 << 22)
+"""Bytes of a transfer: all that are measured, and those of a quick profile."""
+_RANKS = (2, 4, 8)
+_COLUMNS = 1024
+_ITEM = 4
+
+
+def ranks_here(world: World) -> tuple[int, ...]:
+    """The numbers of ranks over which collectives are measured, as far as there are devices."""
+    return tuple(ranks for ranks in _RANKS if ranks <= world.size)
+
+
+def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
+    """All-gathers over the first ranks: bytes of the result, and seconds."""
+    body = lambda x: jax_compat.all_gather_invariant(x, ("r",), 0)  # noqa: E731
+    return tuple((float(size), _collective(world, ranks, body, size, PartitionSpec())) for size in sizes)
+
+
+def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
+    """All-reduces over the first ranks: bytes on each, and seconds."""
+    body = lambda x: lax.psum(x, "r")  # noqa: E731
+    # Stacked over the ranks, so that each has a block of `size`.
+    return tuple((float(size), _collective(world, ranks, body, size * ranks, PartitionSpec())) for size in sizes)
+
+
+def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, out: PartitionSpec) -> float:
+    if not world.local_ranks & set(range(ranks)):
+        return 0.0
+    mesh = Mesh(np.array(world.devices[:ranks]), ("r",))
+    count = max(1, size // _ITEM // ranks) * ranks
+    aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
+    program = Program.of("collective", Spmd(body, mesh, PartitionSpec("r"), out), [aval])
+    given = _ones(aval)
+    return shortest(lambda: program(given)).of(ranks)
+
+
+def moves(world: World, sizes: tuple[int, ...]) -> Samples:
+    """Moves from the first device to the second: bytes, and seconds of pack, move and unpack.
+
+    The time is half of that of a move there and back: between two processes only a move back tells the first one that
+    its own has arrived.
+    """
+    ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
+    found = []
+    for size in sizes:
+        shape = (max(1, size // _ITEM // _COLUMNS), min(_COLUMNS, size // _ITEM))
+        aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
+        boundary = Boundary("trial", ends[0], ends[1], aval, world)
+        there, back = (crossing("move", way) for way in (boundary.forward, boundary.backward))
+        given = there.make()
+        both = shortest(lambda there=there, back=back, given=given: back.send(there.send(given)))
+        found.append((float(size), both.of(1) / 2))
+    return tuple(found)
+
+
+def copies(world: World, sizes: tuple[int, ...]) -> Samples:
+    """Copies from a device here to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
+    device = world.devices[min(world.local_ranks)]
+    if HOST not in [memory.kind for memory in device.addressable_memories()]:
+        return ()
+    found = []
+    for size in sizes:
+        given = jax.device_put(np.ones(max(1, size // _ITEM), np.float32), device)
+        found.append((float(size), shortest(lambda given=given: moved(given, HOST)).of(1)))
+    return tuple(found)
+
+
+def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    shape = aval.sharding.shard_shape(aval.shape)  # type: ignore[union-attr]
+    return jax.make_array_from_callback(aval.shape, aval.sharding, lambda _: np.ones(shape, aval.dtype))

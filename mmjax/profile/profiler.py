@@ -1,0 +1,126 @@
+"""The profiler: from a configuration and the devices here to a profile that plans are made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
+from mmjax.build.epochs import with_steps
+from mmjax.config import Config
+from mmjax.data.lengths import figures_of, lengths_of
+from mmjax.data.loader import Source, tokenizer_of
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import everyone_says, first_says, is_first
+from mmjax.mesh.world import World
+from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
+from mmjax.profile.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
+from mmjax.profile.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
+from mmjax.progress import Progress
+
+VIRTUAL = 8
+"""CPU devices of a profile that names no number."""
+_SAMPLES, _FEW = 512, 64
+_ALL = 0.9
+"""If at least this share of the devices works at a time, each device counts as having a processor of its own."""
+
+
+def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> Profile:
+    """Measures the configured model on the devices here.
+
+    Layouts and numbers of layers of the configuration are not used. `World.devices` says how many devices to measure;
+    without it, all accelerators here or eight virtual CPU devices.
+
+    Args:
+      config: model, data, batch and buckets.
+      quick: fewer shapes and sizes.
+      style: the style of the progress display; see `Progress`.
+
+    Raises:
+      ConfigError: a part of the configuration does not fit another.
+    """
+    source = open_source(config, split="train")
+    config = with_buckets(with_steps(config, source), source)
+    data = sampled(config, source, _FEW if quick else _SAMPLES)
+    world = world_for(config)
+    tokenizer = tokenizer_of(config.data, config.model.media)
+    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
+    tried = points(packer, config.train.global_batch // config.train.microbatches, quick)
+    trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
+    for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
+        found = list(attempts(config, tokenizer, packer, world, tp, tried))
+        everyone_says("")  # a process without devices in the last ones has not been waiting in these
+        programs = sum(len(one.programs.programs) for one in found)
+        with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
+            compiled(found, lambda *_, progress=progress: progress.advance())
+        needs += [one.compiled() for one in found]
+        found = [one for one in found if one.timed]
+        with Progress(ROUNDS * len(found), f"timing tp {tp}", style=style, log_every=len(found)) as progress:
+            timed, calls = best_trials(found, progress.advance)
+        trials += timed
+    shared = at_a_time(config, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
+    sizes, ranks = QUICK if quick else SIZES, ranks_here(world)
+    own = Profile(
+        device=_device(world),
+        jax=jax.__version__,
+        dtype=config.train.dtype,
+        model=model_of(config),
+        data=data,
+        trials=tuple(trials),
+        compiled=tuple(needs),
+        moves=moves(world, sizes) if world.size > 1 else (),
+        copies=copies(world, sizes),
+        gathers={count: gathers(world, count, sizes) for count in ranks},
+        reduces={count: reduces(world, count, sizes) for count in ranks},
+        op=statistics.median(calls) if calls else 0.0,
+        shared=shared if shared < _ALL * world.size else float(world.size),
+    )
+    said = first_says(json.dumps(own.as_json()))
+    return own if is_first() else parse_profile(json.loads(said))
+
+
+def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
+    """Figures of the lengths of samples or media by module, in positions, from the metadata of the first samples."""
+    lengths = lengths_of([source.meta(index) for index in range(samples)], config.model.media)
+    return {name: figures_of(own) | {"per_sample": len(own) / samples} for name, own in lengths.items()}
+
+
+def world_for(config: Config) -> World:
+    """The devices here, whatever the layouts need; of several processes as many as they need, as in a run.
+
+    Raises:
+      ConfigError: there are fewer than `World.devices`.
+    """
+    whole: Any = {"deterministic": config.train.deterministic}
+    if jax_compat.process_count() > 1:
+        return World.create(config.world, [Layout(dp=config.world.devices or config.devices)], **whole)
+    wanted = config.world.devices or VIRTUAL
+    if not jax_compat.backends_are_initialized():
+        # A world of one device starts the backend, and with it as many virtual ones as may be wanted.
+        jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.values["jax_num_cpu_devices"]))
+    World.create(replace(config.world, devices=1), [Layout()], **whole)
+    devices = jax.devices(config.world.platform or None)
+    here = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
+    return World.create(replace(config.world, devices=config.world.devices or here), [Layout()], **whole)
+
+
+def _device(world: World) -> Device:
+    device = jax.local_devices(backend=world.platform)[0]
+    held = (device.memory_stats() or {}).get("bytes_limit", 0)
+    memory = float(held or _host_memory() / world.size)
+    about: Any = {"kind": device.device_kind, "platform": device.platform}
+    return Device(**about, count=world.size, memory=memory, processes=world.processes)
+
+
+def _host_memory() -> float:
+    """Bytes of the host's memory, which virtual devices share; 0 where the system does not say."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return 0.0

@@ -1,1 +1,0 @@
-"""A training run: its parts, steps, metrics, pictures and evaluation."""

@@ -1,0 +1,315 @@
+"""A forecast of a run that needs no device: layout, memory, programs, compile time and the planned bubble."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.build.assembly import open_source, plan
+from mmjax.build.epochs import with_steps
+from mmjax.build.parts import Assembly
+from mmjax.config import Config
+from mmjax.config.validate import advise
+from mmjax.data.loader import Source
+from mmjax.data.packing import Packer
+from mmjax.data.split import fullest_over_mean
+from mmjax.eval.evaluator import Evaluator
+from mmjax.flags import counted
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
+from mmjax.pipeline.peak import Peak, fullest
+from mmjax.pipeline.single.executor import SingleExecutor
+from mmjax.schedule.dispatch import dispatch_table
+from mmjax.schedule.graph import show_ranks
+from mmjax.schedule.timeline import draw_timeline
+from mmjax.viz.layout import draw_layout
+
+COMPILE_SECONDS: Mapping[str, float] = {
+    "step": 11.0, "B": 1.9, "F": 1.8, "W": 0.6, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,
+}  # fmt: skip
+"""Seconds of one CPU core to trace and compile a program of each kind: means over the digits configurations on CPU.
+
+Layers are scanned, so larger models take about as long.
+"""
+COMPILE_RANGE = 0.7, 2.5
+"""Factors of these seconds on other CPUs, idle and busy. Of accelerators nothing is known: their programs are tuned."""
+PLAIN_SECONDS = 0.1
+"""Seconds of one CPU core for a program of any other kind."""
+_COLUMNS = 16
+_LOOKED_AT = 4
+"""Microbatches in which the work of ranks of cp is counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A forecast of a run.
+
+    Attributes:
+      config: the run's configuration.
+      parts: its parts, traced for devices that need not be here.
+      memory: memory of each of a stage's devices, by stage; for a program per op, or one that loops over microbatches.
+      rank: the most loaded device.
+      most: memory of that device, each kind at its own peak.
+      peak: the op during which a device holds most; ``None`` where lanes make one program of the step, in which all
+        devices hold the same.
+      programs: how many programs there are, by kind.
+      imbalance: of each module with cp, pairs of tokens that the fullest rank's queries see over those of the mean, in
+        the first microbatches.
+    """
+
+    config: Config
+    parts: Assembly
+    memory: Mapping[str, Memory]
+    rank: int
+    most: Memory
+    peak: Peak | None
+    programs: Mapping[str, int]
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def compile_seconds(self) -> tuple[float, float] | None:
+        """Least and most seconds to compile everything for CPU devices; ``None`` for accelerators.
+
+        They are CPU times by kind of program, over how many compile at a time, and suppose an empty cache.
+        """
+        if self.config.world.platform not in ("", "cpu"):
+            return None
+        total = sum(count * COMPILE_SECONDS.get(kind, PLAIN_SECONDS) for kind, count in self.programs.items())
+        seconds = total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
+        least, most = COMPILE_RANGE
+        return round(least * seconds, 1), round(most * seconds, 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure as JSON; sizes in bytes, times in seconds."""
+        stages, report = self.parts.placed.stages, self.parts.report
+        return {
+            "devices": self.parts.world.size,
+            "layouts": {name: asdict(layout) for name, layout in self.config.layouts.items()},
+            "stages": {
+                name: {
+                    "ranks": list(stages[name].submesh.ranks),
+                    "in_flight": report.in_flight[name],
+                    "residual_bytes": report.residual_bytes[name],
+                    "memory": _figures(memory),
+                }
+                for name, memory in self.memory.items()
+            },
+            "in_flight": dict(report.in_flight),
+            "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
+            "fullest": self.peak and {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
+            "programs": dict(self.programs),
+            "buckets": {name: list(map(list, own)) for name, own in self._buckets.items()},
+            "bucket_combinations": len(self.parts.shapes),
+            "compile_seconds": self.compile_seconds,
+            "schedule": self.parts.schedule.name,
+            "planned_bubble": self.parts.planned.bubble,
+            "cp_imbalance": dict(self.imbalance),
+            "advice": list(advise(self.config)),
+        }
+
+    def draw(self, folder: str | Path) -> None:
+        """Writes layout.png and timeline.png."""
+        draw_layout(self.config.layouts, Path(folder) / "layout.png")
+        source, unit = "planned with nominal costs", "forwards of the costliest stage"
+        draw_timeline(self.parts.planned, Path(folder) / "timeline.png", source=source, unit=unit)
+
+    def describe(self) -> str:
+        """Everything as text for a terminal."""
+        lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
+        lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
+        lines += [*self._table(), self._most_loaded(), ""]
+        lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble(), *self._shared()]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """Memory of a device: of each stage, or of the one program, whose devices all hold the same."""
+        stages = self.parts.placed.stages
+        if self.peak:
+            rows = {name: (stages[name].submesh.ranks, held) for name, held in self.memory.items()}
+        else:
+            rows = {"step": (self.parts.schedule.graph.ranks, self.most)}
+        return _table(rows)
+
+    def _most_loaded(self) -> str:
+        if not self.peak:
+            return (
+                f"one program: every device holds {show_bytes(self.most.total)}, blocks that fit any of its stages; "
+                "parameters, gradients and activations are among its temporaries"
+            )
+        held = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
+        return (
+            f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
+            f"fullest moment: {self.peak.op}, rank {self.peak.rank} with {show_bytes(self.peak.bytes)}"
+        )
+
+    @property
+    def _buckets(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        packer = self.parts.packer
+        return {name: packer.buckets_of(name) for name in packer.bucket_counts}
+
+    def _programs(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.programs.items())
+        buckets = "; ".join(
+            f"{name} {' '.join(f'{rows}x{width}' for rows, width in own)}" for name, own in self._buckets.items()
+        )
+        programs = counted(sum(self.programs.values()), "program")
+        return (
+            f"{programs} ({kinds}) for {counted(len(self.parts.shapes), 'combination')} of buckets "
+            f"({buckets} rows x positions a cell)\n{self._compile_time()}"
+        )
+
+    def _compile_time(self) -> str:
+        if not self.compile_seconds:
+            return "compile time: unknown (an accelerator's programs are tuned while they are compiled)"
+        least, most = self.compile_seconds
+        return (
+            f"compile time: {least:.0f} to {most:.0f} s for CPU devices where nothing is cached (by kind of program, "
+            "shared among the cores; an accelerator's programs are tuned besides)"
+        )
+
+    def _shared(self) -> list[str]:
+        """How evenly the ranks of cp share the attention of rows."""
+        ranks = {name: self.parts.packer.splits[name].ranks for name in self.imbalance}
+        return [
+            f"{name}: attention over {ranks[name]} ranks of cp, fullest / mean {one:.3f} (Layout.cp_tokens="
+            f"{self.parts.packer.splits[name].method!r}, pairs of the first microbatches)"
+            for name, one in self.imbalance.items()
+        ]
+
+    def _bubble(self) -> str:
+        planned, schedule = self.parts.planned, self.parts.schedule
+        return (
+            f"planned bubble: {planned.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches, "
+            "simulated with nominal costs)"
+        )
+
+
+def dry_run(config: Config) -> DryRun:
+    """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
+
+    Raises:
+      ConfigError: a part of the configuration does not fit another.
+    """
+    source = open_source(config, split="train")
+    config = with_steps(config, source)
+    parts = plan(config, source)
+    memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+    if isinstance(parts.executor, SingleExecutor):
+        rank, most = parts.schedule.graph.ranks[0], parts.executor.memory()
+        peak = None
+    else:
+        rank, most = most_loaded(parts.placed, memory)
+        peak = fullest(parts.placed, parts.schedule, parts.shapes.values())
+    programs = [*parts.executor.programs()]
+    if config.train.eval_samples:
+        programs += Evaluator(parts).predictor.programs()
+    return DryRun(
+        config=config,
+        parts=parts,
+        memory=memory,
+        rank=rank,
+        most=most,
+        peak=peak,
+        programs=count_kinds(programs),
+        imbalance=_imbalance(config, parts.packer, source),
+    )
+
+
+def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, float]:
+    """Work of attention of the fullest rank of cp over the mean, by module, in the first step's first microbatches."""
+    if all(split.ranks == 1 for split in packer.splits.values()):
+        return {}
+    metas = [source.meta(index) for index in range(config.train.global_batch)]
+    works = [packer.context_work(one) for one in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
+    return {name: fullest_over_mean(np.concatenate([own[name] for own in works])) for name in works[0]}
+
+
+def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
+    """How many different programs there are of each kind; a boundary's are its packs, moves and unpacks."""
+    unique = {id(program): program for program in programs}.values()
+    return dict(Counter(_kind(program.name) for program in unique))
+
+
+def _kind(name: str) -> str:
+    """The op of a program by its name: "B llm.0", "llm.0->llm.1 forward unpack", "llm.0->llm.1 backward move 0-3"."""
+    words = name.split()
+    return next((word for word in words if word in ("pack", "move", "unpack")), words[0])
+
+
+# ---- the layout ------------------------------------------------------------------------------------------------------
+
+
+def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
+    """Each rank's place in the stage, such as "d0t1". Axes of degree one are left out."""
+    layout = placed.layouts[placed.stages[name].model.module]
+    cells = {}
+    for place, rank in enumerate(placed.stages[name].submesh.ranks):
+        group, within = divmod(place, layout.dp * layout.replica_size)
+        dp, rest = divmod(within, layout.replica_size)
+        cp, tp = divmod(rest, layout.tp)
+        groups = ((f"l{group}", layout.lanes), (f"k{group}", layout.copies))
+        shown = (*groups, (f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
+        cells[rank] = "".join(text for text, degree in shown if degree > 1) or "all"
+    return cells
+
+
+def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list[str]:
+    """The layout for a terminal: ranks are columns, at most ``columns`` side by side; stages are rows.
+
+    In a world of more than four such lines a column is a group of ranks that are all of the same stages.
+    """
+    rows = {name: _coordinates(placed, name) for name in placed.stages}
+    edges = [rank for stage in placed.stages.values() for rank in (stage.submesh.ranks[0], stage.submesh.ranks[-1] + 1)]
+    group = math.gcd(*edges) if size > 4 * columns else 1
+    left = max(len("rank"), *map(len, rows))
+    width = max(len(str(size - 1)), *(len(text) for row in rows.values() for text in row.values())) + 1
+    lines = [f"each column is {group} ranks: the first of them and its place"] if group > 1 else []
+    shown = range(0, size, group)
+    for first in range(0, len(shown), columns):
+        ranks = shown[first : first + columns]
+        lines.append(f"{'rank':{left}} " + "".join(f"{rank:>{width}}" for rank in ranks))
+        for name, row in rows.items():
+            if any(rank in row for rank in ranks):
+                lines.append(f"{name:{left}} " + "".join(f"{row.get(rank, '.'):>{width}}" for rank in ranks))
+    return lines
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _table(stages: Mapping[str, tuple[tuple[int, ...], Memory]]) -> list[str]:
+    """Memory of one device of each stage, by kind; of stages their ranks and what they hold."""
+    kinds = ["parameters", "optimizer", "gradients", "activations", "temporaries", "total"]
+    if any(held.host for _, held in stages.values()):
+        kinds.append("host")
+    rows = [("on each device", "ranks", *(f"~{kind}" if kind == "temporaries" else kind for kind in kinds))]
+    for name, (ranks, held) in stages.items():
+        rows.append((name, show_ranks(ranks), *(show_bytes(getattr(held, kind)) for kind in kinds)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{text:<{w}}" if i < 2 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def show_bytes(size: int) -> str:
+    """Bytes as "1.5 GiB", "12 KiB" or "0"."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
+    return f"{size} B" if size else "0"
+
+
+def _figures(memory: Memory) -> dict[str, int]:
+    kinds = {field.name: getattr(memory, field.name) for field in fields(Memory)}
+    return kinds | {"activations": memory.activations, "total": memory.total}

@@ -1,0 +1,137 @@
+"""The evaluations of a run on its held-out samples, on the way and at its end. A failed one does not end training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmjax.build.parts import PlacedRun
+from mmjax.config import Config
+from mmjax.data.types import Sample
+from mmjax.eval.evaluator import Evaluator, Meet, room_for
+from mmjax.eval.samples import exchanged, held_out, held_out_metas
+from mmjax.eval.scores import Evaluation, figures
+from mmjax.mesh.processes import first_says
+from mmjax.mesh.spmd import Program
+from mmjax.pipeline.stage_state import State
+from mmjax.train.attempt import GivenUp, attempt
+from mmjax.train.files import RunFiles
+from mmjax.viz.answers import draw_answers
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The result of an evaluation, or why it failed.
+
+    Attributes:
+      plain: scores of the samples as they are; ``None`` where the evaluation failed.
+      swapped: scores with the media of one encoder exchanged between samples, by encoder, where they can be.
+      failure: why it failed, in one line; "" where it did not.
+    """
+
+    plain: Evaluation | None = None
+    swapped: Mapping[str, Evaluation] = field(default_factory=dict)
+    failure: str = ""
+
+
+class Scoring:
+    """Evaluates a run, and writes what it finds into the run directory.
+
+    Attributes:
+      evaluator: ``None`` where ``Train.eval_samples`` is 0.
+    """
+
+    def __init__(self, config: Config, parts: PlacedRun, files: RunFiles | None, say: Callable[[str], None]):
+        """Traces the programs of evaluation.
+
+        Args:
+          config: the run's configuration.
+          parts: its model on its devices.
+          files: the run directory's files, in the process that writes them.
+          say: called with a line where an evaluation failed, once for each reason.
+
+        Raises:
+          ConfigError: a held-out sample has no room in the shapes of the run.
+        """
+        self.config, self.parts, self._files, self._say = config, parts, files, say
+        self._said: set[str] = set()
+        self.evaluator = None
+        if config.train.eval_samples:
+            metas = held_out_metas(config, config.train.eval_samples)
+            # Samples with exchanged media may be longer than any sample is.
+            room = 0 if config.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
+            self.evaluator = Evaluator(parts, config.data.origin, room)
+            self.evaluator.rounds.require_room(metas)
+
+    def programs(self) -> list[Program]:
+        """Everything that has to be compiled."""
+        return self.evaluator.predictor.programs() if self.evaluator else []
+
+    def samples(self) -> list[Sample]:
+        """The held-out samples, the same in every run of a configuration."""
+        return held_out(self.config, self.config.train.eval_samples)
+
+    def evaluate(self, states: Mapping[str, State], step: int, draw: bool = False, meet: Meet = lambda: None) -> Scored:
+        """Scores of the samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
+
+        Args:
+          states: parameters by stage.
+          step: the step that they have reached.
+          draw: whether ``predictions.png`` is drawn.
+          meet: see ``Evaluator.answers``.
+
+        Raises:
+          ValueError: the configuration has no evaluation samples.
+        """
+        if self.evaluator is None:
+            raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
+        samples = self.samples()
+        others = exchanged(self.config, self.parts.tokenizer, samples)
+        plain = self.evaluator.evaluate(states, samples, meet, loss=True)
+        swapped = {name: self.evaluator.evaluate(states, own, meet) for name, own in others.items()}
+        if self._files:
+            if draw and self.config.train.predictions:
+                self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
+            # After the picture: a row says that the evaluation is complete.
+            self._files.add_evaluation({"step": step} | figures(plain, swapped))
+        return Scored(plain=plain, swapped=swapped)
+
+    def attempt(
+        self, states: Mapping[str, State], step: int, draw: bool = False, check: Callable[[], None] = lambda: None
+    ) -> Scored:
+        """Runs ``evaluate``; if it fails, all processes get the same reason, and training can go on.
+
+        Args:
+          states: parameters by stage.
+          step: the step that they have reached.
+          draw: whether ``predictions.png`` is drawn.
+          check: called by all processes before each round; may raise ``Stopped``.
+
+        Raises:
+          Exception: it failed in the middle of work that several processes do together, and none of them can go on.
+        """
+        try:
+            return attempt(lambda meet: self.evaluate(states, step, draw, meet), check)
+        except GivenUp as error:
+            failure = str(error)
+            _logger.debug("step %d: the evaluation has failed", step, exc_info=error)
+            if failure not in self._said:
+                self._say(f"step {step}: the evaluation has failed, training goes on: {failure}")
+                self._said.add(failure)
+            if self._files:
+                self._files.add_evaluation({"step": step, "failure": failure})
+            return Scored(failure=failure)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether ``eval.jsonl`` has the scores of a step, or nothing is evaluated; all processes have to call it."""
+        rows = self._files.evaluations if self._files else []
+        found = any(row.get("step") == step and not row.get("failure") for row in rows)
+        return self.evaluator is None or first_says(str(int(found))) == "1"
+
+    def _draw(self, samples: Sequence[Sample], found: Evaluation, path: Path) -> None:
+        count = self.config.train.predictions
+        draw_answers(samples[:count], found.answers[:count], path, drawings=found.drawings[:count])

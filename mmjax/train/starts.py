@@ -1,0 +1,364 @@
+"""Initial values of the modules of a run: new values, the parameters of another run or of an export, or a checkpoint
+that has other modules frozen.
+
+A folder is checked by its metadata alone, before any device is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from mmjax.build.model import build_model
+from mmjax.checkpoint import (
+    FRESH,
+    PARAMETERS,
+    Checkpointer,
+    CheckpointError,
+    LeafInfo,
+    Metadata,
+    SavedParameters,
+    find_parameters,
+)
+from mmjax.checkpoint.leaves import same_kind
+from mmjax.config import Config, differences, operative_config
+from mmjax.config.pretrained import folder_parameters, pretrained_folders
+from mmjax.configurable import ConfigError, require
+from mmjax.data.loader import tokenizer_of
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import first_says, is_first
+from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.graph import MultimodalModel
+from mmjax.pipeline.build import PlacedModel
+from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.train.files import RunFiles
+from mmjax.weights.parameters import FolderParameters
+
+_SETTING = re.compile(r"(\w+)/(\w+)\.\w+")
+_SECONDS = 5.0
+"""Seconds between two lines about the reading of a folder."""
+_WITHOUT_SHAPE = ("Callbacks", "Layout", "Offload", "Optimizer", "Packing", "Source", "Weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Modules that start from the parameters in one folder.
+
+    Attributes:
+      saved: the folder's parameters.
+      modules: names of the modules.
+      converted: by module that holds them in another dtype, what becomes of them.
+    """
+
+    saved: SavedParameters | FolderParameters
+    modules: tuple[str, ...]
+    converted: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line."""
+        line = f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
+        return "; ".join([line, *(f"{module}: {what}" for module, what in self.converted.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starts:
+    """Where all modules of a run start from.
+
+    Attributes:
+      given: the modules that start from saved parameters, one entry for each folder.
+      fresh: names of the modules with new values.
+    """
+
+    given: tuple[Start, ...] = ()
+    fresh: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Where each module starts from; nothing where all do from new values."""
+        own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
+        return (*(start.describe() for start in self.given), *own) if self.given else ()
+
+    def elsewhere(self, modules: Collection[str], placed: PlacedModel) -> dict[str, LeafInfo]:
+        """Entries, in a checkpoint that does not copy them, of the given parameters of some modules.
+
+        The first process reads all tensors of these modules that are in folders of safetensors, for their checksums.
+        """
+        result, held = {}, _parameter_avals(placed)
+        for start in self.given:
+            if isinstance(start.saved, SavedParameters):
+                known = [name for name, leaf in start.saved.leaves.items() if leaf.crc32 is not None]
+                found = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
+            else:
+                fresh = start.saved.folder.fresh  # rows that are in no folder
+                known = [n for n, (key, _) in start.saved.places.items() if _module(n) in modules and key not in fresh]
+                found = {name: _in_folder(start.saved, name, held[name]) for name in known}
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items() if _module(name) in modules}
+        return result
+
+    def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
+        """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
+
+        Those of a run, a checkpoint or an export are as they are stored; see ``StageState.from_logical``.
+
+        Args:
+          placed: the model.
+          say: is told what is read and, of a folder that takes long, every few seconds how much of it has been.
+
+        Raises:
+          CheckpointError: a folder is damaged.
+        """
+        wanted = _parameter_avals(placed)
+        result: dict[str, jax.Array] = {}
+        for start in self.given:
+            own = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
+            found = start.saved.read(own, _Told(start, say))
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items()}
+        return result
+
+
+def _parameter_avals(placed: PlacedModel) -> dict[str, jax.ShapeDtypeStruct]:
+    """Avals of all parameters by name, such as "llm/embed"."""
+    avals = {n: aval for stage in placed.stages.values() for n, aval in stage.state.logical_avals().items()}
+    return {n.removeprefix(PARAMETERS): aval for n, aval in avals.items() if n.startswith(PARAMETERS)}
+
+
+def _in_folder(saved: FolderParameters, name: str, held: jax.ShapeDtypeStruct) -> LeafInfo:
+    """The entry of a parameter that is read from a folder of safetensors; only the first process has its checksum."""
+    key, view = saved.places[name]
+    crc32 = saved.checksum(name, held.shape, held.dtype) if is_first() else None
+    place = str(Path(saved.folder.path).absolute())
+    return LeafInfo(shape=held.shape, dtype=str(held.dtype), crc32=crc32, folder=place, name=key, view=view)
+
+
+class _Told:
+    """Says at most every few seconds how much of a folder has been read."""
+
+    def __init__(self, start: Start, say: Callable[[str], None]):
+        self._name, self._say, self._began = ", ".join(start.modules), say, time.monotonic()
+        self._next = self._began + _SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if (now := time.monotonic()) < self._next or not done:
+            return
+        self._next = now + _SECONDS
+        speed = done / (now - self._began)
+        rest = f", {(total - done) / speed:.0f} s to go" if done < total else ""
+        self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{rest}")
+
+
+def require_seed(config: Config, checkpointer: Checkpointer, step: int) -> None:
+    """Requires that a checkpoint is of a run with the seed of this one: its data follow from it.
+
+    Raises:
+      ConfigError: it is of a run with another seed.
+    """
+    seed, fix = checkpointer.metadata(step).seed, f"the run in {checkpointer.directory.parent} has seed"
+    fix += f" {seed}, and with it its data; set it to {seed} or name another --run_dir"
+    require(seed == config.train.seed, "Train.seed", config.train.seed, fix)
+
+
+def run_begins(
+    files: RunFiles | None,
+    checkpointer: Checkpointer,
+    from_scratch: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> bool:
+    """Whether a run begins anew in its directory instead of going on from a checkpoint; all processes have to call it.
+
+    A run that was killed before its first checkpoint was whole begins again; one that has lost its checkpoints does
+    not.
+
+    Args:
+      files: the directory's files, in process 0; else `None`.
+      checkpointer: the directory's checkpoints.
+      from_scratch: whether a run whose checkpoints are gone begins again.
+      say: is told that steps without a checkpoint are trained again.
+
+    Raises:
+      ConfigError: the directory has steps and has lost its checkpoints, or has no journal that says that it had none,
+        and `from_scratch` is not set; or `from_scratch` is set, and there are checkpoints to go on from.
+    """
+    own = (str(files.run_dir), files.last_step, checkpointer.is_empty(), files.journal.is_empty()) if files else None
+    run_dir, last, empty, never = json.loads(first_says(json.dumps(own)))
+    if last and empty and never and not from_scratch:
+        say(f"{run_dir} has steps up to {last}, but no checkpoint was whole before the run ended: it begins again")
+    elif last and empty and not from_scratch:
+        raise ConfigError(
+            f"--run_dir={run_dir!r}: metrics.jsonl has steps up to {last}, but {checkpointer.directory} has no "
+            "checkpoint to go on from; name another directory, or add --from_scratch to begin again"
+        )
+    if from_scratch and not empty:
+        raise ConfigError(
+            f"--from_scratch: {checkpointer.directory} has checkpoints; leave the flag out to go on from the last, "
+            "or name another --run_dir"
+        )
+    return empty
+
+
+def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Finds since when a run that goes on has had each module's moments.
+
+    Args:
+      config: says which modules are trained now.
+      restored: the checkpoint's metadata.
+      updates: how many updates the run has done.
+
+    Returns:
+      By trained module, how many updates the run had done when the module's moments were zeros, where that is not 0;
+      and a line about moments that are new or dropped and parameters that are held in another dtype, if there are any.
+    """
+    kept, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
+    trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
+    since = {module: before.get(module, 0) if module in kept else updates for module in trained}
+    said = "; ".join(_changes(config, kept, restored))
+    line = (f"from step {restored.step} on, {said}",) if said else ()
+    return {module: first for module, first in since.items() if first}, line
+
+
+def _changes(config: Config, kept: Collection[str], restored: Metadata) -> Iterator[str]:
+    """What the modules of a run that goes on are now and were not: trained, frozen, held in another dtype.
+
+    Args:
+      config: what they are now.
+      kept: modules that have moments in the checkpoint.
+      restored: the checkpoint's metadata.
+    """
+    own = restored.leaves.items()
+    stored = {name.removeprefix(PARAMETERS): leaf.dtype for name, leaf in own if name.startswith(PARAMETERS)}
+    converted = _conversions(config, config.optimizers, stored)
+    groups: dict[str, list[str]] = {" (frozen before): new moments": [], " (frozen now): moments dropped": []}
+    new, gone = groups
+    for module, optimizer in config.optimizers.items():
+        why = "" if optimizer.frozen != (module in kept) else gone if optimizer.frozen else new
+        if module in converted:
+            why += f"{', ' if why else ': '}{converted[module]}"
+        groups.setdefault(why, []).append(module)
+    yield from (f"{', '.join(modules)}{why}" for why, modules in groups.items() if why and modules)
+
+
+def frozen_elsewhere(config: Config, restored: Metadata) -> dict[str, LeafInfo]:
+    """The leaves of modules that are frozen now whose bytes another folder has, in the checkpoint of a run."""
+    frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+    away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
+    return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}
+
+
+def find_starts(config: Config) -> Starts:
+    """Where each module of a new run starts from. Reads no leaf, and touches no device.
+
+    Raises:
+      ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
+        leaf and fix.
+    """
+    folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
+    pretrained = pretrained_folders(config)
+    fresh = tuple(module for module in config.optimizers if not folders.get(module) and not config.pretrained(module))
+    if not folders and not pretrained:
+        return Starts(fresh=fresh)
+    wanted = shapes_of_model(build_model(config, tokenizer_of(config.data, config.model.media)))
+    given = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
+    for folder in dict.fromkeys(folders.values()):
+        modules = tuple(module for module, own in folders.items() if own == folder)
+        try:
+            saved = find_parameters([folder])[folder]
+        except CheckpointError as error:
+            raise ConfigError(f"{_field(config, modules[0])}={folder!r}: {error}") from None
+        for module in modules:
+            _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
+        given.append(_start(config, saved, modules))
+    return Starts(given=tuple(given), fresh=fresh)
+
+
+def _start(config: Config, saved: SavedParameters | FolderParameters, modules: tuple[str, ...]) -> Start:
+    return Start(saved=saved, modules=modules, converted=_conversions(config, modules, saved.dtypes))
+
+
+def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
+    """What becomes of parameters that are stored in another dtype than the run holds them in, by module.
+
+    Args:
+      config: says what each module is held in.
+      modules: the modules that take stored parameters.
+      dtypes: the dtype of each stored parameter, by name such as "llm/embed".
+    """
+    there: dict[str, dict[str, None]] = {}
+    for name, dtype in dtypes.items():
+        there.setdefault(_module(name), {})[dtype] = None
+    result = {}
+    for module in (module for module in modules if module in there):
+        here = config.optimizers[module].held_in(config.train.dtype)
+        if other := [dtype for dtype in there[module] if dtype != here]:
+            how = "widened" if here == "float32" and "float64" not in other else "rounded"
+            result[module] = f"{', '.join(other)} {how} to {here}"
+    return result
+
+
+def shapes_of_model(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters by leaf name, such as "llm/embed"; they are the same under any layout."""
+    stages = model.stages(dict.fromkeys(model.nodes, Layout()))
+    leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
+    return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
+
+
+def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ...]], saved: SavedParameters) -> None:
+    about, new = f"{_field(config, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
+    if module not in saved.modules:
+        has = ", ".join(saved.modules) or "nothing"
+        raise ConfigError(f"{about}: it has {has} and no module {module!r}; name another folder, or set {new}")
+    stored = {name: leaf for name, leaf in saved.leaves.items() if _module(name) == module}
+    held = config.optimizers[module].held_in(config.train.dtype)
+    problem = next(_problems(module, wanted, stored, held), "")
+    if not problem:
+        return
+    settings = [f"{name} = {there} there, {here} here" for name, there, here in _settings(config, module, saved)]
+    fix = f"make equal what is {'; '.join(settings[:3])}" if settings else f"configure {module} as it is there"
+    raise ConfigError(f"{about}: {problem}; {fix}; or set {new}")
+
+
+def _problems(
+    module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo], held: str
+) -> Iterator[str]:
+    layers = [len({name.split("/")[2] for name in names if "/layers/" in name}) for names in (stored, wanted)]
+    missing, unknown = (
+        [name for name in one if name not in other] for one, other in ((wanted, stored), (stored, wanted))
+    )
+    if layers[0] != layers[1]:
+        leaf = (missing or unknown)[0]
+        yield f"{module} has {layers[0]} layers there and {layers[1]} here, so {leaf} is on one side alone"
+    for names, where in ((missing, "here and not there"), (unknown, "there and not here")):
+        if names:
+            more = f"and {len(names) - 1} more leaves of {module} are" if names[1:] else f"of {module} is"
+            yield f"{names[0]} {more} {where}"
+    for name, shape in wanted.items():
+        leaf = stored[name]
+        if leaf.shape != shape or not same_kind(leaf.dtype, held):
+            yield f"{name} of {module} is {leaf.dtype}{list(leaf.shape)} there and {held}{list(shape)} here"
+
+
+def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
+    """Settings that differ and may explain different shapes of `module`: name, value in the folder, value here."""
+    # A projector's shapes follow from its own settings and from those of the two modules that it connects.
+    between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
+    between += [name for name in config.loras if module == lora_name(name)]
+    own = {module, *between}
+    for name, (there, here) in differences(saved.metadata.config, operative_config(config)).items():
+        found = _SETTING.fullmatch(name)
+        without = _WITHOUT_SHAPE if module in map(lora_name, config.loras) else (*_WITHOUT_SHAPE, "Lora")
+        if found and found[1] in own and found[2] not in without:
+            yield name, there, here
+
+
+def _module(leaf: str) -> str:
+    return leaf.partition("/")[0]
+
+
+def _field(config: Config, module: str) -> str:
+    """The setting that names the folder of `module`."""
+    own = config.weights.get(module)
+    return f"{module}/Weights.init_from" if own and own.init_from else "Checkpoint.init_from"

@@ -1,0 +1,508 @@
+"""The training run: steps, metrics, checkpoints, evaluation. ``python -m mmjax.train`` and notebooks both use it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from mmjax import sigterm
+from mmjax.build.assembly import added_buckets, assemble, batch_maker, open_source, signed, with_buckets
+from mmjax.build.data_state import describe_data, stored_records, with_known_records
+from mmjax.build.epochs import describe_epochs, with_steps
+from mmjax.checkpoint import Checkpointer
+from mmjax.config import Config, operative_config, validate
+from mmjax.configurable import ConfigError, require
+from mmjax.data.batches import Batches, open_batches, require_access
+from mmjax.data.sources.skipped import NAME as SKIPPED
+from mmjax.data.sources.skipped import Fault, Skipped
+from mmjax.data.types import NoBatchError, Sample, StepBatch
+from mmjax.eval.scores import Evaluation, describe, figures
+from mmjax.flags import counted
+from mmjax.mesh.processes import first_says, is_first
+from mmjax.mesh.spmd import Program, empty_here
+from mmjax.pipeline.compile import compile_all
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.finite import NonFiniteError, finite_ops
+from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.progress import Progress
+from mmjax.train.best import BestEvaluation
+from mmjax.train.files import RunFiles, recorded
+from mmjax.train.following import Following
+from mmjax.train.interrupt import Stopped, StopRequest
+from mmjax.train.lock import RunLock
+from mmjax.train.metrics import MetricsWriter, read_metrics, require_sinks
+from mmjax.train.profile_window import ProfileWindow
+from mmjax.train.results import PendingStep, TrainResult, watch_end
+from mmjax.train.scoring import Scoring
+from mmjax.train.soundness import Soundness
+from mmjax.train.starts import Starts, find_starts, frozen_elsewhere, moments_since, require_seed, run_begins
+from mmjax.train.throughput import Throughput
+from mmjax.train.warm_up import Initializer
+from mmjax.viz.curves import draw_curves
+
+_logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run in one directory. Use it as a context manager, or call ``close``.
+
+    Attributes:
+      config: the configuration, with the buckets that were chosen.
+      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now, and
+        about each bucket that had to be added.
+      data: lines about records that are left out, and about data that have changed since the last checkpoint.
+      parts: model, data, schedule and executor.
+      run_dir: where everything is written; ``None`` writes nothing.
+      step: optimizer steps done.
+      started: lines about what modules start from; none if all have new values, or all state is the last checkpoint's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: str | Path | None = None,
+        style: str = "auto",
+        *,
+        from_scratch: bool = False,
+        watched: bool = False,
+    ):
+        """Places the model, and restores the last checkpoint of ``run_dir`` if there is one. Compiles nothing.
+
+        Args:
+          config: see ``load_config``.
+          run_dir: made if missing.
+          style: the style of the progress display; see ``Progress``.
+          from_scratch: begins again where the directory has the steps of a run and no checkpoint.
+          watched: whether this process is ended where training hangs; see ``World.hang_seconds``.
+
+        Raises:
+          ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
+            directory cannot be written or is another process's, or it has steps and no checkpoint, or a module
+            cannot start from the folder that it is to start from.
+          CheckpointError: the run directory holds a checkpoint of another model.
+        """
+        self.config, self.style = config, style
+        validate(config)  # it may have been changed by hand since it was loaded
+        require_sinks(config.train.sinks)
+        require_access(config.data)
+        sigterm.within(config.checkpoint.grace_seconds)
+        # Of several processes the first alone writes the directory's files; checkpoints are written by all.
+        self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
+        self.run_dir = Path(run_dir) if run_dir else None
+        self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
+        self._broken = Skipped(path=self._skipped_path)
+        self.step = self.skipped = 0
+        self._since: dict[str, int] = {}  # updates of the run when a module's moments were zeros, where not 0
+        self._progress: Progress | None = None
+        self._checkpointer: Checkpointer | None = None
+        with ExitStack() as opened:  # closed again where something below fails
+            if self._files:
+                opened.enter_context(RunLock(self._files.run_dir))
+            if self.run_dir:
+                note = self._files.journal.add if self._files else lambda step: None
+                self._checkpointer = Checkpointer(
+                    self.run_dir / "checkpoints",
+                    config.checkpoint,
+                    report=self._report,
+                    committed=note,
+                    best=lambda steps: self._best.step_among(steps),
+                )
+                opened.callback(self._checkpointer.close)
+            begins = self._checkpointer is None or run_begins(
+                self._files, self._checkpointer, from_scratch, self._report
+            )
+            self._starts = find_starts(config) if begins else Starts()
+            if self._checkpointer and (saved := self._checkpointer.steps()):
+                require_seed(config, self._checkpointer, saved[-1])  # before anything is compiled
+            if self._checkpointer and not begins:
+                self.config = config = with_known_records(config, self._checkpointer)
+            self._source = open_source(config, split="train", skipped=self._skipped_path)
+            self.config = config = with_steps(config, self._source)
+            self._records = stored_records(self._source)
+            self.data = (*describe_data(config, self._source), *describe_epochs(config, self._source))
+            self.config, self.chosen = self._with_buckets()
+            self.parts = assemble(self.config, source=self._source)
+            self.chosen += tuple(added_buckets(self.config, self.parts.packer))
+            self.executor = self.parts.executor
+            self._initializer = Initializer(config.world, self.parts.world, self.executor)
+            self.scoring = Scoring(self.config, self.parts, self._files, self._report)
+            self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, config.train.max_skipped)
+            self._profile = self._profile_window()
+            self._following = Following(self.executor, config, self._report, self.run_dir, watched=watched)
+            if config.train.debug_nans:
+                assert isinstance(self.executor, Executor)
+                opened.enter_context(finite_ops(self.executor))
+            self._start()
+            self._opened = opened.pop_all()
+
+    def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
+        """The configuration with buckets chosen where it asks for a number of them, and lines about these."""
+        lines: list[str] = []
+        before = recorded(self.run_dir, self.config.allow_code) if self.run_dir else None
+        return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
+
+    def _start(self) -> None:
+        """Sets the state: from the last checkpoint, from given parameters, or to new values."""
+        config, self.started = self.config, self._starts.lines
+        frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+        self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
+        self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
+        if not self.resumed and self._starts.given:
+            self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
+            if leaf := self._soundness.first_unsound():
+                raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
+        elif not self.resumed:
+            self.executor.initialise(config.train.seed)
+        rows = [row for row in self._files.evaluations if row["step"] <= self.step] if self._files else []
+        self._best = BestEvaluation.agreed(config.checkpoint.best, config.train.patience, rows)
+        self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
+
+    def __enter__(self) -> Trainer:
+        if self._checkpointer:
+            self._opened.enter_context(self._checkpointer)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for a checkpoint that is being written, and lets others into the run directory."""
+        self._opened.close()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, steps: int | None = None) -> TrainResult:
+        """Trains until ``Train.steps`` (or ``steps`` in all) are done.
+
+        Ctrl-C and SIGTERM finish the step, save a checkpoint and return; a second Ctrl-C raises ``KeyboardInterrupt``
+        at once.
+        Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
+
+        Raises:
+          WarmUpError: before the first step, a boundary or collective is down; see ``World.warm_up``.
+          NonFiniteError: ``Train.max_skipped`` updates in a row were skipped, or a parameter or moment is not finite
+            where a checkpoint is due, which is not saved.
+        """
+        train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
+        last = train.steps if steps is None else min(steps, train.steps)
+        if ending := self._best.ending:
+            result.ending, last = ending, min(self.step, last)
+        if self.step < last:
+            if self._files:
+                self._files.begin(self.config, self.parts.planned, self.step)
+            # The loader's processes start while programs are compiled.
+            with self._loader(last) as batches, self._following:
+                self.compile()
+                self._train(batches, last, result)
+        elif self.step == last and not self._is_evaluated():  # stopped after its last step
+            result.take(self.scoring.attempt(self.executor.states, self.step, draw=True))
+        if self._files and not result.interrupted:
+            self._draw_curves()
+        result.unwritten = self._unwritten()
+        result.unusable = self._broken.count() if self._skipped_path else 0
+        return result
+
+    def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
+        log_every = self.config.train.log_every
+        writer = self._open_metrics()
+        progress = Progress(last, "training", start=self.step, log_every=log_every, style=self.style)
+        self._progress = progress
+        try:
+            with progress:
+                for line in self._initializer(self._files):
+                    progress.message(line)
+                self._loop(batches, last, writer, progress, result)
+        finally:
+            self._progress = None
+            if writer:
+                writer.close()
+        result.step, result.skipped = self.step, self.skipped
+
+    def _loop(
+        self, batches: Batches, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+    ) -> None:
+        pending: PendingStep | None = None
+        clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
+        world = self.parts.world
+        with StopRequest(world.total if world.processes > 1 else None) as stop, clock, reader:
+            try:
+                if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
+                    self._following.enter("evaluation", self.step)
+                    self._score(False, progress, result, stop)
+                self._profile.enter(self.step, progress.message)
+                self._clock = time.perf_counter()
+                while self.step < last:
+                    asked = time.perf_counter()
+                    self._following.enter("data", self.step + 1)
+                    batch = stop.result(reader.submit(next, batches))
+                    self._note(batch)
+                    data = {"data_wait_s": time.perf_counter() - asked, "data_origin": batches.origin}
+                    dispatched = self._dispatch(batch, data, clock, stop)
+                    self._finish(pending, writer, progress, result)
+                    stop.hear(pending and pending.asked)
+                    pending, self.step = dispatched, batch.step + 1
+                    self._soundness.require_updates()
+                    if self._due(last):
+                        self._finish(pending, writer, progress, result)
+                        stop.hear(pending.asked)
+                        pending = None
+                        self._visit(last, progress, result, stop)
+                        if result.ending:
+                            break
+            except Stopped:
+                result.interrupted = True
+                batches.interrupt()
+                progress.message(f"interrupted after step {self.step}: saving a checkpoint")
+                self._finish(pending, writer, progress, result)
+                self._following.enter("checkpoint", self.step)
+                self.save()
+            except NonFiniteError:
+                self._finish(pending, writer, progress, result)
+                raise
+            except NoBatchError:
+                self._finish(pending, writer, progress, result)
+                if self.parts.world.processes == 1:  # of several, the others do not stand at this step
+                    self.save()
+                raise
+            finally:
+                self._profile.close(progress.message)
+
+    def _note(self, batch: StepBatch) -> None:
+        """Records the samples of a batch that could not be read: a data server may have found them."""
+        if self._skipped_path:
+            for source, *fault in batch.broken:
+                self._broken.add(source, [Fault(*fault)])
+
+    def _dispatch(
+        self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
+    ) -> PendingStep:
+        try:
+            with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
+                signed_batches = [signed(m) for m in batch.microbatches]
+                out = self._following.step(batch.step + 1, lambda: self.executor.step(signed_batches, batch.divisors))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
+        return PendingStep(
+            step=batch.step + 1,
+            result=out,
+            batch=batch,
+            data=data,
+            ended=watch_end(out, clock),
+            asked=stop.ask(),
+        )
+
+    def _finish(
+        self, pending: PendingStep | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
+    ) -> None:
+        """Fetches a step's numbers and writes them down."""
+        if pending is None:
+            return
+        now = pending.ended.result()
+        seconds, self._clock = now - self._clock, now
+        self._following.observe(seconds)
+        # All earlier steps have been finished here, so every skipped update is counted.
+        row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
+        result.losses.append(row["loss"])
+        if row["skipped"]:
+            self.skipped += 1
+            progress.message(
+                f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
+            )
+        self._soundness.add_update(pending.step, skipped=bool(row["skipped"]))
+        row["skipped"] = self.skipped
+        row |= self._following.columns()
+        if writer:
+            writer.write(row)
+        progress.update(pending.step, loss=row["loss"], tokens_per_s=row["tokens_per_s"])
+
+    def _due(self, last: int) -> bool:
+        return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.train.eval_every
+        return bool(every and self.step) and self.step % every == 0
+
+    def _checkpoint_due(self) -> bool:
+        return bool(self._checkpointer) and self._checkpointer.due(self.step)
+
+    def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
+        """Does what is due between steps: saves a checkpoint, evaluates, ends or begins a profile."""
+        final = self.step == last
+        self._soundness.require_updates()
+        self._profile.leave(self.step, progress.message)
+        if final or self._checkpoint_due():
+            self._following.enter("checkpoint", self.step)
+            self.save()
+        if self.scoring.evaluator and (final or self._evaluation_due()):
+            self._following.enter("evaluation", self.step)
+            self._score(final or self._best.is_last_chance, progress, result, stop)
+            result.ending = self._best.ending
+            if result.ending:
+                self._following.enter("checkpoint", self.step)
+                self.save()
+        if not final:
+            self._profile.enter(self.step, progress.message)
+        self._clock = time.perf_counter()
+
+    def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
+        found = self.scoring.attempt(self.executor.states, self.step, draw, stop.check_together)
+        result.take(found)
+        if found.plain:
+            if self._best.add(self.step, figures(found.plain, found.swapped)):
+                self.save()
+            progress.message(f"step {self.step}: {describe(found.plain, found.swapped)}")
+        result.scores_shown = bool(found.plain)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def held_out(self) -> list[Sample]:
+        """The evaluation samples, the same in every run of a configuration."""
+        return self.scoring.samples()
+
+    def evaluate(self, draw: bool = False) -> tuple[Evaluation, dict[str, Evaluation]]:
+        """Scores on held-out samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
+
+        Args:
+          draw: whether ``predictions.png`` is drawn.
+
+        Raises:
+          ValueError: the configuration has no evaluation samples.
+        """
+        found = self.scoring.evaluate(self.executor.states, self.step, draw)
+        assert found.plain
+        return found.plain, dict(found.swapped)
+
+    def _is_evaluated(self) -> bool:
+        return self.run_dir is None or self.scoring.is_evaluated(self.step)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> dict[str, jax.Array]:
+        """The whole state as logical leaves: parameters and moments by name, whatever the stages and layouts.
+
+        Every process gets all names, but only those shards of the arrays that are on its own devices.
+        """
+        result: dict[str, jax.Array] = {}
+        for name, stage in self.parts.placed.stages.items():
+            if stage.submesh.local:
+                result |= stage.state.to_logical(self.executor.states[name])
+            else:
+                result |= {leaf: empty_here(aval) for leaf, aval in stage.state.logical_avals().items()}
+        return result
+
+    def latest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint, after waiting for one that is being written; ``None`` without any."""
+        if not self._checkpointer:
+            return None
+        self._checkpointer.wait()
+        return self._checkpointer.latest_step()
+
+    def save(self) -> None:
+        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on.
+
+        Raises:
+          NonFiniteError: a parameter or a moment is not finite, and nothing is written.
+        """
+        if self._checkpointer and self.step:
+            self._soundness.require_finite(self.step)
+            train = self.config.train
+            self._checkpointer.save(
+                self.step,
+                {name: leaf for name, leaf in self.leaves().items() if name not in self._elsewhere},
+                elsewhere=self._elsewhere,
+                seed=train.seed,
+                config=operative_config(self.config),
+                extra={"skipped": self.skipped, "moments_since": self._since, **self._records},
+            )
+
+    def restore(self, checkpointer: Checkpointer) -> bool:
+        """Restores the newest readable checkpoint, of any layout. Returns whether there is one.
+
+        Modules that were frozen before and are trained now get moments of zeros; modules frozen now have none.
+
+        Raises:
+          CheckpointError: it is of another model, or none can be read.
+          ConfigError: it is of a run with another seed.
+        """
+        stages = self.parts.placed.stages
+        targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
+        restored = checkpointer.restore_latest(targets, group=module_of_moment)
+        if restored is None:
+            return False
+        require_seed(self.config, checkpointer, restored.step)
+        self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
+        self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
+        if not self.config.checkpoint.copy_frozen:
+            self._elsewhere = frozen_elsewhere(self.config, restored.metadata)
+        self._take(restored.leaves)
+        return True
+
+    def _take(self, named: Mapping[str, jax.Array], key: jax.Array | None = None) -> None:
+        """Sets the states of this process's stages from leaves; see ``StageState.from_logical``."""
+        updates, stages = self.step - self.skipped, self.parts.placed.local_stages
+        states = {n: stage.state.from_logical(named, updates, self._since, key) for n, stage in stages.items()}
+        self.executor.states = states
+
+    # ---- small parts -------------------------------------------------------------------------------------------------
+
+    def _profile_window(self) -> ProfileWindow:
+        steps = self.config.train.profile_steps
+        require(bool(self.run_dir) or not steps, "Train.profile_steps", steps, "needs a run directory; set it to ()")
+        return ProfileWindow(steps, (self.run_dir or Path()) / "profile", self.executor)
+
+    def programs(self) -> list[Program]:
+        """The different programs that this process compiles: of steps, of evaluations and of trials of links."""
+        programs = [*self.executor.programs(), *self.scoring.programs(), *self._initializer.programs()]
+        return list({id(program): program for program in programs}.values())
+
+    def compile(self) -> None:
+        """Compiles every program that is not compiled yet, several at a time."""
+        programs = self.programs()
+        total = len(programs)
+        with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:
+            progress.message(f"tracing and compiling {counted(total, 'program')}")
+            compile_all(programs, lambda done, _, __: progress.update(done))
+
+    def _report(self, text: str) -> None:
+        """Shows a line, in the first process; may be called from any thread."""
+        if not is_first():
+            return
+        if self._progress:
+            self._progress.message(text)
+        else:
+            _logger.warning(text)
+
+    def _loader(self, last: int) -> Batches:
+        spec, maker = batch_maker(self.config, self.parts, self._source)
+        return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
+
+    def _open_metrics(self) -> MetricsWriter | None:
+        return self._files.open_metrics(self.step, self.config.train.sinks) if self._files else None
+
+    def _draw_curves(self) -> None:
+        assert self._files
+        steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
+        task = self.config.task
+        marks = task.changes(self.config.train.global_batch) if hasattr(task, "changes") else {}
+        self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path, marks=marks))
+
+    def _unwritten(self) -> tuple[str, ...]:
+        """Files that the run directory lacks after a last attempt to write them; process 0 tells all others."""
+        if not self._checkpointer:
+            return ()
+        self._checkpointer.wait()
+        failure = self._checkpointer.failure
+        lacking = [f"the checkpoint of step {self.step} ({failure})"] if failure else []
+        if self._files:
+            self._files.flush()
+            lacking = [*self._files.unwritten, *lacking]
+        return tuple(json.loads(first_says(json.dumps(lacking))))

@@ -1,0 +1,1 @@
+"""Pictures: predictions, curves, layouts and masks."""

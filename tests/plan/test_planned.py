@@ -1,0 +1,99 @@
+"""A candidate as a configuration: what its rows follow from is packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trial_runs import write_tiny
+
+from mmjax.build.assembly import open_source
+from mmjax.config import Config, load_config
+from mmjax.configurable import ConfigError
+from mmjax.data.loader import Source
+from mmjax.mesh.layout import Layout
+from mmjax.plan.planned import exact_rows, gin_text, planned, rows_by_candidate
+from mmjax.plan.work import read_work
+from mmjax.planner.accelerators import H100
+from mmjax.planner.candidates import Candidate
+from mmjax.planner.choose import Choice
+from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.estimate import Estimate
+
+
+def candidate(llm: Layout, vision: Layout, microbatches: int = 2, schedule: str = "1f1b") -> Candidate:
+    layouts = {"vision": vision, "llm": llm}
+    return Candidate(mode="any", layouts=layouts, microbatches=microbatches, schedule=schedule)
+
+
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *bindings: str) -> tuple[Config, Source, list[Config]]:
+    """A configuration, its data, and a list that grows with every packer that is made."""
+    from mmjax.plan import planned as module
+
+    config = load_config((str(write_tiny(tmp_path)),), bindings)
+    made: list[Config] = []
+    build: Callable = module.build_packer
+    monkeypatch.setattr(
+        module, "build_packer", lambda config, *a, **k: (made.append(config), build(config, *a, **k))[1]
+    )
+    return config, open_source(config, split="train"), made
+
+
+def test_what_is_packed_alike_is_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2")
+    rows_of = rows_by_candidate(config, source)
+    alike = [
+        candidate(Layout(dp=2), Layout(dp=2, rank_offset=2)),
+        candidate(Layout(dp=2, pp=2), Layout(dp=2, rank_offset=4)),
+        candidate(Layout(dp=2, pp=2), Layout(dp=1, rank_offset=4), schedule="zb-h1"),
+    ]
+    found = [rows_of(one) for one in alike]
+    assert len(made) == 1 and found[0] == found[1] == found[2]
+    others = [
+        candidate(Layout(dp=2), Layout(dp=2, rank_offset=2), microbatches=4),
+        candidate(Layout(dp=4), Layout(dp=2, rank_offset=4)),
+        candidate(Layout(), Layout()),  # one submesh: the microbatches of a step share a bucket
+    ]
+    for number, one in enumerate(others, start=2):
+        want = exact_rows(planned(config, one), source)
+        del made[number - 1 :]
+        assert rows_of(one) == want and len(made) == number
+
+
+def test_the_order_of_samples_follows_from_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2", "Data.reorder='disttrain'")
+    rows_of = rows_by_candidate(config, source)
+    one = candidate(Layout(dp=2), Layout(dp=2, rank_offset=2))
+    rows_of(one)
+    rows_of(replace(one, schedule="gpipe"))
+    rows_of(one)
+    assert len(made) == 2
+
+
+def test_buckets_without_room_are_said_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source, made = packed(tmp_path, monkeypatch)
+    rows_of = rows_by_candidate(replace(config, data=replace(config.data, sequence_length=4)), source)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"Data\.sequence_length=4 is too short"):
+            rows_of(candidate(Layout(), Layout()))
+    assert len(made) == 1
+
+
+def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are as wide as cp wants, so each cp is packed for itself; the file that is written is what was planned."""
+    config, source, made = packed(tmp_path, monkeypatch, "Data.sequence_length=51", "llm/Packing.buckets=()")
+    rows_of = rows_by_candidate(config, source)
+    whole, three, others = (candidate(Layout(cp=cp, rank_offset=3), Layout()) for cp in (1, 3, 1))
+    widths = [rows_of(one)["llm"][1] for one in (whole, three, others)]
+    assert widths[0] == widths[2] < widths[1] and widths[1] % 3 == 0 and len(made) == 2
+    work = read_work(config, source)
+    clock = AnalyticClock(work=work, accelerator=H100)
+    spread = candidate(Layout(cp=2, cp_way="ring", rank_offset=4), Layout(cp=4))
+    one = Estimate(work=work, clock=clock, candidate=spread, rows=rows_of(spread))
+    out = tmp_path / "plan.gin"
+    out.write_text(gin_text(config, Choice(devices=6, estimates=[one]), one))
+    assert "llm/Layout.cp = 2" in out.read_text() and "llm/Layout.cp_way = 'ring'" in out.read_text()
+    again = load_config((str(tmp_path / "tiny.gin"), str(out)), ("Data.sequence_length=51",))
+    assert again.layouts == spread.layouts
