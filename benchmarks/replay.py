@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from benchmarks import replay_process
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import Op, Resource, Schedule, holds, occupies
+from mmjax.schedule.ops import Op, Resource, Schedule, occupied_ranks, occupied_resources
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import validate
 
@@ -48,7 +48,7 @@ def blocks_of(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
     """The ranks in blocks: two ranks are in one block if the same lanes of the same stages use them."""
     table: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in graph.ranks:
-        table.setdefault(graph.users(rank), []).append(rank)
+        table.setdefault(graph.stages_on(rank), []).append(rank)
     return tuple(tuple(ranks) for ranks in table.values())
 
 
@@ -103,7 +103,7 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
     steps: dict[Op, _Step] = {}
     needed = _needed(schedule)
     for index, op in enumerate(schedule.ops):
-        ranks = set(occupies(graph, op))
+        ranks = set(occupied_ranks(graph, op))
         steps[op] = _Step(index, costs.of(op), tuple(i for i, block in enumerate(blocks) if ranks.intersection(block)))
         for before, delay in _sources(schedule, costs, needed, op).items():
             steps[op].waits.append((steps[before].index, delay))
@@ -127,8 +127,8 @@ def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
     last: dict[Resource, Op] = {}
     for op in schedule.ops:
         needed[op] = (*schedule.dependencies(op), *schedule.awaits(op))
-        if not occupies(schedule.graph, op):
-            held = holds(schedule.graph, op)
+        if not occupied_ranks(schedule.graph, op):
+            held = occupied_resources(schedule.graph, op)
             needed[op] += tuple(dict.fromkeys(last[one] for one in held if one in last))
             last.update(dict.fromkeys(held, op))
     return needed
@@ -136,13 +136,13 @@ def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
 
 def _sources(schedule: Schedule, costs: Costs, needed: Mapping[Op, tuple[Op, ...]], op: Op) -> dict[Op, float]:
     """The ops of blocks whose ends ``op`` waits for, and how many seconds after each end ``op`` may start."""
-    if not occupies(schedule.graph, op):
+    if not occupied_ranks(schedule.graph, op):
         return {}
     result: dict[Op, float] = {}
     pending = {before: 0.0 for before in needed[op]}
     while pending:
         before, delay = pending.popitem()
-        if occupies(schedule.graph, before):
+        if occupied_ranks(schedule.graph, before):
             result[before] = max(delay, result.get(before, 0.0))
             continue
         for sender in needed[before]:  # no block runs it: only its time passes

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from benchmarks.nested.cluster import DEVICES, MOVE, RANKS, Memory, memory, timed
 from benchmarks.nested.models import LLM, MMDIT, VIT, Row, Workload
 from mmjax.schedule.placements import Placement, TimedModule, apart, in_lanes, in_pipeline, replicated
-from mmjax.schedule.schedules import PLAIN, SCHEDULES, make_schedule
+from mmjax.schedule.schedules import ONE_F_ONE_B, SCHEDULES, make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import ScheduleReport, validate
 
@@ -72,7 +72,7 @@ class System:
 
     name: str
     choices: Callable[[Modules, Depths], Iterable[Choice]]
-    inner: str = PLAIN
+    inner: str = ONE_F_ONE_B
     by_cost: bool = False
     generates: bool = True
 

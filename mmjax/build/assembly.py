@@ -279,7 +279,7 @@ def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
 def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> OwnRows:
     """The rows of a microbatch that this process's devices read."""
     cells: dict[str, dict[str, set[int]]] = {}
-    for stage in (placed.places[node.place(microbatch)] for node in placed.graph.stages):
+    for stage in (placed.places[node.lane_name(microbatch)] for node in placed.graph.stages):
         if not stage.submesh.local:
             continue
         layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})

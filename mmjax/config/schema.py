@@ -21,7 +21,7 @@ from mmjax.models.lora.config import NO_LORA, LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.schedule.schedules import INNER, NESTING, PLAIN, SCHEDULES, WINDOWED
+from mmjax.schedule.schedules import INNER, NESTING, ONE_F_ONE_B, SCHEDULES, WINDOWED
 
 DTYPES = ("float32", "bfloat16")
 LOWERINGS = ("auto", "ops", "single")
@@ -68,7 +68,7 @@ class TrainConfig:
     global_batch: int = 32
     microbatches: int = 4
     schedule: str = "1f1b"
-    inner: str = PLAIN
+    inner: str = ONE_F_ONE_B
     window: int = 0
     lowering: str = "auto"
     seed: int = 0
@@ -96,8 +96,8 @@ class TrainConfig:
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)
         one_of("Train.inner", self.inner, INNER)
-        fix = f"must be {PLAIN!r} for Train.schedule={self.schedule!r}; {' and '.join(NESTING)} has an inner one"
-        require(self.inner == PLAIN or self.schedule in NESTING, "Train.inner", self.inner, fix)
+        fix = f"must be {ONE_F_ONE_B!r} for Train.schedule={self.schedule!r}; {' and '.join(NESTING)} has an inner one"
+        require(self.inner == ONE_F_ONE_B or self.schedule in NESTING, "Train.inner", self.inner, fix)
         fix = f"must be 0 for Train.schedule={self.schedule!r}; {' and '.join(WINDOWED)} has windows"
         require(not self.window or self.schedule in WINDOWED, "Train.window", self.window, fix)
         one_of("Train.lowering", self.lowering, LOWERINGS)

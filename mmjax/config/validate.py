@@ -24,7 +24,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.own_code import import_named, require_allowed
 from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
-from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, PLAIN, STASHING, WINDOWED
+from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, ONE_F_ONE_B, STASHING, WINDOWED
 
 MOST_DEVICES = 1 << 16
 """Devices that layouts may need where `World.devices` names none."""
@@ -300,7 +300,7 @@ def _check_nested(config: Config) -> None:
     """Some encoder or generator has lanes, and each that has them is on exactly the ranks of the LLM."""
     schedule, llm = config.train.schedule, config.layouts[LLM]
     others = [name for name in config.layouts if name != LLM]
-    flat = f"has no module with lanes to nest; set Train.schedule to {PLAIN!r}"
+    flat = f"has no module with lanes to nest; set Train.schedule to {ONE_F_ONE_B!r}"
     require(bool(others), "Train.schedule", schedule, flat)
     require(llm.pp > 1, "Train.schedule", schedule, f"has no pipeline to nest in; set {LLM}/Layout.pp above 1")
     lanes = {name: config.layouts[name].lanes for name in others}

@@ -27,7 +27,7 @@ from mmjax.pipeline.build import PlacedModel, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.everywhere import Everywhere
-from mmjax.schedule.schedules import PLAIN
+from mmjax.schedule.schedules import ONE_F_ONE_B
 from mmjax.train.warm_up import Initializer
 
 
@@ -142,7 +142,7 @@ def initial_parameters(config: Config, packer: Packer, world: World | None = Non
       world: the device; the first of all unless given.
     """
     layouts = dict.fromkeys(config.layouts, Layout())
-    train = replace(config.train, schedule=PLAIN, inner=PLAIN, window=0)  # others may want a pipeline
+    train = replace(config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0)  # others may want a pipeline
     alone = replace(config, layouts=layouts, train=train, offloads=dict.fromkeys(config.offloads, OffloadConfig()))
     placed = place(alone, packer, world).placed
     key = jax.random.key(config.train.seed)

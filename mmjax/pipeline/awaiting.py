@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from mmjax.schedule.ops import COPY_KINDS, Op, Resource, Schedule, holds, ordered, touches
+from mmjax.schedule.ops import COPY_KINDS, Op, Resource, Schedule, occupied_resources, participating_ranks, run_in_order
 
 
 class Awaiting:
@@ -92,7 +92,7 @@ class Awaiting:
         """The ops whose results an op reads or which it awaits, and the resources that it holds."""
         if op not in self._ties:
             before = (*self._schedule.dependencies(op), *self.awaits.get(op, ()))
-            self._ties[op] = before, holds(self._schedule.graph, op)
+            self._ties[op] = before, occupied_resources(self._schedule.graph, op)
         return self._ties[op]
 
     def _may_start(self, op: Op) -> bool:
@@ -121,7 +121,7 @@ def end_of(made: Any) -> jax.Array | None:
 def _unordered(schedule: Schedule, op: Op, local: Callable[[Op], bool]) -> tuple[Op, ...]:
     """The ops awaited by `op` whose end this process knows, without those that devices run before it anyway."""
     found = (_known(schedule, op, one, local) for one in schedule.awaits(op))
-    return tuple(one for one in found if one and not ordered(schedule.graph, one, op))
+    return tuple(one for one in found if one and not run_in_order(schedule.graph, one, op))
 
 
 def _known(schedule: Schedule, op: Op, awaited: Op, local: Callable[[Op], bool]) -> Op | None:
@@ -131,7 +131,7 @@ def _known(schedule: Schedule, op: Op, awaited: Op, local: Callable[[Op], bool])
         return awaited
     if op.kind not in COPY_KINDS:
         return None
-    ranks = set(touches(schedule.graph, op))
+    ranks = set(participating_ranks(schedule.graph, op))
     before = reversed(schedule.ops[: schedule.ops.index(awaited)])
     runs = (one for one in before if one.kind in ("F", "B", "W") and local(one))
-    return next((one for one in runs if not ranks.isdisjoint(touches(schedule.graph, one))), None)
+    return next((one for one in runs if not ranks.isdisjoint(participating_ranks(schedule.graph, one))), None)

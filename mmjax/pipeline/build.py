@@ -30,7 +30,7 @@ from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
-from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, place_name
+from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, lane_name
 from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
@@ -128,7 +128,7 @@ class PlacedModel:
             layout = self.layouts[stage.module]
             whole = self.stages[stage.name] = placed(stage, layout.spanned)
             lanes = [placed(stage, layout.lane(k)) for k in range(layout.lanes)] if layout.lanes > 1 else [whole]
-            self.places |= {place_name(stage.name, k): lane for k, lane in enumerate(lanes)}
+            self.places |= {lane_name(stage.name, k): lane for k, lane in enumerate(lanes)}
         self._require_host_memory()
         self.graph = self._graph()
         self._functions: dict[Any, StageFunctions] = {}
@@ -155,7 +155,7 @@ class PlacedModel:
 
     def local_places(self, stage: str) -> dict[str, Stage]:
         """The lanes of a stage that this process has devices of, by place; of one without lanes the stage itself."""
-        own = ((name, self.places[name]) for name in self.graph.stage(stage).places)
+        own = ((name, self.places[name]) for name in self.graph.stage(stage).lane_names)
         return {name: place for name, place in own if place.submesh.local}
 
     @cached_property
@@ -216,7 +216,7 @@ class PlacedModel:
     def _kind(self, source: str, target: str) -> EdgeKind:
         """How the edge carries microbatches whose ends differ: by both sides together if any of these has to."""
         lanes = [self.layouts[self.stages[end].model.module].lanes for end in (source, target)]
-        pairs = ((place_name(source, m % lanes[0]), place_name(target, m % lanes[1])) for m in range(math.lcm(*lanes)))
+        pairs = ((lane_name(source, m % lanes[0]), lane_name(target, m % lanes[1])) for m in range(math.lcm(*lanes)))
         kinds = {
             boundary_kind(self.places[one].submesh, self.places[other].submesh, self.settings.transport)
             for one, other in pairs
@@ -242,9 +242,9 @@ class PlacedModel:
         graph = graph or self.graph
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():
-            carry: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).places}
+            carry: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).lane_names}
             for edge in self.graph.in_edges(name):
-                for source, place in (self.graph.ends(edge, m) for m in self.graph.turns(edge)):
+                for source, place in (self.graph.ends(edge, m) for m in self.graph.lane_cycle(edge)):
                     sent = functions[source]
                     boundary = self.boundary(source, place, sent.out.activation, listed=sent.listed)
                     boundaries[edge_name(source, place)] = boundary

@@ -183,7 +183,7 @@ class Executor:
     def _microbatches_of_losses(self) -> Iterator[tuple[str, range]]:
         """The microbatches whose losses each place gives, by place; a lane without any is left out."""
         for node in self.schedule.graph.losses:
-            for lane, place in enumerate(node.places):
+            for lane, place in enumerate(node.lane_names):
                 if own := range(lane, self.schedule.microbatches, node.lanes):
                     yield place, own
 

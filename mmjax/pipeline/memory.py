@@ -20,7 +20,7 @@ from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import ONCE, STASH_COPIES, Op, Schedule, touches
+from mmjax.schedule.ops import ONCE, STASH_COPIES, Op, Schedule, participating_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     temporaries = temporaries_by_stage(placed, schedule, shapes)
     result = {}
     for name, stage in placed.stages.items():
-        lanes = schedule.graph.stage(name).places
+        lanes = schedule.graph.stage(name).lane_names
         kinds = ("residuals", "received", "inputs", "boundaries", "host")
         by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
         by_kind["temporaries"] = temporaries[name]
@@ -231,7 +231,7 @@ def input_bytes(schedule: Schedule, flow: _Flow) -> dict[str, int]:
     """Bytes of the host inputs of this step and the next, by place: of the microbatches that run there."""
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
     own = ((node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes))
-    return {node.place(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in own}
+    return {node.lane_name(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in own}
 
 
 def changes_in_order(schedule: Schedule, flow: _Flow) -> Iterator[tuple[Op, Buffers, Buffers]]:
@@ -247,8 +247,8 @@ def changes_in_order(schedule: Schedule, flow: _Flow) -> Iterator[tuple[Op, Buff
         if op.kind == "stash":
             leaving[op], lost = lost, Buffers()
         elif leaving and op.kind in ("F", "B", "W"):
-            ranks = set(touches(graph, op))
-            for stash in [one for one in leaving if not ranks.isdisjoint(touches(graph, one))]:
+            ranks = set(participating_ranks(graph, op))
+            for stash in [one for one in leaving if not ranks.isdisjoint(participating_ranks(graph, one))]:
                 lost.update(leaving.pop(stash))
         found, before = [(op, gained, lost)], lost
     yield from found
@@ -259,7 +259,7 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
     gained, lost, stage = Buffers(), Buffers(), op.stage
-    place = graph.stage(stage).place(op.microbatch)
+    place = graph.stage(stage).lane_name(op.microbatch)
     if op.kind in ("F", "B"):
         arrived = sum(flow.ends[edge.name][1] for edge in graph.in_edges(stage))
         backward = graph.stage(stage).backward
@@ -287,7 +287,7 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
 
 def _stash_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     """``changes`` of a copy to the host or back of what a stage keeps of a microbatch."""
-    place = graph.stage(op.stage).place(op.microbatch)
+    place = graph.stage(op.stage).lane_name(op.microbatch)
     received = sum(flow.ends[edge.name][1] for edge in graph.in_edges(op.stage)) * (op.stage in flow.keeps_carry)
     kept = flow.kept[op.stage]
     there = Buffers({(place, "residuals"): kept, (place, "received"): received})

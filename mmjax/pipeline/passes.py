@@ -112,7 +112,9 @@ class _Maker:
     def _entering(self, stage: Stage, out: Mapping[str, Any]) -> dict[str, Boundary]:
         """The boundaries that enter a stage from the places with an output, by edge between two places."""
         graph = self._placed.graph
-        pairs = dict.fromkeys(graph.ends(edge, m) for edge in graph.in_edges(stage.name) for m in graph.turns(edge))
+        pairs = dict.fromkeys(
+            graph.ends(edge, m) for edge in graph.in_edges(stage.name) for m in graph.lane_cycle(edge)
+        )
         return {edge_name(s, t): self._placed.boundary(s, t, out[s], whole_rows=True) for s, t in pairs if s in out}
 
     def _arrived(self, stage: Stage, boundaries: Mapping[str, Boundary]) -> dict[str, Any]:

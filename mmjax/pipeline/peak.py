@@ -45,14 +45,16 @@ def bytes_by_op(
     flow, temporaries = largest_flow(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
-    live = Counter({place: states[node.name].between + inputs[place] for node in graph.stages for place in node.places})
+    live = Counter(
+        {place: states[node.name].between + inputs[place] for node in graph.stages for place in node.lane_names}
+    )
     sharing = {r: [n for n, place in placed.places.items() if r in place.submesh.ranks] for r in graph.ranks}
     for op, *buffers in changes_in_order(schedule, flow):
         if op.stage == WORLD:
             continue
         gained, lost = map(_by_place, buffers)
         more, less = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
-        lanes = graph.stage(op.stage).places  # ops that change states span all of them
+        lanes = graph.stage(op.stage).lane_names  # ops that change states span all of them
         live.update(gained + Counter(dict.fromkeys(lanes, more)))
         here = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
         ranks = graph.stage(op.stage).ranks_of(op.microbatch)

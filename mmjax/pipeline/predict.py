@@ -133,7 +133,7 @@ class Predictor(Walker):
         found += [p for boundary in boundaries for p in boundary.forward.programs()]
         found += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
         found += self.placed.prepare_programs()
-        last = {place for node in self.graph.losses for place in node.places}
+        last = {place for node in self.graph.losses for place in node.lane_names}
         for (name, _), program in (item for own in passes for item in own.programs.items() if item[0][0] in last):
             results = jax.tree.leaves(_output_of(program.outputs).result)
             shared = [self._shared(name, number, aval) for number, aval in enumerate(results)]
@@ -288,7 +288,7 @@ class Predictor(Walker):
         together = len(self.signatures) if module == LLM else 1
         for first in range(0, len(self.signatures), together):
             own = [jax.tree.leaves(said[index])[number] for index in range(first, first + together) if index in said]
-            place = node.place(first)
+            place = node.lane_name(first)
             program = self._pass.programs[place, self.signatures[first]]
             everywhere = self._shared(place, number, jax.tree.leaves(_output_of(program.outputs).result)[number])
             out += everywhere(own) if everywhere else own

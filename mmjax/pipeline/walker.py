@@ -20,7 +20,7 @@ from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.pipeline.trees import by_name
 from mmjax.schedule.graph import WORLD, StageGraph, edge_name
-from mmjax.schedule.ops import ONCE, Op, touches
+from mmjax.schedule.ops import ONCE, Op, participating_ranks
 
 Signature = tuple[tuple[str, int], ...]
 """The bucket that each encoder's input of a microbatch was padded to."""
@@ -86,12 +86,12 @@ class Walker:
         if self.placed.world.processes == 1 or op.stage == WORLD:
             return True
         if op not in self._local:
-            self._local[op] = not self.placed.world.local_ranks.isdisjoint(touches(self.graph, op))
+            self._local[op] = not self.placed.world.local_ranks.isdisjoint(participating_ranks(self.graph, op))
         return self._local[op]
 
     def place(self, op: Op) -> str:
         """The place that runs an op of a microbatch: its stage, or its lane of it."""
-        return self.graph.stage(op.stage).place(op.microbatch)
+        return self.graph.stage(op.stage).lane_name(op.microbatch)
 
     def lend(self, states: Mapping[str, State]) -> None:
         """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
@@ -122,7 +122,7 @@ class Walker:
         for name in stages:
             stage, places = self.graph.stage(name), self.placed.local_places(name)
             for index, (_, inputs) in enumerate(microbatches):
-                if place := places.get(stage.place(index)):
+                if place := places.get(stage.lane_name(index)):
                     given = inputs[stage.module]
                     read = names[name] if names and name in names else place.model.read(given)
                     own = {key: given[key] for key in read}

@@ -26,7 +26,7 @@ from mmjax.planner.fleet import Fleet
 from mmjax.planner.needs import HOME
 from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
-from mmjax.schedule.schedules import PLAIN, SCHEDULES, Traits
+from mmjax.schedule.schedules import ONE_F_ONE_B, SCHEDULES, ScheduleTraits
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED = "homogeneous", "colocated", "non-colocated", "nested"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED)
@@ -64,9 +64,9 @@ class Candidate:
     mode: str
     layouts: Mapping[str, Layout] = field(hash=False)
     microbatches: int
-    schedule: str = PLAIN
+    schedule: str = ONE_F_ONE_B
     window: int = 0
-    inner: str = PLAIN
+    inner: str = ONE_F_ONE_B
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -76,7 +76,7 @@ class Candidate:
         return min(self.window or self.microbatches, self.microbatches)
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> ScheduleTraits:
         """The properties of the candidate's schedule; where it is nested, also those that it has of the inner one."""
         own, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
         if not own.nests:
@@ -87,7 +87,7 @@ class Candidate:
     def plain(self) -> bool:
         """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
         own = self.inner if self.traits.nests else self.schedule
-        return own == PLAIN and self.layouts[LLM].pp > 1
+        return own == ONE_F_ONE_B and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
         """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""

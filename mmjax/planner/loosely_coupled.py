@@ -24,7 +24,7 @@ from mmjax.planner.group import Rows
 from mmjax.planner.problem import MixedProblem, Problem
 from mmjax.planner.space import Space, spaces
 from mmjax.schedule.placements import TimedModule, apart
-from mmjax.schedule.schedules import PLAIN, make_schedule
+from mmjax.schedule.schedules import ONE_F_ONE_B, make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, simulate
 
 MOST_STAGES = 512
@@ -136,7 +136,7 @@ def simulated_seconds(plan: Plan) -> float:
     costs = Costs(seconds=seconds)
 
     def step(count: int) -> float:
-        return simulate(make_schedule(PLAIN, graph, count, costs), costs).makespan
+        return simulate(make_schedule(ONE_F_ONE_B, graph, count, costs), costs).makespan
 
     enough = max(graph.distance(node.name) for node in graph.stages) + 4
     if plan.microbatches <= enough + 1:

@@ -14,18 +14,18 @@ def idle_1f1b(depth: int, *, forward: float, backward: float) -> float:
 
 
 def idle_eager(depth: int, *, forward: float, backward: float, move: float = 0.0) -> float:
-    """Eager 1F1B, where asynchronous moves of up to half a forward and backward count once a hop, not once a turn.
+    """Eager 1F1B: asynchronous moves of up to half a forward and backward count once a hop, not once a microbatch.
 
-    With `move` seconds for each way, `move ≤ (forward + backward) / 2` and `forward ≤ backward`.
+    A move takes `move` seconds in each direction; `move ≤ (forward + backward) / 2` and `forward ≤ backward`.
     """
     return (depth - 1) * (forward + backward + 2 * move)
 
 
 def idle_interleaved(depth: int, microbatches: int, *, chunks: int, forward: float, backward: float) -> float:
-    """Interleaved 1F1B: 1F1B's divided by the number of chunks, whether `depth` divides the microbatches or not.
+    """Interleaved 1F1B: the idle seconds of 1F1B divided by the number of chunks, for any number of microbatches.
 
     forward, backward: of all chunks of a rank together. With fewer microbatches than submeshes a rank also waits, in
-    all rounds but one, for the first of them to come round.
+    every round but the first, until the first microbatch comes back to it.
     """
     rounds = (chunks - 1) * max(0, depth - microbatches)
     return (depth - 1 + rounds) * (forward + backward) / chunks
@@ -42,7 +42,9 @@ def idle_zb_h1(depth: int, microbatches: int, *, forward: float, backward: float
 
 
 def idle_three_phase(depth: int, microbatches: int, *, window: int = 0, forward: float, backward: float) -> float:
-    """Three phases, with encoders on all ranks of the LLM: 1F1B's once a window; encoders leave no rank idle.
+    """Three phases, with encoders on all ranks of the LLM: the idle seconds of 1F1B in each window.
+
+    Encoders leave no rank idle.
 
     forward, backward: of an LLM stage.
     """

@@ -32,8 +32,8 @@ class DispatchRow:
     """A call in a phase.
 
     cells: one for each column. "p2p" stays inside a module, "NC" goes to a module on other ranks, "local" stays on
-    shared ranks; "+" joins several, also those of a stage's lanes. "" means that the stage makes no such call, or has
-    no neighbour for it.
+    shared ranks; "+" joins the cells of several edges, or of a stage's lanes. "" means that the stage makes no such
+    call, or has no neighbour for it.
     """
 
     phase: str
@@ -68,11 +68,11 @@ def dispatch_table(schedule: Schedule) -> DispatchTable:
     calls = {
         node.name: _calls([op for op in schedule.for_stage(node.name) if op.kind in "FB"]) for node in graph.stages
     }
-    own = {name: set(made) for name, made in calls.items()}
+    from_ops = {name: frozenset(stage_calls) for name, stage_calls in calls.items()}
     for edge in graph.edges:
-        if ("warm", "send_fwd") in own[edge.src]:
+        if ("warm", "send_fwd") in from_ops[edge.src]:
             calls[edge.dst].add(("warm", "recv_fwd"))
-        if edge.gradient and ("cool", "send_bwd") in own[edge.dst]:
+        if edge.gradient and ("cool", "send_bwd") in from_ops[edge.dst]:
             calls[edge.src].add(("cool", "recv_bwd"))
     rows = []
     for phase, call in CALLS:
@@ -107,15 +107,16 @@ def _calls(ops: Sequence[Op]) -> set[Call]:
 
 
 def _cell(graph: StageGraph, stage: str, call: str) -> str:
-    """How a call's edges are carried: out-edges for send_fwd and recv_bwd, in-edges for the others."""
+    """The cell of a call: the transports of the stage's out-edges for send_fwd and recv_bwd, else of its in-edges."""
     forward_side = call in ("send_fwd", "recv_bwd", "send_fwd recv_bwd")
     edges = graph.out_edges(stage) if forward_side else graph.in_edges(stage)
     backward_alone = call in ("recv_bwd", "send_bwd")
-    ways = (_way(graph, edge) for edge in edges if edge.gradient or not backward_alone)
-    return "+".join(dict.fromkeys(ways))
+    transports = (_transport(graph, edge) for edge in edges if edge.gradient or not backward_alone)
+    return "+".join(dict.fromkeys(transports))
 
 
-def _way(graph: StageGraph, edge: EdgeNode) -> str:
+def _transport(graph: StageGraph, edge: EdgeNode) -> str:
+    """ "local", "p2p" or "NC", as in `DispatchRow.cells`; "local+NC" where only some lanes share ranks."""
     if graph.hop(edge) == 0:
         lanes = math.lcm(graph.stage(edge.src).lanes, graph.stage(edge.dst).lanes)
         moves = lanes > 1 and any(graph.kind_of(edge, m) != "local" for m in range(lanes))

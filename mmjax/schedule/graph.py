@@ -1,4 +1,4 @@
-"""The stage graph: what a pipeline schedule is made for.
+"""The stage graph: the stages and edges that a pipeline schedule runs.
 
 A module graph (encoders, LLM, generators) is expanded into its pipeline stages; an edge carries an activation from one
 stage to another, inside a module or across a boundary. It is the PP-stage graph of Karnati et al., "Heterogeneous
@@ -30,9 +30,9 @@ class StageNode:
     name: "module.index", e.g. "llm.0". ranks: world ranks of the submesh; several stages of a module with equal ranks
     are its chunks. backward: a backward program exists, that is, the stage or something upstream of it is trained.
     trainable: the stage itself has trained parameters. loss: it gives a loss, beside its activation if it has
-    out-edges; a stage without any gives one in any case. split: its backward is two programs, B for what it received
-    and W for its weights. offload: its compute parameters leave the devices between a window's last F and first B.
-    stash: what it keeps of a microbatch leaves the devices between its F and its B.
+    out-edges; a stage without any gives one in any case. split: its backward is two programs, B for the gradients of
+    its inputs and W for those of its weights. offload: its compute parameters leave the devices between a window's last
+    F and first B. stash: the residuals of a microbatch leave the devices between its F and its B.
     lanes: equal runs of `ranks` that take microbatches in turn, microbatch m on lane m mod lanes; several where a
     module is spread over the ranks of another module's pipeline (nested schedules). Ops that run once a step, such as
     the update, run on all ranks.
@@ -61,22 +61,22 @@ class StageNode:
         width, lane = len(self.ranks) // self.lanes, self.lane(microbatch)
         return self.ranks[lane * width : (lane + 1) * width]
 
-    def place(self, microbatch: int) -> str:
-        """The name of the lane that runs `microbatch`: the stage's own for the first, "vision.0/1" for the second."""
-        return place_name(self.name, self.lane(microbatch))
+    def lane_name(self, microbatch: int) -> str:
+        """The name of the lane that runs `microbatch`: the stage's name for the first, "vision.0/1" for the second."""
+        return lane_name(self.name, self.lane(microbatch))
 
     @property
     def stashes(self) -> bool:
-        """Whether it keeps anything from F to B, and that leaves the devices."""
+        """Whether it has residuals between F and B and they leave the devices."""
         return self.stash and self.backward
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """The names of its lanes; of a stage without lanes its own name alone."""
-        return tuple(self.place(lane) for lane in range(self.lanes))
+    def lane_names(self) -> tuple[str, ...]:
+        """The names of all lanes; a stage without lanes has one, its own name."""
+        return tuple(self.lane_name(lane) for lane in range(self.lanes))
 
     def last_of_lanes(self, span: range) -> range:
-        """The last microbatch of `span` on each lane, of those lanes that have any."""
+        """The last microbatch of `span` on each lane; lanes without a microbatch in `span` have none."""
         return span[-self.lanes :]
 
 
@@ -86,8 +86,8 @@ class EdgeNode:
 
     An edge carries an activation for each microbatch. A tie carries a weight of `src` that `dst` uses too, once a step.
     kind: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
-    (both sides take part in the move). Where an end has lanes, it is the kind of those microbatches whose ends differ
-    in ranks; the others are local (see `StageGraph.kind_of`).
+    (both sides take part in the move). If a stage of the edge has lanes, `kind` applies to the microbatches whose two
+    lanes have different ranks; all other microbatches are local (see `StageGraph.kind_of`).
     """
 
     name: str
@@ -151,9 +151,9 @@ class StageGraph:
         return tuple(tie for tie in self.ties if tie.src == stage)
 
     @staticmethod
-    def _by_name(table: dict, what: str, name: str):
+    def _by_name(table: dict, noun: str, name: str):
         if name not in table:
-            raise GraphError(f"unknown {what} {name!r}: the graph has {', '.join(table) or 'none'}")
+            raise GraphError(f"unknown {noun} {name!r}: the graph has {', '.join(table) or 'none'}")
         return table[name]
 
     # ---- shape -------------------------------------------------------------------------------------------------------
@@ -192,24 +192,24 @@ class StageGraph:
                 missing[edge.dst] -= 1
         return tuple(order)
 
-    def users(self, rank: int) -> tuple[tuple[str, int], ...]:
+    def stages_on(self, rank: int) -> tuple[tuple[str, int], ...]:
         """The stages on `rank`, sources first, each with the lane that the rank is in."""
-        lanes = ((node, node.ranks.index(rank)) for node in self.topological if rank in node.ranks)
-        return tuple((node.name, place * node.lanes // len(node.ranks)) for node, place in lanes)
+        indices = ((node, node.ranks.index(rank)) for node in self.topological if rank in node.ranks)
+        return tuple((node.name, index * node.lanes // len(node.ranks)) for node, index in indices)
 
     def kind_of(self, edge: EdgeNode, microbatch: int) -> EdgeKind:
-        """How `edge` carries `microbatch`: as its kind says, but locally where a lane has the other end's ranks."""
+        """The kind of `edge` for `microbatch`: "local" where the lanes of both stages have the same ranks."""
         src, dst = self.stage(edge.src), self.stage(edge.dst)
         if src.lanes == dst.lanes == 1:
             return edge.kind
         return "local" if set(src.ranks_of(microbatch)) == set(dst.ranks_of(microbatch)) else edge.kind
 
     def ends(self, edge: EdgeNode, microbatch: int) -> tuple[str, str]:
-        """The places of the source and of the destination of `edge` for `microbatch`."""
-        return self.stage(edge.src).place(microbatch), self.stage(edge.dst).place(microbatch)
+        """The names of the lanes that send and receive `microbatch` over `edge`."""
+        return self.stage(edge.src).lane_name(microbatch), self.stage(edge.dst).lane_name(microbatch)
 
-    def turns(self, edge: EdgeNode) -> range:
-        """Microbatches of which each has other `ends`, all that there are."""
+    def lane_cycle(self, edge: EdgeNode) -> range:
+        """The first microbatches, one for each pair of lanes that `edge` joins; later ones repeat these `ends`."""
         return range(math.lcm(self.stage(edge.src).lanes, self.stage(edge.dst).lanes))
 
     def hop(self, edge: EdgeNode) -> int:
@@ -221,10 +221,12 @@ class StageGraph:
         return self._distances[self.stage(stage).name]
 
     def forward_only(self) -> StageGraph:
-        """The same graph with nothing trained and no gradient: what evaluation runs."""
-        nothing = {"backward": False, "trainable": False, "split": False, "offload": False, "stash": False}
-        stages = tuple(replace(stage, **nothing) for stage in self.stages)
-        edges, ties = (tuple(replace(edge, gradient=False) for edge in which) for which in (self.edges, self.ties))
+        """The same graph for evaluation, with nothing trained and no gradients."""
+        stages = tuple(
+            replace(stage, backward=False, trainable=False, split=False, offload=False, stash=False)
+            for stage in self.stages
+        )
+        edges, ties = (tuple(replace(e, gradient=False) for e in edges) for edges in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)
 
     def with_split(self) -> StageGraph:
@@ -232,18 +234,19 @@ class StageGraph:
         return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
 
     def with_few_ranks(self) -> StageGraph:
-        """The same graph with one rank for all that are of the same stages: it takes as long, and less to simulate.
+        """The same graph with one rank in place of each run of ranks that have the same stages.
 
-        Where other stages cut the lanes of a stage into different numbers of pieces, the graph stays as it is.
+        A step takes as long, and its simulation is faster. If the ranks of other stages cut the lanes of a stage into
+        different numbers of runs, the graph stays as it is.
         """
         lanes = [node.ranks_of(lane) for node in self.stages for lane in range(node.lanes)]
-        starts = sorted({edge for ranks in lanes for edge in (ranks[0], ranks[-1] + 1)})
-        place = {start: index for index, start in enumerate(starts)}
+        starts = sorted({rank for ranks in lanes for rank in (ranks[0], ranks[-1] + 1)})
+        run = {start: index for index, start in enumerate(starts)}
         for node in self.stages:
-            pieces = {place[r[-1] + 1] - place[r[0]] for r in map(node.ranks_of, range(node.lanes))}
-            if len(pieces) > 1:
+            lengths = {run[r[-1] + 1] - run[r[0]] for r in map(node.ranks_of, range(node.lanes))}
+            if len(lengths) > 1:
                 return self
-        ranks = {node.name: range(place[node.ranks[0]], place[node.ranks[-1] + 1]) for node in self.stages}
+        ranks = {node.name: range(run[node.ranks[0]], run[node.ranks[-1] + 1]) for node in self.stages}
         return replace(self, stages=tuple(replace(node, ranks=tuple(ranks[node.name])) for node in self.stages))
 
     # ---- tables, made once -------------------------------------------------------------------------------------------
@@ -277,9 +280,9 @@ def _check_names(graph: StageGraph) -> None:
     if not graph.stages:
         raise GraphError("a graph has at least one stage, this one has none")
     edges = [edge.name for edge in (*graph.edges, *graph.ties)]
-    for what, names in (("stage", [s.name for s in graph.stages]), ("edge", edges)):
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise GraphError(f"two {what}s are called {twice[0]!r}: names are unique")
+    for noun, names in (("stage", [s.name for s in graph.stages]), ("edge", edges)):
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise GraphError(f"two {noun}s are called {repeated[0]!r}: names are unique")
 
 
 def _check_stage(stage: StageNode) -> None:
@@ -304,8 +307,8 @@ def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
             f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: use async or rendezvous"
         )
     if edge.gradient and not (src.backward and dst.backward):
-        without = dst if src.backward else src
-        raise GraphError(f"edge {edge.name!r} carries a gradient but stage {without.name!r} has no backward")
+        forward_only = dst if src.backward else src
+        raise GraphError(f"edge {edge.name!r} carries a gradient but stage {forward_only.name!r} has no backward")
 
 
 def _check_tie(graph: StageGraph, tie: EdgeNode) -> None:
@@ -342,12 +345,12 @@ def connected(
     """The graph of `stages`, sources first, with an edge for each pair of a source and its user.
 
     A stage has a backward if it is trained or one of its sources has a backward. Every source with a backward gets its
-    gradient back. An edge between equal ranks is local; `across` gives the kinds of the others.
+    gradient back. An edge between equal ranks is local; `across` returns the kind of every other edge.
     """
     nodes: dict[str, StageNode] = {}
     for stage in stages:
-        reached = any(nodes[source].backward for source, user in pairs if user == stage.name)
-        nodes[stage.name] = replace(stage, backward=stage.trainable or reached)
+        trained_before = any(nodes[source].backward for source, user in pairs if user == stage.name)
+        nodes[stage.name] = replace(stage, backward=stage.trainable or trained_before)
     edges = []
     for source, user in pairs:
         src, dst = nodes[source], nodes[user]
@@ -358,13 +361,13 @@ def connected(
     return StageGraph(stages=tuple(nodes.values()), edges=tuple(edges), ties=ties)
 
 
-def place_name(stage: str, lane: int) -> str:
-    """Name of a lane of a stage; the first has the stage's own."""
+def lane_name(stage: str, lane: int) -> str:
+    """The name of a lane of a stage; the first lane has the name of the stage."""
     return f"{stage}/{lane}" if lane else stage
 
 
 def edge_name(source: str, user: str) -> str:
-    """Name of the edge between two stages, or two places."""
+    """The name of the edge between two stages, or two lanes."""
     return f"{source}->{user}"
 
 

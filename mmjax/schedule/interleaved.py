@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule
-from mmjax.schedule.orders import backward_ops, peak, turns
+from mmjax.schedule.orders import backward_ops, one_f_one_b_order, peak_in_flight
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import ScheduleError
 
@@ -33,7 +33,7 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     first microbatch comes back to it. Raises ScheduleError where chunked modules feed each other in a circle.
     """
     orders: dict[str, list[Op]] = {}
-    leads: dict[str, int] = {}  # by stage, how far its F are ahead of its B at most
+    leads: dict[str, int] = {}  # by stage, the most F that are ahead of its B
     in_flight: dict[str, int] = {}
     chunked = {node.name: module for module in chunked_modules(graph) for node in module.stages}
     for node in reversed(graph.topological):
@@ -41,24 +41,24 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
             continue
         if node.name not in chunked:
             leads[node.name] = in_flight[node.name] = demand(graph, leads, node.name)
-            orders[node.name] = turns(node, microbatches, leads[node.name])
+            orders[node.name] = one_f_one_b_order(node, microbatches, leads[node.name])
             continue
         module = chunked[node.name]
         _check_behind(graph, module, leads)
-        made = _orders(graph, module, microbatches, leads)
-        orders |= {f"{module.stages[d].name} and its ranks' other chunks": order for d, order in enumerate(made)}
+        by_submesh = _orders(graph, module, microbatches, leads)
+        orders |= {f"{module.stages[d].name} and its ranks' other chunks": order for d, order in enumerate(by_submesh)}
         for stage in reversed(module.stages):
-            order = next(order for order in made if order[0].stage in module.sharing(stage))
-            ahead = demand(graph, leads, stage.name)
-            leads[stage.name] = max(ahead, peak(order, stage)) if stage.backward else ahead
-            # Without backward a stage is held back by its consumers, which take a whole group at a time.
-            in_flight[stage.name] = peak(order, stage) if stage.backward else ahead + max(module.groups(microbatches))
+            order = next(order for order in by_submesh if order[0].stage in module.sharing(stage))
+            ahead, most = demand(graph, leads, stage.name), peak_in_flight(order, stage)
+            leads[stage.name] = max(ahead, most) if stage.backward else ahead
+            # A stage without backward waits for its consumers, which take a whole group at a time.
+            in_flight[stage.name] = most if stage.backward else ahead + max(module.groups(microbatches))
     result = list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="interleaved")
     return result.schedule
 
 
 def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
-    """How many F of `stage` come before its first B so that the stages behind it can keep their leads; 1 at a sink."""
+    """The F of `stage` that must come before its first B so that the stages behind it keep their leads; 1 at a sink."""
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 
 
@@ -71,8 +71,8 @@ class ChunkedModule:
 
     def sharing(self, stage: StageNode) -> tuple[str, ...]:
         """Names of the stages on the submesh of `stage`, itself included, in their order."""
-        place = self.stages.index(stage) % self.depth
-        return tuple(node.name for node in self.stages[place :: self.depth])
+        submesh = self.stages.index(stage) % self.depth
+        return tuple(node.name for node in self.stages[submesh :: self.depth])
 
     def groups(self, microbatches: int) -> tuple[int, ...]:
         """Sizes of the groups that go through one chunk after another: as even as can be and no smaller than `depth`.
@@ -107,41 +107,41 @@ def chunked_modules(graph: StageGraph) -> tuple[ChunkedModule, ...]:
 
 
 def _check_behind(graph: StageGraph, module: ChunkedModule, leads: Mapping[str, int]) -> None:
-    own = {node.name for node in module.stages}
-    for name in own:
+    names = {node.name for node in module.stages}
+    for name in names:
         for edge in graph.out_edges(name):
-            if edge.dst not in own and edge.dst not in leads:
+            if edge.dst not in names and edge.dst not in leads:
                 raise ScheduleError(
                     f"interleaved: {name!r} feeds {edge.dst!r}, which leads back to its module: use 1f1b"
                 )
 
 
 def _orders(graph: StageGraph, module: ChunkedModule, microbatches: int, leads: Mapping[str, int]) -> list[list[Op]]:
-    """The order of F, B and W of its chunks, for each submesh."""
+    """For each submesh of `module`, the order of F, B and W of its chunks."""
     forward = module.turns(microbatches, backward=False)
     backward = module.turns(microbatches, backward=True)
     warmup, result = 0, []
-    for place in reversed(range(module.depth)):
-        chunks = module.stages[place :: module.depth]
+    for submesh in reversed(range(module.depth)):
+        chunks = module.stages[submesh :: module.depth]
         ahead = {c: demand(graph, leads, node.name) for c, node in enumerate(chunks) if node.backward}
-        # A submesh further up has two more turns to wait for, there and back.
-        warmup = max(warmup + 2 * bool(result), _needed(forward, backward, ahead))
+        # A submesh further up waits for two more turns: one hop forward, one hop back.
+        warmup = max(warmup + 2 * bool(result), _least_warmup(forward, backward, ahead))
         result.append(_order(chunks, forward, backward, warmup))
     return result[::-1]
 
 
-def _needed(forward: Sequence[Turn], backward: Sequence[Turn], ahead: Mapping[int, int]) -> int:
-    """Turns that a submesh's forward must lead its backward by so that every chunk leads its own B by `ahead`."""
+def _least_warmup(forward: Sequence[Turn], backward: Sequence[Turn], ahead: Mapping[int, int]) -> int:
+    """The fewest turns of forward before the first backward so that each chunk's F lead its B by `ahead` of it."""
     place = {turn: i for i, turn in enumerate(forward)}
     last = max(m for _, m in forward)
-    later = ((i, c, min(m + ahead[c] - 1, last)) for i, (c, m) in enumerate(backward) if c in ahead)
-    return max((place[c, m] - i for i, c, m in later), default=0)
+    due = ((i, c, min(m + ahead[c] - 1, last)) for i, (c, m) in enumerate(backward) if c in ahead)
+    return max((place[c, m] - i for i, c, m in due), default=0)
 
 
 def _order(chunks: Sequence[StageNode], forward: Sequence[Turn], backward: Sequence[Turn], warmup: int) -> list[Op]:
-    """`warmup` forwards, then forward and backward in turn, then what is left.
+    """The ops of one submesh: `warmup` forwards, then forward and backward in turn, then the remaining backwards.
 
-    A chunk that is not there, or has no backward, passes its turn: all submeshes of a module stay in step.
+    A chunk that the submesh lacks, or that has no backward, passes its turn: all submeshes of a module stay in step.
     """
     forwards = [[Op("F", chunks[c].name, m)] if c < len(chunks) else [] for c, m in forward]
     backwards = [backward_ops(chunks[c], m) if c < len(chunks) else [] for c, m in backward]

@@ -1,4 +1,4 @@
-"""The list scheduler: makes one total order from nominal costs and the orders, bounds and waits of a schedule."""
+"""The list scheduler makes one total order from nominal costs and the orders, bounds and waits of a schedule."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import COPY_KINDS, ONCE, Op, Resource, Schedule, awaits, dependencies, holds, ordered, step_ops
+from mmjax.schedule.ops import (
+    COPY_KINDS,
+    ONCE,
+    Op,
+    Resource,
+    Schedule,
+    awaits,
+    dependencies,
+    occupied_resources,
+    run_in_order,
+    step_ops,
+)
 from mmjax.schedule.orders import by_lane
 from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.validate import ScheduleError
 
 _SENDS = (0, 2, 3)
-"""The classes of `_priority` that packs and moves are in."""
+"""The classes of `_priority` for packs and moves."""
 
 
 def list_schedule(
@@ -30,8 +41,8 @@ def list_schedule(
 ) -> Timeline:
     """The step's ops, each at the first moment at which it may run, in the order in which they start.
 
-    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. A stage's lanes
-    keep the stage's order each for itself.
+    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. Each lane of a
+    stage keeps the order of its stage's ops.
     in_flight, window, waits: see `Schedule`. Ranks are exclusive; of the ops that could start, the first by `_priority`
     does. The order of starting is a total order in which dependencies precede users even where ops take no time. Raises
     ScheduleError if the wanted orders cannot be kept.
@@ -39,24 +50,24 @@ def list_schedule(
     costs, waits = costs.split_as(graph), dict(waits or {})
     ops = list(step_ops(graph, microbatches, window))
     index = {op: i for i, op in enumerate(ops)}
-    needed = [
+    predecessors = [
         {*dependencies(graph, microbatches, op, window), *awaits(graph, in_flight, op), *waits.get(op, ())}
         for op in ops
     ]
     for order in orders.values():
         for lane in by_lane(graph, order):
             for before, after in pairwise(lane):
-                needed[index[after]].add(before)
+                predecessors[index[after]].add(before)
     users: list[list[int]] = [[] for _ in ops]
-    for i, before in enumerate(needed):
+    for i, before in enumerate(predecessors):
         for op in before:
             users[index[op]].append(i)
     priority = _priority(graph)
     run = _Run(
-        held=[holds(graph, op) for op in ops],
+        resources=[occupied_resources(graph, op) for op in ops],
         seconds=[costs.of(op) for op in ops],
         priority=[(*priority(op), i) for i, op in enumerate(ops)],
-        missing=[len(before) for before in needed],
+        missing=[len(before) for before in predecessors],
         users=users,
     )
     run.finish_all()
@@ -64,15 +75,14 @@ def list_schedule(
         started = set(run.started)
         stuck = next(op for i, op in enumerate(ops) if i not in started)
         raise ScheduleError(f"{name}: {stuck} can never start: the wanted orders of the stages contradict each other")
-    ordered = tuple(ops[i] for i in run.started)
     schedule = Schedule(
         graph=graph,
         microbatches=microbatches,
-        ops=ordered,
+        ops=tuple(ops[i] for i in run.started),
         name=name,
         in_flight=dict(in_flight),
         window=window,
-        waits=_beside(graph, waits),
+        waits=_without_implied(graph, waits),
     )
     return Timeline(
         schedule=schedule,
@@ -81,10 +91,10 @@ def list_schedule(
     )
 
 
-def _beside(graph: StageGraph, waits: Mapping[Op, tuple[Op, ...]]) -> dict[Op, tuple[Op, ...]]:
-    """`waits` without those that the order of ops on ranks and wires ensures."""
-    left = {op: tuple(one for one in before if not ordered(graph, one, op)) for op, before in waits.items()}
-    return {op: before for op, before in left.items() if before}
+def _without_implied(graph: StageGraph, waits: Mapping[Op, tuple[Op, ...]]) -> dict[Op, tuple[Op, ...]]:
+    """`waits` without the waits that the order of ops on ranks and wires ensures."""
+    explicit = {op: tuple(b for b in before if not run_in_order(graph, b, op)) for op, before in waits.items()}
+    return {op: before for op, before in explicit.items() if before}
 
 
 def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
@@ -94,15 +104,15 @@ def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
 
     def priority(op: Op) -> tuple[int, ...]:
         backward = op.backward or op.kind == "B"
-        if op.kind == "unstash":  # after what leaves, so that it finds room
+        if op.kind == "unstash":  # after the copies to the host, so that there is room
             rank = 8
         elif op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
             rank = 1
-        elif op.kind in ("pack", "move"):  # another submesh may be idle until it comes
+        elif op.kind in ("pack", "move"):  # another submesh may be idle until the data arrives
             rank = 2 if backward else 3 if op.microbatch != ONCE else 0
         elif op.kind in ("F", "B", "unpack"):
             rank = 4 if backward else 5
-        elif op.kind == "W":  # nothing waits for it but the reduction: it fills what others leave
+        elif op.kind == "W":  # only the reduction waits for it, so it fills idle time
             rank = 6
         else:  # reduce, norm, update: after a backward of another stage on these ranks, which others may wait for
             rank = 7
@@ -114,8 +124,8 @@ def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
 class _Run:
     """The state of one run of the list scheduler; ops are indices here."""
 
-    def __init__(self, *, held, seconds, priority, missing, users) -> None:
-        self.held: list[tuple[Resource, ...]] = held
+    def __init__(self, *, resources, seconds, priority, missing, users) -> None:
+        self.resources: list[tuple[Resource, ...]] = resources
         self.seconds: list[float] = seconds
         self.priority: list[tuple[int, ...]] = priority
         self.missing: list[int] = missing
@@ -125,11 +135,11 @@ class _Run:
         self.running: list[tuple[float, int]] = []
         self.ready = sorted(priority[i] for i, count in enumerate(missing) if count == 0)
         self.started: list[int] = []
-        self.starts = [0.0] * len(held)
-        self.ends = [0.0] * len(held)
+        self.starts = [0.0] * len(resources)
+        self.ends = [0.0] * len(resources)
 
     def finish_all(self) -> None:
-        """Start what can start and jump to the next end, until nothing runs."""
+        """Start all ops that can start and jump to the next end, until no op runs."""
         while True:
             while (op := self._next()) is not None:
                 self._start(op)
@@ -140,19 +150,19 @@ class _Run:
                 self._end(heapq.heappop(self.running)[1])
 
     def _next(self) -> int | None:
-        """The op to start now: the first ready one whose resources are neither busy nor kept for an op before it.
+        """The op to start now: the first ready op whose resources are neither busy nor reserved for an op before it.
 
-        If some ranks of a send are busy, its other ranks are kept free for it, because both sides of a rendezvous are
-        seldom free at once by chance (with random costs this shortens steps by up to 15 %). Keeping ranks for an F or B
-        of a stage that spans others' submeshes makes steps longer instead.
+        If some ranks of a send are busy, its other ranks are reserved for it, because both sides of a rendezvous are
+        seldom free at once by chance (with random costs this shortens steps by up to 15 %). Reserving ranks for an F or
+        B of a stage that spans other stages' submeshes makes steps longer instead.
         """
-        kept: set[Resource] = set()
+        reserved: set[Resource] = set()
         for key in self.ready:
-            held = self.held[key[-1]]
-            if self.busy.isdisjoint(held) and kept.isdisjoint(held):
+            resources = self.resources[key[-1]]
+            if self.busy.isdisjoint(resources) and reserved.isdisjoint(resources):
                 return key[-1]
             if key[0] in _SENDS:
-                kept.update(held)
+                reserved.update(resources)
         return None
 
     def _start(self, op: int) -> None:
@@ -163,11 +173,11 @@ class _Run:
         if self.ends[op] == self.now:  # takes no time: its users may start before anything else does
             self._end(op)
             return
-        self.busy.update(self.held[op])
+        self.busy.update(self.resources[op])
         heapq.heappush(self.running, (self.ends[op], op))
 
     def _end(self, op: int) -> None:
-        self.busy.difference_update(self.held[op])
+        self.busy.difference_update(self.resources[op])
         for user in self.users[op]:
             self.missing[user] -= 1
             if self.missing[user] == 0:

@@ -1,20 +1,21 @@
-"""Nested schedules: spread encoders and generators inside the LLM's own schedule.
+"""Nested schedules: encoders and generators with lanes inside the LLM's own schedule.
 
-After "BigMac: Breaking the Pareto Frontier of Compute and Memory in Multimodal LLM Training", §3.1. A spread stage runs
-on all ranks of the LLM's pipeline, a microbatch on each of its lanes. A *unit* is as many microbatches as it has lanes,
-and each unit's work is a *column*: all lanes do it between two ops of theirs, at one time of the LLM's schedule. So a
-column delays every rank by the same time, and the LLM has no more idle time than on its own.
+They follow "BigMac: Breaking the Pareto Frontier of Compute and Memory in Multimodal LLM Training", §3.1. A stage with
+lanes runs on all ranks of the LLM's pipeline, one microbatch on each lane. A *unit* is one microbatch for each lane.
+The work of a unit is a *column*: all lanes do it between two ops of the LLM, at one time of the LLM's schedule. So a
+column delays every rank by the same time, and the LLM has no more idle time than without it.
 
-* Everything else (the LLM, and stages beside it) keeps, rank by rank, the order that the inner schedule gives it alone.
-* Encoders: K units of F before all else; then, as soon as the LLM's gradients of a unit are there, a column of that
-  unit's B and of the F of the unit K later. K is the least with which that F still comes before its first use. Or the
-  first units wait for their use, and W (where backwards are split) for the F that takes their place in flight, and fill
-  what would be idle: of the two ways the shorter by `costs`.
-* Generators: a column of a unit's F and B, as soon as the LLM's outputs are there. So that they can be, the LLM's last
-  stage must run a whole unit of F before the unit's first B. The inner schedule is made as if behind that stage there
-  were further ones, which need no time: the fewest with which it does. Every stage of the LLM then keeps one microbatch
-  less than a unit longer (eager 1F1B, which keeps two for a hop: at most a unit). With fewer, each unit would need
-  more than one column.
+* The stages without lanes (the LLM, and stages beside it) keep on each rank the order of the inner schedule, which is
+  made for these stages alone.
+* Encoders run K units of F before all other ops. Then, as soon as the LLM's gradients of a unit have arrived, comes a
+  column with the B of that unit and the F of the unit K later. K is the least number with which that F comes before its
+  first use. In a second variant, ops fill idle time: the first units wait until they are used, and W (where backwards
+  are split) wait for the F that replaces their unit in flight. The variant that is shorter by `costs` is used.
+* Generators run a column with the F and B of a unit as soon as the LLM's outputs have arrived. For this the LLM's last
+  stage must run a full unit of F before the unit's first B. So the inner schedule is made for a graph with further
+  stages behind that stage, which take no time, and as few of them as suffice. Each stage of the LLM then keeps one
+  microbatch less than a unit longer (with eager 1F1B, which keeps two for each hop, at most a unit). With fewer stages,
+  a unit would need more than one column.
 """
 
 from __future__ import annotations
@@ -39,32 +40,32 @@ Orders = Mapping[str, Sequence[Op]]
 
 
 def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead: int = 1) -> Schedule:
-    """The spread stages of `graph` nested into `inner` of all other stages.
+    """The schedule in which the stages of `graph` with lanes are nested into the `inner` schedule of all other stages.
 
     lead: microbatches that `inner` keeps in flight for each hop behind a stage.
 
-    Encoders promise to have no more than K units in flight, generators one, however many microbatches there are. A
-    graph without spread stages has the order of `inner`. Raises ScheduleError where a spread stage lies between stages
-    that are not, and where a stage stashes whose microbatches do not wait: all but encoders with lanes.
+    Encoders promise to have no more than K units in flight, generators one, for any number of microbatches. A graph
+    without lanes has the order of `inner`. Raises ScheduleError where a stage with lanes lies between stages without,
+    and where a stage other than an encoder with lanes stashes, since only the microbatches of such encoders wait.
     """
-    groups = spread_groups(graph)
+    groups = laned_groups(graph)
     waiting = {name for group in groups if not group.ins for name in group.names}
     if wrong := [node.name for node in graph.stages if node.stash and node.name not in waiting]:
         raise ScheduleError(f"nested: {wrong[0]!r} is no encoder with lanes, and keeps nothing long: set stash=False")
     flow = _flow(graph, groups, microbatches, costs, inner, lead)
     in_flight = dict(flow.in_flight)
     for group in groups:
-        in_flight |= dict.fromkeys(group.names, group.ahead(flow) * group.unit)
-    made = []
+        in_flight |= dict.fromkeys(group.names, group.units_in_flight(flow) * group.unit)
+    timelines = []
     for fill in (False, True):
-        columns = [column for group in groups for column in _columns(group, flow, fill)]
-        orders = _orders(graph, _merged(flow, columns), {op for one in columns if one.fills for op in one.ops})
-        make = partial(_listed, graph, microbatches, orders, in_flight)
-        made.append(stashing(graph, microbatches, costs, make))
-    return min(made, key=lambda timeline: timeline.makespan).schedule
+        columns = [column for group in groups for column in _columns(group, flow, fill=fill)]
+        fillers = {op for column in columns if column.fills for op in column.ops}
+        make = partial(_timeline, graph, microbatches, _orders(graph, _merged(flow, columns), fillers), in_flight)
+        timelines.append(stashing(graph, microbatches, costs, make))
+    return min(timelines, key=lambda timeline: timeline.makespan).schedule
 
 
-def _listed(
+def _timeline(
     graph: StageGraph, microbatches: int, orders: Orders, in_flight: Mapping[str, int], costs: Costs, waits: Waits
 ) -> Timeline:
     return list_schedule(
@@ -73,13 +74,13 @@ def _listed(
 
 
 def _orders(graph: StageGraph, ops: Sequence[Op], fillers: Collection[Op]) -> dict[str, list[Op]]:
-    """The order of `ops` on each rank, where `fillers` can also run at any time before the op that they stand before.
+    """The order of `ops` on each rank; `fillers` can run at any time before the op that follows them in `ops`.
 
-    Of fillers, those of a kind keep the order of their stage.
+    The fillers of one kind and stage keep their order.
     """
-    several = {graph.users(rank): rank for rank in graph.ranks}
-    orders: dict[str, list[Op]] = {f"rank {rank}": [] for rank in several.values()}
-    for rank in several.values():
+    representatives = {graph.stages_on(rank): rank for rank in graph.ranks}
+    orders: dict[str, list[Op]] = {f"rank {rank}": [] for rank in representatives.values()}
+    for rank in representatives.values():
         waiting: list[Op] = []
         for op in ops:
             if rank not in graph.stage(op.stage).ranks_of(op.microbatch):
@@ -95,14 +96,14 @@ def _orders(graph: StageGraph, ops: Sequence[Op], fillers: Collection[Op]) -> di
     return orders
 
 
-# ---- spread stages ---------------------------------------------------------------------------------------------------
+# ---- stages with lanes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Group:
-    """Spread stages that feed each other, or one alone, sources first.
+class LanedGroup:
+    """Stages with lanes that feed each other, or a single one, sources first.
 
-    ins, outs: their edges from and to stages that are not spread.
+    ins, outs: their edges from and to stages without lanes.
     """
 
     stages: tuple[StageNode, ...]
@@ -116,7 +117,7 @@ class Group:
 
     @property
     def unit(self) -> int:
-        """Microbatches of a unit: with as many, all lanes of a stage have equally many."""
+        """The number of microbatches of a unit: the least with which all lanes of each stage have equally many."""
         return math.lcm(*(node.lanes for node in self.stages))
 
     def ranks_of(self, microbatch: int) -> list[int]:
@@ -124,38 +125,38 @@ class Group:
         return sorted({rank for node in self.stages for rank in node.ranks_of(microbatch)})
 
     def forward(self, microbatch: int) -> list[Op]:
-        """The F of a microbatch."""
+        """The F of `microbatch`."""
         return [Op("F", node.name, microbatch) for node in self.stages]
 
     def backward(self, microbatch: int) -> list[Op]:
-        """The B of a microbatch; not its W."""
+        """The B of `microbatch`, without its W."""
         return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[:1]]
 
     def weights(self, microbatch: int) -> list[Op]:
-        """The W of a microbatch, of the stages that have any."""
+        """The W of `microbatch`; only split stages have one."""
         return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[1:]]
 
-    def needed(self, microbatch: int) -> list[Op]:
-        """The F of others that a microbatch's F read."""
+    def inputs(self, microbatch: int) -> list[Op]:
+        """The F of other stages whose results the F of `microbatch` read."""
         return [Op("F", edge.src, microbatch) for edge in self.ins]
 
-    def released(self, microbatch: int) -> list[Op]:
-        """The ops of others after which a microbatch's B can run or, without one, it is in flight no more."""
+    def releases(self, microbatch: int) -> list[Op]:
+        """The ops of other stages after which the B of `microbatch` can run or, without a B, its flight ends."""
         return [Op("B" if edge.gradient else "F", edge.dst, microbatch) for edge in self.outs]
 
     def readers(self, microbatch: int) -> list[Op]:
-        """The ops of others that read the results of a microbatch's F, or of its B."""
+        """The ops of other stages that read the results of the F or B of `microbatch`."""
         return [
             *(Op("F", edge.dst, microbatch) for edge in self.outs),
             *(Op("B", edge.src, microbatch) for edge in self.ins if edge.gradient),
         ]
 
-    def ahead(self, flow: _Flow) -> int:
-        """The fewest units in flight that keep those fed that are behind it: K of an encoder, 1 of a generator."""
+    def units_in_flight(self, flow: _Flow) -> int:
+        """The fewest units in flight with which no stage behind the group waits: K of an encoder, 1 of a generator."""
         spans = self.units(flow.microbatches)
         if not self.outs:
             return 1
-        freed = [max(flow.place[op] for m in span for op in self.released(m)) for span in spans]
+        freed = [max(flow.place[op] for m in span for op in self.releases(m)) for span in spans]
         used = [min(flow.place[op] for m in span for op in self.readers(m)) for span in spans]
         fits = (k for k in range(1, len(spans)) if all(f < u for f, u in zip(freed, used[k:], strict=False)))
         return next(fits, len(spans))
@@ -165,14 +166,14 @@ class Group:
         return [range(i, min(i + self.unit, microbatches)) for i in range(0, microbatches, self.unit)]
 
 
-def spread_groups(graph: StageGraph) -> tuple[Group, ...]:
-    """The spread stages of a graph in groups that feed each other. Raises ScheduleError as `nest`."""
+def laned_groups(graph: StageGraph) -> tuple[LanedGroup, ...]:
+    """The stages of a graph with lanes, in groups of stages that feed each other. Raises ScheduleError as `nest`."""
     group = {node.name: {node.name} for node in graph.stages if node.lanes > 1}
     for edge in graph.edges:
         if edge.src in group and edge.dst in group:
             joined = group[edge.src] | group[edge.dst]
             group |= dict.fromkeys(joined, joined)
-    found = []
+    groups = []
     for names in {min(joined): joined for joined in group.values()}.values():
         stages = tuple(node for node in graph.topological if node.name in names)
         ins = tuple(edge for edge in graph.edges if edge.dst in names and edge.src not in names)
@@ -182,8 +183,8 @@ def spread_groups(graph: StageGraph) -> tuple[Group, ...]:
                 f"nested: {stages[0].name!r} lies between {ins[0].src!r} and {outs[0].dst!r}, and a unit would hold up"
                 f" both: set {stages[0].module}/Layout.lanes to 1"
             )
-        found.append(Group(stages, ins, outs))
-    return tuple(found)
+        groups.append(LanedGroup(stages, ins, outs))
+    return tuple(groups)
 
 
 # ---- the inner schedule ----------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def spread_groups(graph: StageGraph) -> tuple[Group, ...]:
 
 @dataclass(frozen=True)
 class _Flow:
-    """The F, B and W of all stages that are not spread, in the inner schedule's order, with its times."""
+    """The F, B and W of all stages without lanes, in the inner schedule's order, with its times."""
 
     microbatches: int
     ops: tuple[Op, ...]
@@ -205,25 +206,27 @@ class _Flow:
         return {op: i for i, op in enumerate(self.ops)}
 
     def ended(self, ops: Iterable[Op]) -> float:
-        """When the last of these ops ends."""
+        """The time at which the last of `ops` ends."""
         return max((self.spans[self.place[op]][1] for op in ops), default=0.0)
 
     def first_start(self, ops: Iterable[Op]) -> float:
-        """When the first of these ops starts."""
+        """The time at which the first of `ops` starts."""
         return min((self.spans[self.place[op]][0] for op in ops), default=0.0)
 
     def break_at(self, ranks: Sequence[int], after: Sequence[Op], seconds: float) -> int:
-        """The first place after `after` where these ranks can put something in that need not start before `seconds`.
+        """The place for a column on `ranks` that reads the results of `after` and need not start before `seconds`.
 
-        It is before what they run at that time, if `after` has ended when that starts, and else behind it.
+        It is before the op that a rank runs at that time if `after` has ended when that op starts, else behind it. The
+        first such place of all ranks counts.
         """
         ready, least = self.ended(after), 1 + max((self.place[op] for op in after), default=-1)
-        return min((self._break(rank, ready, least, seconds) for rank in ranks), default=len(self.ops))
+        breaks = (self._break(rank, ready=ready, least=least, seconds=seconds) for rank in ranks)
+        return min(breaks, default=len(self.ops))
 
-    def _break(self, rank: int, ready: float, least: int, seconds: float) -> int:
+    def _break(self, rank: int, *, ready: float, least: int, seconds: float) -> int:
         places, starts, ends = self._by_rank.get(rank, ((), (), ()))
-        found = max(bisect_left(places, least), bisect_left(starts, ready), bisect_right(ends, seconds))
-        return places[found] if found < len(places) else len(self.ops)
+        index = max(bisect_left(places, least), bisect_left(starts, ready), bisect_right(ends, seconds))
+        return places[index] if index < len(places) else len(self.ops)
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[list[int], list[float], list[float]]]:
@@ -239,38 +242,46 @@ class _Flow:
 
 
 def _flow(
-    graph: StageGraph, groups: Sequence[Group], microbatches: int, costs: Costs, inner: Maker, lead: int
+    graph: StageGraph, groups: Sequence[LanedGroup], microbatches: int, costs: Costs, inner: Maker, lead: int
 ) -> _Flow:
-    alone = _alone(graph, groups, lead)
-    added = {node.name for node in alone.stages} - {node.name for node in graph.stages}
-    nothing = {(kind, name, False): 0.0 for kind in "FB" for name in added}
-    costs = replace(costs, seconds={**costs.seconds, **nothing})
-    schedule = inner(alone, microbatches, costs)
-    kept = [
+    unlaned = _without_lanes(graph, groups, lead)
+    added = {node.name for node in unlaned.stages} - {node.name for node in graph.stages}
+    free = {(kind, name, False): 0.0 for kind in "FB" for name in added}
+    costs = replace(costs, seconds={**costs.seconds, **free})
+    schedule = inner(unlaned, microbatches, costs)
+    timed = [
         (op, span, schedule.graph.stage(op.stage).ranks)
         for op, span in simulate(schedule, costs).spans.items()
         if op.kind in ("F", "B", "W") and op.stage not in added
     ]
-    ops, spans, ranks = zip(*kept, strict=True)
+    ops, spans, ranks = zip(*timed, strict=True)
     in_flight = {stage: bound for stage, bound in schedule.in_flight.items() if stage not in added}
     return _Flow(microbatches, ops, spans, ranks, in_flight)
 
 
-def _alone(graph: StageGraph, groups: Sequence[Group], lead: int) -> StageGraph:
-    """The graph without its spread stages, and with further stages, on ranks of their own, in the place of generators.
+def _without_lanes(graph: StageGraph, groups: Sequence[LanedGroup], lead: int) -> StageGraph:
+    """The graph without its stages with lanes, and with further stages on ranks of their own in place of generators.
 
-    With `unit - 1` hops more behind it a stage has a lead of a unit over its own backward.
+    A stage with `unit - 1` more hops behind it leads its own backward by a unit.
     """
-    spread = {name for group in groups for name in group.names}
-    stages = [node for node in graph.stages if node.name not in spread]
-    edges = [edge for edge in graph.edges if not spread & {edge.src, edge.dst}]
+    laned = {name for group in groups for name in group.names}
+    stages = [node for node in graph.stages if node.name not in laned]
+    edges = [edge for edge in graph.edges if not laned & {edge.src, edge.dst}]
     free = max(graph.ranks) + 1
     for group in groups:
         for edge in group.ins:
             names = [f"{edge.name} {hop}" for hop in range(-(-(group.unit - 1) // lead))]
-            both = {"backward": edge.gradient, "trainable": False}
             for name in names:
-                stages.append(StageNode(name=name, module=edge.name, index=0, ranks=(free,), **both))
+                stages.append(
+                    StageNode(
+                        name=name,
+                        module=edge.name,
+                        index=0,
+                        ranks=(free,),
+                        backward=edge.gradient,
+                        trainable=False,
+                    )
+                )
                 free += 1
             for src, dst in pairwise([edge.src, *names]):
                 edges.append(EdgeNode(name=edge_name(src, dst), src=src, dst=dst, kind="async", gradient=edge.gradient))
@@ -284,10 +295,10 @@ def _alone(graph: StageGraph, groups: Sequence[Group], lead: int) -> StageGraph:
 
 @dataclass(frozen=True)
 class _Column:
-    """What the lane of a microbatch puts in at a place of the inner order.
+    """Ops of one microbatch's lane that go before the op at `place` of the inner order.
 
-    seconds: when the inner schedule is so far that its unit could run. fills: whether it may run earlier, where the
-    lane has nothing else to do.
+    seconds: the time in the inner schedule from which its unit can run. fills: whether it may run earlier, where the
+    lane is idle.
     """
 
     place: int
@@ -296,14 +307,14 @@ class _Column:
     fills: bool = False
 
 
-def _columns(group: Group, flow: _Flow, fill: bool) -> Iterator[_Column]:
+def _columns(group: LanedGroup, flow: _Flow, *, fill: bool) -> Iterator[_Column]:
     """The columns of all units.
 
-    fill: the first K units but one wait for their first use, and W for the F that takes their place in flight. Until
-    then these fill what is idle.
+    fill: the first K units but one wait for their first use, and W for the F that replaces their unit in flight. Until
+    then they fill idle time.
     """
-    bound, count = group.ahead(flow) * group.unit, flow.microbatches
-    for place, seconds, kind, m in _places(group, flow, bound, fill):
+    bound, count = group.units_in_flight(flow) * group.unit, flow.microbatches
+    for place, seconds, kind, m in _places(group, flow, bound, fill=fill):
         if kind == "B":
             yield _Column(place, seconds, group.backward(m) + ([] if fill else group.weights(m)))
             continue
@@ -318,10 +329,10 @@ _Place = tuple[int, float, str, int]
 """(place and seconds as of a column, "F" or "B", microbatch)."""
 
 
-def _places(group: Group, flow: _Flow, bound: int, fill: bool) -> Iterator[_Place]:
-    """Where F and B of every microbatch go, in the order in which those of one place run."""
+def _places(group: LanedGroup, flow: _Flow, bound: int, *, fill: bool) -> Iterator[_Place]:
+    """The places of F and B of every microbatch; those of one place run in the order in which they are yielded."""
     if group.ins:
-        yield from _of_generators(group, flow)
+        yield from _generator_places(group, flow)
         return
     for span in group.units(min(bound, flow.microbatches)):
         seconds = flow.first_start(op for m in span for op in group.readers(m)) if fill else 0.0
@@ -329,28 +340,28 @@ def _places(group: Group, flow: _Flow, bound: int, fill: bool) -> Iterator[_Plac
             latest = (flow.place[op] for op in group.readers(m))
             yield (min(flow.break_at(group.ranks_of(m), (), seconds), *latest) if seconds else 0), seconds, "F", m
     for span in group.units(flow.microbatches):
-        seconds = flow.ended(op for m in span for op in group.released(m))
+        seconds = flow.ended(op for m in span for op in group.releases(m))
         for m in span:
             paired = [m + bound] if m + bound < flow.microbatches else []
             latest = (flow.place[op] for later in paired for op in group.readers(later))
-            place = min(flow.break_at(group.ranks_of(m), group.released(m), seconds), *latest, len(flow.ops))
+            place = min(flow.break_at(group.ranks_of(m), group.releases(m), seconds), *latest, len(flow.ops))
             yield place, seconds, "B", m
             for later in paired:
                 yield place, seconds, "F", later
 
 
-def _of_generators(group: Group, flow: _Flow) -> Iterator[_Place]:
+def _generator_places(group: LanedGroup, flow: _Flow) -> Iterator[_Place]:
     for span in group.units(flow.microbatches):
-        seconds = flow.ended(op for m in span for op in group.needed(m))
+        seconds = flow.ended(op for m in span for op in group.inputs(m))
         for m in span:
             latest = [flow.place[op] for op in (*group.readers(m), *_waiting(group, flow, m))]
-            place = min(flow.break_at(group.ranks_of(m), group.needed(m), seconds), *latest, len(flow.ops))
+            place = min(flow.break_at(group.ranks_of(m), group.inputs(m), seconds), *latest, len(flow.ops))
             yield place, seconds, "F", m
             yield place, seconds, "B", m
 
 
-def _waiting(group: Group, flow: _Flow, microbatch: int) -> Iterator[Op]:
-    """The F of sources without backward that wait until a microbatch is in flight there no more."""
+def _waiting(group: LanedGroup, flow: _Flow, microbatch: int) -> Iterator[Op]:
+    """The F of sources without backward that wait until `microbatch` is no longer in flight there."""
     for edge in group.ins:
         later = Op("F", edge.src, microbatch + flow.in_flight[edge.src])
         if not edge.gradient and later in flow.place:
@@ -359,9 +370,9 @@ def _waiting(group: Group, flow: _Flow, microbatch: int) -> Iterator[Op]:
 
 def _merged(flow: _Flow, columns: Iterable[_Column]) -> list[Op]:
     """The ops of `flow` with each column before the op at its place."""
-    merged, left = [], sorted(columns, key=lambda column: (column.place, column.seconds))[::-1]
+    merged, remaining = [], sorted(columns, key=lambda column: (column.place, column.seconds))[::-1]
     for place, op in enumerate((*flow.ops, None)):
-        while left and left[-1].place <= place:
-            merged += left.pop().ops
+        while remaining and remaining[-1].place <= place:
+            merged += remaining.pop().ops
         merged += [op] if op else []
     return merged

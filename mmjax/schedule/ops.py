@@ -1,6 +1,7 @@
 """Ops and schedules: a training step as one totally ordered list of small programs.
 
-`dependencies` is the one place that says which op reads what: making, checking, timing and running a schedule ask it.
+`dependencies` is the only definition of the results that an op reads; making, checking, timing and running a schedule
+all use it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ EDGE_KINDS = ("pack", "move", "unpack")
 PARAMETER_COPIES = ("offload", "reload")
 STASH_COPIES = ("stash", "unstash")
 MOST_UNSTASHED = 2
-"""Of a stage that stashes, the most microbatches of a lane between F and B that are on its devices at once."""
+"""The most microbatches of a stashing stage's lane between F and B that are on its devices at once."""
 COPY_KINDS = (*PARAMETER_COPIES, *STASH_COPIES)
 KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "prepare", "reduce", "norm", "update")
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One program run: what (`kind`), where (`stage`), for which `microbatch` (`ONCE`: once a step).
+    """One run of a program: its `kind`, its `stage` and its `microbatch` (`ONCE`: once a step).
 
     Kinds:
       F, B, W: forward and backward. B of a split stage computes the gradient of its inputs, W that of its weights.
@@ -34,7 +35,7 @@ class Op:
         ops of a tie carry its weight to the stage that borrows it, and the reduced gradient back, once a step.
       offload, reload: copy a stage's compute parameters to the host and back, between a window's last F and its first
         B. `microbatch` is the window's first.
-      stash, unstash: copy what a microbatch's F keeps for its B to the host and back, on its lane.
+      stash, unstash: copy the residuals that a microbatch's F keeps for its B to the host and back, on its lane.
       prepare, reduce, norm, update, once a step: make the weights ready, sum gradients over dp, compute squared
         gradient norms (on all ranks; the stage is "world"), and update.
     """
@@ -63,8 +64,8 @@ class Schedule:
         microbatch is in flight from the start of its F to the end of its B. In a split stage it is to the end of its
         W, and in a stage without backward to the end of its consumers' F.
       window: microbatches of a window, for offload and reload. 0 is all; the last window may be smaller.
-      waits: for an op, further ops that must end first, beside those whose results it reads. Named only where the
-        order of ops on ranks does not ensure it.
+      waits: for an op, further ops that must end first, beside its dependencies. Named only where the order of ops on
+        ranks does not ensure it.
     """
 
     graph: StageGraph
@@ -98,10 +99,10 @@ class Schedule:
         return dependencies(self.graph, self.microbatches, op, self.window)
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
-        """Ops that must end before `op` starts although it reads no result of theirs: for `in_flight`, and `waits`.
+        """Ops that must end before `op` starts although it does not read their results: for `in_flight`, and `waits`.
 
         No gradient comes back to a stage without backward, so only these ops keep it from running arbitrarily far
-        ahead; for other stages the order of their own ops is enough. They shape the order and the simulation, and the
+        ahead; for other stages the order of F and B is enough. They shape the order and the simulation, and the
         executor delays an op until they have ended (`pipeline.awaiting`).
         """
         return (*awaits(self.graph, self.in_flight, op), *self.waits.get(op, ()))
@@ -111,7 +112,7 @@ class Schedule:
         return min(self.microbatches, self.in_flight.get(self.graph.stage(stage).name, self.microbatches))
 
     def describe(self) -> str:
-        """A line for the whole, one for each stage (ranks, distance, in-flight bound, order of FBW) and tie."""
+        """A line for the schedule, and one for each stage (ranks, distance, in-flight bound, order of FBW) and tie."""
         lines = [f"{self.name}: {len(self.graph.stages)} stages, {self.microbatches} microbatches, {len(self.ops)} ops"]
         width = max(len(node.name) for node in (*self.graph.stages, *self.graph.ties))
         for stage in self.graph.stages:
@@ -129,7 +130,7 @@ class Schedule:
     def _by_rank(self) -> dict[int, tuple[Op, ...]]:
         table: dict[int, list[Op]] = {rank: [] for rank in self.graph.ranks}
         for op in self.ops:
-            for rank in touches(self.graph, op):
+            for rank in participating_ranks(self.graph, op):
                 table[rank].append(op)
         return {rank: tuple(ops) for rank, ops in table.items()}
 
@@ -143,7 +144,7 @@ def _show_lanes(stage: StageNode) -> str:
 
 
 def windows(microbatches: int, window: int = 0) -> tuple[range, ...]:
-    """The microbatches of a step in windows of `window`, the last one maybe smaller; 0 is all of them."""
+    """The microbatches of a step in windows of `window`, the last one maybe smaller; 0 is one window of all."""
     size = window or microbatches
     return tuple(range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
 
@@ -216,8 +217,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
 
     A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
     one of each lane. The gradient of a weight that is lent to another stage is complete when that stage's part has come
-    back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F. What is
-    stashed after F is back before B.
+    back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F. Residuals
+    that are stashed after F are copied back before B.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -232,8 +233,8 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
             reloads = _reload(graph, microbatches, op.stage, op.microbatch, window)
             unpacks = (arrival(edge, op.microbatch, backward=True) for edge in outs)
-            kept = Op("unstash" if graph.stage(op.stage).stashes else "F", op.stage, op.microbatch)
-            return (kept, *reloads, *unpacks)
+            residuals = Op("unstash" if graph.stage(op.stage).stashes else "F", op.stage, op.microbatch)
+            return (residuals, *reloads, *unpacks)
         case "W":
             return (Op("B", op.stage, op.microbatch),)
         case "offload":
@@ -273,7 +274,7 @@ def _reload(graph: StageGraph, microbatches: int, stage: str, microbatch: int, w
 def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
     """The op before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
 
-    None comes before a tie's way to the borrower: the weight exists when the step begins.
+    No op comes before the forward ops of a tie: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
     if op.kind == "unpack" and graph.kind_of(edge, op.microbatch) != "local":
@@ -298,9 +299,12 @@ def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op,
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that take part in `op`: its stage's lane, or all of its ranks for an op that runs once, both sides' for
-    a move, all for a world op."""
+def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
+    """The ranks that take part in `op`.
+
+    They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step; those of both sides
+    for a move; all for a world op.
+    """
     if op.kind == "move":
         ends = graph.stage(graph.edge(op.edge).src), graph.stage(graph.edge(op.edge).dst)
         return tuple(sorted({rank for end in ends for rank in end.ranks_of(op.microbatch)}))
@@ -310,38 +314,39 @@ def touches(graph: StageGraph, op: Op) -> tuple[int, ...]:
     return node.ranks if op.kind in PARAMETER_COPIES else node.ranks_of(op.microbatch)
 
 
-def occupies(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that can run nothing else during `op`: as `touches`, but none for an asynchronous move or a copy."""
+def occupied_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
+    """The ranks that can run nothing else during `op`: its participating ranks, but none for an asynchronous move or a
+    copy."""
     if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).kind == "async"):
         return ()
-    return touches(graph, op)
+    return participating_ranks(graph, op)
 
 
 Resource = int | tuple[str, str | int, bool] | tuple[str, str, bool, int]
-"""A resource that one op at a time can hold: a rank, a direction of an edge's wire (the wire of each pair of lanes is
-one of its own), or a rank's copy engine."""
+"""A resource that one op at a time can hold: a rank, an edge's wire in one direction (each pair of lanes has its own),
+or a rank's copy engine."""
 
 
-def holds(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
+def occupied_resources(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
     An asynchronous move holds its edge's wire in its direction, a copy to the host or back the copy engine of each of
     its ranks; both leave the ranks free to compute.
     """
     if op.kind in COPY_KINDS:
-        return tuple(("copy", rank, False) for rank in touches(graph, op))
-    return occupies(graph, op) or (_wire(graph, op),)
+        return tuple(("copy", rank, False) for rank in participating_ranks(graph, op))
+    return occupied_ranks(graph, op) or (_wire(graph, op),)
 
 
-def ordered(graph: StageGraph, before: Op, op: Op) -> bool:
-    """Whether devices run two ops one after another because both hold a rank or a wire.
+def run_in_order(graph: StageGraph, before: Op, op: Op) -> bool:
+    """Whether devices run two ops one after another because both occupy a rank or a wire.
 
-    Not so two copies: a device may copy to the host and back at the same time.
+    They do not so with two copies: a device may copy to the host and back at the same time.
     """
     copies = before.kind in COPY_KINDS and op.kind in COPY_KINDS
-    return not copies and not set(holds(graph, before)).isdisjoint(holds(graph, op))
+    return not copies and not set(occupied_resources(graph, before)).isdisjoint(occupied_resources(graph, op))
 
 
 def _wire(graph: StageGraph, op: Op) -> Resource:
-    pairs = len(graph.turns(graph.edge(op.edge)))
+    pairs = len(graph.lane_cycle(graph.edge(op.edge)))
     return ("wire", op.edge, op.backward) if pairs == 1 else ("wire", op.edge, op.backward, op.microbatch % pairs)

@@ -1,4 +1,4 @@
-"""Orders of one stage's own F, B and W, which schedules are put together from."""
+"""Orders of F, B and W of one stage, the building blocks of schedules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def backward_ops(stage: StageNode, microbatch: int) -> list[Op]:
     return [Op(kind, stage.name, microbatch) for kind in "BW"[: stage.backward + stage.split]]
 
 
-def phases(stage: StageNode, microbatches: Iterable[int]) -> list[Op]:
+def gpipe_order(stage: StageNode, microbatches: Iterable[int]) -> list[Op]:
     """GPipe's order: all F, then all B, a W right behind its B."""
     span = list(microbatches)
     return [Op("F", stage.name, m) for m in span] + [op for m in span for op in backward_ops(stage, m)]
 
 
-def turns(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
+def one_f_one_b_order(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
     """1F1B's order: `warmup` F, then backward and F in turn, a W right behind its B."""
     span = range(microbatches) if isinstance(microbatches, int) else microbatches
     forwards = [Op("F", stage.name, m) for m in span]
@@ -30,7 +30,7 @@ def turns(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
 
 
 def by_lane(graph: StageGraph, order: Sequence[Op]) -> list[list[Op]]:
-    """The order of a stage's ops, cut into one for each lane; an order of several stages' ops stays whole."""
+    """The order of a stage's ops, cut into one order for each lane; an order of several stages' ops is not cut."""
     if len({op.stage for op in order}) > 1:
         return [list(order)]
     lanes: dict[int, list[Op]] = {}
@@ -39,12 +39,12 @@ def by_lane(graph: StageGraph, order: Sequence[Op]) -> list[list[Op]]:
     return list(lanes.values())
 
 
-def peak(order: Sequence[Op], stage: StageNode) -> int:
-    """The most microbatches of a stage with backward that are in flight at any place of `order`."""
-    ends = "W" if stage.split else "B"
-    live = most = 0
+def peak_in_flight(order: Sequence[Op], stage: StageNode) -> int:
+    """The most microbatches of a stage with backward that are in flight after any op of `order`."""
+    last_kind = "W" if stage.split else "B"
+    live = peak = 0
     for op in order:
         if op.stage == stage.name:
-            live += (op.kind == "F") - (op.kind == ends)
-            most = max(most, live)
-    return most
+            live += (op.kind == "F") - (op.kind == last_kind)
+            peak = max(peak, live)
+    return peak

@@ -31,17 +31,17 @@ def backward_factor(*, trained: bool, trained_before: bool, recompute: bool = Fa
 def cut(seconds: Sequence[float], stages: int, *, chunks: int = 1) -> tuple[range, ...]:
     """The layers of each of `stages · chunks` stages.
 
-    Among the cuts whose longest stage is shortest, this is the most even one: that with the least sum of squares. It
-    is found by dynamic programming over the number of stages and the last layer. With interleaving every chunk is a
+    Among the cuts whose longest stage is shortest, this is the most even one: it has the least sum of squares. It is
+    found by dynamic programming over the number of stages and the last layer. With interleaving every chunk is a
     stage: stage k is on submesh k mod `stages`, and the longest chunk sets the pace.
 
     Raises:
-      ValueError: there are fewer layers than stages, none of either, or a layer takes less than 0 seconds.
+      ValueError: there are fewer layers than stages, no stages, or a layer with negative or infinite seconds.
     """
     pieces, layers = stages * chunks, len(seconds)
     if not 1 <= pieces <= layers:
         raise ValueError(f"{layers} layers in {stages} · {chunks} stages: a stage needs a layer")
-    if not all(math.isfinite(one) and one >= 0 for one in seconds):
+    if not all(math.isfinite(layer) and layer >= 0 for layer in seconds):
         raise ValueError("a layer takes 0 seconds or more")
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
     # piece_KE[k, e]: seconds of layers k to e - 1; no piece is empty.
@@ -52,13 +52,13 @@ def cut(seconds: Sequence[float], stages: int, *, chunks: int = 1) -> tuple[rang
     return tuple(range(first, end) for first, end in zip([0, *ends], ends, strict=False))
 
 
-def _best(piece_KE: np.ndarray, pieces: int, joined: np.ufunc) -> tuple[float, list[int]]:
-    """The least cost of `pieces` pieces, whose costs `joined` combines, and where each of them ends."""
+def _best(piece_KE: np.ndarray, pieces: int, combine: np.ufunc) -> tuple[float, list[int]]:
+    """The least cost of `pieces` pieces, whose costs `combine` joins, and the end of each piece."""
     layers = len(piece_KE) - 1
     cost = piece_KE[0]
     firsts = []
     for _ in range(pieces - 1):
-        total_KE = joined(cost[:, None], piece_KE)
+        total_KE = combine(cost[:, None], piece_KE)
         first = total_KE.argmin(axis=0)
         firsts.append(first)
         cost = total_KE[first, np.arange(layers + 1)]

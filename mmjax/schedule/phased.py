@@ -3,7 +3,7 @@
 Three phases (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3 and
 appendix D): first all encoder F of a window and the moves of their activations; then ordinary 1F1B of everything behind
 them; once that has drained, the moves of gradients back and all encoder B. Encoders are the modules that no other
-feeds. Their programs are collectives over ranks at different places of the LLM's pipeline; phases keep the two apart.
+feeds. Their programs are collectives over ranks of several LLM stages; phases keep them apart from the LLM's ops.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cached_property
 
 from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.list_scheduler import list_schedule
-from mmjax.schedule.ops import Op, Schedule, edge_ops, occupies, windows
-from mmjax.schedule.orders import backward_ops, phases, turns
+from mmjax.schedule.ops import Op, Schedule, edge_ops, occupied_ranks, windows
+from mmjax.schedule.orders import backward_ops, gpipe_order, one_f_one_b_order
 from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.stash import stashing
 from mmjax.schedule.validate import ScheduleError
@@ -35,7 +35,8 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
     longer than the rest of the cooldown, it starts earlier. It always ends before the first encoder B.
     """
-    return _Phases(graph, microbatches, window, _sharing(graph), False, "three-phase").schedule(costs)
+    phases = _Phases(graph, microbatches, window=window, phased=_sharing(graph), everywhere=False, name="three-phase")
+    return phases.schedule(costs)
 
 
 def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
@@ -44,26 +45,29 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
     This is the simplest way to put an encoder before a pipeline, and papers use it as a baseline. Where ranks are
     shared it equals three phases with one window. Encoders on separate ranks run at the same time.
 
-    Generators with lanes have a phase of their own too: on every rank after all F of the stages that feed them, and
-    before all B of these, which so keep all microbatches. With encoders in lanes that is Optimus as Zhang et al.,
-    "BigMac" (§2.2, §4.1), compare with it.
+    Generators with lanes have a phase of their own too. On every rank it comes after all F of the stages that feed them
+    and before all B of these stages, which therefore keep all microbatches. With encoders in lanes this schedule is
+    Optimus as Zhang et al., "BigMac" (§2.2, §4.1), compare with it.
     """
-    return _Phases(graph, microbatches, 0, frozenset(encoders(graph)), True, "encoders-first").schedule(costs)
+    phases = _Phases(
+        graph, microbatches, window=0, phased=frozenset(encoders(graph)), everywhere=True, name="encoders-first"
+    )
+    return phases.schedule(costs)
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
     """The modules that no other module feeds and that give no loss."""
     module = {node.name: node.module for node in graph.stages}
     fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
-    own = {node.module for node in graph.losses}
-    return tuple(name for name in graph.modules if name not in fed | own)
+    with_loss = {node.module for node in graph.losses}
+    return tuple(name for name in graph.modules if name not in fed | with_loss)
 
 
 def _sharing(graph: StageGraph) -> frozenset[str]:
     """The encoders that share a rank with a module that is no encoder."""
-    first = encoders(graph)
-    behind = {rank for node in graph.stages if node.module not in first for rank in node.ranks}
-    return frozenset(node.module for node in graph.stages if node.module in first and behind.intersection(node.ranks))
+    names = encoders(graph)
+    ranks = {rank for node in graph.stages if node.module not in names for rank in node.ranks}
+    return frozenset(node.module for node in graph.stages if node.module in names and ranks.intersection(node.ranks))
 
 
 @dataclass(frozen=True)
@@ -90,21 +94,21 @@ class _Phases:
 
     @property
     def generators(self) -> list[StageNode]:
-        """The stages with lanes that have a phase of their own between the F and the B of those that feed them."""
-        return [node for node in self.rest if node.lanes > 1] if self.everywhere else []
+        """The stages with lanes whose phase lies between the F and the B of the stages that feed them."""
+        return [node for node in self.pipelined if node.lanes > 1] if self.everywhere else []
 
     @cached_property
     def feeding(self) -> list[StageNode]:
-        """The stages of the rest that `generators` come behind."""
+        """The pipelined stages that lead to `generators`."""
         names = {node.name for node in self.generators}
         for node in reversed(self.graph.topological):
             if any(edge.dst in names for edge in self.graph.out_edges(node.name)):
                 names.add(node.name)
-        return [node for node in self.rest if node.name in names and node.lanes == 1]
+        return [node for node in self.pipelined if node.name in names and node.lanes == 1]
 
     @property
-    def rest(self) -> list[StageNode]:
-        """The stages that run between the encoders' phases: those of modules that are no encoders."""
+    def pipelined(self) -> list[StageNode]:
+        """The stages that run between the encoders' phases, in 1F1B: the stages of all modules but encoders."""
         return [node for node in self.graph.stages if node.module not in encoders(self.graph)]
 
     def schedule(self, costs: Costs) -> Schedule:
@@ -115,9 +119,9 @@ class _Phases:
             raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set stash=False")
         return stashing(self.graph, self.microbatches, costs, self._timeline).schedule
 
-    def _timeline(self, costs: Costs, more: Mapping[Op, tuple[Op, ...]]) -> Timeline:
+    def _timeline(self, costs: Costs, stash_waits: Mapping[Op, tuple[Op, ...]]) -> Timeline:
         waits = self._waits()
-        for op, before in more.items():
+        for op, before in stash_waits.items():
             waits[op] = (*waits.get(op, ()), *before)
         if any(node.offload for node in self.encoders):
             at_once = {key: seconds for key, seconds in costs.seconds.items() if key[0] != "reload"}
@@ -130,13 +134,13 @@ class _Phases:
         for node in self.graph.stages:
             warmup = (self.graph.distance(node.name) + 1) * node.lanes
             if node in self.encoders or node in self.feeding:
-                orders[node.name] = [op for span in self.spans for op in phases(node, span)]
+                orders[node.name] = [op for span in self.spans for op in gpipe_order(node, span)]
                 in_flight[node.name] = node.lanes * -(-window // node.lanes)
-            elif node in self.rest:
-                orders[node.name] = [op for span in self.spans for op in turns(node, span, warmup)]
+            elif node in self.pipelined:
+                orders[node.name] = [op for span in self.spans for op in one_f_one_b_order(node, span, warmup)]
                 in_flight[node.name] = min(warmup, window)
             else:
-                orders[node.name] = turns(node, self.microbatches, warmup)
+                orders[node.name] = one_f_one_b_order(node, self.microbatches, warmup)
                 in_flight[node.name] = warmup
         return list_schedule(
             self.graph,
@@ -154,12 +158,12 @@ class _Phases:
     def _waits(self) -> Waits:
         """Waits that keep the phases of each window apart.
 
-        The first F of the rest waits for the encoders' forward ops (`_forward`), and the encoders' backward ops
-        (`_backward`) wait for the last op of the rest. A lane without backward in a window instead starts the next
-        window after the rest has ended this one.
+        The first F of the pipelined stages waits for the encoders' forward ops (`_forward`), and the encoders' backward
+        ops (`_backward`) wait for the last op of the pipelined stages. A lane without backward in a window instead
+        starts the next window after the pipelined stages have ended this one.
         """
         waits: dict[Op, list[Op]] = defaultdict(list)
-        pairs = [(encoder, node) for encoder in self.encoders for node in self.rest if self._apart(encoder, node)]
+        pairs = [(encoder, node) for encoder in self.encoders for node in self.pipelined if self._apart(encoder, node)]
         for index, span in enumerate(self.spans):
             for encoder, node in pairs:
                 waits[Op("F", node.name, span[0])] += self._forward(encoder, span)
@@ -168,11 +172,14 @@ class _Phases:
                 for m in _without_backward(encoder, self.spans[index - 1], span) if index else ():
                     waits[Op("F", encoder.name, m)].append(_last(node, self.spans[index - 1]))
             for generator in self.generators:
-                self._around(waits, generator, span)
+                self._add_generator_waits(waits, generator, span)
         return {op: tuple(before) for op, before in waits.items()}
 
-    def _around(self, waits: dict[Op, list[Op]], generator: StageNode, span: range) -> None:
-        """Waits of a generator's lanes for the F of the stages that feed it on their ranks, and of these stages' B."""
+    def _add_generator_waits(self, waits: dict[Op, list[Op]], generator: StageNode, span: range) -> None:
+        """Adds waits between a generator and the stages that feed it, for each lane and the stages on its ranks.
+
+        The lane's first F waits for the last F of such a stage, and the stage's first B for the lane's last op.
+        """
         lanes = zip(span[: generator.lanes], _by_lane(generator, span), strict=True)
         for (first, last), node in itertools.product(lanes, self.feeding):
             if not set(generator.ranks_of(first)).isdisjoint(node.ranks):
@@ -181,16 +188,18 @@ class _Phases:
                     waits[op].append(_ops(generator, range(last, last + 1))[-1])
 
     def _apart(self, encoder: StageNode, node: StageNode) -> bool:
-        """Whether the ops of two stages are kept in separate phases."""
+        """Whether the ops of two stages are in separate phases."""
         return self.everywhere or not set(encoder.ranks).isdisjoint(node.ranks)
 
     def _forward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's last F of a stage's lanes, and the ops that carry its activations on and occupy a whole lane."""
+        """The last F of each lane of a stage in a window, and the ops that send its activations and occupy all ranks of
+        a lane."""
         last = [Op("F", encoder.name, m) for m in encoder.last_of_lanes(span)]
         return [*last, *self._edges(encoder, span, backward=False)]
 
     def _backward(self, encoder: StageNode, span: range) -> list[Op]:
-        """A window's first B of a stage's lanes, and the ops that carry gradients to it and occupy a whole lane."""
+        """The first B of each lane of a stage in a window, and the ops that receive its gradients and occupy all ranks
+        of a lane."""
         first = [op for m in span[: encoder.lanes] for op in backward_ops(encoder, m)[:1]]
         return [*first, *self._edges(encoder, span, backward=True)]
 
@@ -198,7 +207,7 @@ class _Phases:
         for edge in self.graph.out_edges(encoder.name):
             if edge.gradient or not backward:
                 for op in (op for m in span for op in edge_ops(self.graph, edge, m, backward=backward)):
-                    if set(encoder.ranks_of(op.microbatch)) <= set(occupies(self.graph, op)):
+                    if set(encoder.ranks_of(op.microbatch)) <= set(occupied_ranks(self.graph, op)):
                         yield op
 
     # ---- reloads -----------------------------------------------------------------------------------------------------
@@ -207,17 +216,19 @@ class _Phases:
         """Pairs of a reload and the ops that it waits for, from a timeline in which reloads take no time."""
         for index, span in enumerate(self.spans):
             for encoder in (node for node in self.encoders if node.offload):
-                # A stage of a pipelined encoder may be on ranks of its own while others of it share the LLM's.
-                nodes = [node for node in self.rest if self._apart(encoder, node)] or self.rest
+                # A stage of a pipelined encoder may be on ranks of its own while its other stages share the LLM's.
+                nodes = [node for node in self.pipelined if self._apart(encoder, node)] or self.pipelined
                 ops = [op for node in nodes for op in _ops(node, span)]
                 cooldown = max(timeline.span(Op("F", node.name, span[-1]))[1] for node in nodes)
-                latest = min(cooldown, self._needed(timeline, encoder, index) - self._reload_seconds(encoder, costs))
+                needed = self._next_read(timeline, encoder, index)
+                latest = min(cooldown, needed - self._reload_seconds(encoder, costs))
                 ended = [(timeline.span(op)[1], i) for i, op in enumerate(ops) if timeline.span(op)[1] <= latest]
-                if ended:  # otherwise it comes right after the offload
+                if ended:  # otherwise the reload comes right after the offload
                     yield Op("reload", encoder.name, span[0]), (ops[max(ended)[1]],)
 
-    def _needed(self, timeline: Timeline, encoder: StageNode, index: int) -> float:
-        """When a stage's parameters are read again: for the window's first B or, without one, for the next window."""
+    def _next_read(self, timeline: Timeline, encoder: StageNode, index: int) -> float:
+        """The time at which a stage's parameters are read again: at window `index`'s first B or, without a backward, at
+        the next window's first F."""
         if encoder.backward:
             return timeline.span(Op("B", encoder.name, self.spans[index][0]))[0]
         if index + 1 < len(self.spans):
@@ -225,9 +236,9 @@ class _Phases:
         return timeline.makespan
 
     def _reload_seconds(self, encoder: StageNode, costs: Costs) -> float:
-        """Seconds of the reloads of all encoder stages that share ranks with `encoder`, whose copies take turns."""
-        served = [node for node in self.encoders if node.offload and not set(encoder.ranks).isdisjoint(node.ranks)]
-        return sum(costs.of(Op("reload", node.name)) for node in served)
+        """Seconds of the reloads of all encoder stages that share ranks with `encoder`: their copies run in turn."""
+        nodes = [node for node in self.encoders if node.offload and not set(encoder.ranks).isdisjoint(node.ranks)]
+        return sum(costs.of(Op("reload", node.name)) for node in nodes)
 
 
 def _ops(node: StageNode, span: range) -> list[Op]:
@@ -235,7 +246,7 @@ def _ops(node: StageNode, span: range) -> list[Op]:
 
 
 def _by_lane(node: StageNode, span: range) -> list[int]:
-    """The last microbatch of each lane that has any, in the order of the lanes of `span`'s first ones."""
+    """The last microbatch of each lane in `span`, in the order in which the lanes take their first ones."""
     return sorted(node.last_of_lanes(span), key=lambda m: (m - span[0]) % node.lanes)
 
 

@@ -4,12 +4,12 @@ Each function is one way to place encoders, an LLM and, in some, generators on r
 baselines of papers. A rank stands for a submesh here. Layers are cut as evenly as whole layers allow, by the time of
 forward and backward together, which takes frozen modules into account (Jang et al., "Cornstarch", §4.2).
 
-* `apart`: every module on ranks of its own; encoders do not wait for each other. With 1F1B it is DistTrain's way.
+* `apart`: every module on ranks of its own; encoders do not wait for each other. With 1F1B it is DistTrain's placement.
 * `spanning`: encoders on all ranks together, which the LLM's stages share. For three phases.
 * `in_lanes`: encoders and generators on all ranks, which the LLM's stages share, a microbatch on each rank. With nested
-  schedules it is BigMac's way, with encoders first that of Optimus.
-* `in_pipeline`: one row of layers, encoders before the LLM and generators behind it, cut into a stage a rank: a module
-  shares ranks with its neighbours or has some of its own, as is best. With 1F1B it is Megatron's way.
+  schedules it is BigMac's placement, with encoders first Optimus's.
+* `in_pipeline`: all layers in one sequence, encoders before the LLM and generators behind it, cut into a stage a rank:
+  a module shares ranks with its neighbours or has some of its own, as is best. With 1F1B it is Megatron's placement.
 * `colocated_stages`: encoders cut into equally many stages and fused, so that the pipeline is a chain. With 1F1B it is
   Cornstarch's baseline "encoders-colocated" (§2.2).
 * `replicated`: every LLM stage runs all encoders for itself. With 1F1B it is "encoders-replicated" (§2.2).
@@ -28,7 +28,7 @@ from mmjax.schedule.simulate import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class TimedModule:
-    """A module to be placed: its layers and how long they take.
+    """A module to be placed: its layers and their times.
 
     Attributes:
       name: name of the module.
@@ -37,7 +37,7 @@ class TimedModule:
       trainable: whether it is trained. Its B then takes twice its F. Otherwise an encoder has no B, and a module behind
         a trained one has one as long as its F.
       factors: factor on F and B by microbatch; empty where all are 1.
-      backward: B as a multiple of F; None where it follows from what is trained.
+      backward: B as a multiple of F; None where it follows from `trainable`, of this module and those before it.
       weights: the part of B that is W in a schedule that splits them, as a multiple of F; None is half of B.
     """
 
@@ -56,7 +56,7 @@ Load = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Stages on ranks and what they run. loads: by stage name."""
+    """Stages on ranks and the layers that they run. loads: by stage name."""
 
     encoders: tuple[TimedModule, ...]
     llm: TimedModule
@@ -76,12 +76,12 @@ class Placement:
         """
         nominal = Costs.nominal(self.graph, forward=0.0, move=move, once=once)
         factors = {module.name: self._factors(module, split=split) for module in self.modules}
-        halves = [node.name for node in self.graph.stages if split and node.trainable]
-        seconds = {**nominal.seconds, **{("W", stage, False): 0.0 for stage in halves}}
+        split_stages = [node.name for node in self.graph.stages if split and node.trainable]
+        seconds = {**nominal.seconds, **{("W", stage, False): 0.0 for stage in split_stages}}
         overrides = {
             (kind, stage, False, m): self._seconds(factors, kind, load, m)
             for stage, load in self.loads.items()
-            for kind in ("FBW" if stage in halves else "FB")
+            for kind in ("FBW" if stage in split_stages else "FB")
             for m in range(microbatches)
         }
         return Costs(seconds=seconds, overrides=overrides)
@@ -92,14 +92,14 @@ class Placement:
         for stage, load in self.loads.items():
             node = self.graph.stage(stage)
             for first in range(min(node.lanes, microbatches)):
-                own = range(first, microbatches, node.lanes)
+                of_lane = range(first, microbatches, node.lanes)
                 for rank in node.ranks_of(first):
-                    ranks[rank] += sum(layers * self._whole(name, own) for name, layers in load.items())
+                    ranks[rank] += sum(layers * self._layer_seconds(name, of_lane) for name, layers in load.items())
         return ranks
 
-    def _whole(self, name: str, microbatches: range) -> float:
-        """Seconds of F and backward of a module's layer for these microbatches."""
-        (module,) = (one for one in self.modules if one.name == name)
+    def _layer_seconds(self, name: str, microbatches: range) -> float:
+        """Seconds of F and backward of a layer of module `name` for these microbatches."""
+        (module,) = (module for module in self.modules if module.name == name)
         times = sum(module.factors[m] for m in microbatches) if module.factors else len(microbatches)
         return module.seconds * times * (1 + _backward(module, self.encoders, self.llm))
 
@@ -127,7 +127,7 @@ def _backward(module: TimedModule, encoders: Sequence[TimedModule], llm: TimedMo
     if module.backward is not None:
         return module.backward
     before = () if module in encoders else encoders if module == llm else (*encoders, llm)
-    return backward_factor(trained=module.trainable, trained_before=any(one.trainable for one in before))
+    return backward_factor(trained=module.trainable, trained_before=any(m.trainable for m in before))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,28 +147,28 @@ def apart(
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
     """Every module on ranks of its own, a rank for each of its `stages`; the LLM has `chunks` stages on each rank."""
-    rank, made, pairs = 0, [], []
+    rank, placed, pairs = 0, [], []
     for module in (*encoders, llm, *generators):
         depth = stages[module.name]
         count = depth * (chunks if module == llm else 1)
         for index, layers in enumerate(_even(module.layers, count)):
-            made.append(
+            placed.append(
                 _Stage(name=f"{module.name}.{index}", ranks=(rank + index % depth,), load={module.name: layers})
             )
         pairs += _chain(module.name, count)
         rank += depth
     pairs += [(f"{module.name}.{stages[module.name] - 1}", f"{llm.name}.0") for module in encoders]
     pairs += [(f"{llm.name}.{stages[llm.name] * chunks - 1}", f"{module.name}.0") for module in generators]
-    return _placement(encoders, llm, made, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators)
 
 
 def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
     """Encoders of one stage on all ranks, an LLM stage on each of them."""
     everywhere = tuple(range(ranks))
-    made = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
-    made += _llm(llm, range(ranks))
+    placed = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
+    placed += _llm(llm, range(ranks))
     pairs = [(f"{e.name}.0", f"{llm.name}.0") for e in encoders] + _chain(llm.name, ranks)
-    return _placement(encoders, llm, made, pairs)
+    return _placement(encoders, llm, placed, pairs)
 
 
 def in_lanes(
@@ -181,60 +181,60 @@ def in_lanes(
 ) -> Placement:
     """An LLM of `chunks` stages on each rank; encoders and generators of one stage with a lane on each rank."""
     everywhere = tuple(range(ranks))
-    spread = {
+    laned = {
         module.name: _Stage(name=f"{module.name}.0", ranks=everywhere, load={module.name: module.layers}, lanes=ranks)
         for module in (*encoders, *generators)
     }
     stages = ranks * chunks
-    made = [spread[e.name] for e in encoders]
-    made += _llm(llm, [k % ranks for k in range(stages)])
-    made += [spread[g.name] for g in generators]
+    placed = [laned[e.name] for e in encoders]
+    placed += _llm(llm, [k % ranks for k in range(stages)])
+    placed += [laned[g.name] for g in generators]
     pairs = [(f"{e.name}.0", f"{llm.name}.0") for e in encoders] + _chain(llm.name, stages)
     pairs += [(f"{llm.name}.{stages - 1}", f"{g.name}.0") for g in generators]
-    return _placement(encoders, llm, made, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators)
 
 
 def in_pipeline(
     encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, *, generators: Sequence[TimedModule] = ()
 ) -> Placement:
-    """Encoders' layers, one encoder after another, the LLM's and generators', cut into `ranks` pieces as even as can
-    be."""
-    row = [module for module in (*encoders, llm, *generators) for _ in range(module.layers)]
-    pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in row], ranks)
-    made: list[_Stage] = []
+    """The layers of encoders, one encoder after another, of the LLM and of generators in one sequence, cut into `ranks`
+    pieces as evenly as possible."""
+    owners = [module for module in (*encoders, llm, *generators) for _ in range(module.layers)]
+    pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in owners], ranks)
+    placed: list[_Stage] = []
     for rank, layers in enumerate(pieces):
-        held = [row[layer] for layer in layers]
-        for module in dict.fromkeys(held):
-            index = sum(stage.name.startswith(f"{module.name}.") for stage in made)
-            load = {module.name: float(held.count(module))}
-            made.append(_Stage(name=f"{module.name}.{index}", ranks=(rank,), load=load))
+        on_rank = [owners[layer] for layer in layers]
+        for module in dict.fromkeys(on_rank):
+            index = sum(stage.name.startswith(f"{module.name}.") for stage in placed)
+            load = {module.name: float(on_rank.count(module))}
+            placed.append(_Stage(name=f"{module.name}.{index}", ranks=(rank,), load=load))
     modules = (*encoders, llm, *generators)
-    count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in made) for p in modules}
+    count = {p.name: sum(stage.name.startswith(f"{p.name}.") for stage in placed) for p in modules}
     pairs = [pair for name in count for pair in _chain(name, count[name])]
     pairs += [(f"{e.name}.{count[e.name] - 1}", f"{llm.name}.0") for e in encoders]
     pairs += [(f"{llm.name}.{count[llm.name] - 1}", f"{g.name}.0") for g in generators]
-    return _placement(encoders, llm, made, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators)
 
 
 def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, stages: int) -> Placement:
     """All encoders in `stages` stages, each with a piece of every encoder, and the LLM on the other ranks."""
     name = "+".join(encoder.name for encoder in encoders)
     pieces = [_even(encoder.layers, stages) for encoder in encoders]
-    made = [
+    placed = [
         _Stage(name=f"{name}.{k}", ranks=(k,), load={e.name: p[k] for e, p in zip(encoders, pieces, strict=True)})
         for k in range(stages)
     ]
-    made += _llm(llm, range(stages, ranks))
+    placed += _llm(llm, range(stages, ranks))
     pairs = [*_chain(name, stages), (f"{name}.{stages - 1}", f"{llm.name}.0"), *_chain(llm.name, ranks - stages)]
-    return _placement(encoders, llm, made, pairs)
+    return _placement(encoders, llm, placed, pairs)
 
 
 def replicated(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """All encoders whole on every rank, each for the LLM stage there; F and B of an encoder run on all ranks."""
-    made = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
-    made += _llm(llm, range(ranks))
+    """All layers of all encoders on every rank, for the LLM stage there; F and B of an encoder run on all ranks."""
+    placed = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
+    placed += _llm(llm, range(ranks))
     pairs = [(f"{e.name}.{k}", f"{llm.name}.{k}") for k in range(ranks) for e in encoders]
-    return _placement(encoders, llm, made, pairs + _chain(llm.name, ranks))
+    return _placement(encoders, llm, placed, pairs + _chain(llm.name, ranks))
 
 
 # ---- parts of the above ----------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _placement(
     pairs: Sequence[tuple[str, str]],
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
-    """The placement; a stage is trained if a part of it is."""
+    """The placement of `stages`, joined by `pairs`; a stage is trained if one of its modules is."""
     trained = {module.name for module in (*encoders, llm, *generators) if module.trainable}
     nodes = [
         StageNode(

@@ -1,8 +1,9 @@
-"""A schedule's timing as a recurrence over arrays, for many tables of costs at a time: what `simulate` gives, faster.
+"""A schedule's timing as a recurrence over arrays, for many tables of costs at a time: as `simulate`, but faster.
 
-`simulate` starts an op when all ops that it waits for have ended: those that it reads or awaits, and the last one
-before it on each resource that it holds. They follow from the schedule alone, so they are found once; then times are
-maxima and sums, wave by wave of ops that do not wait for each other. Costs come as tables with a column for each case.
+`simulate` starts an op when all ops that it waits for have ended: its dependencies, the ops that it awaits, and the
+last op before it on each resource that it occupies. These follow from the schedule alone, so they are computed once.
+Then times are maxima and sums, in waves of ops that do not wait for each other. Costs are tables with a column for each
+case.
 
 Legend: C costs that vary, M microbatches, K cases (orders of the microbatches, say), N ops that take time.
 """
@@ -14,19 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.schedule.ops import Op, Resource, Schedule, holds
+from mmjax.schedule.ops import Op, Resource, Schedule, occupied_resources
 from mmjax.schedule.simulate import Costs
 
 CHUNK = 256
-"""How many cases are timed together; more do not fit into a core's cache."""
+"""The number of cases that are timed together; more do not fit into a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """Ops that do not wait for each other, as places in the array of ends.
+    """Ops that do not wait for each other, as row indices of the array of ends.
 
-    before: one array for each place among what an op waits for; where there are fewer, one is repeated. costs: places
-    in the array of costs.
+    before: rows of the ops that each op waits for, [n] in each of several arrays: array i has the i-th one. An op that
+    waits for fewer ops repeats them. costs: row indices of the array of costs.
     """
 
     ops: np.ndarray
@@ -38,13 +39,13 @@ class Recurrence:
     """Times `schedule` for costs that differ by microbatch in the stages `varying`, and are `costs` elsewhere.
 
     Attributes:
-      schedule: what is timed.
+      schedule: the schedule that is timed.
       keys: (kind, stage) of each cost that varies, kinds F, B and W: the first axis of a table of costs [C, M, K].
-      ops: those that can take time, in their order; the array of ends [N + 1, K] begins with the start of the step.
+      ops: the ops that can take time, in their order; the array of ends [N + 1, K] begins with the start of the step.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, varying: Collection[str]):
-        """Costs of the stages in `varying` are not read."""
+        """The costs of the stages in `varying` are not read from `costs`."""
         graph = schedule.graph
         names = [stage.name for stage in graph.topological if stage.name in set(varying)]
         kinds = {name: "FBW"[: 1 + graph.stage(name).backward + graph.stage(name).split] for name in names}
@@ -56,30 +57,30 @@ class Recurrence:
         self.ops: list[Op] = []
         self._before: list[list[int]] = [[]]
         self._cost: list[int] = [0]
-        self._wait(waits, costs, place)
+        self._record_waits(waits, costs, place)
         self._costs = np.array(self._cost)
         self.index = {op: i for i, op in enumerate(self.ops, start=1)}
         self._all = self.waves(range(1, len(self.ops) + 1))
-        used = {before for several in self._before for before in several}
-        self._last = np.array([i for i in range(len(self._before)) if i not in used])
+        awaited = {before for predecessors in self._before for before in predecessors}
+        self._last = np.array([i for i in range(len(self._before)) if i not in awaited])
 
-    def _wait(self, waits: Sequence[tuple[int, ...]], costs: Costs, place: dict[tuple[str, str], int]) -> None:
+    def _record_waits(self, waits: Sequence[tuple[int, ...]], costs: Costs, place: dict[tuple[str, str], int]) -> None:
         """Records the ops that each op waits for, without ops that take no time or that are waited for indirectly."""
         offset = len(place) * self.schedule.microbatches
-        stands: list[tuple[int, ...]] = []  # by op of the schedule, the ops that take time at whose ends it ends
+        timed: list[tuple[int, ...]] = []  # for each op of the schedule, the ops with whose ends it ends
         constants = {0.0: 0}
-        above: list[int] = [0]  # by op that takes time, a bit for each one before it
-        for op, early in zip(self.schedule.ops, waits, strict=True):
-            found = _latest({i for one in early for i in stands[one]}, above)
+        above: list[int] = [0]  # for each op that takes time, a bit for each op before it
+        for op, predecessors in zip(self.schedule.ops, waits, strict=True):
+            direct = _latest({i for before in predecessors for i in timed[before]}, above)
             key = (op.kind, op.stage)
             constant = 0.0 if key in place else costs.of(op)
             if key not in place and constant == 0.0:
-                stands.append(tuple(found))
+                timed.append(tuple(direct))
                 continue
             self.ops.append(op)
-            self._before.append(found or [0])
-            above.append(_union(found, above))
-            stands.append((len(self.ops),))
+            self._before.append(direct or [0])
+            above.append(_union(direct, above))
+            timed.append((len(self.ops),))
             if key in place:
                 self._cost.append(place[key] + op.microbatch)
             else:
@@ -93,23 +94,22 @@ class Recurrence:
         cases = table_CMK.shape[-1]
         if cases <= CHUNK:
             return self.ends(table_CMK)[self._last].max(axis=0)
-        parts = [self.makespans(table_CMK[..., k : k + CHUNK]) for k in range(0, cases, CHUNK)]
-        return np.concatenate(parts)
+        return np.concatenate([self.makespans(table_CMK[..., k : k + CHUNK]) for k in range(0, cases, CHUNK)])
 
     def ends(self, table_CMK: np.ndarray) -> np.ndarray:
-        """When each of `ops` ends, in each case [N + 1, K]; row 0 is the start of the step."""
+        """The time at which each of `ops` ends, in each case [N + 1, K]; row 0 is the start of the step."""
         ends_NK = np.zeros((len(self._before), table_CMK.shape[-1]), table_CMK.dtype)
         self.advance(ends_NK, self.costs(table_CMK), self._all)
         return ends_NK
 
     def costs(self, table_CMK: np.ndarray) -> np.ndarray:
-        """All costs, those that vary first: what `advance` reads."""
+        """All costs as `advance` reads them: first the varying ones of `table_CMK`, then the constants."""
         varying = table_CMK.reshape(-1, table_CMK.shape[-1])
         constants = np.array(self._constants, varying.dtype)[:, None]
         return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
 
     def advance(self, ends_NK: np.ndarray, costs_XK: np.ndarray, waves: Sequence[Wave]) -> None:
-        """Writes the ends of the ops in `waves`; the ends of the ops that they wait for must be there."""
+        """Writes the ends of the ops in `waves` into `ends_NK`, which has the ends of the ops that they wait for."""
         for wave in waves:
             start_WK = ends_NK.take(wave.before[0], axis=0)
             for before in wave.before[1:]:
@@ -118,7 +118,7 @@ class Recurrence:
             ends_NK[wave.ops] = start_WK
 
     def waves(self, ops: Collection[int]) -> tuple[Wave, ...]:
-        """Waves of these places in the array of ends, in an order in which they can be written."""
+        """The waves of `ops`, rows of the array of ends, in an order in which they can be written."""
         depth: dict[int, int] = {}
         for op in sorted(ops):
             depth[op] = 1 + max((depth.get(before, 0) for before in self._before[op]), default=0)
@@ -133,35 +133,35 @@ class Recurrence:
         return Wave(np.array(ops), tuple(np.ascontiguousarray(padded.T)), np.array([self._cost[op] for op in ops]))
 
     def cost_of(self, ops: np.ndarray) -> np.ndarray:
-        """Places among `costs` of the costs of the ops at these places."""
+        """The rows in `costs` for `ops`, rows of the array of ends."""
         return self._costs[ops]
 
-    # ---- what waits for what -----------------------------------------------------------------------------------------
+    # ---- ops that an op waits for ------------------------------------------------------------------------------------
 
     def ancestors(self, op: int) -> set[int]:
-        """Places of all ops that must have ended before the one at this place can start."""
+        """The rows of all ops that must have ended before `op` can start."""
         bits = self._above[op]
         return {i for i in range(1, op) if bits >> i & 1}
 
 
 def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
-    """For each op of the schedule, the places of the ops that `simulate` makes it wait for."""
+    """For each op of the schedule, the indices of the ops that `simulate` makes it wait for."""
     place = {op: i for i, op in enumerate(schedule.ops)}
     holder: dict[Resource, int] = {}
     result = []
     for i, op in enumerate(schedule.ops):
-        held = holds(schedule.graph, op)
-        early = {place[before] for before in (*schedule.dependencies(op), *schedule.awaits(op))}
-        early |= {holder[one] for one in held if one in holder}
-        if late := [before for before in sorted(early) if before >= i]:
+        resources = occupied_resources(schedule.graph, op)
+        predecessors = {place[before] for before in (*schedule.dependencies(op), *schedule.awaits(op))}
+        predecessors |= {holder[resource] for resource in resources if resource in holder}
+        if late := [before for before in sorted(predecessors) if before >= i]:
             raise ValueError(f"{op} precedes {schedule.ops[late[0]]}, which it needs: validate the schedule first")
-        result.append(tuple(sorted(early)))
-        holder.update(dict.fromkeys(held, i))
+        result.append(tuple(sorted(predecessors)))
+        holder.update(dict.fromkeys(resources, i))
     return result
 
 
 def _latest(ops: Collection[int], above: Sequence[int]) -> list[int]:
-    """The `ops` that no other one of them waits for."""
+    """The members of `ops` that no other member waits for."""
     covered = 0
     for op in ops:
         covered |= above[op]

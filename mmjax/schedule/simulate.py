@@ -1,7 +1,7 @@
 """Timing a schedule without running it: costs in; timeline, bubbles and peak in-flight out.
 
-The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free (or the
-wire or copy engines that it holds instead) and the ops that it reads or awaits have ended.
+The simulator walks the total order, as the executor does. An op starts when the ranks that it occupies are free (or its
+wire or copy engines instead) and the ops that it reads or awaits have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.ops import Op, Resource, Schedule, holds, occupies
+from mmjax.schedule.ops import Op, Resource, Schedule, occupied_ranks, occupied_resources
 
 CostKey = tuple[str, str, bool]
 """(kind, stage or, for pack/move/unpack, edge, backward direction)."""
@@ -23,8 +23,8 @@ class Costs:
     """Seconds of each op.
 
     seconds: by (kind, stage or edge name, backward); `backward` is the direction of an edge's op and False elsewhere.
-    overrides: by (kind, name, backward, microbatch), for microbatches that cost something else. Every F, B and W must
-    be given; what else is absent is free. Raises ValueError for a cost that is negative, infinite or absent.
+    overrides: by (kind, name, backward, microbatch), for microbatches with a different cost. Every F, B and W needs a
+    cost; other ops without one are free. Raises ValueError for a cost that is negative, infinite or absent.
     """
 
     seconds: Mapping[CostKey, float] = field(hash=False)
@@ -57,12 +57,12 @@ class Costs:
             return self
         seconds: dict[CostKey, float] = dict(self.seconds)
         overrides: dict[tuple[str, str, bool, int], float] = dict(self.overrides)
-        for (kind, name, way), cost in self.seconds.items():
+        for (kind, name, backward), cost in self.seconds.items():
             if kind == "B" and name in missing:
-                seconds["B", name, way] = seconds["W", name, way] = cost / 2
-        for (kind, name, way, microbatch), cost in self.overrides.items():
+                seconds["B", name, backward] = seconds["W", name, backward] = cost / 2
+        for (kind, name, backward, microbatch), cost in self.overrides.items():
             if kind == "B" and name in missing:
-                overrides["B", name, way, microbatch] = overrides["W", name, way, microbatch] = cost / 2
+                overrides["B", name, backward, microbatch] = overrides["W", name, backward, microbatch] = cost / 2
         return Costs(seconds=seconds, overrides=overrides)
 
     @classmethod
@@ -81,7 +81,7 @@ class Costs:
         Args:
           forward: seconds of F, one number for all stages or one by stage name.
           backward: seconds of a trainable stage's B, as a multiple of its F.
-          backward_frozen: the same for a stage that only passes gradients on.
+          backward_frozen: seconds of the B of a stage that only passes gradients on, as a multiple of its F.
           move: seconds of each move, over edges and ties.
           once: seconds of each prepare, reduce and update.
         """
@@ -92,7 +92,7 @@ class Costs:
             seconds["B", stage.name, False] = cost * (backward if stage.trainable else backward_frozen)
             seconds |= {(kind, stage.name, False): once for kind in ("prepare", "reduce", "update")}
         for edge in (*graph.edges, *graph.ties):
-            seconds |= {("move", edge.name, way): move for way in (False, True)}
+            seconds |= {("move", edge.name, direction): move for direction in (False, True)}
         return cls(seconds=seconds)
 
 
@@ -150,7 +150,7 @@ class Timeline:
                 done = max(done, *(spans[Op("F", consumer, microbatch)][1] for consumer in consumers))
             changes += [(start, 1), (done, -1)] if done > start else []
         live = peak = 0
-        for _, change in sorted(changes):  # at one time, what ends comes before what starts
+        for _, change in sorted(changes):  # at one time, ends come before starts
             live += change
             peak = max(peak, live)
         return peak
@@ -159,13 +159,13 @@ class Timeline:
     def _by_rank(self) -> dict[int, tuple[tuple[Op, float, float], ...]]:
         table: dict[int, list[tuple[Op, float, float]]] = {rank: [] for rank in self.schedule.graph.ranks}
         for op, (start, end) in self.spans.items():
-            for rank in occupies(self.schedule.graph, op):
+            for rank in occupied_ranks(self.schedule.graph, op):
                 table[rank].append((op, start, end))
         return {rank: tuple(ops) for rank, ops in table.items()}
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Time `schedule`: each op in its order, as early as its ranks and what it depends on allow.
+    """Time `schedule`: each op in its order, as early as its ranks and its dependencies allow.
 
     An asynchronous move occupies no rank: it starts when its pack has ended and the move before it over the same edge
     in the same direction. A rendezvous occupies both sides. Copies to and from the host run beside the ranks' ops, one
@@ -177,15 +177,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     ended: dict[Op, float] = {}
     starts: list[float] = []
     for op in schedule.ops:
-        start, held = 0.0, holds(schedule.graph, op)
+        start, resources = 0.0, occupied_resources(schedule.graph, op)
         for before in (*schedule.dependencies(op), *schedule.awaits(op)):
             if before not in ended:
                 raise ValueError(f"{op} precedes {before}, which it needs: validate the schedule first")
             start = max(start, ended[before])
-        for one in held:
-            start = max(start, free.get(one, 0.0))
+        for resource in resources:
+            start = max(start, free.get(resource, 0.0))
         end = ended[op] = start + costs.of(op)
-        for one in held:
-            free[one] = end
+        for resource in resources:
+            free[resource] = end
         starts.append(start)
     return Timeline(schedule=schedule, starts=tuple(starts), ends=tuple(ended[op] for op in schedule.ops))

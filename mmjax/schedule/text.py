@@ -1,4 +1,4 @@
-"""Text in pictures, broken into lines by its extent: characters differ in width, so their number does not say it."""
+"""Text in pictures, broken into lines by its width in inches: characters differ in width, so counting is not enough."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import warnings
 
 @functools.lru_cache(maxsize=8192)
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Inches that a line takes in matplotlib's own font; ``size`` in points."""
+    """The width of a line in inches in matplotlib's own font; ``size`` in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn for it, which is measured
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn and measured in its place
         width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
     return width / 72
 
@@ -22,8 +22,8 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 def wrapped(*parts: str, width: float, size: float, bold: bool = False) -> list[str]:
     """The parts, one behind the other, on as many lines of ``width`` inches as they need.
 
-    A part begins a line where it does not fit behind another; its words do where it fits on no line, and a word that
-    fits on none is cut.
+    A part that does not fit behind another begins a new line. A part that fits on no line is broken between words, and
+    a word that fits on no line is cut.
     """
 
     def fits(text: str) -> bool:

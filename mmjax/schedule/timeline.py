@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.schedule.graph import WORLD, show_ranks
-from mmjax.schedule.ops import COPY_KINDS, Op, occupies
+from mmjax.schedule.ops import COPY_KINDS, Op, occupied_ranks
 from mmjax.schedule.simulate import Timeline
 from mmjax.schedule.text import wrapped
 
@@ -33,7 +33,7 @@ _BOX = 0.72
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Ranks that run the same stages, and one of them that is drawn for all."""
+    """Ranks that run the same stages; the first is drawn for all."""
 
     stages: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -42,10 +42,9 @@ class _Row:
 def draw_timeline(
     timeline: Timeline, path: str | PathLike[str] | None = None, *, source: str = "simulated", unit: str = ""
 ) -> Figure:
-    """A picture of `timeline`, which a notebook shows by itself; also written to `path` where one is given.
+    """A picture of `timeline`, which a notebook shows by itself; also written to `path` if there is one.
 
-    source: where the times come from; it stands in the title. unit: what the times are counted in, where it is not
-    seconds.
+    source: where the times come from; it stands in the title. unit: the unit of the times, if it is not seconds.
 
     A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
     module: light is forward, dark backward, in between the weights' part of a split one, the number is the microbatch.
@@ -91,15 +90,15 @@ def _rows(timeline: Timeline) -> list[_Row]:
     graph = timeline.schedule.graph
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in graph.ranks:
-        groups.setdefault(graph.users(rank), []).append(rank)
+        groups.setdefault(graph.stages_on(rank), []).append(rank)
     place = {stage.name: i for i, stage in enumerate(graph.topological)}
-    # By the stage that is last in a group: submeshes that an encoder spans stay in the order of the LLM's stages.
-    order = sorted(groups, key=lambda users: [(lane, place[name]) for name, lane in reversed(users)])
-    return [_Row(stages=tuple(name for name, _ in users), ranks=tuple(groups[users])) for users in order]
+    # Sorted by the last stage of a group: submeshes that an encoder spans stay in the order of the LLM's stages.
+    order = sorted(groups, key=lambda stages: [(lane, place[name]) for name, lane in reversed(stages)])
+    return [_Row(stages=tuple(name for name, _ in stages), ranks=tuple(groups[stages])) for stages in order]
 
 
 def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], unit: str) -> tuple[float, str]:
-    """Returns how many units a second has, and the unit."""
+    """Draws scales and labels; returns the number of units in a second, and the unit."""
     span = timeline.makespan or 1.0
     scale, unit = (1.0, unit) if unit else _unit(timeline.makespan)
     axes.set_xlim(0, span)
@@ -130,8 +129,8 @@ def _set_title(figure: Figure, timeline: Timeline, source: str, scale: float, un
     )
 
 
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural * (count != 1)}"
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{plural * (count != 1)}"
 
 
 def set_title(figure: Figure, *parts: str, size: float = 11) -> None:
@@ -168,7 +167,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _draw_row(axes: Axes, timeline: Timeline, row: _Row, y: int, *, inches: float) -> None:
-    """The boxes of one row; `inches` per second decide which of them have room for a number."""
+    """Draws the boxes of one row; `inches` per second decide which boxes have room for a number."""
     low = y - _BOX / 2
     axes.broken_barh([(0, timeline.makespan)], (low, _BOX), facecolors=_IDLE, zorder=1)
     spans = [item for item in timeline.for_rank(row.ranks[0]) if item[2] > item[1]]
@@ -217,9 +216,9 @@ def _dark(colour: str) -> bool:
 
 
 def _draw_moves(axes: Axes, timeline: Timeline, rows: list[_Row], width: float) -> None:
-    """An arrow for each move, from the edge of the sender's row to the edge of the receiver's."""
+    """Draws an arrow for each move, from the edge of the sender's row to the edge of the receiver's."""
     graph = timeline.schedule.graph
-    # An op on several rows is drawn at the row that is its stage's own most of all: where the fewest other stages are.
+    # An op on several rows is drawn at the row with the fewest other stages.
     lanes = {(stage.name, lane): set(stage.ranks_of(lane)) for stage in graph.stages for lane in range(stage.lanes)}
     home = {
         (name, lane): min((len(row.stages), y) for y, row in enumerate(rows) if not ranks.isdisjoint(row.ranks))[1]
@@ -261,7 +260,7 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
         for kind, text in kinds.items():
             name = f"{shown(module)} {text}"
             handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))
-    kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupies(graph, op)}
+    kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupied_ranks(graph, op)}
     handles += [Patch(facecolor=colour, label=kind) for kind, colour in _ONCE.items() if kind in kinds]
     if kinds & {"pack", "move", "unpack"}:
         handles.append(Patch(facecolor=_COMMUNICATION, label="communication"))
@@ -311,7 +310,7 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
     for number, (op, (start, end)) in enumerate(timeline.spans.items()):
         common = {"name": str(op), "cat": op.kind, "args": {"stage": op.stage, "microbatch": op.microbatch}}
         stages = [graph.edge(op.edge).src, graph.edge(op.edge).dst] if op.kind == "move" else [op.stage]
-        if not occupies(graph, op):
+        if not occupied_ranks(graph, op):
             span = {**common, "id": number, "pid": _process(timeline, op.stage), "tid": 0}
             yield {**span, "ph": "b", "ts": start * 1e6}
             yield {**span, "ph": "e", "ts": end * 1e6}
@@ -325,21 +324,21 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
 def _flows(timeline: Timeline) -> Iterator[dict]:
     graph, schedule = timeline.schedule.graph, timeline.schedule
     users = {before: op for op in timeline.schedule.ops for before in timeline.schedule.dependencies(op)}
-    # A flow is bound to the box around its time, and an op that is free has none: then the one before or behind it.
-    # There is none before a tied weight goes to its borrower, and so no flow.
+    # A flow is bound to the box around its time. An op that takes no time has no box: then the op before or behind it
+    # is used. No op comes before the pack of a tied weight, and so there is no flow.
     boxed = {op for op, (start, end) in timeline.spans.items() if end > start}
     for number, op in enumerate(timeline.schedule.ops):
         if op.kind != "move":
             continue
-        (sent,), received = schedule.dependencies(op), users[op]
-        while sent not in boxed and (before := schedule.dependencies(sent)):
-            sent = before[0]
-        while received not in boxed and received in users:
-            received = users[received]
-        if sent not in boxed:
+        (sender,), receiver = schedule.dependencies(op), users[op]
+        while sender not in boxed and (before := schedule.dependencies(sender)):
+            sender = before[0]
+        while receiver not in boxed and receiver in users:
+            receiver = users[receiver]
+        if sender not in boxed:
             continue
-        start, end = timeline.span(sent)
-        for phase, end_op, time in (("s", sent, (start + end) / 2), ("f", received, timeline.span(received)[0])):
+        start, end = timeline.span(sender)
+        for phase, end_op, time in (("s", sender, (start + end) / 2), ("f", receiver, timeline.span(receiver)[0])):
             place = {
                 "pid": _process(timeline, end_op.stage),
                 "tid": graph.stage(end_op.stage).ranks_of(op.microbatch)[0],

@@ -21,8 +21,8 @@ class ScheduleReport:
     Attributes:
       ops: number of ops.
       in_flight: by stage, the most microbatches in flight at any place of the order.
-      residual_bytes: by stage, the most bytes that each of its devices holds for these; empty where `validate` was not
-        told the bytes of a microbatch.
+      residual_bytes: by stage, the most bytes that each of its devices holds for these; empty where `validate` got no
+        bytes of a microbatch.
     """
 
     ops: int
@@ -37,36 +37,36 @@ def validate(
 
     It checks that the schedule has exactly the ops of the step, each once; that dependencies precede users; that F, B
     and W of a stage's lane follow the order of microbatches; that in-flight microbatches stay within
-    `schedule.in_flight`; and that no more of what is stashed is on the devices than may be.
+    `schedule.in_flight`; and that at most `MOST_UNSTASHED` microbatches of a stashing lane are on its devices.
 
     This also rules out deadlocks, even with rendezvous moves. Ranks run their ops in one total order, so any two agree
     on the order of the ops they share, and the first unfinished op in that order can always run. Raises ScheduleError.
 
     residuals: by stage, the bytes that a device keeps from a microbatch's F to its B (see `memory.residual_bytes`).
-    deferred: the same from B to W, of split stages (see `memory.deferred_bytes`).
+    deferred: by split stage, the bytes that a device keeps from B to W (see `memory.deferred_bytes`).
     """
     _check_complete(schedule)
     _check_order(schedule)
     _check_microbatches(schedule)
     in_flight = _check_in_flight(schedule)
     _check_stashes(schedule)
-    held = _held_bytes(schedule, residuals or {}, deferred or {})
-    return ScheduleReport(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=held)
+    peaks = _peak_bytes(schedule, residuals or {}, deferred or {})
+    return ScheduleReport(ops=len(schedule.ops), in_flight=in_flight, residual_bytes=peaks)
 
 
-def _held_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
+def _peak_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapping[str, int]) -> dict[str, int]:
     """For each stage, the most bytes that it, or the fullest of its lanes, holds on its devices after any op.
 
     A microbatch holds `residuals` from F to B, but not while they are stashed, and `deferred` from B to W.
     """
-    held, most = Counter[tuple[str, int]](), dict.fromkeys(residuals, 0)
+    live, peaks = Counter[tuple[str, int]](), dict.fromkeys(residuals, 0)
     for op in schedule.ops:
         if op.stage in residuals and op.kind in ("F", "B", "W", *STASH_COPIES):
-            kept, later = residuals[op.stage], deferred.get(op.stage, 0)
+            for_b, for_w = residuals[op.stage], deferred.get(op.stage, 0)
             lane = op.stage, schedule.graph.stage(op.stage).lane(op.microbatch)
-            held[lane] += {"F": kept, "stash": -kept, "unstash": kept, "B": later - kept, "W": -later}[op.kind]
-            most[op.stage] = max(most[op.stage], held[lane])
-    return most
+            live[lane] += {"F": for_b, "stash": -for_b, "unstash": for_b, "B": for_w - for_b, "W": -for_w}[op.kind]
+            peaks[op.stage] = max(peaks[op.stage], live[lane])
+    return peaks
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -74,7 +74,7 @@ def _check_complete(schedule: Schedule) -> None:
     counts = Counter(schedule.ops)
     for op, count in counts.items():
         if op not in expected:
-            raise ScheduleError(f"{op} ({_known(schedule, op)}) is no op of this step: remove it")
+            raise ScheduleError(f"{op} ({_why_unexpected(schedule, op)}) is no op of this step: remove it")
         if count > 1:
             raise ScheduleError(f"{op} is there {count} times: keep one")
     for op in expected:
@@ -82,8 +82,8 @@ def _check_complete(schedule: Schedule) -> None:
             raise ScheduleError(f"{op} is missing: add it after what it depends on")
 
 
-def _known(schedule: Schedule, op: Op) -> str:
-    """Why an op could be unexpected: a name that the graph lacks, else its stage."""
+def _why_unexpected(schedule: Schedule, op: Op) -> str:
+    """A reason why an op could be unexpected: a name that the graph lacks, or else its stage."""
     try:
         schedule.graph.edge(op.edge) if op.edge else schedule.graph.stage(op.stage)
     except GraphError as error:
@@ -118,12 +118,12 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
     graph = schedule.graph
     live: dict[str, set[int]] = {stage.name: set() for stage in graph.stages}
     peaks = dict.fromkeys(live, 0)
-    left: dict[tuple[str, int], int] = {}  # consumers that have yet to run, of stages without backward
+    consumers: dict[tuple[str, int], int] = {}  # by stage and microbatch, those that have yet to run
     for op in schedule.ops:
         if op.kind not in ("F", "B", "W"):
             continue
         if op.kind == "F":
-            _pass(graph, live, left, op)
+            _start_forward(graph, live, consumers, op)
             peaks[op.stage] = max(peaks[op.stage], len(live[op.stage]))
             if len(live[op.stage]) > schedule.bound(op.stage):
                 raise ScheduleError(
@@ -138,26 +138,28 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
 
 
 def _check_stashes(schedule: Schedule) -> None:
-    """Of a stage that stashes, each lane has at most `MOST_UNSTASHED` microbatches between F and B on its devices."""
-    there: Counter[str] = Counter()
+    """Refuse a schedule in which a stashing lane has more than `MOST_UNSTASHED` microbatches on its devices."""
+    unstashed: Counter[str] = Counter()
     for op in schedule.ops:
         if op.kind in ("F", "B", *STASH_COPIES) and schedule.graph.stage(op.stage).stashes:
-            place = schedule.graph.stage(op.stage).place(op.microbatch)
-            there[place] += 1 if op.kind in ("F", "unstash") else -1
-            if there[place] > MOST_UNSTASHED:
+            lane = schedule.graph.stage(op.stage).lane_name(op.microbatch)
+            unstashed[lane] += 1 if op.kind in ("F", "unstash") else -1
+            if unstashed[lane] > MOST_UNSTASHED:
                 raise ScheduleError(
-                    f"{op} leaves what {there[place]} microbatches keep on the devices of {place!r}: stash to have"
+                    f"{op} leaves residuals of {unstashed[lane]} microbatches on the devices of {lane!r}: stash to have"
                     f" at most {MOST_UNSTASHED} there"
                 )
 
 
-def _pass(graph: StageGraph, live: dict[str, set[int]], left: dict[tuple[str, int], int], op: Op) -> None:
-    """A forward: its microbatch is in flight here, and no more in the stages without backward of which it is the last
-    consumer."""
+def _start_forward(graph: StageGraph, live: dict[str, set[int]], consumers: dict[tuple[str, int], int], op: Op) -> None:
+    """Count the microbatch of a forward as in flight in its stage.
+
+    It is no longer in flight in a source without backward if this was the source's last consumer.
+    """
     live[op.stage].add(op.microbatch)
-    left[op.stage, op.microbatch] = len(graph.out_edges(op.stage))
+    consumers[op.stage, op.microbatch] = len(graph.out_edges(op.stage))
     for edge in graph.in_edges(op.stage):
         key = edge.src, op.microbatch
-        left[key] -= 1
-        if not left[key] and not graph.stage(edge.src).backward:
+        consumers[key] -= 1
+        if not consumers[key] and not graph.stage(edge.src).backward:
             live[edge.src].discard(op.microbatch)

@@ -134,7 +134,7 @@ class Programs:
           hidden: whether all collectives lie beside computations, and not those alone that programs have there.
         """
         seconds: dict[tuple[str, str, bool], float] = {}
-        by_place = {place: node.name for node in self.assembly.schedule.graph.stages for place in node.places}
+        by_place = {place: node.name for node in self.assembly.schedule.graph.stages for place in node.lane_names}
         for kind, place, program, inputs in self._stages():
             work = self._compiled(program, inputs[place.split(".")[0]]).work(rates)
             key = (kind, by_place[place], False)

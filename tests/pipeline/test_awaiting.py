@@ -24,7 +24,7 @@ from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
-from mmjax.schedule.ops import Op, Schedule, holds, ordered, touches
+from mmjax.schedule.ops import Op, Schedule, occupied_resources, participating_ranks, run_in_order
 from mmjax.schedule.placements import TimedModule, apart, spanning
 
 MICROBATCHES, TURNS = 6, 100_000
@@ -95,7 +95,7 @@ def test_an_op_starts_when_what_it_awaits_has_ended(name: str) -> None:
     assert all(ended.values()), [str(op) for op, there in ended.items() if not there]
     assert sorted(map(str, dispatched)) == sorted(map(str, made.schedule.ops))
     for rank in graph.ranks:  # all ranks keep their order
-        own = [op for op in made.schedule.ops if rank in holds(made.schedule.graph, op)]
+        own = [op for op in made.schedule.ops if rank in occupied_resources(made.schedule.graph, op)]
         assert [op for op in dispatched if op in set(own)] == own
     assert tuple(dispatched) != made.schedule.ops, "nothing was put off: the LLM is too fast to show it"
 
@@ -264,13 +264,13 @@ def test_any_order_of_ends_keeps_orders_and_loses_nothing(schedule: Schedule, da
             awaiting(op)
         awaiting.finish()
         assert len(done) == len(schedule.ops) and set(done) == set(schedule.ops)
-        held = {resource for op in done for resource in holds(schedule.graph, op)}
+        held = {resource for op in done for resource in occupied_resources(schedule.graph, op)}
         for resource in held:
-            own = [op for op in schedule.ops if resource in holds(schedule.graph, op)]
+            own = [op for op in schedule.ops if resource in occupied_resources(schedule.graph, op)]
             assert [op for op in done if op in set(own)] == own
     for op in schedule.ops:
         for one in schedule.awaits(op):
-            in_order = ordered(schedule.graph, one, op)
+            in_order = run_in_order(schedule.graph, one, op)
             assert in_order or one in awaiting.awaits[op]
 
 
@@ -280,8 +280,8 @@ def test_a_copy_awaits_what_runs_before_it_on_its_own_ranks_in_this_process() ->
     (reload,) = (op for op in made.ops if op.kind == "reload")
     (awaited,) = made.awaits(reload)
     for rank in range(3):
-        here = Awaiting(made, lambda op: None, lambda op: None, lambda op: rank in touches(made.graph, op))  # noqa: B023
+        here = Awaiting(made, lambda op: None, lambda op: None, lambda op: rank in participating_ranks(made.graph, op))  # noqa: B023
         ((one,),) = here.awaits.values()
-        assert rank in touches(made.graph, one) and one.kind in "FB" and one.stage != "e0.0"
+        assert rank in participating_ranks(made.graph, one) and one.kind in "FB" and one.stage != "e0.0"
         before = made.ops[: made.ops.index(awaited) + 1]
-        assert one == [op for op in before if op.kind in "FB" and rank in touches(made.graph, op)][-1]
+        assert one == [op for op in before if op.kind in "FB" and rank in participating_ranks(made.graph, op)][-1]

@@ -22,7 +22,7 @@ from mmjax.pipeline.watch import measured_in_flight
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.ops import Op, Schedule
-from mmjax.schedule.orders import turns
+from mmjax.schedule.orders import one_f_one_b_order
 from mmjax.schedule.placements import TimedModule, apart, colocated_stages, in_pipeline, replicated, spanning
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate
@@ -146,7 +146,10 @@ def test_one_more_than_promised_is_seen() -> None:
     """A stage that warms up once more; and an executor that holds on to what a backward has read."""
     honest = scheduled("mixed", "1f1b").schedule
     graph, costs = honest.graph, Costs.nominal(honest.graph, move=0.01, once=0.01)
-    orders = {n.name: turns(n, MICROBATCHES, graph.distance(n.name) + 1 + (n.name == "llm.1")) for n in graph.stages}
+    orders = {
+        n.name: one_f_one_b_order(n, MICROBATCHES, graph.distance(n.name) + 1 + (n.name == "llm.1"))
+        for n in graph.stages
+    }
     ahead = {name: count + (name == "llm.1") for name, count in honest.in_flight.items()}
     made = list_schedule(graph, MICROBATCHES, costs, orders=orders, in_flight=ahead, name="greedy").schedule
     with pytest.raises(AssertionError, match=r"greedy promises 3 of llm\.1"):

@@ -69,9 +69,9 @@ def test_what_may_put_ops_off_is_given_them_all_and_finishes_last() -> None:
 def test_where_one_process_has_all_the_graph_is_not_asked() -> None:
     for owners, asked in (((0, 0, 0), 0), ((0, 1, 1), 1)):
         made, _ = walker(*owners)
-        with mock.patch("mmjax.pipeline.walker.touches", return_value=(0,)) as touches:
+        with mock.patch("mmjax.pipeline.walker.participating_ranks", return_value=(0,)) as ranks:
             made.walk([PREPARES[0]] * 3)
-        assert touches.call_count == asked  # once for an op, however often it is walked
+        assert ranks.call_count == asked  # once for an op, however often it is walked
 
 
 @pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])

@@ -9,7 +9,7 @@ from stage_graphs import chain, spread
 
 from benchmarks.replay import blocks_of
 from mmjax.schedule.graph import GraphError
-from mmjax.schedule.ops import Op, edge_ops, holds, touches
+from mmjax.schedule.ops import Op, edge_ops, occupied_resources, participating_ranks
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
@@ -19,10 +19,10 @@ EDGE = "e0.0->llm.0"
 
 def test_microbatches_run_on_lanes_in_turn_and_the_rest_on_all_ranks():
     graph = spread(2, width=2)
-    assert [touches(graph, Op("F", "e0.0", m)) for m in range(3)] == [(0, 1), (2, 3), (0, 1)]
-    assert touches(graph, Op("update", "e0.0")) == (0, 1, 2, 3)
-    assert touches(graph, Op("move", "llm.0", 1, EDGE)) == (0, 1, 2, 3)
-    assert touches(graph, Op("pack", "e0.0", 1, EDGE)) == (2, 3)
+    assert [participating_ranks(graph, Op("F", "e0.0", m)) for m in range(3)] == [(0, 1), (2, 3), (0, 1)]
+    assert participating_ranks(graph, Op("update", "e0.0")) == (0, 1, 2, 3)
+    assert participating_ranks(graph, Op("move", "llm.0", 1, EDGE)) == (0, 1, 2, 3)
+    assert participating_ranks(graph, Op("pack", "e0.0", 1, EDGE)) == (2, 3)
     assert blocks_of(graph) == ((0, 1), (2, 3))
 
 
@@ -36,7 +36,7 @@ def test_an_edge_is_local_for_the_lane_that_has_the_ranks_of_its_other_end():
 def test_each_pair_of_lanes_has_a_wire_of_its_own():
     graph = spread(3)
     moves = [Op("move", "llm.0", m, EDGE) for m in (1, 2, 4)]
-    first, second, third = (holds(graph, op) for op in moves)
+    first, second, third = (occupied_resources(graph, op) for op in moves)
     assert first != second and first == third
 
 

@@ -28,10 +28,10 @@ from mmjax.schedule.ops import (
     Schedule,
     dependencies,
     edge_ops,
-    holds,
-    occupies,
+    occupied_ranks,
+    occupied_resources,
+    participating_ranks,
     step_ops,
-    touches,
     windows,
 )
 from mmjax.schedule.schedules import gpipe, one_f_one_b
@@ -120,8 +120,8 @@ def test_a_tie_lends_before_prepare_and_returns_before_the_owner_reduces():
     assert needs[Op("reduce", "llm.2")] == {Op("B", "llm.2", 1)}
     assert str(lend[1]) == "move llm/embed" and str(back[1]) == "move llm/embed backward"
     for graph, occupied in ((chain(3, "async", tied=True), ()), (chain(3, "rendezvous", tied=True), (0, 2))):
-        assert touches(graph, lend[1]) == touches(graph, back[1]) == (0, 2)
-        assert occupies(graph, lend[1]) == occupies(graph, back[1]) == occupied
+        assert participating_ranks(graph, lend[1]) == participating_ranks(graph, back[1]) == (0, 2)
+        assert occupied_ranks(graph, lend[1]) == occupied_ranks(graph, back[1]) == occupied
 
 
 def test_a_frozen_tie_lends_and_returns_nothing():
@@ -185,12 +185,16 @@ def test_parameters_that_left_are_back_for_the_windows_backward_and_the_next_for
 def test_what_works_beside_the_ranks_is_held_too():
     graph = chain(2)
     moves = [Op("move", "llm.1", m, "llm.0->llm.1") for m in (0, 1)]
-    assert holds(graph, moves[0]) == holds(graph, moves[1]) == (("wire", "llm.0->llm.1", False),)
-    assert holds(graph, Op("move", "llm.0", 0, "llm.0->llm.1", True)) == (("wire", "llm.0->llm.1", True),)
-    assert holds(chain(2, "rendezvous"), moves[0]) == (0, 1) and holds(graph, Op("F", "llm.1", 0)) == (1,)
+    assert (
+        occupied_resources(graph, moves[0]) == occupied_resources(graph, moves[1]) == (("wire", "llm.0->llm.1", False),)
+    )
+    assert occupied_resources(graph, Op("move", "llm.0", 0, "llm.0->llm.1", True)) == (("wire", "llm.0->llm.1", True),)
+    assert occupied_resources(chain(2, "rendezvous"), moves[0]) == (0, 1) and occupied_resources(
+        graph, Op("F", "llm.1", 0)
+    ) == (1,)
     copy = Op("reload", "e0.0", 0)
-    assert holds(offloaded(), copy) == (("copy", 0, False), ("copy", 1, False))
-    assert occupies(offloaded(), copy) == () and touches(offloaded(), copy) == (0, 1)
+    assert occupied_resources(offloaded(), copy) == (("copy", 0, False), ("copy", 1, False))
+    assert occupied_ranks(offloaded(), copy) == () and participating_ranks(offloaded(), copy) == (0, 1)
 
 
 @steady
@@ -209,10 +213,10 @@ def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches, win
 def test_ranks_of_moves_follow_the_kind_of_edge():
     for graph, occupied in ((chain(2, "async"), ()), (chain(2, "rendezvous"), (0, 1))):
         move = Op("move", "llm.1", 0, "llm.0->llm.1")
-        assert touches(graph, move) == (0, 1)
-        assert occupies(graph, move) == occupied
-    assert occupies(chain(2), Op("pack", "llm.0", 0, "llm.0->llm.1")) == (0,)
-    assert occupies(chain(2), Op("norm", "world")) == (0, 1)
+        assert participating_ranks(graph, move) == (0, 1)
+        assert occupied_ranks(graph, move) == occupied
+    assert occupied_ranks(chain(2), Op("pack", "llm.0", 0, "llm.0->llm.1")) == (0,)
+    assert occupied_ranks(chain(2), Op("norm", "world")) == (0, 1)
 
 
 def test_views_keep_the_order():
@@ -220,7 +224,7 @@ def test_views_keep_the_order():
     assert schedule.for_stage("world") == (Op("norm", "world"),)
     for rank in schedule.graph.ranks:
         mine = schedule.for_rank(rank)
-        assert mine == tuple(op for op in schedule.ops if rank in touches(schedule.graph, op))
+        assert mine == tuple(op for op in schedule.ops if rank in participating_ranks(schedule.graph, op))
         assert Op("norm", "world") in mine
     assert Op("move", "llm.0", 0, "two.0->llm.0") in schedule.for_rank(2)
     assert schedule.for_rank(99) == ()

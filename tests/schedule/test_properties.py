@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stage_graphs import costs_of, spread_graphs, stage_graphs, steady
 
 from mmjax.schedule.graph import StageGraph
-from mmjax.schedule.nested import spread_groups
-from mmjax.schedule.ops import PARAMETER_COPIES, STASH_COPIES, Op, Schedule, touches
+from mmjax.schedule.nested import laned_groups
+from mmjax.schedule.ops import PARAMETER_COPIES, STASH_COPIES, Op, Schedule, participating_ranks
 from mmjax.schedule.phased import encoders
 from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, STASHING, WINDOWED, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
@@ -68,7 +68,7 @@ def _offloaded(graph: StageGraph, *, everywhere: bool) -> StageGraph:
 def _stashing(graph: StageGraph, name: str) -> StageGraph:
     """With all stages stashing that may under this schedule: encoders with lanes, or with a phase of their own."""
     if name in NESTING:
-        may = {stage for group in spread_groups(graph) if not group.ins for stage in group.names}
+        may = {stage for group in laned_groups(graph) if not group.ins for stage in group.names}
     else:
         may = {node.name for node in _offloaded(graph, everywhere=name == "encoders-first").stages if node.offload}
     return replace(graph, stages=tuple(replace(node, stash=node.name in may) for node in graph.stages))
@@ -107,11 +107,11 @@ def test_ranks_that_run_their_ops_in_order_never_deadlock(step):
             op
             for op in heads
             if ended.issuperset((*schedule.dependencies(op), *schedule.awaits(op)))
-            and all(queues[rank][-1] == op for rank in touches(schedule.graph, op))
+            and all(queues[rank][-1] == op for rank in participating_ranks(schedule.graph, op))
         }
         assert ready, f"deadlock before {[str(op) for op in heads]}"
         for op in ready:
-            for rank in touches(schedule.graph, op):
+            for rank in participating_ranks(schedule.graph, op):
                 queues[rank].pop()
         ended |= ready
     assert ended == set(schedule.ops)

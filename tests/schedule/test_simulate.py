@@ -14,7 +14,7 @@ from stage_graphs import chain, costs_of, frozen_encoder, offloaded, stage, stag
 from mmjax.schedule import schedules
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.list_scheduler import list_schedule
-from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, occupies, step_ops
+from mmjax.schedule.ops import COPY_KINDS, Op, Schedule, occupied_ranks, step_ops
 from mmjax.schedule.schedules import forward_only, gpipe, one_f_one_b
 from mmjax.schedule.simulate import Costs, simulate
 
@@ -209,7 +209,7 @@ def test_ranks_run_one_op_at_a_time_and_bubbles_add_up(data, graph, microbatches
     for rank in graph.ranks:
         spans = timeline.for_rank(rank)
         assert all(first[2] <= second[1] for first, second in pairwise(spans))
-    busy = sum((end - start) * len(occupies(graph, op)) for op, (start, end) in timeline.spans.items())
+    busy = sum((end - start) * len(occupied_ranks(graph, op)) for op, (start, end) in timeline.spans.items())
     if timeline.makespan:
         assert timeline.bubble == pytest.approx(1 - busy / (timeline.makespan * len(graph.ranks)), abs=1e-9)
     else:

@@ -8,7 +8,16 @@ from itertools import pairwise
 import pytest
 
 from mmjax.schedule.graph import StageGraph, StageNode, connected
-from mmjax.schedule.ops import MOST_UNSTASHED, STASH_COPIES, Op, Schedule, dependencies, holds, occupies, touches
+from mmjax.schedule.ops import (
+    MOST_UNSTASHED,
+    STASH_COPIES,
+    Op,
+    Schedule,
+    dependencies,
+    occupied_ranks,
+    occupied_resources,
+    participating_ranks,
+)
 from mmjax.schedule.schedules import INNER, SCHEDULES, STASHING, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
@@ -69,7 +78,7 @@ def test_the_way_back_is_beside_other_ops_and_no_earlier_than_it_needs(name: str
         timeline = simulate(make_schedule(name, graph, 16, costs), costs)
         for microbatch in range(16):
             back, need = (timeline.span(Op(kind, "eye.0", microbatch)) for kind in ("unstash", "B"))
-            ranks = touches(graph, Op("B", "eye.0", microbatch))
+            ranks = participating_ranks(graph, Op("B", "eye.0", microbatch))
             before = [end for op, start, end in timeline.for_rank(ranks[0]) if start < need[0] and op.kind in "FBW"]
             assert back[0] < before[-1] <= need[0], "an op runs beside it"
             own = [op for op in compute(timeline.schedule, ranks[0]) if op.stage == "eye.0"]
@@ -96,14 +105,17 @@ def test_an_encoder_without_lanes_has_one_microbatch_of_a_window_there() -> None
     schedule = make_schedule("three-phase", graph, 8, costs, window=4)
     report = validate(schedule, {"eye.0": 1})
     assert (report.residual_bytes["eye.0"], report.in_flight["eye.0"]) == (1, 4)
-    assert holds(graph, Op("stash", "eye.0", 3)) == (("copy", 0, False), ("copy", 1, False))
+    assert occupied_resources(graph, Op("stash", "eye.0", 3)) == (("copy", 0, False), ("copy", 1, False))
 
 
 def test_copies_are_ops_of_a_lane_that_leave_its_ranks_free() -> None:
     graph = spread(2)
     for kind in STASH_COPIES:
-        assert touches(graph, Op(kind, "eye.0", 3)) == (1,) and occupies(graph, Op(kind, "eye.0", 3)) == ()
-        assert holds(graph, Op(kind, "eye.0", 3)) == (("copy", 1, False),)
+        assert (
+            participating_ranks(graph, Op(kind, "eye.0", 3)) == (1,)
+            and occupied_ranks(graph, Op(kind, "eye.0", 3)) == ()
+        )
+        assert occupied_resources(graph, Op(kind, "eye.0", 3)) == (("copy", 1, False),)
     away, back = (Op(kind, "eye.0", 3) for kind in STASH_COPIES)
     assert dependencies(graph, 4, away) == (Op("F", "eye.0", 3),) and dependencies(graph, 4, back) == (away,)
     assert back in dependencies(graph, 4, Op("B", "eye.0", 3))
@@ -124,7 +136,9 @@ def test_too_many_there_and_a_b_without_its_way_back_are_refused() -> None:
     late = [op for op in schedule.ops if op.kind != "stash"]
     at = next(i for i, op in enumerate(late) if op.kind == "unstash")
     late[at:at] = [op for op in schedule.ops if op.kind == "stash"]
-    with pytest.raises(ScheduleError, match=r"F eye.0 microbatch 4 leaves what 3 microbatches keep .* of 'eye.0'"):
+    with pytest.raises(
+        ScheduleError, match=r"microbatch 4 leaves residuals of 3 microbatches on the devices of .eye.0."
+    ):
         validate(replace(schedule, ops=tuple(late), waits={}))
     back = Op("unstash", "eye.0", 0)
     early = [op for op in schedule.ops if op != back]
@@ -139,7 +153,7 @@ def test_where_nothing_waits_it_is_refused() -> None:
     graph = spread(2, lanes=False)
     assert set(STASHING) == {"three-phase", "encoders-first", "nested"}
     for name in (name for name in SCHEDULES if name not in STASHING):
-        with pytest.raises(ScheduleError, match=f"{name} leaves no time to stash what 'eye.0' keeps: use three-phase"):
+        with pytest.raises(ScheduleError, match=f"{name} leaves no time to stash 'eye.0': use three-phase"):
             make_schedule(name, graph, 2, costs_of(graph, 0.0))
     llm = replace(graph, stages=tuple(replace(node, stash=node.module == "llm") for node in graph.stages))
     for name in STASHING:

@@ -31,7 +31,7 @@ from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import BatchSizes, Maker, Samples
 from mmjax.parity.shrink import shrink
 from mmjax.pipeline.compile import compile_all
-from mmjax.schedule.schedules import PLAIN
+from mmjax.schedule.schedules import ONE_F_ONE_B
 
 CASES = {
     "sees": "digits_vlm_one_device.gin",
@@ -167,7 +167,7 @@ def expected() -> dict[str, Any]:
 def small_config(file: str) -> Config:
     """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
     config = load_config([CONFIGS / file])
-    alone = replace(config.train, schedule=PLAIN, inner=PLAIN)  # one device has nothing to nest
+    alone = replace(config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
     config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
     small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
     packing = {name: replace(own, buckets=own.given[-1:]) for name, own in small.packing.items()}  # one program

@@ -12,7 +12,7 @@ from itertools import pairwise
 from mmjax.data.reorder.pipeline import Pipeline, rows_of_ranks
 from mmjax.data.reorder.search import Effort
 from mmjax.schedule.graph import StageGraph, StageNode, connected
-from mmjax.schedule.schedules import NESTING, PLAIN, make_schedule
+from mmjax.schedule.schedules import NESTING, ONE_F_ONE_B, make_schedule
 from mmjax.schedule.simulate import Costs
 
 ENCODER, LLM, GENERATOR = "encoder", "llm", "generator"
@@ -35,8 +35,8 @@ class Chain:
     llm: int
     generator: int = 0
     chunks: int = 1
-    schedule: str = PLAIN
-    inner: str = PLAIN
+    schedule: str = ONE_F_ONE_B
+    inner: str = ONE_F_ONE_B
     forward: float = 1.0
     backward: float = 2.0
 

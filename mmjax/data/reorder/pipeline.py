@@ -33,7 +33,7 @@ from mmjax.data.reorder.intervals import Intervals
 from mmjax.data.reorder.partition import balanced, cut, greedy, least_load, similar
 from mmjax.data.reorder.search import Effort, improve
 from mmjax.data.reorder.units import Units
-from mmjax.schedule.ops import Schedule, occupies
+from mmjax.schedule.ops import Schedule, occupied_ranks
 from mmjax.schedule.recurrence import Recurrence
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 
@@ -348,7 +348,7 @@ class Pipeline:
         seconds = dict.fromkeys(schedule.graph.ranks, 0.0)
         for op in schedule.ops:
             if op.kind not in "FBW" or op.stage not in self._shares:
-                for rank in occupies(schedule.graph, op):
+                for rank in occupied_ranks(schedule.graph, op):
                     seconds[rank] += costs.of(op)
         return seconds
 
