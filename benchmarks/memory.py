@@ -1,8 +1,8 @@
 """Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
 
-A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.needs`). The truth
-has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its own
-peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
+A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.device_bytes`). The
+truth has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its
+own peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
 
 The analysis of one program does not give a stage's total. Its arguments hold the residuals of one microbatch while
 several are in flight, it shares its parameters with every other program, and no program has the masters and moments.
@@ -41,7 +41,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Clock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
-from mmjax.planner.needs import Need
+from mmjax.planner.needs import DeviceBytes
 from mmjax.planner.profile_file import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
 from mmjax.profile.profiler import world_for
@@ -74,8 +74,8 @@ class Compared:
         shapes do not account for.
     """
 
-    predicted: Need
-    traced: Need
+    predicted: DeviceBytes
+    traced: DeviceBytes
     counted: int
     temporaries: int
     uncounted: float
@@ -145,7 +145,7 @@ def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
         window=train.window,
     )
     clocks = (clock, AnalyticClock(work=work, accelerator=H100))
-    predicted, traced = (Estimate(work=work, clock=one, candidate=candidate, rows=rows).needs for one in clocks)
+    predicted, traced = (Estimate(work=work, clock=one, candidate=candidate, rows=rows).device_bytes for one in clocks)
     return {
         name: Compared(
             predicted=predicted[name],

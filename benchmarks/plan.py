@@ -28,7 +28,7 @@ from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import Problem, parse_problem
 from mmjax.planner.relaxation import relax
 from mmjax.planner.search import best_plan
@@ -145,7 +145,7 @@ def kinds_rows(rounds: int) -> Iterator[Row]:
     kinds = {name: (accelerator(name), count) for name, count in TWO_KINDS.items()}
     fleet = Fleet(
         kinds={
-            name: Kind(clock=AnalyticClock(work=work, accelerator=own), devices=count, memory=own.memory)
+            name: DeviceKind(clock=AnalyticClock(work=work, accelerator=own), devices=count, memory=own.memory)
             for name, (own, count) in kinds.items()
         }
     )
@@ -154,7 +154,7 @@ def kinds_rows(rounds: int) -> Iterator[Row]:
         choice = choose_on(work, fleet, modes=MODES)
         took = min(took, (time.perf_counter() - start) * 1e3)
     best, first = choice.best, next(iter(kinds))
-    alone = next(one for one in choice.estimates if one.candidate.used == (first,))
+    alone = next(one for one in choice.estimates if one.candidate.used_kinds == (first,))
     there = " and ".join(f"{count} {kind}" for kind, count in TWO_KINDS.items())
     name = f"{there}, batch {TWO_KINDS_BATCH}, modes without lanes"
     yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms")

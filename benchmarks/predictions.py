@@ -31,7 +31,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.plan.planned import rows_by_candidate
 from mmjax.plan.work import read_work
 from mmjax.planner.candidates import COLOCATED, HOMOGENEOUS, NON_COLOCATED, Candidate
-from mmjax.planner.choose import Choice
+from mmjax.planner.choose import PlanChoice
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile_file import Profile, parse_profile
@@ -94,7 +94,7 @@ def bench_predictions(rounds: int) -> Iterator[Row]:
     case, target = "rank correlation (Kendall) over these pairs", at_least(LEAST_CORRELATION)
     yield Row(bench="predictions", case=case, value=agreement, unit="", target=target)
     ranked = sorted(estimates.values(), key=lambda one: one.seconds)
-    best = Choice(devices=DEVICES, estimates=ranked).best  # of nearly equal ones, the one on fewest devices
+    best = PlanChoice(devices=DEVICES, estimates=ranked).best  # of nearly equal ones, the one on fewest devices
     chosen = next(measured[name] for name, estimate in estimates.items() if estimate is best)
     case, target = "the layout that is chosen / the best measured", at_most(MOST_OVER_BEST)
     value = chosen / min(measured.values())

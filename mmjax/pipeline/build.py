@@ -101,7 +101,7 @@ class PlacedModel:
     Attributes:
       stages: stages by name, sources before users; one with lanes on all of them: here are its states.
       places: where ops of a microbatch run: stages by name and, of a stage with lanes, its lanes, the first of which
-        has the stage's name (see ``StageNode.place``).
+        has the stage's name (see ``StageNode.lane_name``).
       graph: graph of the stages, for schedules.
       cells: number of cells of a microbatch.
     """

@@ -23,7 +23,7 @@ from mmjax.planner.search import best_plan
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
     from mmjax.config import Config
     from mmjax.data.loader import Source
-    from mmjax.planner.choose import Choice
+    from mmjax.planner.choose import PlanChoice
     from mmjax.planner.clock import Clock
     from mmjax.planner.profile_file import Profile
     from mmjax.planner.work import Work
@@ -128,7 +128,7 @@ def _plan_config(flags: Flags) -> int:
         from mmjax.planner.choose import choose_on
         from mmjax.planner.choose_coupled import choose_coupled
         from mmjax.planner.clock import AnalyticClock
-        from mmjax.planner.fleet import Fleet, Kind
+        from mmjax.planner.fleet import DeviceKind, Fleet
     source = open_source(config, split="train")
     config = with_steps(config, source)
     if sys.stderr.isatty():
@@ -137,11 +137,11 @@ def _plan_config(flags: Flags) -> int:
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
         work, clock = _clock(work, accelerator(name), profile)
-        fleet = {"": Kind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
+        fleet = {"": DeviceKind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
     else:
         own = {name: accelerator(name) for name in kinds}
         fleet = {
-            name: Kind(
+            name: DeviceKind(
                 clock=AnalyticClock(work=work, accelerator=one, process=one.node),
                 devices=kinds[name],
                 memory=one.memory,
@@ -235,7 +235,7 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
     return work.limited(profile.tps), MeasuredClock(profile=profile)
 
 
-def _written(flags: Flags, choice: Choice, config: Config, source: Source) -> Iterator[str]:
+def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -> Iterator[str]:
     """Writes the files that were asked for; yields lines about them."""
     from mmjax.plan import planned
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command

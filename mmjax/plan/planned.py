@@ -16,7 +16,7 @@ from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.choose import Choice, Rows, RowsOf
+from mmjax.planner.choose import PlanChoice, RowShapes, RowsOf
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import HOME
 from mmjax.schedule.timeline import draw_timeline
@@ -24,7 +24,7 @@ from mmjax.schedule.timeline import draw_timeline
 GIGA = 1e9
 
 
-Known = dict[tuple[object, ...], Rows | ConfigError]
+Known = dict[tuple[object, ...], RowShapes | ConfigError]
 """Results of packing that are known already: rows, or the error, by the settings that decide over them (`_packs`)."""
 
 
@@ -61,7 +61,7 @@ def planned(config: Config, candidate: Candidate) -> Config:
     return changed
 
 
-def exact_rows(config: Config, source: Source, known: Known | None = None) -> Rows:
+def exact_rows(config: Config, source: Source, known: Known | None = None) -> RowShapes:
     """Rows of a microbatch and their width by module, as a run of `config` packs them; `known` is a cache over calls.
 
     Raises:
@@ -102,7 +102,7 @@ def rows_by_candidate(config: Config, source: Source) -> RowsOf:
 # ---- gin -------------------------------------------------------------------------------------------------------------
 
 
-def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
+def gin_text(config: Config, choice: PlanChoice, estimate: Estimate) -> str:
     """The text of a gin file to load after that of `config`: layouts, microbatches, schedule, buckets and offloads."""
     changed = planned(config, estimate.candidate)
     lines = [
@@ -128,7 +128,7 @@ def gin_text(config: Config, choice: Choice, estimate: Estimate) -> str:
 # ---- for people and programs -----------------------------------------------------------------------------------------
 
 
-def used(choice: Choice, candidate: Candidate) -> str:
+def used(choice: PlanChoice, candidate: Candidate) -> str:
     """How many of the devices a candidate uses, by kind where there are several: "64 of 64 h100 and 16 of 32 l20"."""
     if not choice.kinds:
         return f"{candidate.devices} of {choice.devices} devices"
@@ -145,7 +145,9 @@ def _efficiency(estimate: Estimate) -> str:
 
 def _where(candidate: Candidate) -> str:
     """The ranks of each kind of device, such as ": ranks 0-63 are h100, ranks 64-79 are l20"; "" without kinds."""
-    spans = {kind: (min(ranks), max(ranks)) for kind in candidate.used if kind and (ranks := candidate.ranks(kind))}
+    spans = {
+        kind: (min(ranks), max(ranks)) for kind in candidate.used_kinds if kind and (ranks := candidate.ranks(kind))
+    }
     said = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
     return f": {', '.join(said)}" if said else ""
 
@@ -158,15 +160,15 @@ def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
     candidate, found = estimate.candidate, []
     modules = {
         kind: next(name for name in candidate.layouts if candidate.kinds.get(name, "") == kind)
-        for kind in candidate.used
+        for kind in candidate.used_kinds
     }
-    starts = [candidate.block(module) for module in modules.values()]
+    starts = [candidate.kind_start(module) for module in modules.values()]
     for (kind, module), start, end in zip(modules.items(), starts, [*starts[1:], candidate.world], strict=True):
         found.append((kind, end - start, estimate.clock.of(module).node))
     return found
 
 
-def as_json(choice: Choice) -> dict[str, Any]:
+def as_json(choice: PlanChoice) -> dict[str, Any]:
     """The plan, the best of each mode, and all that were simulated."""
     return {
         "devices": choice.devices,
@@ -201,7 +203,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         **({"kinds": _kinds(candidate)} if candidate.kinds else {}),
         "stages": {
             name: {"seconds": estimate.stage_seconds(name), "bytes": asdict(need)}
-            for name, need in estimate.needs.items()
+            for name, need in estimate.device_bytes.items()
         },
     }
 
@@ -214,13 +216,13 @@ def _kinds(candidate: Candidate) -> dict[str, Any]:
             "ranks": [min(candidate.ranks(kind)), max(candidate.ranks(kind))],
             "modules": [name for name, own in candidate.kinds.items() if own == kind],
         }
-        for kind in candidate.used
+        for kind in candidate.used_kinds
     }
 
 
-def table(choice: Choice) -> Iterator[str]:
+def table(choice: PlanChoice) -> Iterator[str]:
     """Lines of text: the best candidate of each mode, runners-up, and the reason for the choice."""
-    alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used) == 1)
+    alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used_kinds) == 1)
     yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
     yield ""
     heads = ("step ms", "MFU", "padding", "recompute", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
@@ -241,7 +243,7 @@ def table(choice: Choice) -> Iterator[str]:
         yield f"{used(choice, choice.best.candidate)} are used: no layout that fits is faster with more"
 
 
-def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
+def _entry(name: str, one: Estimate, choice: PlanChoice) -> Iterator[str]:
     candidate = one.candidate
     yield _row(
         f"{'*' if one is choice.best else ' '} {name}",
@@ -256,7 +258,7 @@ def _entry(name: str, one: Estimate, choice: Choice) -> Iterator[str]:
         f"nested {candidate.inner}" if candidate.traits.nests else candidate.schedule,
         one.bottleneck,
     )
-    host = max(need.host for need in one.needs.values())
+    host = max(need.host for need in one.device_bytes.values())
     yield f"    {candidate.describe()}" + (f"; {host / GIGA:.3g} GB of host memory a device" if host else "")
 
 

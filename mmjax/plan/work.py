@@ -38,7 +38,7 @@ from mmjax.models.parameters import ModuleSlice
 from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.planner.work import Held, ModuleWork, Real, Shares, Work
+from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -74,7 +74,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     for name in model.nodes:
         rows, width = padded[name]
         work = module_work(config, model, name, width, shares if name == LLM else None)
-        modules[name] = replace(work, rows=rows / _samples(config), held=held[name], real=real[name])
+        modules[name] = replace(work, rows=rows / _samples(config), memory=held[name], real=real[name])
     return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
 
 
@@ -158,7 +158,7 @@ def _frozen(config: Config, model: MultimodalModel) -> set[str]:
 def module_work(
     config: Config, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
 ) -> ModuleWork:
-    """The work of a module in rows of `width`; `rows`, `held` and `real` are left for the caller to fill in.
+    """The work of a module in rows of `width`; `rows`, `memory` and `real` are left for the caller to fill in.
 
     `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
     """
@@ -202,7 +202,7 @@ def module_work(
         ring=2 * width * _heads(own)[1] * own.head_width * item,
         attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
         carried=carried,
-        sent=sent,
+        output_bytes=sent,
         together=0 if config.train.lowering == "single" else node.module.patches_per_token,
         blended=node.medium.blended if node.medium else 1,
         after=tuple(edge.source for edge in model.into(name)),
@@ -285,7 +285,7 @@ def _traced(
     packer: Packer,
     tps: Mapping[str, tuple[int, ...]],
     widths: Mapping[str, int],
-) -> dict[str, dict[int, Held]]:
+) -> dict[str, dict[int, StageMemory]]:
     """Bytes that a row of a module, of its width, needs on a device, by module and tp.
 
     Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
@@ -298,7 +298,7 @@ def _traced(
     few = _stages(config, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
     shapes = [_rows_of(packer, ROWS, model, own) for own in rounds]
     many = [_stages(config, model, inputs, own) for inputs, own in zip(shapes, rounds, strict=True)]
-    found: dict[str, dict[int, Held]] = {name: {} for name in tps}
+    found: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
@@ -368,7 +368,7 @@ class _Traced:
             needed_split=tuple(temporary_bytes(stage) for stage in split),
         )
 
-    def held(self, rows: float, fixed: Sequence[float], gradient: float) -> Held:
+    def held(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
         """Bytes of one row.
 
         Args:
@@ -378,8 +378,8 @@ class _Traced:
         """
         each = [max(0.0, needed - own) / rows for needed, own in zip(self.needed, fixed, strict=True)]
         alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
-        return Held(
-            kept=_shares(self.kept, rows),
+        return StageMemory(
+            residuals=_shares(self.kept, rows),
             deferred=_shares(self.deferred, rows),
             inputs=Shares(first=(self.given[0] - self.given[1]) / rows, last=self.given[2] / rows),
             temporary=Shares(*each),

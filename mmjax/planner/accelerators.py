@@ -21,11 +21,11 @@ class Accelerator:
       flops: dense bfloat16 operations per second.
       memory: bytes.
       bandwidth: bytes per second of its own memory.
-      link: bytes per second that a device sends to others of its node.
+      link: bytes per second that a device sends to other devices of its node.
       node: devices of a node.
       network: bytes per second that a device sends to other nodes.
       host: bytes per second that a device copies to its host's memory, or back.
-      source: where each of these figures is from.
+      source: the source of each of these figures.
     """
 
     name: str
@@ -127,7 +127,7 @@ def accelerator(name: str) -> Accelerator:
     Raises:
       ConfigError: there is none.
     """
-    found = ACCELERATORS.get(name.lower())
-    if found is None:
+    device = ACCELERATORS.get(name.lower())
+    if device is None:
         raise ConfigError(f"accelerator={name!r}: there is none of this name; {suggest(name.lower(), ACCELERATORS)}")
-    return found
+    return device

@@ -1,7 +1,7 @@
 """Planning problems without measurements: times of modules from their FLOPs and an accelerator's datasheet.
 
-An analytic profile says what an ideal kernel mix of one fixed efficiency would take; it is labelled wherever it is
-shown. It orders layouts by their arithmetic and their tp traffic, and nothing here was measured.
+An analytic profile gives the times of an ideal kernel mix of one fixed efficiency; it is labelled wherever it is shown.
+It ranks layouts by their arithmetic and their tp traffic, and nothing here was measured.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from mmjax.pipeline.state_bytes import state_bytes
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.problem import ModuleCosts
-from mmjax.planner.work import Held, ModuleWork, Shares
+from mmjax.planner.work import ModuleWork, Shares, StageMemory
 
 PARAM_BYTES = 2
 """Bytes of a parameter in bfloat16."""
@@ -81,10 +81,10 @@ def module_work(
 ) -> ModuleWork:
     """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row.
 
-    A split backward is taken to keep as many bytes from B to W as from F to B.
+    With a split backward, as many bytes are assumed to be kept from B to W as from F to B.
     """
     row = 2 * tokens * width
-    each = ACTIVATION_BYTES * tokens * width
+    layer = ACTIVATION_BYTES * tokens * width
     return ModuleWork(
         name=name,
         layers=layers,
@@ -96,7 +96,9 @@ def module_work(
         parameters=Shares(layer=parameters / layers),
         trained=Shares(layer=parameters / layers),
         carried=row,
-        sent=row,
-        held={size: Held(kept=Shares(layer=each / size), deferred=Shares(layer=each / size)) for size in tp},
+        output_bytes=row,
+        memory={
+            size: StageMemory(residuals=Shares(layer=layer / size), deferred=Shares(layer=layer / size)) for size in tp
+        },
         after=after,
     )

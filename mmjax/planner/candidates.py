@@ -1,4 +1,4 @@
-"""The ways in which modules may share devices, and every layout of each.
+"""The four modes in which modules may share devices, and the layouts to try in each.
 
 * homogeneous: one tp and dp for all, as in a trainer without a layout per module. Encoders are on the LLM's first
   stage, generators on its last.
@@ -35,15 +35,16 @@ MOST_STAGES = 64
 FEW = 64
 """The most devices with which stages may have unequal numbers of layers."""
 SAMPLES = (1, 2, 4, 8, 16)
-"""Samples of a microbatch on one replica of the LLM that are tried."""
+"""Numbers of samples of a microbatch on one replica of the LLM that are tried."""
 WINDOWS = (1, 2, 4)
 """Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
 MOST_LANES = 32
-"""The most lanes of a module on an LLM of fewer stages; on more it has a lane for each. Long units are slow to fill."""
+"""The most lanes of a module on an LLM of fewer stages; on more stages it has a lane for each. Long units are slow to
+fill."""
 LEAST_TOKENS = 2048
-"""The fewest positions of a row on each rank of cp. Products of fewer are small, and samples are there to be shared."""
+"""The fewest positions of a row on each cp rank: products of fewer are small, and dp can share samples instead."""
 LARGEST = 3
-"""How many dp, the largest ones, are tried for each tp, pp and number of samples."""
+"""The number of dp, the largest ones, that are tried for each tp, pp and number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +78,24 @@ class Candidate:
 
     @property
     def traits(self) -> ScheduleTraits:
-        """The properties of the candidate's schedule; where it is nested, also those that it has of the inner one."""
-        own, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
-        if not own.nests:
-            return own
-        return replace(own, chunks=inner.chunks, splits=inner.splits, settles=max(own.settles, inner.settles))
+        """The properties of the candidate's schedule; chunks and split of a nested one are those of its inner one."""
+        outer, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
+        if not outer.nests:
+            return outer
+        return replace(outer, chunks=inner.chunks, splits=inner.splits, settles=max(outer.settles, inner.settles))
 
     @property
-    def plain(self) -> bool:
-        """Whether another schedule may be shorter: the LLM has several stages and runs plain 1F1B."""
-        own = self.inner if self.traits.nests else self.schedule
-        return own == ONE_F_ONE_B and self.layouts[LLM].pp > 1
+    def is_pipelined_1f1b(self) -> bool:
+        """Whether the LLM has several stages and runs 1F1B, so that another schedule may be shorter."""
+        llm_schedule = self.inner if self.traits.nests else self.schedule
+        return llm_schedule == ONE_F_ONE_B and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
-        """The candidate with another schedule of the LLM: the inner one where the candidate's is nested."""
+        """The candidate with another schedule of the LLM, which is the inner one of a nested schedule."""
         return replace(self, inner=schedule) if self.traits.nests else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
-        """The modules that do not run while others do: encoders, where the schedule has phases."""
+        """The modules that do not run while other modules do: the encoders if the schedule has phases."""
         return work.encoders if self.traits.phases else ()
 
     @property
@@ -103,50 +104,51 @@ class Candidate:
         return len({rank for layout in self.layouts.values() for rank in layout.ranks})
 
     def offload(self, module: str) -> OffloadConfig:
-        """The offload of a module; nothing unless `offloads` has it."""
+        """The offload of a module; nothing is offloaded unless `offloads` has the module."""
         return self.offloads.get(module, HOME)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def used_kinds(self) -> tuple[str, ...]:
         """The kinds of devices in use, in the order of their ranks; ("",) where there is one kind."""
-        return tuple(dict.fromkeys(self.kinds[name] for name in sorted(self.kinds, key=self.block))) or ("",)
+        return tuple(dict.fromkeys(self.kinds[name] for name in sorted(self.kinds, key=self.kind_start))) or ("",)
 
     @property
-    def on(self) -> str:
+    def on_kinds(self) -> str:
         """The kinds in use for messages, such as " on h100 and l20"; empty where there is one kind."""
-        return f" on {' and '.join(self.used)}" if self.kinds else ""
+        return f" on {' and '.join(self.used_kinds)}" if self.kinds else ""
 
     @property
     def label(self) -> str:
         """The mode and the kinds of devices in use."""
-        return self.mode + self.on
+        return self.mode + self.on_kinds
 
     @property
     def world(self) -> int:
         """Number of ranks up to the last in use."""
-        return max(own.rank_offset + own.size for own in self.layouts.values())
+        return max(layout.rank_offset + layout.size for layout in self.layouts.values())
 
     def ranks(self, kind: str) -> set[int]:
         """Ranks in use on devices of a kind."""
-        return {rank for name, own in self.layouts.items() if self.kinds.get(name, "") == kind for rank in own.ranks}
+        layouts = (layout for name, layout in self.layouts.items() if self.kinds.get(name, "") == kind)
+        return {rank for layout in layouts for rank in layout.ranks}
 
-    def block(self, module: str) -> int:
+    def kind_start(self, module: str) -> int:
         """The first rank on a module's kind of device; ranks of a kind are neighbours, and its nodes start there."""
         if not self.kinds:
             return 0
         return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
 
     def describe(self) -> str:
-        """Layouts in one line, with the kinds of their devices and what is offloaded."""
-        said = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
-        for name, own in self.offloads.items():
-            away = " and ".join(kind for kind, on in vars(own).items() if on)
-            said[name] = said.get(name, "") + (f", {away} offloaded" if away else "")
-        return "; ".join(f"{name} {layout.describe()}{said.get(name, '')}" for name, layout in self.layouts.items())
+        """Layouts in one line, with the kinds of their devices and the offloaded arrays."""
+        notes = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
+        for name, offload in self.offloads.items():
+            arrays = " and ".join(array for array, on in vars(offload).items() if on)
+            notes[name] = notes.get(name, "") + (f", {arrays} offloaded" if arrays else "")
+        return "; ".join(f"{name} {layout.describe()}{notes.get(name, '')}" for name, layout in self.layouts.items())
 
 
 def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:
-    """Layouts of the LLM on at most so many devices, each with the microbatches of a step.
+    """Layouts of the LLM on at most `devices` devices, each with the microbatches of a step.
 
     Only the largest few dp are tried for each tp, cp and pp: fewer replicas only mean more microbatches.
     """
@@ -160,13 +162,13 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
 
 def contexts(module: ModuleWork, devices: int) -> list[int]:
-    """Every cp of a module that is tried on so many devices: powers of two that leave each rank enough of a row."""
+    """Every cp to try for a module on at most `devices` devices: powers of two that leave each rank enough of a row."""
     most = min(devices, module.width // LEAST_TOKENS if module.ring else 1)
     return [1 << power for power in range(max(1, most).bit_length())]
 
 
 def depths(module: ModuleWork, devices: int) -> list[int]:
-    """Every pp of a module that is tried; on more than `FEW` devices only those with equally many layers a stage."""
+    """Every pp to try for a module; on more than `FEW` devices only divisors of its layers."""
     if devices > FEW:
         return divisors(module.layers, MOST_STAGES)
     return list(range(1, min(module.layers, MOST_STAGES) + 1))
@@ -175,66 +177,71 @@ def depths(module: ModuleWork, devices: int) -> list[int]:
 def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last.
 
-    Where the LLM has stages and cp, others may have more dp, or tp, on the ranks of one stage (`_ends`).
+    Where the LLM has stages and cp, other modules may have more dp, or tp, on the ranks of one stage (`_end_layouts`).
     """
-    common = sorted(set.intersection(*(set(module.held) for module in work.modules.values())))
+    common = sorted(set.intersection(*(set(module.memory) for module in work.modules.values())))
     for llm, microbatches in _llm_layouts(work, devices, node, common):
         samples = work.global_batch // microbatches
         for split in (True, False)[: 1 + (llm.cp > 1)]:
-            ends = _ends(work, llm, samples, node, split=split)
-            alike = all((own.tp, own.cp, own.dp) == (llm.tp, llm.cp, llm.dp) for own in ends.values())
+            ends = _end_layouts(work, llm, samples, node, split=split)
+            alike = all((end.tp, end.cp, end.dp) == (llm.tp, llm.cp, llm.dp) for end in ends.values())
             if len(ends) == len(work.modules) - 1 and (alike or llm.pp > 1):  # else it is colocated
-                layouts = _ordered(work, {**ends, LLM: llm})
+                layouts = _in_order(work, {**ends, LLM: llm})
                 yield Candidate(mode=HOMOGENEOUS, layouts=layouts, microbatches=microbatches)
 
 
-def _ends(work: Work, llm: Layout, samples: int, node: int, *, split: bool = True) -> dict[str, Layout]:
-    """Encoders on the LLM's first stage and generators on its last, with its tp and dp, without those that do not fit.
+def _end_layouts(work: Work, llm: Layout, samples: int, node: int, *, split: bool = True) -> dict[str, Layout]:
+    """Encoders on the LLM's first stage and generators on its last, with its tp and dp; modules that do not fit are
+    left out.
 
-    A module has the LLM's cp too, if `split` and its rows are long enough; else the ranks of cp are ranks of dp, or of
-    tp where the samples are too few. Where tp does not fit either, it has the LLM's cp whatever its rows.
+    A module has the LLM's cp too, if `split` and its rows are long enough. Else the ranks of cp are ranks of dp, or of
+    tp where the samples are too few. Where tp does not fit either, it has the LLM's cp for rows of any length.
     """
     first, last = replace(llm, pp=1), replace(llm, pp=1, rank_offset=(llm.pp - 1) * llm.stage_size)
-    found = {}
+    layouts = {}
     for name, end in (*((name, first) for name in work.encoders), *((name, last) for name in work.generators)):
         module = work.modules[name]
         if end.cp == 1 or (split and end.cp in contexts(module, end.cp)):
-            found[name] = end
-        elif own := _filling(module, end.stage_size, samples, node, least=end.tp):
-            found[name] = replace(own, rank_offset=end.rank_offset)
+            layouts[name] = end
+        elif layout := _filling(module, end.stage_size, samples, node, least=end.tp):
+            layouts[name] = replace(layout, rank_offset=end.rank_offset)
         elif split and module.ring:
-            found[name] = end
-    return found
+            layouts[name] = end
+    return layouts
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """Encoders in layouts of their own on all devices of the LLM, generators on those of its last stage."""
-    for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].held)):
+    for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory)):
         samples = work.global_batch // microbatches
         last = (llm.pp - 1) * llm.stage_size
-        places = [(name, llm.size, 0) for name in work.encoders]
-        places += [(name, llm.stage_size, last) for name in work.generators]
-        seen: list[dict[str, Layout]] = []
+        ranks = [(name, llm.size, 0) for name in work.encoders]
+        ranks += [(name, llm.stage_size, last) for name in work.generators]
+        tried: list[dict[str, Layout]] = []
         for split in (False, True):
             layouts = {LLM: llm}
-            for name, size, start in places:
-                if own := _filling(work.modules[name], size, samples, node, split=split):
-                    layouts[name] = replace(own, rank_offset=start)
-            if len(layouts) == len(work.modules) and layouts not in seen:
-                seen.append(layouts)
-                one = Candidate(mode=COLOCATED, layouts=_ordered(work, layouts), microbatches=microbatches)
-                yield from _colocated(work, one)
+            for name, size, start in ranks:
+                if layout := _filling(work.modules[name], size, samples, node, split=split):
+                    layouts[name] = replace(layout, rank_offset=start)
+            if len(layouts) == len(work.modules) and layouts not in tried:
+                tried.append(layouts)
+                candidate = Candidate(mode=COLOCATED, layouts=_in_order(work, layouts), microbatches=microbatches)
+                yield from _scheduled(work, candidate)
 
 
-def _colocated(work: Work, one: Candidate) -> Iterator[Candidate]:
-    """A colocated candidate as it is, or with encoders in phases of their own, where it is not homogeneous."""
-    llm = one.layouts[LLM]
+def _scheduled(work: Work, candidate: Candidate) -> Iterator[Candidate]:
+    """A colocated candidate with encoders in phases of their own, in each window, if the LLM has several stages.
+
+    If it has one, the candidate as it is; none if it is homogeneous.
+    """
+    llm = candidate.layouts[LLM]
     if llm.pp == 1 or not work.encoders:
-        if any((own.tp, own.cp, own.dp) != (llm.tp, llm.cp, llm.dp) for own in one.layouts.values()):
-            yield one
+        degrees = {(layout.tp, layout.cp, layout.dp) for layout in candidate.layouts.values()}
+        if len(degrees) > 1:
+            yield candidate
         return
-    for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < one.microbatches)}):
-        yield replace(one, schedule="three-phase", window=window)
+    for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < candidate.microbatches)}):
+        yield replace(candidate, schedule="three-phase", window=window)
 
 
 def _filling(
@@ -243,9 +250,9 @@ def _filling(
     """The layout of one stage on exactly `devices` devices with the most dp and the least tp that fit, or None.
 
     least: the least tp.
-    split: whether it has cp in place of tp, where its rows are long enough.
+    split: whether it has cp in place of tp if its rows are long enough.
     """
-    tps = [tp for tp in module.held if least <= tp <= node]
+    tps = [tp for tp in module.memory if least <= tp <= node]
     pairs = [(tp * cp, tp) for tp in tps for cp in (contexts(module, devices // tp) if split else (1,))]
     for replica, tp in sorted(pairs):
         if devices % replica == 0 and samples % (devices // replica) == 0:
@@ -254,70 +261,73 @@ def _filling(
 
 
 def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Modules in lanes over the LLM's devices: all encoders and generators, and either alone with the others as in
-    `homogeneous`. The LLM runs 1F1B.
+    """Modules in lanes over the LLM's devices: encoders and generators, or only one of both; the LLM runs 1F1B.
 
-    Less tp sends less, and more of it means fewer activations a device. So every tp is tried, and of the ways to cut
-    the LLM's submeshes into lanes the coarsest in which it fits, since each lane has microbatches of its own.
+    Modules without lanes are placed as in `homogeneous`. Less tp sends less, and more tp means fewer activations a
+    device, so every tp is tried. The LLM's submeshes are cut into the fewest lanes in which a module fits, since each
+    lane has microbatches of its own.
     """
-    ways = _ways(work)
-    pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].held))
-    for llm, microbatches in (one for one in pipelines if one[0].pp > 1):
-        for spread in ways:
-            rest = {
-                name: own
-                for name, own in _ends(work, llm, work.global_batch // microbatches, node).items()
-                if name not in spread
+    laned_sets = _laned_sets(work)
+    pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory))
+    for llm, microbatches in (pair for pair in pipelines if pair[0].pp > 1):
+        for laned in laned_sets:
+            unlaned = {
+                name: layout
+                for name, layout in _end_layouts(work, llm, work.global_batch // microbatches, node).items()
+                if name not in laned
             }
-            if any(own.tp not in work.modules[name].held for name, own in rest.items()):
+            if any(layout.tp not in work.modules[name].memory for name, layout in unlaned.items()):
                 continue
-            for tp in sorted({tp for name in spread for tp in work.modules[name].held if tp <= node}):
-                laned = {name: _laned(work, name, llm, microbatches, tp) for name in spread}
-                layouts = rest | {name: own for name, own in laned.items() if own} | {LLM: llm}
+            for tp in sorted({tp for name in laned for tp in work.modules[name].memory if tp <= node}):
+                in_lanes = {name: _in_lanes(work, name, llm, microbatches, most_tp=tp) for name in laned}
+                layouts = unlaned | {name: layout for name, layout in in_lanes.items() if layout} | {LLM: llm}
                 if len(layouts) == len(work.modules):
-                    placed = _ordered(work, layouts)
-                    yield Candidate(mode=NESTED, layouts=placed, microbatches=microbatches, schedule="nested")
+                    ordered = _in_order(work, layouts)
+                    yield Candidate(mode=NESTED, layouts=ordered, microbatches=microbatches, schedule="nested")
 
 
-def _ways(work: Work) -> list[tuple[str, ...]]:
-    """The modules that have lanes, in each way. What feeds a generator beside the LLM has none together with it."""
-    fed = {source for name in work.generators for source in work.modules[name].after}
-    ways = {work.encoders, work.generators, (*work.encoders, *work.generators) if not fed & set(work.encoders) else ()}
-    return sorted(way for way in ways if way)
+def _laned_sets(work: Work) -> list[tuple[str, ...]]:
+    """The sets of modules that may have lanes together: encoders, generators, or both.
+
+    An encoder that feeds a generator directly has no lanes together with the generator.
+    """
+    feeding = {source for name in work.generators for source in work.modules[name].after}
+    both = (*work.encoders, *work.generators) if not feeding & set(work.encoders) else ()
+    return sorted(names for names in {work.encoders, work.generators, both} if names)
 
 
-def _laned(work: Work, name: str, llm: Layout, microbatches: int, most: int) -> Layout | None:
-    """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most`, or None."""
-    held, samples = work.modules[name].held, work.global_batch // microbatches
-    tp = max((tp for tp in held if tp <= most), default=0)
+def _in_lanes(work: Work, name: str, llm: Layout, microbatches: int, *, most_tp: int) -> Layout | None:
+    """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most_tp`, or None."""
+    samples = work.global_batch // microbatches
+    tp = max((tp for tp in work.modules[name].memory if tp <= most_tp), default=0)
     most_parts = min(microbatches, max(llm.pp, MOST_LANES)) // llm.pp
     for parts in divisors(llm.stage_size, most_parts) if tp else ():
-        dp, rest = divmod(llm.stage_size, parts * tp)
-        if not rest and samples % dp == 0:
+        dp, remainder = divmod(llm.stage_size, parts * tp)
+        if not remainder and samples % dp == 0:
             return Layout(tp=tp, dp=dp, lanes=llm.pp * parts)
     return None
 
 
 def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
-    """The candidate of a plan: devices of a kind are neighbours, those of the LLM's kind first.
+    """The candidate of a plan: devices of a kind are neighbours, and the devices of the LLM's kind come first.
 
-    A kind that spans several nodes takes whole ones before the next kind begins, so that no node has two kinds.
+    A kind that spans several nodes takes full nodes before the next kind begins, so that no node has two kinds.
     """
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     start, layouts, home = 0, dict[str, Layout](), plan.kinds[LLM]
     for kind in (home, *(kind for kind in fleet.kinds if kind != home and kind in plan.kinds.values())):
         block = _block(plan, [name for name in plan.modules if plan.kinds[name] == kind], start)
         layouts |= block
-        used, own = sum(layout.size for layout in block.values()), fleet.kinds[kind]
-        start += used if used <= own.clock.node else min(-(-used // own.clock.node) * own.clock.node, own.devices)
-    placed = _ordered(work, layouts)
-    return Candidate(mode=NON_COLOCATED, layouts=placed, microbatches=plan.microbatches, kinds=kinds)
+        used, node = sum(layout.size for layout in block.values()), fleet.kinds[kind].clock.node
+        start += used if used <= node else min(-(-used // node) * node, fleet.kinds[kind].devices)
+    ordered = _in_order(work, layouts)
+    return Candidate(mode=NON_COLOCATED, layouts=ordered, microbatches=plan.microbatches, kinds=kinds)
 
 
 def _block(plan: Plan, names: Sequence[str], start: int) -> dict[str, Layout]:
     """Layouts of modules from rank `start` on, the largest tp first: tp groups stay within nodes without gaps.
 
-    The LLM comes first where its number of devices is a multiple of the largest tp, so that this still holds.
+    The LLM comes first if its number of devices is a multiple of the largest tp, so that this still holds.
     """
     by_tp = sorted(names, key=lambda name: (-plan.modules[name].tp, name != LLM))
     most = plan.modules[by_tp[0]].tp
@@ -331,5 +341,5 @@ def _block(plan: Plan, names: Sequence[str], start: int) -> dict[str, Layout]:
     return layouts
 
 
-def _ordered(work: Work, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+def _in_order(work: Work, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     return {name: layouts[name] for name in work.modules}

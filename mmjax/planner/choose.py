@@ -1,8 +1,8 @@
 """Chooses the best way to place all modules, from their work, a clock and a number of devices.
 
-Layouts of each mode are ranked in closed form: homogeneous and colocated ones by trying all, non-colocated ones by the
-exact search over Eq. 1 and 2 (`search`). The first of each mode that fit into memory are simulated with the schedule
-that a run would have, communication included, and the shortest simulated step is the plan.
+Layouts of each mode are ranked in closed form: homogeneous, colocated and nested ones by trying all, non-colocated ones
+by the exact search over Eq. 1 and 2 (`search`). The best of each mode that fit into memory are simulated with the
+schedule that a run would have, communication included, and the shortest simulated step is the plan.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
-from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.models.config import LLM
@@ -34,7 +32,7 @@ from mmjax.planner.candidates import (
 from mmjax.planner.clock import Clock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.variants import (
@@ -47,20 +45,21 @@ from mmjax.planner.variants import (
     rescheduled,
     split_rows,
 )
-from mmjax.planner.work import ModuleWork, Part, Work
+from mmjax.planner.work import ModuleWork, StagePart, Work
 
-Rows = Mapping[str, tuple[float, int]]
-RowsOf = Callable[[Candidate], Rows]
+RowShapes = Mapping[str, tuple[float, int]]
+"""Rows of a microbatch and their width, by module."""
+RowsOf = Callable[[Candidate], RowShapes]
 SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
-"""The modes in which modules share devices, by what makes their candidates."""
+"""The modes in which modules share devices, and the functions that make their candidates."""
 FINALISTS = 4
-"""How many candidates of a mode are simulated."""
+"""The number of candidates of a mode that are simulated."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
-"""Bounds on the LLM's stages that are tried where encoders keep activations for each of them."""
+"""Bounds on the number of LLM stages to try if encoders keep activations for each stage."""
 VARIED = 1
-"""How many of a mode's finalists are also simulated interleaved, and with layers cut by time."""
+"""The number of finalists of a mode that are also simulated interleaved, and with layers cut by time."""
 RELIEVED = 1
-"""How many further candidates of a mode are simulated since they would be faster but fit only with offload."""
+"""The number of further candidates of a mode that are simulated because they are faster but fit only with offload."""
 FEW = 400
 """With more layouts whose lower bound on memory is too large, these are not tried with offload if another one fits."""
 ALIKE = 2
@@ -70,14 +69,14 @@ TIE = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PlanChoice:
     """The best candidates, by mode and of all.
 
     Attributes:
-      devices: number of devices that there were.
+      devices: number of devices that are available.
       estimates: the simulated candidates, the shortest step first.
       misses: for each mode without a candidate that fits, the reason.
-      kinds: number of devices by kind; empty where there was one kind.
+      kinds: number of devices by kind; empty where there is one kind.
     """
 
     devices: int
@@ -88,38 +87,40 @@ class Choice:
     @cached_property
     def best(self) -> Estimate:
         """The plan: the shortest step; of equal ones (`TIE`) the one on fewest kinds, then on fewest devices."""
-        alike = [one for one in self.estimates if one.seconds <= self.estimates[0].seconds * (1 + TIE)]
-        return min(alike, key=lambda one: (len(one.candidate.used), one.candidate.devices, one.seconds))
+        shortest = self.estimates[0].seconds
+        tied = [estimate for estimate in self.estimates if estimate.seconds <= shortest * (1 + TIE)]
+        return min(tied, key=lambda e: (len(e.candidate.used_kinds), e.candidate.devices, e.seconds))
 
     @cached_property
     def by_mode(self) -> dict[str, Estimate]:
         """The best candidate of each mode that has one; with several kinds, of each mode and kinds in use."""
-        found: dict[str, Estimate] = {}
-        for one in (self.best, *self.estimates):
-            found.setdefault(one.candidate.label, one)
-        return dict(sorted(found.items(), key=lambda item: MODES.index(item[1].candidate.mode)))
+        best: dict[str, Estimate] = {}
+        for estimate in (self.best, *self.estimates):
+            best.setdefault(estimate.candidate.label, estimate)
+        return dict(sorted(best.items(), key=lambda item: MODES.index(item[1].candidate.mode)))
 
     def why(self) -> str:
-        """One line: the mode, by how much it is better than the best of each other, and what sets its pace.
+        """One line with the plan's mode, its gain over the best layout of each other mode, and its slowest stage.
 
-        Where there are several kinds of device, also by how much it is better than the best on others of them.
+        If there are several kinds of device, also its gain over the best layout on each other set of kinds.
         """
-        best, others = self.best, dict[object, Estimate]()
-        for one in sorted(self.by_mode.values(), key=lambda one: one.seconds):
-            if one.candidate.mode != best.candidate.mode:
-                others.setdefault(one.candidate.mode, one)
-            if one.candidate.used != best.candidate.used:
-                others.setdefault(one.candidate.used, one)
-        compared = [
-            f"{longer(one.seconds, best.seconds)} in the best {one.candidate.mode} layout{one.candidate.on}"
-            for one in dict.fromkeys(others.values())
+        best, alternatives = self.best, dict[object, Estimate]()
+        for estimate in sorted(self.by_mode.values(), key=lambda estimate: estimate.seconds):
+            if estimate.candidate.mode != best.candidate.mode:
+                alternatives.setdefault(estimate.candidate.mode, estimate)
+            if estimate.candidate.used_kinds != best.candidate.used_kinds:
+                alternatives.setdefault(estimate.candidate.used_kinds, estimate)
+        gains = [
+            f"{longer(e.seconds, best.seconds)} in the best {e.candidate.mode} layout{e.candidate.on_kinds}"
+            for e in dict.fromkeys(alternatives.values())
         ]
-        than = f"; a step takes {', '.join(compared)}" if compared else ""
-        return f"{best.candidate.label}{than}; {best.bottleneck} sets the pace, {best.bubble:.0%} of the step is idle"
+        comparison = f"; a step takes {', '.join(gains)}" if gains else ""
+        idle = f"{best.bubble:.0%} of the step is idle"
+        return f"{best.candidate.label}{comparison}; {best.bottleneck} sets the pace, {idle}"
 
 
 def longer(seconds: float, than: float) -> str:
-    """By how much a time is longer, such as "+3.1%"; never "-0.0%"."""
+    """The relative difference of a time to a shorter one, such as "+3.1%"; never "-0.0%"."""
     return f"{round(seconds / than - 1, 3) + 0.0:+.1%}"
 
 
@@ -131,85 +132,85 @@ def choose(
     memory: float = 0.0,
     rows_of: RowsOf | None = None,
     modes: Collection[str] = MODES,
-) -> Choice:
+) -> PlanChoice:
     """Simulates the best candidates of every mode on devices of one kind.
 
     Args:
       work: the work of the model on its data.
       clock: the times.
       devices: number of devices; fewer may be used.
-      memory: bytes of a device; the clock's unless given.
-      rows_of: gives the exact rows of a candidate's microbatches, and raises ConfigError where a run would not take the
-        candidate; rows are proportional to samples unless it is given.
+      memory: bytes of a device; 0 takes the clock's.
+      rows_of: returns the exact rows of a candidate's microbatches, and raises ConfigError if a run would refuse the
+        candidate; without it rows are proportional to samples.
       modes: the modes to try, of `MODES`.
 
     Raises:
-      DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
+      DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
-    kind = Kind(clock=clock, devices=devices, memory=memory or clock.memory)
+    kind = DeviceKind(clock=clock, devices=devices, memory=memory or clock.memory)
     return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes)
 
 
-def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> Choice:
+def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
     """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
 
     Raises:
-      ConfigError: there are too many kinds to try all ways.
-      DoesNotFit: no mode has a layout that fits; the message says what misses by how much.
+      ConfigError: there are too many kinds to try all assignments of modules.
+      DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
     rows_of = rows_of or proportional(work)
     estimates: list[Estimate] = []
     misses: dict[str, str] = {}
     for label, candidates in _candidates(work, fleet, modes):
         try:
-            found = finalists(work, fleet, candidates)
+            fastest = finalists(work, fleet, candidates)
         except DoesNotFit as reason:
             misses[label] = str(reason)
             continue
-        placed = list(_placed(work, fleet, found, rows_of))
-        estimates += placed
-        if not placed:
+        accepted = list(_with_variants(work, fleet, fastest, rows_of))
+        estimates += accepted
+        if not accepted:
             misses[label] = "no layout that fits on paper fits with whole rows"
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
     return ranked(fleet, [*estimates, *_further(work, fleet, estimates, rows_of)], misses)
 
 
-def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> Choice:
+def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
     """The choice among estimates, the shortest step first."""
-    ordered = sorted(estimates, key=lambda one: (one.seconds, one.candidate.devices))
+    ordered = sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
-    return Choice(devices=fleet.devices, estimates=ordered, misses=misses, kinds=kinds)
+    return PlanChoice(devices=fleet.devices, estimates=ordered, misses=misses, kinds=kinds)
 
 
-def _placed(work: Work, fleet: Fleet, found: Sequence[Candidate], rows_of: RowsOf) -> Iterator[Estimate]:
-    """Estimates of candidates with exact rows, and of variants of the first, without those that do not fit."""
-    for index, candidate in enumerate(found):
+def _with_variants(work: Work, fleet: Fleet, candidates: Sequence[Candidate], rows_of: RowsOf) -> Iterator[Estimate]:
+    """Estimates of candidates with exact rows, and of variants of the first; those that do not fit are left out."""
+    for index, candidate in enumerate(candidates):
         varied = index < VARIED
-        for one in (candidate, *(interleaved(work, candidate) if varied else ())):
-            for estimate in exact(work, fleet, one, rows_of):
+        for variant in (candidate, *(interleaved(work, candidate) if varied else ())):
+            for estimate in exact(work, fleet, variant, rows_of):
                 yield estimate
-                other = balanced(work, estimate.clock, estimate.rows, one) if varied else None
-                yield from exact(work, fleet, other, rows_of) if other else ()
+                recut = balanced(work, estimate.clock, estimate.rows, variant) if varied else None
+                yield from exact(work, fleet, recut, rows_of) if recut else ()
 
 
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
-    """Estimates of promising variants of the best of all modes: other schedules, ways of cp, optimizer instances."""
-    best = min(estimates, key=lambda one: one.seconds)
-    plain = [one for one in estimates if one.candidate.plain]
-    made: list[Estimate] = []
-    if plain:
-        for candidate in rescheduled(min(plain, key=lambda one: one.seconds), best.seconds):
-            made += exact(work, fleet, candidate, rows_of)
+    """Estimates of promising variants of the best of all modes: other schedules, cp methods, optimizer instances."""
+    best = min(estimates, key=lambda estimate: estimate.seconds)
+    pipelined = [estimate for estimate in estimates if estimate.candidate.is_pipelined_1f1b]
+    variants: list[Estimate] = []
+    if pipelined:
+        for candidate in rescheduled(min(pipelined, key=lambda estimate: estimate.seconds), best.seconds):
+            variants += exact(work, fleet, candidate, rows_of)
     for variant in (exchanged, instanced):
-        best = min((best, *made), key=lambda one: one.seconds)
+        best = min((best, *variants), key=lambda estimate: estimate.seconds)
         if candidate := variant(best):
-            made += exact(work, fleet, candidate, rows_of)
-    return made
+            variants += exact(work, fleet, candidate, rows_of)
+    return variants
 
 
 def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
-    """The estimate of a candidate with exact rows; empty where a run would not take it, or it does not fit."""
+    """The estimate of a candidate with exact rows; empty if a run would refuse it, or if it does not fit."""
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
     except ConfigError:
@@ -223,20 +224,20 @@ def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -
 
 
 def missing(fleet: Fleet, estimate: Estimate) -> float:
-    """Bytes that the worst device lacks; zero or negative where all have enough."""
+    """Bytes that the worst device lacks; zero or negative if all devices have enough."""
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
-    return max(held - rooms[rank] for rank, held in estimate.memory.items())
+    return max(size - rooms[rank] for rank, size in estimate.memory.items())
 
 
 def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
-    """Bytes of a device of a stage."""
+    """Bytes of memory of a stage's devices."""
     return fleet.kind(estimate.candidate.kinds, stage.rpartition(".")[0]).memory
 
 
 def proportional(work: Work) -> RowsOf:
     """A `rows_of` with rows proportional to the samples of a microbatch."""
 
-    def rows_of(candidate: Candidate) -> Rows:
+    def rows_of(candidate: Candidate) -> RowShapes:
         samples = work.global_batch // candidate.microbatches
         return {name: (module.rows * samples, module.width) for name, module in work.modules.items()}
 
@@ -246,7 +247,7 @@ def proportional(work: Work) -> RowsOf:
 def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
     """The fastest few candidates, by closed form, that fit into memory, and a faster one that fits only with offload.
 
-    If none fits without offload, these are the fastest few that fit with it.
+    If none fits without offload, the result is the fastest few that fit with it.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
@@ -255,17 +256,17 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
     different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
     estimates = [estimated(work, fleet, c, rows_of) for c in different.values()]
     roomy = max(kind.memory for kind in fleet.kinds.values())
-    light = [one for one in estimates if one.least <= roomy]
-    heavy = [one for one in estimates if one.least > roomy]
-    found, tight = _first(fleet, light, FINALISTS)
-    limit = found[0].quick * (1 + TIE) if found else math.inf
-    lighter = _offloaded([*tight, *heavy] if len(heavy) <= FEW or not found else tight, roomy, limit)
-    relieved, missed = _first(fleet, lighter, RELIEVED if found else FINALISTS)
-    if found or relieved:
-        less = [offloaded(one, lambda other: missing(fleet, other) <= 0) for one in relieved]
-        return [*(one.candidate for one in found), *(candidate for candidate in less if candidate)]
-    leanest = min((*tight, *missed), key=lambda one: missing(fleet, one), default=None)
-    leanest = leanest or min(estimates, key=lambda one: one.least, default=None)
+    light = [estimate for estimate in estimates if estimate.least <= roomy]
+    heavy = [estimate for estimate in estimates if estimate.least > roomy]
+    fitting, tight = _first(fleet, light, FINALISTS)
+    limit = fitting[0].quick * (1 + TIE) if fitting else math.inf
+    lighter = _offloaded([*tight, *heavy] if len(heavy) <= FEW or not fitting else tight, roomy, limit)
+    relieved, missed = _first(fleet, lighter, RELIEVED if fitting else FINALISTS)
+    if fitting or relieved:
+        reduced = [offloaded(estimate, lambda e: missing(fleet, e) <= 0) for estimate in relieved]
+        return [*(estimate.candidate for estimate in fitting), *(candidate for candidate in reduced if candidate)]
+    leanest = min((*tight, *missed), key=lambda estimate: missing(fleet, estimate), default=None)
+    leanest = leanest or min(estimates, key=lambda estimate: estimate.least, default=None)
     if leanest is None:
         raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
     raise DoesNotFit(_misses(fleet, leanest))
@@ -274,38 +275,40 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
 def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[list[Estimate], list[Estimate]]:
     """The `count` fastest in closed form that fit into memory, and the faster ones that do not.
 
-    At most `ALIKE` of those that fit have the same layouts.
+    At most `ALIKE` of the fitting ones have the same layouts.
     """
-    found, missed = list[Estimate](), list[Estimate]()
+    fitting, missed = list[Estimate](), list[Estimate]()
     alike = Counter[str]()
-    for one in sorted(estimates, key=_order):
-        layouts = one.candidate.describe()
+    for estimate in sorted(estimates, key=_order):
+        layouts = estimate.candidate.describe()
         if alike[layouts] == ALIKE:
             continue
-        if missing(fleet, one) <= 0:
-            found.append(one)
+        if missing(fleet, estimate) <= 0:
+            fitting.append(estimate)
             alike[layouts] += 1
         else:
-            missed.append(one)
-        if len(found) == count:
+            missed.append(estimate)
+        if len(fitting) == count:
             break
-    return found, missed
+    return fitting, missed
 
 
-def _order(one: Estimate) -> tuple[float, int, int, int]:
-    """The fastest in closed form first; of those alike, fewer microbatches, fewer lanes and less cp."""
-    lanes, contexts = (max(map(of, one.candidate.layouts.values())) for of in (attrgetter("lanes"), attrgetter("cp")))
-    return float(f"{one.quick:.3g}"), one.candidate.microbatches, lanes, contexts
+def _order(estimate: Estimate) -> tuple[float, int, int, int]:
+    """Sort key: the fastest in closed form first; of equal ones, fewer microbatches, fewer lanes and less cp."""
+    layouts = estimate.candidate.layouts.values()
+    lanes, cp = max(layout.lanes for layout in layouts), max(layout.cp for layout in layouts)
+    return float(f"{estimate.quick:.3g}"), estimate.candidate.microbatches, lanes, cp
 
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
     """Estimates with all possible offload that may fit and take at most `limit` seconds in closed form."""
-    everything = (everything_offloaded(one) for one in estimates if one.lightest <= memory)
-    return [one for one in everything if one.candidate.offloads and one.quick <= limit]
+    everything = (everything_offloaded(estimate) for estimate in estimates if estimate.lightest <= memory)
+    return [estimate for estimate in everything if estimate.candidate.offloads and estimate.quick <= limit]
 
 
 def _misses(fleet: Fleet, estimate: Estimate) -> str:
-    stage, need = max(estimate.needs.items(), key=lambda item: item[1].total - _room(fleet, estimate, item[0]))
+    by_stage = estimate.device_bytes
+    stage, need = max(by_stage.items(), key=lambda item: item[1].total - _room(fleet, estimate, item[0]))
     over, room = missing(fleet, estimate), _room(fleet, estimate, stage)
     return (
         f"{stage.rpartition('.')[0]} misses by {over / 1e9:.3g} GB a device: {stage} needs "
@@ -317,12 +320,12 @@ def _misses(fleet: Fleet, estimate: Estimate) -> str:
 
 
 def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tuple[str, list[Candidate]]]:
-    """Candidates by label: those of each mode on each kind of device, and non-colocated ones on several kinds."""
+    """Candidates by label, of each mode on each kind of device, and non-colocated ones on several kinds."""
     for name, kind in fleet.kinds.items():
-        placed, on = dict.fromkeys(work.modules, name) if name else {}, f" on {name}" if name else ""
+        kinds, on = dict.fromkeys(work.modules, name) if name else {}, f" on {name}" if name else ""
         for mode in (mode for mode in SHARED if mode in modes):
             candidates = SHARED[mode](work, kind.devices, kind.clock.node)
-            yield mode + on, [replace(one, kinds=placed) if placed else one for one in candidates]
+            yield mode + on, [replace(candidate, kinds=kinds) if kinds else candidate for candidate in candidates]
         if NON_COLOCATED in modes:
             yield NON_COLOCATED + on, list(_apart(work, fleet.alone[name]))
     if len(fleet.kinds) > 1 and NON_COLOCATED in modes:
@@ -330,7 +333,7 @@ def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tu
 
 
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
-    """The plans of Eq. 1 and 2, and the same with cp, which these do not know.
+    """The plans of Eq. 1 and 2, and the same plans with cp, which the equations do not have.
 
     least: the least number of kinds of device in use.
     """
@@ -349,50 +352,52 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
     """
     deep = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
-    most = sorted({max(one for one in deep if one <= limit) for limit in STAGES}) if keeps else [deep[-1]]
+    most = sorted({max(pp for pp in deep if pp <= limit) for limit in STAGES}) if keeps else [deep[-1]]
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
-            kinds = {
-                name: as_problem(work, kind.clock, kind.devices, kind.memory, samples, stages)
-                for name, kind in fleet.kinds.items()
-            }
+            kinds = {name: as_problem(work, kind, samples=samples, stages=stages) for name, kind in fleet.kinds.items()}
             yield MixedProblem(names=tuple(work.modules), kinds=kinds)
 
 
-def as_problem(work: Work, clock: Clock, devices: int, memory: float, samples: int, stages: int) -> Problem:
+def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Problem:
     """The problem of Eq. 1 and 2, with `samples` in a microbatch of an LLM replica and at most `stages` LLM stages."""
     modules = {}
     for name, module in work.modules.items():
-        behind = stages + len(work.generators) + 1 if name in work.encoders else 1
-        deep = tuple(pp for pp in depths(module, devices) if name != LLM or pp <= stages)
-        modules[name] = _costs(work, module, clock, samples, behind, deep)
+        in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
+        deep = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
+        modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=deep)
     return Problem(
-        devices=devices, global_batch=work.global_batch, microbatch=samples, memory=memory, modules=modules, whole=True
+        devices=kind.devices,
+        global_batch=work.global_batch,
+        microbatch=samples,
+        memory=kind.memory,
+        modules=modules,
+        dp_divides_samples=True,
     )
 
 
 def _costs(
-    work: Work, module: ModuleWork, clock: Clock, samples: int, in_flight: int, stages: tuple[int, ...]
+    work: Work, module: ModuleWork, clock: Clock, *, samples: int, in_flight: int, stages: tuple[int, ...]
 ) -> ModuleCosts:
-    forward, backward, held = {}, {}, {}
+    forward, backward, activations = {}, {}, {}
     rows = module.rows * samples
-    for tp, needs in module.held.items():
-        shape: Any = {"rows": rows, "width": module.width, "tp": tp}
-        took = clock.stage(module.name, module.whole, **shape)
-        forward[tp], backward[tp] = took.forward / samples, took.backward / samples
-        kept = needs.kept.of(module.whole) if module.has_backward else 0.0
-        least = Part(layers=1, first=True, last=True)
-        held[tp] = rows * kept * in_flight + clock.temporaries(module.name, least, **shape)
+    for tp, memory in module.memory.items():
+        seconds = clock.stage(module.name, module.whole, rows=rows, width=module.width, tp=tp)
+        forward[tp], backward[tp] = seconds.forward / samples, seconds.backward / samples
+        residuals = memory.residuals.of(module.whole) if module.has_backward else 0.0
+        least = StagePart(layers=1, first=True, last=True)
+        temporaries = clock.temporaries(module.name, least, rows=rows, width=module.width, tp=tp)
+        activations[tp] = rows * residuals * in_flight + temporaries
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
     states = work.states(module.name, module.whole, tp=1, shards=1)
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        # Copies, sums and what a program adds to them; then what is sharded, reduced gradients as well.
+        # Copies, sums and the gradients that a program adds to them; then sharded states with reduced gradients.
         param_bytes=parameters * work.item + (states.sums + trained * work.item),
         optimizer_bytes=states.optimizer + states.sums,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,
-        held=held,
+        activation_bytes_by_tp=activations,
     )

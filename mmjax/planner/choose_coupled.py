@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from mmjax.models.config import LLM
 from mmjax.planner.candidates import Candidate, apart
-from mmjax.planner.choose import Choice, RowsOf, exact, finalists, problems, proportional, ranked
+from mmjax.planner.choose import PlanChoice, RowsOf, exact, finalists, problems, proportional, ranked
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet
@@ -14,11 +14,11 @@ from mmjax.planner.loosely_coupled import coupled_plans
 from mmjax.planner.work import Work
 
 
-def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> Choice:
+def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -> PlanChoice:
     """Simulates, for each number of LLM stages, the fastest layouts with encoders in stages as long as the LLM's.
 
-    Every module is on devices of its own, and the schedule is 1F1B. Of the layouts with one number of LLM stages, those
-    that are fastest in closed form and fit into memory are tried, until a run would take one.
+    Every module is on devices of its own, and the schedule is 1F1B. For each number of LLM stages, the layouts that are
+    fastest in closed form and fit into memory are tried until a run accepts one.
 
     Args:
       work: the work of the model on its data.
@@ -26,7 +26,7 @@ def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -
       rows_of: as for `choose.choose`.
 
     Raises:
-      ConfigError: there are too many kinds to try all ways.
+      ConfigError: there are too many kinds to try all assignments of modules.
       DoesNotFit: there is no such layout; the message says why.
     """
     rows_of = rows_of or proportional(work)
@@ -37,11 +37,12 @@ def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -
     estimates, misses = list[Estimate](), list[str]()
     for candidates in by_stages.values():
         try:
-            found = finalists(work, fleet, candidates)
+            fastest = finalists(work, fleet, candidates)
         except DoesNotFit as reason:
             misses.append(str(reason))
             continue
-        estimates += next((one for candidate in found if (one := exact(work, fleet, candidate, rows_of))), [])
+        accepted = (exact(work, fleet, candidate, rows_of) for candidate in fastest)
+        estimates += next((estimate for estimate in accepted if estimate), [])
     if not estimates:
         raise DoesNotFit(misses[0] if misses else _nothing(fleet))
     return ranked(fleet, estimates, {})

@@ -2,7 +2,7 @@
 
 A clock gives seconds of a stage's forward and backward, of a move between devices and of a collective; and bytes of
 the temporaries of programs. `AnalyticClock` computes them from FLOPs, traces and a datasheet; `MeasuredClock` takes
-them from a profile. Every plan says which it was made with.
+them from a profile. Every plan names its clock.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mmjax.planner.accelerators import Accelerator
-from mmjax.planner.work import Part, Work
+from mmjax.planner.work import StagePart, Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class PassSeconds:
     """Seconds of a microbatch in one stage.
 
     Attributes:
@@ -32,7 +32,7 @@ class Clocks(Protocol):
 
     @property
     def source(self) -> str:
-        """One line that says where times and temporaries are from."""
+        """One line that names the source of times and temporaries."""
         ...
 
     @property
@@ -42,9 +42,9 @@ class Clocks(Protocol):
 
     @property
     def shared(self) -> float:
-        """How many devices work at a time where they share processors; 0 where each has its own.
+        """The number of devices that work at a time where they share processors; 0 where each has its own.
 
-        All other times of a clock are for a device that shares its processor with no other.
+        All other times of a clock are for a device that does not share its processor.
         """
         ...
 
@@ -70,7 +70,7 @@ class Clock(Clocks, Protocol):
     def process(self) -> int:
         """Devices of a process; 0 where one process has all.
 
-        Between two processes an activation moves once both ends have come to it.
+        An activation moves between two processes when both have reached the move.
         """
         ...
 
@@ -79,11 +79,11 @@ class Clock(Clocks, Protocol):
         """FLOPs per second of a device, for MFU; 0 where it is not known."""
         ...
 
-    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         ...
 
-    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+    def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         """Bytes that the largest program of a stage needs on a device while it runs; arguments as `stage`."""
         ...
 
@@ -101,7 +101,7 @@ class Clock(Clocks, Protocol):
 
 
 def group_gather(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
-    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, by where the group lies on its nodes.
+    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, within a node or across nodes.
 
     The group is `ranks` of the clock's devices from number `first` on, each `apart` from the next; a node starts at 0.
     Ranks of one node share the traffic to other nodes, each with its own network card.
@@ -148,7 +148,7 @@ class AnalyticClock:
 
     @property
     def source(self) -> str:
-        """One line that says where times and temporaries are from."""
+        """One line that names the source of times and temporaries."""
         share = f"{100 * self.efficiency.compute:.0f} % of {self.accelerator.flops / 1e12:.0f} TFLOP/s"
         return f"analytic: {self.accelerator.name}, {share}; nothing was measured, and temporaries are traced"
 
@@ -171,7 +171,7 @@ class AnalyticClock:
         """This clock, for every module."""
         return self
 
-    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         work = self.work.modules[module]
         scale = rows * width / work.width
@@ -179,13 +179,16 @@ class AnalyticClock:
         rate = tp * self.accelerator.flops * self.efficiency.compute
         size = work.width * work.model_width * self.work.item * scale
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
-        ahead, back = (sums * part.layers * once for sums in work.sums)
-        return Pass(forward=forward / rate + ahead, backward=backward / rate + back if backward else 0.0)
+        forward_sums, backward_sums = (sums * part.layers * once for sums in work.sums)
+        return PassSeconds(
+            forward=forward / rate + forward_sums,
+            backward=backward / rate + backward_sums if backward else 0.0,
+        )
 
-    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+    def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         """Bytes that the largest program of a stage needs on a device while it runs, from its trace."""
         work = self.work.modules[module]
-        return work.held[tp].running(part, rows * width / work.width)
+        return work.memory[tp].running(part, rows * width / work.width)
 
     def move(self, size: float, *, across: bool) -> float:
         """Seconds in which a device sends `size` bytes to another, across nodes or within one."""

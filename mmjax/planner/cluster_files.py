@@ -1,15 +1,15 @@
 """Files that start a run on a cluster: a Slurm batch file and a Kubernetes JobSet. Pure text, nothing is submitted.
 
-Under Slurm every device has a task, which sees all devices of its node and takes the one of its number there: that is
-how JAX reads Slurm's environment. On Kubernetes every node has a pod, whose one process has all of the node's devices;
-the pods meet at the first one's stable name. In both, ranks fill one node after the other, so that tp groups, which are
-neighbours, stay inside nodes.
+Under Slurm every device has a task, which sees all devices of its node and takes the device with its local number: JAX
+reads Slurm's environment like this. On Kubernetes every node has a pod with one process, which has all devices of the
+node; the pods meet at the stable name of the first pod. In both, ranks fill one node after the other, so that the ranks
+of a tp group, which are neighbours, stay on one node.
 
 A run on several kinds of device is a heterogeneous job of Slurm, and a JobSet with a replicated job for each kind. In
-both every node then has one process, with all of the node's devices: a kind's ranks have to end where its nodes do,
-and the numbers of processes go on from one kind to the next.
+both every node then has one process with all devices of the node, so the ranks of a kind must fill its nodes. Processes
+are numbered from one kind to the next.
 
-Both schedulers send SIGTERM early enough for a checkpoint, and both files start a run again that has crashed.
+Both schedulers send SIGTERM early enough for a checkpoint, and both files restart a run that has crashed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mmjax.restarts import COUNTED, FINAL, MOST, run_dir_of
 from mmjax.sigterm import GRACE
 
 MARGIN = 30
-"""Seconds after a run's own time limit until a scheduler kills what SIGTERM has not ended."""
+"""Seconds after a run's own time limit until a scheduler kills processes that SIGTERM has not ended."""
 PORT = 9876
 """The port of process 0, where pods meet."""
 KIND_LABEL = "mmjax/accelerator"
 """The label of Kubernetes nodes that names their kind of device, where a run is on several kinds."""
 _POD, _INDEX = "node", "MMJAX_NODE_OF_KIND"
 _LONGEST = 40
-"""The most letters of a job's name: a pod's name has at most 63, and adds numbers of its own to the job's."""
+"""The most letters of a job's name: a pod's name has at most 63, and adds numbers to the job's name."""
 _STRAGGLE = 60
-"""Seconds that Slurm leaves to the other tasks when one has ended; they end by themselves, each with its own status."""
+"""Seconds that Slurm gives the other tasks when one has ended; they end by themselves, each with its own status."""
 _SRUN = f"--cpu-bind=none --kill-on-bad-exit=0 --wait={_STRAGGLE}"
-"""Options of every step. If Slurm killed the other tasks, their status would hide that of the first to end."""
+"""Options of every step. If Slurm killed the other tasks, their status would hide the status of the first to end."""
 _SLURM, _DNS = r"[^A-Za-z0-9_.-]+", r"[^a-z0-9]+"
 
 
@@ -48,11 +48,11 @@ class ClusterJob:
     """A run on a cluster.
 
     Attributes:
-      name: name of the job; characters that a scheduler does not take become dashes.
+      name: name of the job; characters that a scheduler refuses become dashes.
       devices: number of devices that the run uses; they fill one node after the other.
       per_node: devices of a node.
-      command: the command of every process, such as ``train_command``'s.
-      kind: kind of the devices where a run is on several kinds, with a job for each; else empty.
+      command: the command of every process, such as the result of ``train_command``.
+      kind: kind of the devices if a run is on several kinds, with a job for each; else empty.
       grace: most seconds that a process takes to end after SIGTERM, ``Checkpoint.grace_seconds``.
 
     Raises:
@@ -100,12 +100,12 @@ def train_command(
     allow_code: see `load_config`.
     """
     flags = [*(f"--gin_file={file}" for file in gin_files), *(f"--gin.{binding}" for binding in bindings)]
-    own = [*(["--allow_code"] if allow_code else []), *([f"--run_dir={run_dir}"] if run_dir else [])]
-    return ("python", "-m", "mmjax.train", *flags, *own)
+    options = [*(["--allow_code"] if allow_code else []), *([f"--run_dir={run_dir}"] if run_dir else [])]
+    return ("python", "-m", "mmjax.train", *flags, *options)
 
 
 def _starts(jobs: Sequence[ClusterJob]) -> list[int]:
-    """Number of processes before each of several kinds' jobs, and at last the number of all.
+    """The number of processes before the job of each of several kinds, and last the number of all processes.
 
     Raises:
       ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
@@ -121,7 +121,9 @@ def _starts(jobs: Sequence[ClusterJob]) -> list[int]:
 
 
 def slurm_file(*jobs: ClusterJob) -> str:
-    """The text of a Slurm batch file, to submit in the folder that the command's paths start from and all nodes see.
+    """The text of a Slurm batch file.
+
+    It is submitted in a folder that all nodes share; relative paths of the command start there.
 
     jobs: one, or one for each kind of device, in the order of ranks.
 
@@ -150,7 +152,7 @@ srun --distribution=plane={job.on_node} {_SRUN} {shlex.join(job.command)}
 
 
 def _slurm_head(job: ClusterJob) -> str:
-    """The options of a whole job. It goes on in its file of output when Slurm puts it back into the queue."""
+    """The options of a job. When Slurm requeues the job, it continues its output file."""
     return f"""\
 #!/bin/bash
 #SBATCH --job-name={_label(job.name, _SLURM)}
@@ -162,7 +164,7 @@ def _slurm_head(job: ClusterJob) -> str:
 
 
 def _restarting(command: Sequence[str]) -> str:
-    """Lines of bash that call ``train`` until it ends well or is not to be started again, as ``Restarts`` decides."""
+    """Lines of bash that call ``train`` until it succeeds or must not be restarted, as ``Restarts`` decides."""
     run_dir = run_dir_of(command)
     files = " ".join(shlex.quote(str(run_dir / name)) for name in COUNTED) if run_dir else "/dev/null"
     final = "|".join(str(status) for status in FINAL if status)
@@ -196,7 +198,7 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
         f"#SBATCH --gpus-per-node={job.gpus}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
         for job in jobs
     )
-    # For an option that a component lacks, srun may take what Slurm says of the first; so each component has all.
+    # For an option that a component lacks, srun may use that of the first component; so each component has all.
     steps = " : \\\n".join(
         f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
         f'--gpus-per-node={job.gpus} \\\n  {_SRUN} "${{run[@]}}"'
@@ -225,12 +227,12 @@ def jobset_file(
     """The text of a JobSet (jobset.x-k8s.io/v1alpha2) with a pod for each node.
 
     Args:
-      jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes with the label
-        `KIND_LABEL` of its name.
-      image: with Python and mmjax.
+      jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes whose label
+        `KIND_LABEL` has its name.
+      image: an image with Python and mmjax.
       claim: a PersistentVolumeClaim for configurations, data and run directories, which all pods see as /shared; the
         command runs there.
-      resource: what a node's devices are called.
+      resource: Kubernetes' name of a node's devices.
 
     Raises:
       ConfigError: see `_starts`.
@@ -238,7 +240,9 @@ def jobset_file(
     name, starts = _label(jobs[0].name.lower(), _DNS), _starts(jobs)
     address = f"{name}-{jobs[0].kind or _POD}-0-0.{name}:{PORT}"
     pods = "".join(
-        _replicated(job, start, starts[-1], address, image=image, claim=claim, resource=resource)
+        _replicated_job(
+            job, first=start, processes=starts[-1], address=address, image=image, claim=claim, resource=resource
+        )
         for job, start in zip(jobs, starts, strict=False)
     )
     return f"""\
@@ -262,16 +266,16 @@ spec:
 {pods}"""
 
 
-def _replicated(
-    job: ClusterJob, start: int, processes: int, address: str, *, image: str, claim: str, resource: str
+def _replicated_job(
+    job: ClusterJob, *, first: int, processes: int, address: str, image: str, claim: str, resource: str
 ) -> str:
-    """The replicated job of one kind of device; `start` processes come before its own, process 0 is at `address`."""
+    """The replicated job of one kind of device; its processes are numbered from `first`, process 0 is at `address`."""
     coordinator, count, index = map(variable, NAMES)
     command, nodes = job.command, ""
     if job.kind:
         # Kubernetes numbers the pods of each kind from 0.
-        counted = f'export {index}=$(({start} + {_INDEX})); exec "$@"'
-        command, index = ("sh", "-c", counted, "pod", *job.command), _INDEX
+        numbered = f'export {index}=$(({first} + {_INDEX})); exec "$@"'
+        command, index = ("sh", "-c", numbered, "pod", *job.command), _INDEX
         nodes = f"            nodeSelector: {{{_text(KIND_LABEL)}: {_text(job.kind)}}}\n"
     return f"""\
   - name: {job.kind or _POD}
@@ -323,11 +327,11 @@ def _replicated(
 
 
 def _text(value: str) -> str:
-    """A YAML string: as JSON's, except for characters that JSON escapes as two."""
-    return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
+    """A YAML string: a JSON string, but with one escape for characters that JSON escapes as two."""
+    return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", json.dumps(value, ensure_ascii=False))
 
 
-def _label(name: str, other: str) -> str:
-    """A name without the characters that match `other`; it starts with a letter and ends with none of its dashes."""
-    label = re.sub(other, "-", name)[:_LONGEST].strip("-._")
+def _label(name: str, illegal: str) -> str:
+    """A name with a dash for each match of `illegal`; it starts with a letter and does not end with a dash."""
+    label = re.sub(illegal, "-", name)[:_LONGEST].strip("-._")
     return label if label[:1].isalpha() else f"mmjax-{label}".strip("-")

@@ -6,7 +6,7 @@ the forward *and* backward seconds of the whole module for one sample. The stage
 
     T_m = (dp_llm / dp_m) · M · C_m(tp_m) / pp_m
 
-since all LLM replicas have M samples of it, dp_llm·M together, and a module shares them among its dp_m replicas. Then
+since each LLM replica has M samples of it, together dp_llm·M, and a module shares them among its dp_m replicas. Then
 
     warm-up  = Σ_m T_m · pp_m                (1)   the first microbatch passes through every stage
     steady   = (n - 1) · max_m T_m           (2)   the others follow it at the pace of the slowest stage
@@ -19,27 +19,27 @@ A device holds
 where P is parameters and gradients, S optimizer states (sharded over dp: ZeRO-1) and L the activations of M samples
 in the whole module: in 1F1B the first of pp stages keeps pp microbatches of L / pp each.
 
-Where the paper is silent or general, this is what is chosen here:
+Choices where the paper is silent or general:
 
 * Any number of modules beside the LLM; each is an encoder or generator and counts as the paper's does.
-* The paper takes L for the LLM and says that others are similar. A module's own microbatch has dp_llm·M / dp_m samples,
+* The paper takes L for the LLM and calls other modules similar. The microbatch of a module has dp_llm·M / dp_m samples,
   so its activations are L in that proportion, as its time is.
 * n is whole: dp_llm·M divides BS. The dp of another module only has to divide BS, as in the paper; where
   dp_llm·M / dp_m is not whole, times and activations are taken in proportion.
 * A tie is broken by the fewest devices.
 
-That of tp is in C; the communication of dp and pp is the volume over the bandwidth β, where β is given ("modeled as
-the communication volume divided by the bandwidth"), and otherwise left out:
+The communication of tp is part of C. The communication of dp and pp is the volume over the bandwidth β ("modeled as the
+communication volume divided by the bandwidth") if β is given, and otherwise left out:
 
-* pp: a stage passes on an activation of A bytes a sample, and gets a gradient as large back where there is a backward.
+* pp: a stage sends an activation of A bytes a sample, and receives a gradient as large if there is a backward.
   1F1B keeps no more microbatches in flight than it has stages, so a move delays every round: T_m has
   (dp_llm / dp_m)·M·(1 or 2)·A / β beside its computation.
-* dp: ZeRO-1 reduces gradients and gathers parameters, P / (tp·pp) bytes of a device in all, of which
-  D_m = (dp - 1)/dp of them over β. That is once a step, after a module's last microbatch and beside the other modules:
-  steady = max_m ((n - 1)·T_m + D_m). Modules without optimizer states have none.
+* dp: ZeRO-1 reduces gradients and gathers parameters, P / (tp·pp) bytes of a device in all; the share (dp - 1)/dp of
+  them goes over β in D_m seconds. This is once a step, after a module's last microbatch and beside the other modules:
+  steady = max_m ((n - 1)·T_m + D_m). D_m is 0 for modules without optimizer states.
 * chunks (VPP): a device works on one of its chunks before the first microbatch moves on, so a module's share of the
-  warm-up is divided by their number ("we proportionally reduce the warm-up time based on VPP-size"). They pass on an
-  activation for each of them. Their further activations in flight are left out, as in the paper.
+  warm-up is divided by the number of chunks ("we proportionally reduce the warm-up time based on VPP-size"). A stage
+  sends an activation for each chunk. The further activations in flight are left out, as in the paper.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mmjax.models.config import LLM
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 
 ROUNDING = 1e-12
-"""Relative difference that two numbers may have in floating point although they are equal in theory."""
+"""Relative difference in floating point of two numbers that are equal in theory."""
 
 
 def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
@@ -65,16 +65,16 @@ def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
 
 def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
     """Bytes of activations on a device; share: the LLM's dp over the module's."""
-    if costs.held:
-        kept = [costs.held[int(one)] for one in np.ravel(tp)]
-        return share * (np.array(kept) if np.ndim(tp) else kept[0])
+    if costs.activation_bytes_by_tp:
+        sizes = [costs.activation_bytes_by_tp[int(size)] for size in np.ravel(tp)]
+        return share * (np.array(sizes) if np.ndim(tp) else sizes[0])
     return share * costs.activation_bytes / tp
 
 
 def passing_seconds(problem: Problem, costs: ModuleCosts, share: Any) -> Any:
-    """Seconds in which a stage passes a microbatch and its gradient on; share: the LLM's dp over the module's."""
-    ways = 2 if any(costs.backward.values()) else 1
-    return share * problem.microbatch * costs.chunks * ways * costs.sent_bytes / problem.bandwidth
+    """Seconds in which a stage sends a microbatch and its gradient; share: the LLM's dp over the module's."""
+    directions = 2 if any(costs.backward.values()) else 1
+    return share * problem.microbatch * costs.chunks * directions * costs.sent_bytes / problem.bandwidth
 
 
 def reducing_seconds(problem: Problem, costs: ModuleCosts, tp: Any, dp: Any) -> Any:
@@ -126,7 +126,7 @@ class Plan:
 
     def devices_of(self, kind: str) -> int:
         """Number of devices of a kind in use."""
-        return sum(own.devices for name, own in self.modules.items() if self.kinds.get(name, "") == kind)
+        return sum(degrees.devices for name, degrees in self.modules.items() if self.kinds.get(name, "") == kind)
 
     @property
     def microbatches(self) -> int:
@@ -141,12 +141,13 @@ class Plan:
     @property
     def warm_up(self) -> float:
         """Seconds until the first microbatch has passed through every stage: Eq. 1."""
-        passes = (self.stage_seconds(name) * own.pp / self.costs(name).chunks for name, own in self.modules.items())
-        return math.fsum(passes)
+        return math.fsum(
+            self.stage_seconds(name) * degrees.pp / self.costs(name).chunks for name, degrees in self.modules.items()
+        )
 
     @property
     def steady(self) -> float:
-        """Seconds of all further microbatches, and of what the slowest module's dp groups send: Eq. 2."""
+        """Seconds of all further microbatches and of the slowest module's dp communication: Eq. 2."""
         return self._steady(self.bottleneck)
 
     def _steady(self, name: str) -> float:
@@ -154,7 +155,7 @@ class Plan:
 
     @property
     def bottleneck(self) -> str:
-        """The module whose stages are longest, with what its dp groups send."""
+        """The module whose stages take longest, its dp communication included."""
         return max(self.modules, key=lambda name: (self._steady(name), self.stage_seconds(name)))
 
     def stage_seconds(self, name: str) -> float:
@@ -176,7 +177,7 @@ class Plan:
         return weights + activation_bytes(costs, degrees.tp, self.modules[LLM].dp / degrees.dp)
 
     def as_json(self) -> dict[str, object]:
-        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``; of several kinds "kind" too."""
+        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``; with several kinds a "kind"."""
         modules = {
             name: self._kind(name) | {"devices": degrees.devices, "tp": degrees.tp, "dp": degrees.dp, "pp": degrees.pp}
             for name, degrees in self.modules.items()

@@ -1,4 +1,4 @@
-"""Why a problem has no plan: which module misses by how much, and what would make it fit."""
+"""Reasons why a problem has no plan: the module that does not fit, the missing bytes or devices, and remedies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import replace
 from mmjax.models.config import LLM
 from mmjax.planner.cost import activation_bytes, weight_bytes
 from mmjax.planner.json_values import MOST as MOST_MEMORY
-from mmjax.planner.problem import MOST_DEVICES, MixedProblem, Problem
+from mmjax.planner.problem import MOST_DEVICES, MixedProblem, ModuleCosts, Problem
 from mmjax.planner.space import Grids, spaces
 
 GIGA = 1e9
 MUCH = 10_000
-"""The most that a remedy asks for: devices of a kind, or times what there is."""
+"""The most that a remedy suggests: devices of a kind, or a multiple of the present devices or memory."""
 NEARLY = 1e-3
-"""Relative precision of the least memory, or number of devices, of a kind, where there are several kinds."""
+"""Relative precision of the least memory, or number of devices, of a kind if there are several kinds."""
 
 
 class DoesNotFit(ValueError):
@@ -25,7 +25,7 @@ class DoesNotFit(ValueError):
 
 
 def why(problem: Problem | MixedProblem) -> str:
-    """One line that says why a problem has no plan, and what would make it fit."""
+    """One line with the reason why a problem has no plan, and with remedies."""
     if isinstance(problem, MixedProblem):
         return _why_mixed(problem)
     fewest = {name: min(costs.seconds) * costs.least_pp for name, costs in problem.modules.items()}
@@ -54,9 +54,9 @@ def least_memory(problem: Problem) -> int:
 
     There must be enough devices: no fewer than the sum of the modules' least tp.
     """
-    found = _least(lambda memory: _fits(replace(problem, memory=memory)))
-    assert found is not None, "with enough memory there is a plan"
-    return found
+    memory = _least(lambda memory: _fits(replace(problem, memory=memory)))
+    assert memory is not None, "with enough memory there is a plan"
+    return memory
 
 
 def _least(
@@ -78,7 +78,7 @@ def _least(
 
 
 def least_devices(problem: Problem) -> int | None:
-    """The fewest devices on which a plan exists with the problem's memory; None where no number would do."""
+    """The fewest devices on which a plan exists with the problem's memory; None if no number is enough."""
     # More devices allow more dp, up to the batch.
     most = problem.global_batch * max(max(costs.seconds) for costs in problem.modules.values())
     wide = replace(problem, devices=min(most, MOST_DEVICES))
@@ -86,7 +86,7 @@ def least_devices(problem: Problem) -> int | None:
     grids = Grids(wide)
     for dp in wide.llm_degrees:
         rows = [grids.rows(name, dp) for name in wide.modules]
-        totals.append(sum(one.fewest if one else math.inf for one in rows))
+        totals.append(sum(table.fewest if table else math.inf for table in rows))
     best = min(totals)
     return int(best) if math.isfinite(best) else None
 
@@ -96,17 +96,17 @@ def _fits(problem: Problem | MixedProblem) -> bool:
 
 
 def _short(problem: Problem, memory: float, llm_degrees: Iterable[int]) -> str:
-    """The module that sets the least memory: the one that needs most on the devices that the others leave it."""
+    """The module that sets the least memory: it needs most on the devices that the other modules leave."""
     needs: dict[str, float] = {}
     grids = Grids(replace(problem, memory=memory))
     for dp in llm_degrees:
         rows = {name: grids.rows(name, dp) for name in problem.modules}
-        fewest = {name: one.fewest for name, one in rows.items() if one}
+        fewest = {name: table.fewest for name, table in rows.items() if table}
         if len(fewest) < len(rows) or sum(fewest.values()) > problem.devices:
             continue
-        left = problem.devices - sum(fewest.values())
-        for name, own in fewest.items():
-            need = _least_bytes(problem, name, dp, own + left)
+        spare = problem.devices - sum(fewest.values())
+        for name, devices in fewest.items():
+            need = _least_bytes(problem, name, dp, devices + spare)
             needs[name] = min(needs.get(name, math.inf), need)
     return max(needs, key=needs.__getitem__)
 
@@ -128,7 +128,7 @@ def _least_bytes(problem: Problem, name: str, llm_dp: int, devices: float) -> fl
 def _too_few(problem: Problem, fewest: dict[str, int]) -> str:
     name = max(fewest, key=fewest.__getitem__)
     total = sum(fewest.values())
-    parts = ", ".join(f"{one} {number}" for one, number in fewest.items())
+    parts = ", ".join(f"{module} {number}" for module, number in fewest.items())
     devices = least_devices(problem)
     remedy = f"devices={devices}"
     if devices is None:
@@ -143,39 +143,41 @@ def _too_few(problem: Problem, fewest: dict[str, int]) -> str:
 
 
 def _why_mixed(problem: MixedProblem) -> str:
-    """One line for several kinds; remedies are more memory or devices of one kind, or of every kind if none does."""
+    """One line for several kinds; remedies are more memory or devices of one kind, or else of every kind."""
     memories = {kind: _least_of(problem, kind, "memory") for kind in problem.kinds}
     devices = {kind: _least_of(problem, kind, "devices") for kind in problem.kinds}
     remedies = [f"kinds.{kind}.memory={least}" for kind, least in memories.items() if least]
     remedies += [f"kinds.{kind}.devices={least}" for kind, least in devices.items() if least]
     grown = {kind: least / problem.kinds[kind].memory for kind, least in memories.items() if least}
     if not grown:
-        have = ", ".join(f"{own.devices} {kind}" for kind, own in problem.kinds.items())
-        every = {name: [own.modules[name] for own in _having(problem, name)] for name in problem.names}
-        fewest = {name: min(min(one.seconds) * one.least_pp for one in own) for name, own in every.items()}
+        have = ", ".join(f"{on_kind.devices} {kind}" for kind, on_kind in problem.kinds.items())
+        fewest = {
+            name: min(min(costs.seconds) * costs.least_pp for costs in _costs_by_kind(problem, name))
+            for name in problem.names
+        }
         name = max(fewest, key=fewest.__getitem__)
-        parts = ", ".join(f"{one} {number}" for one, number in fewest.items())
+        parts = ", ".join(f"{module} {number}" for module, number in fewest.items())
         cure = " or ".join(remedies) or _everywhere(problem)
         return (
             f"modules.{name} misses by devices or memory of several kinds: there are {have}, and the modules need at "
             f"least {sum(fewest.values())} ({parts}: the least tp and pp of each); what would make it fit: {cure}"
         )
     kind = min(grown, key=grown.__getitem__)
-    own, memory = problem.kinds[kind], memories[kind]
+    on_kind, memory = problem.kinds[kind], memories[kind]
     assert memory is not None
     space = next(spaces(_with(problem, kind, memory=memory)))
-    here = replace(own, modules={name: own.modules[name] for name in space.groups[kind].rows})
-    name = _short(here, memory, (space.llm_dp,))
+    placed = replace(on_kind, modules={name: on_kind.modules[name] for name in space.groups[kind].rows})
+    name = _short(placed, memory, (space.llm_dp,))
     return (
-        f"modules.{name} misses by {_bytes(memory - own.memory)} a device: with what others leave of {own.devices} "
-        f"{kind} it needs {_bytes(memory)}, kinds.{kind}.memory is {_bytes(own.memory)}; what would make it fit: "
-        f"{' or '.join(remedies)}"
+        f"modules.{name} misses by {_bytes(memory - on_kind.memory)} a device: with what others leave of "
+        f"{on_kind.devices} {kind} it needs {_bytes(memory)}, kinds.{kind}.memory is {_bytes(on_kind.memory)}; what "
+        f"would make it fit: {' or '.join(remedies)}"
     )
 
 
-def _having(problem: MixedProblem, name: str) -> list[Problem]:
-    """The problems of the kinds on which a module has times."""
-    return [own for own in problem.kinds.values() if name in own.modules]
+def _costs_by_kind(problem: MixedProblem, name: str) -> list[ModuleCosts]:
+    """The costs of a module on each kind on which it has times."""
+    return [on_kind.modules[name] for on_kind in problem.kinds.values() if name in on_kind.modules]
 
 
 def _with(problem: MixedProblem, kind: str, **changes: float) -> MixedProblem:
@@ -183,31 +185,34 @@ def _with(problem: MixedProblem, kind: str, **changes: float) -> MixedProblem:
     return replace(problem, kinds={**problem.kinds, kind: changed})
 
 
-def _least_of(problem: MixedProblem, kind: str, what: str) -> int | None:
-    """The least memory, or the fewest devices, of a kind with which a plan exists; None where no amount would do."""
-    most = MOST_MEMORY if what == "memory" else MUCH
+def _least_of(problem: MixedProblem, kind: str, field: str) -> int | None:
+    """The least memory, or the fewest devices, of a kind with which a plan exists; None if no amount is enough.
+
+    field: "memory" or "devices".
+    """
+    most = MOST_MEMORY if field == "memory" else MUCH
     # A plan that exists with less of a kind exists with more of it, so the largest amount is tried first.
-    if not _fits(_with(problem, kind, **{what: most})):
+    if not _fits(_with(problem, kind, **{field: most})):
         return None
-    above = math.floor(getattr(problem.kinds[kind], what))
-    return _least(lambda least: _fits(_with(problem, kind, **{what: least})), above=above, within=NEARLY)
+    above = math.floor(getattr(problem.kinds[kind], field))
+    return _least(lambda least: _fits(_with(problem, kind, **{field: least})), above=above, within=NEARLY)
 
 
 def _everywhere(problem: MixedProblem) -> str:
-    """A remedy in words: how many times the memory, the devices, or both, of every kind would do."""
+    """A remedy in words: a multiple of the memory, the devices, or both, of every kind that is enough."""
 
-    def enough(times: int, devices: bool, memory: bool) -> bool:
-        more = {
+    def enough(times: int, fields: tuple[str, ...]) -> bool:
+        scaled = {
             kind: replace(
-                own,
-                devices=min(own.devices * times, MOST_DEVICES) if devices else own.devices,
-                memory=own.memory * times if memory else own.memory,
+                on_kind,
+                devices=min(on_kind.devices * times, MOST_DEVICES) if "devices" in fields else on_kind.devices,
+                memory=on_kind.memory * times if "memory" in fields else on_kind.memory,
             )
-            for kind, own in problem.kinds.items()
+            for kind, on_kind in problem.kinds.items()
         }
-        return _fits(replace(problem, kinds=more))
+        return _fits(replace(problem, kinds=scaled))
 
-    for what, changes in (("memory", (False, True)), ("devices", (True, False)), ("devices and memory", (True, True))):
-        if times := _least(functools.partial(lambda own, times: enough(times, *own), changes), most=MUCH):
-            return f"{times} times the {what} of every kind"
+    for fields in (("memory",), ("devices",), ("devices", "memory")):
+        if times := _least(functools.partial(enough, fields=fields), most=MUCH):
+            return f"{times} times the {' and '.join(fields)} of every kind"
     return "other modules"

@@ -1,6 +1,6 @@
 """Fleets: the devices of a cluster, of one kind or of several.
 
-A module lies on devices of one kind, which gives its times and the memory of its devices. A node also has devices of
+A module is on devices of one kind, which determines its times and the memory of its devices. A node also has devices of
 one kind, so modules on different kinds share no ranks, and data between them crosses nodes.
 """
 
@@ -14,7 +14,7 @@ from mmjax.planner.clock import Clock, Clocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """Devices of one kind.
 
     Attributes:
@@ -40,7 +40,7 @@ class MixedClock:
 
     @property
     def source(self) -> str:
-        """One line that says where times and temporaries are from."""
+        """One line that names the source of times and temporaries."""
         return "; ".join(dict.fromkeys(clock.source for clock in self.clocks.values()))
 
     @property
@@ -63,10 +63,10 @@ class Fleet:
     """All devices.
 
     Attributes:
-      kinds: devices of each kind by its name, which is "" where there is one kind.
+      kinds: devices of each kind by its name, which is "" if there is one kind.
     """
 
-    kinds: Mapping[str, Kind] = field(hash=False)
+    kinds: Mapping[str, DeviceKind] = field(hash=False)
 
     @property
     def devices(self) -> int:
@@ -78,12 +78,12 @@ class Fleet:
         """The devices of each kind as a fleet of their own, by kind."""
         return {name: Fleet(kinds={name: kind}) for name, kind in self.kinds.items()}
 
-    def kind(self, placed: Mapping[str, str], module: str) -> Kind:
-        """The kind of a module's devices; placed: name of the kind by module, empty where there is one kind."""
-        return self.kinds[placed[module]] if placed else next(iter(self.kinds.values()))
+    def kind(self, kinds: Mapping[str, str], module: str) -> DeviceKind:
+        """The kind of a module's devices; kinds: name of the kind by module, empty if there is one kind."""
+        return self.kinds[kinds[module]] if kinds else next(iter(self.kinds.values()))
 
-    def clocks(self, placed: Mapping[str, str]) -> Clocks:
-        """The times of modules on the kinds of device in `placed` (as in `kind`)."""
-        if len(set(placed.values())) > 1:
-            return MixedClock(clocks={module: self.kinds[kind].clock for module, kind in placed.items()})
-        return self.kind(placed, next(iter(placed), "")).clock
+    def clocks(self, kinds: Mapping[str, str]) -> Clocks:
+        """The times of modules on the kinds of device in `kinds` (as in `kind`)."""
+        if len(set(kinds.values())) > 1:
+            return MixedClock(clocks={module: self.kinds[kind].clock for module, kind in kinds.items()})
+        return self.kind(kinds, next(iter(kinds), "")).clock

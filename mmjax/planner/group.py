@@ -1,8 +1,9 @@
 """The modules on devices of one kind: the layouts that each may have, and the best of their combinations at a pace.
 
-A *row* is a pair (tp, dp) of a module; its pp is left open. With the LLM's dp fixed, a row's warm-up ("work") is fixed
-too, and its stage time is work / pp. So where stages may take `pace` seconds, a row has pp = ceil(work / pace), or
-more where memory needs it. It remains to choose a row for each module: the least work on the devices that there are.
+A *row* of the table of a module is a pair (tp, dp); its pp is left open. With the LLM's dp fixed, a row's warm-up
+("work") is fixed too, and its stage time is work / pp. So if stages may take `pace` seconds, a row has
+pp = ceil(work / pace), or more if memory needs it. It remains to choose a row for each module: the least work on the
+available devices.
 
 With communication a stage takes load / pp + hop seconds, and each stage adds `lead` to the warm-up. The least pp is
 still the best at a pace: more stages take more devices and a longer warm-up.
@@ -20,15 +21,15 @@ from mmjax.planner.cost import ROUNDING, Degrees
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
-    """A module's rows, the least work first; arrays of shape [R].
+class DegreeTable:
+    """A module's rows (tp, dp), the least work first; arrays of shape [R].
 
     Attributes:
       tp, dp: degrees.
-      work: warm-up seconds of all stages together, without what they pass on.
-      load: seconds that all stages together work for a microbatch, with a microbatch's share of what a step sends once.
-      hop: seconds in which a stage passes a microbatch on.
-      lead: warm-up seconds of each stage, in which it passes a microbatch on.
+      work: warm-up seconds of all stages together, without communication.
+      load: seconds of all stages together for a microbatch, with its share of the communication of once a step.
+      hop: seconds in which a stage sends a microbatch to the next.
+      lead: warm-up seconds of each stage in which it sends a microbatch to the next.
       least: the smallest pp that memory allows.
       depths: every pp that the module may have, ascending, [P]; empty if it may have any.
     """
@@ -54,16 +55,16 @@ class Rows:
 
     def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
         """The least pp of each row with stages of at most `pace` seconds; from `real_from` on it may be any real."""
-        return allowed(self.depths, real_from, np.maximum(self.least, self.needed(pace)))
+        return allowed(self.depths, real_from, np.maximum(self.least, self.least_real(pace)))
 
-    def needed(self, pace: float) -> np.ndarray:
+    def least_real(self, pace: float) -> np.ndarray:
         """The least real pp of each row with stages of at most `pace` seconds; infinite where no pp is enough."""
-        left = pace * (1 + ROUNDING) - self.hop if self.hop.any() else np.full(len(self.load), pace)
+        room = pace * (1 + ROUNDING) - self.hop if self.hop.any() else np.full(len(self.load), pace)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.load > 0, np.where(left > 0, self.load / left, np.inf), 0.0)
+            return np.where(self.load > 0, np.where(room > 0, self.load / room, np.inf), 0.0)
 
-    def taken(self, keep: np.ndarray) -> Rows:
-        """Some of the rows, by mask or index."""
+    def taken(self, keep: np.ndarray) -> DegreeTable:
+        """The rows selected by a mask or by indices."""
         names = ("tp", "dp", "work", "load", "hop", "lead", "least")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
@@ -82,7 +83,7 @@ def first_real(depths: np.ndarray, real_from: float) -> float:
 def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
     """Rounds each number of stages up to the next that a module may have; infinite where there is none.
 
-    From `first_real` on any real number is allowed, up to the last of `depths` (see `Rows`).
+    From `first_real` on any real number is allowed, up to the last of `depths` (see `DegreeTable`).
     """
     start = first_real(depths, real_from)
     if not len(depths):
@@ -110,16 +111,16 @@ class Front:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The modules on devices of one kind, once the LLM's dp is fixed.
+    """The modules on devices of one kind, for a fixed dp of the LLM.
 
     Attributes:
-      devices: number of devices; where pp may be real, a rounding error more.
+      devices: number of devices; if pp may be real, with a rounding error added.
       rows: rows by module.
       real_from: the pp from which on it may be any real number.
     """
 
     devices: float
-    rows: dict[str, Rows]
+    rows: dict[str, DegreeTable]
     real_from: float = math.inf
 
     @cached_property
@@ -129,16 +130,16 @@ class Group:
 
     @cached_property
     def least_pace(self) -> float:
-        """A lower bound on the pace: below it even real numbers of stages need more devices than there are."""
+        """A lower bound on the pace: below it even real numbers of stages need more devices than available."""
         return sum(float((rows.unit * rows.load).min()) for rows in self.rows.values()) / self.devices
 
     @cached_property
     def slowest_pace(self) -> float:
-        """The pace at which every row has its fewest stages; a slower one gives no further choice."""
+        """The pace at which every row has its fewest stages; a slower pace allows no other combination."""
         return max(float((rows.load / rows.least + rows.hop).max()) for rows in self.rows.values())
 
     def least_with(self, share: float) -> float:
-        """The least sum of work + `share` · load · devices of a stage, over the modules."""
+        """The least sum over modules of (work + `share` · load · devices of a stage)."""
         return sum(float((rows.work + share * rows.load * rows.unit).min()) for rows in self.rows.values())
 
     def least_work_at(self, pace: float) -> float:
@@ -147,22 +148,22 @@ class Group:
         fronts = self._module_fronts(pace)
         if fronts is None:
             return math.inf
-        for one in fronts[:-1]:
-            front = one if front is None else merged(front, one, self.devices)
+        for module_front in fronts[:-1]:
+            front = module_front if front is None else merged(front, module_front, self.devices)
         last = fronts[-1]
         if front is None:
             return float(last.work[0])
-        # Each combination takes, of the last module's rows that still fit, the one of least work.
+        # Each combination takes the last module's row of least work that still fits.
         row = np.searchsorted(-last.devices, front.devices - self.devices, side="left")
         fits = row < len(last.work)
         return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
 
     def fronts(self, pace: float) -> list[Front]:
         """The fronts at `pace` of the first module, the first two, and so on; empty where nothing fits."""
-        made: list[Front] = []
-        for one in self._module_fronts(pace) or ():
-            made.append(one if not made else merged(made[-1], one, self.devices))
-        return made if made and len(made[-1].work) else []
+        joint: list[Front] = []
+        for front in self._module_fronts(pace) or ():
+            joint.append(front if not joint else merged(joint[-1], front, self.devices))
+        return joint if joint and len(joint[-1].work) else []
 
     def chosen(self, fronts: list[Front], index: int, pace: float) -> dict[str, Degrees]:
         """The layouts of combination `index` of the last front."""
@@ -174,32 +175,32 @@ class Group:
 
     def pruned(self) -> Group:
         """The same group without rows that no best plan needs."""
-        left = self.devices - sum(rows.fewest for rows in self.rows.values())
-        rows = {name: _undominated(rows, left + rows.fewest) for name, rows in self.rows.items()}
+        spare = self.devices - sum(rows.fewest for rows in self.rows.values())
+        rows = {name: _undominated(rows, spare + rows.fewest) for name, rows in self.rows.items()}
         return replace(self, rows=rows)
 
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
         """Every stage time from `fastest` to `slowest` that a row can have, in no order."""
-        found = []
+        paces = []
         for rows in self.rows.values():
             if len(rows.depths):
-                each_RP = rows.load[:, None] / rows.depths + rows.hop[:, None]
-                inside = (each_RP >= fastest * (1 - ROUNDING)) & (each_RP <= slowest * (1 + ROUNDING))
-                found.append(each_RP[inside & (rows.depths >= rows.least[:, None])])
+                pace_RP = rows.load[:, None] / rows.depths + rows.hop[:, None]
+                inside = (pace_RP >= fastest * (1 - ROUNDING)) & (pace_RP <= slowest * (1 + ROUNDING))
+                paces.append(pace_RP[inside & (rows.depths >= rows.least[:, None])])
                 continue
-            low = np.maximum(rows.least, np.ceil(rows.needed(slowest) * (1 - ROUNDING)))
-            high = np.minimum(self.devices // rows.unit, np.floor(rows.needed(fastest) * (1 + ROUNDING)))
+            low = np.maximum(rows.least, np.ceil(rows.least_real(slowest) * (1 - ROUNDING)))
+            high = np.minimum(self.devices // rows.unit, np.floor(rows.least_real(fastest) * (1 + ROUNDING)))
             high = np.where(rows.load > 0, high, low)  # a row without load has one pace, 0
             counts = np.maximum(high - low + 1, 0).astype(np.int64)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             stages = np.repeat(low, counts) + np.arange(counts.sum()) - starts
-            found.append(np.repeat(rows.load, counts) / stages + np.repeat(rows.hop, counts))
-        return np.concatenate(found)
+            paces.append(np.repeat(rows.load, counts) / stages + np.repeat(rows.hop, counts))
+        return np.concatenate(paces)
 
     def _module_fronts(self, pace: float) -> list[Front] | None:
         fewest = [rows.fewest for rows in self.rows.values()]
         fronts = []
-        for rows, own in zip(self.rows.values(), fewest, strict=True):
+        for rows, least_devices in zip(self.rows.values(), fewest, strict=True):
             stages = rows.stages(pace, self.real_from)
             work, order = rows.work, np.arange(len(stages))
             if rows.lead.any():
@@ -207,19 +208,19 @@ class Group:
                 order = np.lexsort((rows.unit * stages, work))
             devices = (rows.unit * stages)[order]
             front = _front(work[order], devices, np.zeros(len(devices), int), order)
-            keep = front.devices <= self.devices - (sum(fewest) - own)
+            keep = front.devices <= self.devices - (sum(fewest) - least_devices)
             if not keep.any():
                 return None
             fronts.append(_taken(front, keep))
         return fronts
 
 
-def _undominated(rows: Rows, devices: float) -> Rows:
-    """The rows that fit on `devices`, without each that another one matches or beats in seconds, unit and least pp."""
+def _undominated(rows: DegreeTable, devices: float) -> DegreeTable:
+    """The rows that fit on `devices` and that no other row matches or beats in seconds, unit and least pp."""
     keep = np.flatnonzero(rows.unit * rows.least <= devices)
     # Rows are sorted by work, so only an earlier row can be as good or better.
-    others = (own[keep] for own in (rows.unit, rows.least, rows.load, rows.hop, rows.lead))
-    better = np.logical_and.reduce([own[None, :] <= own[:, None] for own in others])
+    columns = (column[keep] for column in (rows.unit, rows.least, rows.load, rows.hop, rows.lead))
+    better = np.logical_and.reduce([column[None, :] <= column[:, None] for column in columns])
     keep = keep[~np.tril(better, -1).any(axis=1)]
     return rows.taken(keep)
 
@@ -235,13 +236,13 @@ def _taken(front: Front, keep: np.ndarray) -> Front:
     return Front(work=front.work[keep], devices=front.devices[keep], before=front.before[keep], row=front.row[keep])
 
 
-def merged(front: Front, other: Front, devices: float) -> Front:
-    """The front of every combination of `front` with a row of `other` on at most `devices`."""
-    total = front.devices[:, None] + other.devices[None, :]
+def merged(front: Front, module: Front, devices: float) -> Front:
+    """The front of every combination of `front` with a row of `module` on at most `devices` devices."""
+    total = front.devices[:, None] + module.devices[None, :]
     before, index = np.nonzero(total <= devices)
-    work = front.work[before] + other.work[index]
+    work = front.work[before] + module.work[index]
     order = np.lexsort((total[before, index], work))
     before, index = before[order], index[order]
     if not len(order):
         return Front(work=work, devices=work, before=before, row=index)
-    return _front(work[order], total[before, index], before, other.row[index])
+    return _front(work[order], total[before, index], before, module.row[index])

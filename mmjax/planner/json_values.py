@@ -1,4 +1,4 @@
-"""Reading JSON that people write: every wrong value is one line, the field, its value and one that is legal."""
+"""Reading JSON that people write: every error is one line with the field, its value and a legal value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 1e18
 
 
 def read_json(flag: str, path: str | Path) -> Any:
-    """The content of a JSON file; messages name `flag`, which gave its path.
+    """The content of a JSON file; messages name `flag`, the command's flag with its path.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, has a key twice in an object, or a number that is not finite.
@@ -37,9 +37,9 @@ def read_json(flag: str, path: str | Path) -> Any:
 def fields(
     data: Any, where: str, names: tuple[str, ...], optional: tuple[str, ...] = (), *, top: str = "the file"
 ) -> dict[str, Any]:
-    """Requires a JSON object that has all of `names`, may have `optional`, and has nothing else; returns it.
+    """Requires a JSON object that has all of `names`, may have `optional`, and has no other fields; returns it.
 
-    Messages name the object `where`, or `top` where that is "".
+    Messages name the object `where`, or `top` if `where` is "".
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{where or top}={shown(data)}: must be an object with {', '.join(names)}")
@@ -56,7 +56,7 @@ def _join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-def whole(where: str, value: Any, most: int) -> int:
+def whole_number(where: str, value: Any, most: int) -> int:
     """A whole number from 1 to `most`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -84,12 +84,12 @@ def shown(value: Any) -> str:
 
 
 def _no_key_twice(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in result:
             raise ValueError(f"{shown(key)} is there twice in one object; keep one")
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
 def _no_constant(name: str) -> float:

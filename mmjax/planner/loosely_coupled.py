@@ -1,13 +1,14 @@
 """Plans by loose coupling: the LLM first, and encoders in stages as long as its own.
 
-Algorithm 1 of Jang et al., "Cornstarch", §5.2. For each number of LLM stages i, one of them takes t_i for the forward
-and backward of a microbatch. Every encoder then gets the fewest stages that take at most t_i, whatever the others get,
-and the combination with the shortest simulated step wins. The paper leaves tp and dp to "any unimodal auto
-parallelization algorithm": here the LLM has each that it may have, and an encoder those with which it needs the fewest
-devices, and of these the shortest way through.
+This is Algorithm 1 of Jang et al., "Cornstarch", §5.2. For each number i of LLM stages, one stage takes t_i for the
+forward and backward of a microbatch. Every encoder then gets the fewest stages that take at most t_i, independently of
+the other modules, and the combination with the shortest simulated step wins. The paper leaves tp and dp to "any
+unimodal auto parallelization algorithm". Here all tp and dp of the LLM are tried; an encoder takes the tp and dp with
+which it needs the fewest devices, and of equal ones those with the shortest pass through all of its stages.
 
-The LLM always sets the pace. So where an encoder would better be slower, since devices are worth more in the LLM, or
-has too few layers to be as fast, `search` finds a better plan, or one at all; it never finds a worse one (Eq. 1, 2).
+The LLM always sets the pace. It may be better that an encoder is slower, since devices are worth more in the LLM; or an
+encoder may have too few layers to be as fast. Then `search` finds a better plan, or a plan where there is none here. It
+never finds a worse one (Eq. 1, 2).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from mmjax.models.config import LLM
 from mmjax.planner.cost import ROUNDING, Degrees, Plan
 from mmjax.planner.fit import DoesNotFit, why
-from mmjax.planner.group import Rows
+from mmjax.planner.group import DegreeTable
 from mmjax.planner.problem import MixedProblem, Problem
 from mmjax.planner.space import Space, spaces
 from mmjax.schedule.placements import TimedModule, apart
@@ -28,7 +29,7 @@ from mmjax.schedule.schedules import ONE_F_ONE_B, make_schedule
 from mmjax.schedule.simulate import CostKey, Costs, simulate
 
 MOST_STAGES = 512
-"""The most LLM stages that are tried: where layers do not bound them, memory and devices may allow any number."""
+"""The most LLM stages that are tried: without a bound by layers, memory and devices may allow any number."""
 TIE = 4 * ROUNDING
 
 
@@ -64,7 +65,7 @@ def coupled_plans(problem: Problem | MixedProblem, kinds: int = 1) -> Iterator[P
     """
     for space in spaces(problem, kinds=kinds):
         for llm in _llm_layouts(space):
-            if modules := _coupled(space, llm):
+            if modules := _coupled(space, *llm):
                 ordered = {name: modules[name] for name in problem.names}
                 yield Plan(problem=problem, modules=ordered, kinds=space.kinds)
 
@@ -73,31 +74,30 @@ def _llm_layouts(space: Space) -> Iterator[tuple[Degrees, float]]:
     """Every layout of the LLM that fits into memory, and the seconds of one of its stages."""
     group = space.groups[space.kinds[LLM]]
     rows = group.rows[LLM]
-    others = sum(own.fewest for name, own in group.rows.items() if name != LLM)
+    encoder_devices = sum(table.fewest for name, table in group.rows.items() if name != LLM)
     for row, (tp, dp, work, least) in enumerate(zip(rows.tp, rows.dp, rows.work, rows.least, strict=True)):
-        most = min(MOST_STAGES, int((group.devices - others) // rows.unit[row]))
+        most = min(MOST_STAGES, int((group.devices - encoder_devices) // rows.unit[row]))
         depths = rows.depths if len(rows.depths) else range(1, most + 1)
         for pp in (int(pp) for pp in depths if least <= pp <= most):
             yield Degrees(tp=int(tp), dp=int(dp), pp=pp), float(work) / pp
 
 
-def _coupled(space: Space, llm: tuple[Degrees, float]) -> dict[str, Degrees] | None:
-    """Degrees of all modules with this layout of the LLM and stages of at most its seconds; None if they do not fit."""
-    degrees, pace = llm
-    chosen = {LLM: degrees}
+def _coupled(space: Space, llm: Degrees, pace: float) -> dict[str, Degrees] | None:
+    """Degrees of all modules with `llm` for the LLM and stages of at most `pace` seconds; None if they do not fit."""
+    chosen = {LLM: llm}
     for group in space.groups.values():
         for name, rows in group.rows.items():
-            found = degrees if name == LLM else _narrowest(rows, pace)
-            if found is None:
+            degrees = llm if name == LLM else _narrowest(rows, pace)
+            if degrees is None:
                 return None
-            chosen[name] = found
+            chosen[name] = degrees
         if sum(chosen[name].devices for name in group.rows) > group.devices:
             return None
     return chosen
 
 
-def _narrowest(rows: Rows, pace: float) -> Degrees | None:
-    """The layout on fewest devices with stages of at most `pace` seconds; of equal ones, the shortest way through."""
+def _narrowest(rows: DegreeTable, pace: float) -> Degrees | None:
+    """The layout on fewest devices with stages of at most `pace` seconds; of equal ones, the one with least work."""
     devices = rows.unit * rows.stages(pace)
     row = int(np.lexsort((rows.work, devices))[0])
     return rows.degrees(row, pace) if np.isfinite(devices[row]) else None
@@ -107,32 +107,33 @@ def _narrowest(rows: Rows, pace: float) -> Degrees | None:
 
 
 def least_seconds(plan: Plan) -> float:
-    """A bound from below on `simulated_seconds` where the LLM sets the pace.
+    """A lower bound on `simulated_seconds` if the LLM sets the pace.
 
-    The last LLM stage works on every microbatch; the first has to reach it, and its last gradient to leave.
+    The last LLM stage works on every microbatch. Before this, the first microbatch passes through an encoder forward;
+    after it, the last one passes through an encoder backward.
     """
     llm, count = plan.modules[LLM], plan.microbatches
-    through = [_passes(plan, name) for name in plan.modules if name != LLM] or [(0.0, 0.0)]
-    ways = (max(one[way] for one in through) for way in (0, 1))
-    return plan.stage_seconds(LLM) * (llm.pp - 1 + count) + sum(ways)
+    passes = [_pass_seconds(plan, name) for name in plan.modules if name != LLM] or [(0.0, 0.0)]
+    forward, backward = (max(seconds) for seconds in zip(*passes, strict=True))
+    return plan.stage_seconds(LLM) * (llm.pp - 1 + count) + (forward + backward)
 
 
 def simulated_seconds(plan: Plan) -> float:
     """Seconds of a 1F1B step in which every module but the LLM is an encoder before it, side by side; without moves.
 
-    A long step is simulated until its pipeline is full; each further microbatch takes as long as the last of these.
+    A long step is simulated until its pipeline is full; each further microbatch takes as long as the last.
     """
-    forwards, backwards = ({name: _passes(plan, name)[way] for name in plan.modules} for way in (0, 1))
+    passes = {name: _pass_seconds(plan, name) for name in plan.modules}
     *encoders, llm = (
-        TimedModule(name=name, layers=plan.modules[name].pp, seconds=1.0, trainable=backwards[name] > 0)
+        TimedModule(name=name, layers=plan.modules[name].pp, seconds=1.0, trainable=passes[name][1] > 0)
         for name in sorted(plan.modules, key=lambda name: name == LLM)
     )
-    graph = apart(encoders, llm, {name: own.pp for name, own in plan.modules.items()}).graph
+    graph = apart(encoders, llm, {name: degrees.pp for name, degrees in plan.modules.items()}).graph
     seconds: dict[CostKey, float] = {}
     for node in graph.stages:
-        depth = plan.modules[node.module].pp
-        seconds["F", node.name, False] = forwards[node.module] / depth
-        seconds["B", node.name, False] = backwards[node.module] / depth
+        depth, (forward, backward) = plan.modules[node.module].pp, passes[node.module]
+        seconds["F", node.name, False] = forward / depth
+        seconds["B", node.name, False] = backward / depth
     costs = Costs(seconds=seconds)
 
     def step(count: int) -> float:
@@ -145,7 +146,7 @@ def simulated_seconds(plan: Plan) -> float:
     return full + (full - step(enough)) * (plan.microbatches - enough - 1)
 
 
-def _passes(plan: Plan, name: str) -> tuple[float, float]:
+def _pass_seconds(plan: Plan, name: str) -> tuple[float, float]:
     """Seconds of the forward and of the backward of a microbatch through all stages of a module."""
     degrees, costs = plan.modules[name], plan.costs(name)
     samples = plan.modules[LLM].dp * plan.problem.microbatch / degrees.dp

@@ -5,13 +5,13 @@ single layer is compiled without a loop and takes S instead of c + n·L. All fiv
 input. Trials time stages of one, two and three layers with both ends, and of one layer with one end. Each kind of trial
 gives a curve over positions, piecewise linear; the five unknowns follow from these curves.
 
-Temporaries. A program needs the bytes of its fullest moment, which is not the sum of what its parts need. Where that
-moment is in the loop over layers, each layer adds its gradients and the copies and conversions that the compiler makes
-for all turns. Where it is in the last end, as with a large vocabulary, layers add nothing. So bytes are linear in
-layers among stages with the same ends. Stages with both ends, and with only the first, are compiled with one, two and
-three layers. A stage without the first end needs fewer bytes: by the difference between stages of one layer with both
-ends and with the last alone. Trials with one row stand apart: compilers drop an axis of one, so they tell nothing about
-two rows.
+Temporaries. A program needs the bytes of its fullest moment, and these are not the sum of the bytes of its parts. If
+that moment is in the loop over layers, each layer adds its gradients and the copies and conversions that the compiler
+makes for all iterations. If it is in the last end, as with a large vocabulary, layers add nothing. So bytes are linear
+in layers among stages with the same ends. Stages with both ends, and with only the first, are compiled with one, two
+and three layers. A stage without the first end needs fewer bytes: by the difference between stages of one layer with
+both ends and with the last alone. Trials with one row are separate: compilers drop an axis of size one, so their
+figures do not apply to two rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.configurable import ConfigError
-from mmjax.planner.clock import Pass
-from mmjax.planner.profile_file import Compiled, Profile
-from mmjax.planner.work import Part
+from mmjax.planner.clock import PassSeconds
+from mmjax.planner.profile_file import Compiled, Profile, ProfiledStage
+from mmjax.planner.work import StagePart
 
 _LEAST = 0.1
 """The least share of a program's seconds, from its call to its end, that counts as work of its devices."""
@@ -39,7 +39,7 @@ _LEAST = 0.1
 class Line:
     """Seconds, or bytes, as a function of a size: linear between the measured points.
 
-    Beyond the last point it goes on as between the last two, and before the first as between the first two. There it
+    Beyond the last point it is extended from the last two points, and before the first from the first two. There it
     never falls as the size grows, and at size 0 it is not below 0. With a single point it is proportional to the size.
 
     Attributes:
@@ -80,8 +80,8 @@ class Lines:
     def at(self, positions: float, width: int) -> float:
         """The value for `positions` positions in all, in rows of `width`.
 
-        Between two measured widths it is linear, since attention grows with the width; beyond them it is that of the
-        nearest width.
+        Between two measured widths it is linear, since attention grows with the width; beyond them it is the value at
+        the nearest width.
         """
         above = bisect_left(self.widths, width)
         if above == len(self.widths):
@@ -93,7 +93,7 @@ class Lines:
         return (1 - share) * self.lines[above - 1].at(positions) + share * self.lines[above].at(positions)
 
 
-Table = Mapping[str, Mapping[Part, Lines]]
+Table = Mapping[str, Mapping[StagePart, Lines]]
 """Lines by direction ("forward" or "backward") and part."""
 
 
@@ -113,7 +113,7 @@ class MeasuredClock:
 
     @property
     def source(self) -> str:
-        """One line that says where times and temporaries are from."""
+        """One line that names the source of times and temporaries."""
         return self.profile.source
 
     @property
@@ -123,7 +123,7 @@ class MeasuredClock:
 
     @property
     def node(self) -> int:
-        """Devices of a node: as many as were measured on."""
+        """Devices of a node: the number of devices of the profile."""
         return self.profile.device.count
 
     @property
@@ -138,23 +138,28 @@ class MeasuredClock:
 
     @property
     def shared(self) -> float:
-        """How many devices work at a time where they share processors; 0 where each has its own."""
+        """The number of devices that work at a time where they share processors; 0 where each has its own."""
         return self.profile.shared if self.profile.shared < self.profile.device.count else 0.0
 
     def of(self, module: str) -> MeasuredClock:
         """This clock, for every module."""
         return self
 
-    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage.
 
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
-        ahead, back = (float(_shares(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width))
-        return Pass(forward=self._own(ahead), backward=self._own(back) if back else 0.0)
+        forward, backward = (
+            float(_counts(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width)
+        )
+        return PassSeconds(
+            forward=self._device_seconds(forward),
+            backward=self._device_seconds(backward) if backward else 0.0,
+        )
 
-    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+    def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         """Bytes that the larger of a stage's compiled programs needs on a device; arguments as `stage`.
 
         Raises:
@@ -162,18 +167,21 @@ class MeasuredClock:
         """
         table = self._lines("compiled" if rows <= 1 else "compiled in rows", module, tp)
 
-        def tried(way: str, layers: int, first: bool, last: bool) -> float:
-            own = Part(layers=layers, first=first, last=last)
-            if own not in table[way]:
-                raise ConfigError(f"profile: compiled has no {own} of {module!r}; make another with mmjax.profile")
-            return table[way][own].at(rows * width, width)
+        def compiled(direction: str, layers: int, *, first: bool, last: bool) -> float:
+            stage = StagePart(layers=layers, first=first, last=last)
+            if stage not in table[direction]:
+                raise ConfigError(f"profile: compiled has no {stage} of {module!r}; make another with mmjax.profile")
+            return table[direction][stage].at(rows * width, width)
 
-        def needed(way: str) -> float:
-            found = tried(way, min(part.layers, 2), True, part.last)
+        def needed(direction: str) -> float:
+            size = compiled(direction, min(part.layers, 2), first=True, last=part.last)
             if part.layers > 2:
-                found += (part.layers - 2) * max(0.0, tried(way, 3, True, part.last) - found)
-            less = 0.0 if part.first else tried(way, 1, True, True) - tried(way, 1, False, True)
-            return max(0.0, found - max(0.0, less))
+                layer = compiled(direction, 3, first=True, last=part.last) - size
+                size += (part.layers - 2) * max(0.0, layer)
+            if part.first:
+                return max(0.0, size)
+            first_end = compiled(direction, 1, first=True, last=True) - compiled(direction, 1, first=False, last=True)
+            return max(0.0, size - max(0.0, first_end))
 
         return max(map(needed, table))
 
@@ -196,7 +204,7 @@ class MeasuredClock:
         """
         if ranks == 1:
             return 0.0
-        table = {count: _line(own, "gathers").at(size) for count, own in self.profile.gathers.items()}
+        table = {count: _line(samples, "gathers").at(size) for count, samples in self.profile.gathers.items()}
         if not table:
             raise ConfigError("gathers: the profile has none, since it was made on one device; make one on two or more")
         counts = sorted(table)
@@ -208,22 +216,22 @@ class MeasuredClock:
         return seconds * (1 - 1 / ranks) / (1 - 1 / nearest)
 
     def _solved(self, module: str, tp: int, positions: float, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of forward and backward for each entry of `_shares`; kept, since candidates ask again."""
+        """Seconds of forward and backward for each entry of `_counts`; cached, since many candidates need them."""
         key = (module, tp, positions, width)
-        if key not in self._known:
+        if key not in self._solutions:
             table = self._lines("trials", module, tp)
-            self._known[key] = (
-                _parts(table["forward"], positions, width),
-                _parts(table["backward"], positions, width),
+            self._solutions[key] = (
+                _fit(table["forward"], positions, width),
+                _fit(table["backward"], positions, width),
             )
-        return self._known[key]
+        return self._solutions[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
+    def _solutions(self) -> dict[tuple[str, int, float, int], tuple[np.ndarray, np.ndarray]]:
         return {}
 
-    def _own(self, seconds: float) -> float:
-        """Seconds of a program without the host's part, which `op` counts; at least `_LEAST` of them."""
+    def _device_seconds(self, seconds: float) -> float:
+        """Seconds of a program without the host's part, which `op` counts; at least the share `_LEAST` of `seconds`."""
         return max(seconds - self.op, _LEAST * seconds)
 
     def _lines(self, which: str, module: str, tp: int) -> Table:
@@ -233,7 +241,7 @@ class MeasuredClock:
           ConfigError: the module was not timed, or not with this tp.
         """
         if (which, module, tp) not in self._tables:
-            tps = sorted(known for kind, name, known in self._tables if (kind, name) == (which, module))
+            tps = sorted(size for kind, name, size in self._tables if (kind, name) == (which, module))
             if not tps:
                 raise ConfigError(f"profile: module {module!r} was not timed; make another with mmjax.profile")
             has = ", ".join(map(str, tps))
@@ -244,27 +252,34 @@ class MeasuredClock:
 
     @cached_property
     def _tables(self) -> dict[tuple[str, str, int], Table]:
-        found: dict[tuple[str, str, int], Table] = {}
-        key = lambda stage: (stage.module, stage.tp)  # noqa: E731
+        by_key: dict[tuple[str, str, int], list[ProfiledStage]] = {}
         compiled = self.profile.compiled
         several = _in_rows(compiled)
         for which, stages in (("trials", self.profile.trials), ("compiled", compiled), ("compiled in rows", several)):
-            for (module, tp), group in itertools.groupby(sorted(stages, key=key), key):
-                own = list(group)
-                parts = dict.fromkeys(one.part for one in own)
-                table: dict[str, dict[Part, Lines]] = {}
-                for way in ("forward", "backward"):
-                    of_part = {p: [(o.width, o.rows, getattr(o, way)) for o in own if o.part == p] for p in parts}
-                    table[way] = {part: _by_width(samples) for part, samples in of_part.items()}
-                found[which, module, tp] = table
-        return found
+            for stage in stages:
+                by_key.setdefault((which, stage.module, stage.tp), []).append(stage)
+        return {key: _table(stages) for key, stages in by_key.items()}
+
+
+def _table(stages: Sequence[ProfiledStage]) -> Table:
+    """The lines of stages of one module and tp."""
+    table: dict[str, dict[StagePart, Lines]] = {}
+    for direction in ("forward", "backward"):
+        samples: dict[StagePart, list[tuple[int, int, float]]] = {}
+        for stage in stages:
+            samples.setdefault(stage.part, []).append((stage.width, stage.rows, getattr(stage, direction)))
+        table[direction] = {part: _by_width(part_samples) for part, part_samples in samples.items()}
+    return table
 
 
 def _in_rows(compiled: Sequence[Compiled]) -> list[Compiled]:
-    """The stages without single rows, where a stage was compiled with two larger numbers of rows of the same width."""
-    key = lambda one: (one.module, one.tp, one.part, one.width)  # noqa: E731
-    others = Counter(key(one) for one in compiled if one.rows > 1)
-    return [one for one in compiled if one.rows > 1 or others[key(one)] < 2]
+    """The stages with several rows, and stages with one row that were not compiled with two larger numbers of rows."""
+
+    def key(stage: Compiled) -> tuple[str, int, StagePart, int]:
+        return stage.module, stage.tp, stage.part, stage.width
+
+    counts = Counter(key(stage) for stage in compiled if stage.rows > 1)
+    return [stage for stage in compiled if stage.rows > 1 or counts[key(stage)] < 2]
 
 
 def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:
@@ -272,43 +287,43 @@ def _by_width(samples: Sequence[tuple[int, int, float]]) -> Lines:
     widths = sorted({width for width, *_ in samples})
     lines = []
     for width in widths:
-        own = sorted((float(rows * width), value) for w, rows, value in samples if w == width)
-        lines.append(Line(sizes=tuple(size for size, _ in own), values=tuple(value for _, value in own)))
+        points = sorted((float(rows * width), value) for w, rows, value in samples if w == width)
+        lines.append(Line(sizes=tuple(size for size, _ in points), values=tuple(value for _, value in points)))
     return Lines(widths=tuple(widths), lines=tuple(lines))
 
 
-def _shares(part: Part) -> np.ndarray:
-    """How often a part has each of five: a single layer, a loop, a layer in a loop, the first end, the last end."""
+def _counts(part: StagePart) -> np.ndarray:
+    """The numbers of single layers, loops, layers in a loop, first ends and last ends of a stage, [5]."""
     loop = part.layers > 1
     return np.array([not loop, loop, part.layers * loop, part.first, part.last], float)
 
 
-def _parts(times: Mapping[Part, Lines], positions: float, width: int) -> np.ndarray:
-    """Seconds of each entry of `_shares`: the non-negative least-squares fit to the lines."""
+def _fit(times: Mapping[StagePart, Lines], positions: float, width: int) -> np.ndarray:
+    """Seconds of each entry of `_counts`: the non-negative least-squares fit to the lines."""
     seconds = np.array([lines.at(positions, width) for lines in times.values()])
-    return non_negative(np.array([_shares(part) for part in times]), seconds)
+    return non_negative(np.array([_counts(part) for part in times]), seconds)
 
 
-def non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Non-negative least squares: the x ≥ 0 for which matrix·x is closest to `wanted`.
+def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Non-negative least squares: the x ≥ 0 for which matrix·x is closest to `target`.
 
     Tries every set of unknowns that may be above 0, the largest sets first; there are few unknowns.
     """
     count = matrix.shape[1]
-    best, least = np.zeros(count), float(wanted @ wanted)
+    best, least = np.zeros(count), float(target @ target)
     for size in range(count, 0, -1):
         for chosen in itertools.combinations(range(count), size):
             x = np.zeros(count)
-            x[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
+            x[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
             if (x < 0).any():
                 continue
-            off = matrix @ x - wanted
+            off = matrix @ x - target
             if off @ off < least * (1 - 1e-9):
                 best, least = x, float(off @ off)
     return best
 
 
-def _line(samples: Sequence[tuple[float, float]], what: str) -> Line:
+def _line(samples: Sequence[tuple[float, float]], name: str) -> Line:
     if not samples:
-        raise ConfigError(f"{what}: the profile has none, since it was made on one device; make one on two or more")
+        raise ConfigError(f"{name}: the profile has none, since it was made on one device; make one on two or more")
     return Line(sizes=tuple(size for size, _ in samples), values=tuple(seconds for _, seconds in samples))

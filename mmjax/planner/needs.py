@@ -13,20 +13,20 @@ HOME = OffloadConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class DeviceBytes:
     """Bytes of one device of a stage, each kind at its own peak.
 
     Attributes:
       weights: compute copies, masters and moments.
       gradients: sums and reduced shards.
-      activations: those kept for microbatches in flight, those on their way between stages, and inputs.
-      temporaries: those of the stage's largest program.
+      activations: residuals of microbatches in flight, activations between stages, and inputs.
+      temporaries: temporaries of the stage's largest program.
       reduced: part of `gradients`: the shards that live from reduce to update; 0 where states are not sharded.
       inputs: part of `activations`: inputs that the host gives for a step.
       states_away: part of `weights`: masters and moments that are in host memory except when a step begins and ends.
       parameters_away: part of `weights`: compute parameters that are in host memory while other modules on the device
         run.
-      activations_away: what microbatches in flight keep in host memory; no part of `activations`.
+      activations_away: stashed residuals of microbatches in flight, in host memory; no part of `activations`.
     """
 
     weights: float
@@ -46,7 +46,7 @@ class Need:
 
     @property
     def host(self) -> float:
-        """Bytes of pinned host memory for what is away at times."""
+        """Bytes of pinned host memory for arrays that are offloaded or stashed at times."""
         return self.states_away + self.parameters_away + self.activations_away
 
     @property
@@ -61,53 +61,57 @@ class Need:
         return self.weights - self.states_away + self.gradients - reduced + self.activations
 
 
-def fullest_split(lanes: Iterable[Iterable[str]], kept: float, deferred: float) -> tuple[int, int]:
+def fullest_split(lanes: Iterable[Iterable[str]], *, residuals: float, deferred: float) -> tuple[int, int]:
     """Microbatches between F and B, and between B and W, when a stage holds most; during its B a microbatch is in both.
 
     Args:
       lanes: the ops of each of the stage's lanes in order: "F", "B" or "W".
-      kept: bytes that a microbatch keeps from F to B.
+      residuals: bytes that a microbatch keeps from F to B.
       deferred: bytes that a microbatch keeps from B to W.
     """
-    most, found = -1.0, (0, 0)
+    most, fullest = -1.0, (0, 0)
     for kinds in lanes:
-        between, behind = 0, 0
+        before_b, before_w = 0, 0
         for kind in kinds:
-            between, behind = between + (kind == "F"), behind + (kind == "B")
-            if (size := between * kept + behind * deferred) > most:
-                most, found = size, (between, behind)
-            between, behind = between - (kind == "B"), behind - (kind == "W")
-    return found
+            before_b, before_w = before_b + (kind == "F"), before_w + (kind == "B")
+            if (size := before_b * residuals + before_w * deferred) > most:
+                most, fullest = size, (before_b, before_w)
+            before_b, before_w = before_b - (kind == "B"), before_w - (kind == "W")
+    return fullest
 
 
-def held_by_rank(graph: StageGraph, needs: Mapping[str, Need], phased: Collection[str] = ()) -> dict[int, float]:
+def bytes_by_rank(
+    graph: StageGraph, by_stage: Mapping[str, DeviceBytes], phased: Collection[str] = ()
+) -> dict[int, float]:
     """Bytes that a device holds, by rank, for the first rank of each stage.
 
     Only one of the stages on a device has temporaries at a time. Ranks of a stage are neighbours, so the most stages
-    overlap where one of them begins. phased: modules that do not run while others do.
+    overlap on the first rank of one of them. phased: modules that do not run while other modules do.
     """
-    held: dict[int, float] = {}
+    totals: dict[int, float] = {}
     for rank in sorted({min(node.ranks) for node in graph.stages}):
-        here = [node for node in graph.stages if node.ranks[0] <= rank <= node.ranks[-1]]
-        first = [needs[node.name] for node in here if node.module in phased]
-        held[rank] = _fullest(first, [needs[node.name] for node in here if node.module not in phased])
-    return held
+        nodes = [node for node in graph.stages if node.ranks[0] <= rank <= node.ranks[-1]]
+        totals[rank] = _fullest(
+            [by_stage[node.name] for node in nodes if node.module in phased],
+            [by_stage[node.name] for node in nodes if node.module not in phased],
+        )
+    return totals
 
 
-def _fullest(phased: Sequence[Need], rest: Sequence[Need]) -> float:
+def _fullest(phased: Sequence[DeviceBytes], unphased: Sequence[DeviceBytes]) -> float:
     """The most bytes that stages on one device hold at any moment.
 
-    The moments are a step's ends, the phases of `phased` stages, and while the rest runs. Where nothing is offloaded it
-    is the sum of all stages, with the largest temporaries: no moment has more.
+    The moments are a step's ends, the phases of `phased` stages, and the time in which `unphased` stages run. Without
+    offload it is the sum of all stages, with the largest temporaries: no moment has more.
     """
-    every = (*phased, *rest)
-    if not any(need.host for need in every):
-        return sum(need.total - need.temporaries for need in every) + max(need.temporaries for need in every)
-    moments = [sum(need.ends for need in every)]
-    if phased:  # others may have fetched their states for the update already
-        ahead = sum(need.working for need in phased) + sum(need.ends for need in rest)
-        moments.append(ahead + max(need.temporaries for need in phased))
-    if rest:
-        behind = sum(need.working - need.parameters_away for need in every)
-        moments.append(behind + max(need.temporaries for need in rest))
+    stages = (*phased, *unphased)
+    if not any(stage.host for stage in stages):
+        return sum(stage.total - stage.temporaries for stage in stages) + max(stage.temporaries for stage in stages)
+    moments = [sum(stage.ends for stage in stages)]
+    if phased:  # other stages may have fetched their states for the update already
+        states = sum(stage.working for stage in phased) + sum(stage.ends for stage in unphased)
+        moments.append(states + max(stage.temporaries for stage in phased))
+    if unphased:
+        states = sum(stage.working - stage.parameters_away for stage in stages)
+        moments.append(states + max(stage.temporaries for stage in unphased))
     return max(moments)

@@ -1,6 +1,6 @@
 """A planning problem in numbers: times and bytes of each module, numbers of devices, a batch.
 
-Read from JSON by ``read_problem``. Every wrong value is one line: the field, its value, and one that is legal.
+``read_problem`` reads it from JSON. Every error is one line with the field, its value, and a legal value.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, suggest
 from mmjax.models.config import LLM
-from mmjax.planner.json_values import fields, number, read_json, shown, whole
+from mmjax.planner.json_values import fields, number, read_json, shown, whole_number
 
 MOST_DEVICES = 1_000_000
 MOST_BATCH = 1_000_000_000
 MOST_LAYERS = 100_000
-MOST_WAYS = 256
-"""The most ways to give modules a kind of device: enough for four modules on four kinds, or eight on two."""
-KIND, TIMES, MORE = ("devices", "memory"), ("fwd", "bwd"), ("layers", "chunks", "sent_bytes")
+MOST_ASSIGNMENTS = 256
+"""The most assignments of modules to kinds of device: enough for four modules on four kinds, or eight on two."""
+KIND, TIMES, OPTIONAL = ("devices", "memory"), ("fwd", "bwd"), ("layers", "chunks", "sent_bytes")
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
 def divisors(number: int, most: int) -> list[int]:
     """The divisors of `number` up to `most`, ascending."""
-    return [one for one in range(1, min(number, most) + 1) if number % one == 0]
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class ModuleCosts:
 
     Attributes:
       forward: by tp, seconds of the whole module's forward for one sample, tp communication included.
-      backward: the same for its backward; 0 for a frozen module with nothing trained before it.
+      backward: by tp, seconds of its backward; 0 for a frozen module without a trained module before it.
       param_bytes: bytes of all parameters and gradients.
       optimizer_bytes: bytes of all optimizer states.
       activation_bytes: bytes that the whole module keeps from forward to backward for `Problem.microbatch` samples.
       layers: number of equal layers, which pp·chunks divides; 0 allows any pp.
-      chunks: stages on each device, as in interleaved 1F1B; with several pp is 2 or more.
-      sent_bytes: bytes of one sample's activation on its way from a stage to the next.
+      chunks: stages on each device, as in interleaved 1F1B; with several chunks, pp is 2 or more.
+      sent_bytes: bytes of one sample's activation from a stage to the next.
       stages: every pp that it may have, ascending, in place of the divisors of `layers`.
-      held: by tp, bytes that a device with all stages keeps, where that is not `activation_bytes` / tp.
+      activation_bytes_by_tp: by tp, bytes that a device with all stages keeps; if empty, `activation_bytes` / tp.
     """
 
     forward: Mapping[int, float] = field(hash=False)
@@ -57,13 +57,13 @@ class ModuleCosts:
     chunks: int = 1
     sent_bytes: float = 0.0
     stages: tuple[int, ...] = ()
-    held: Mapping[int, float] = field(default_factory=dict, hash=False)
+    activation_bytes_by_tp: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Every pp that the module may have, ascending; empty if it may have any."""
-        least, own = 1 + (self.chunks > 1), divisors(self.layers, self.layers)
-        return self.stages or tuple(pp for pp in own if pp >= least and self.layers % (pp * self.chunks) == 0)
+        least, degrees = 1 + (self.chunks > 1), divisors(self.layers, self.layers)
+        return self.stages or tuple(pp for pp in degrees if pp >= least and self.layers % (pp * self.chunks) == 0)
 
     @property
     def least_pp(self) -> int:
@@ -86,8 +86,8 @@ class Problem:
       microbatch: samples of one microbatch for one dp replica of the LLM.
       memory: bytes of one device.
       modules: costs by module name; one is "llm".
-      bandwidth: bytes per second that a device sends; infinite where communication is left out.
-      whole: whether every dp divides the samples of a microbatch of all LLM replicas, so that no sample is shared.
+      bandwidth: bytes per second that a device sends; infinite if communication is left out.
+      dp_divides_samples: whether the dp of each module must divide the samples of a microbatch of all LLM replicas.
     """
 
     devices: int
@@ -96,11 +96,11 @@ class Problem:
     memory: float
     modules: Mapping[str, ModuleCosts] = field(hash=False)
     bandwidth: float = math.inf
-    whole: bool = False
+    dp_divides_samples: bool = False
 
     @property
     def kinds(self) -> dict[str, Problem]:
-        """This problem under the name "", as `MixedProblem.kinds` has them by kind of device."""
+        """This problem under the name "", as in `MixedProblem.kinds`."""
         return {"": self}
 
     @property
@@ -119,7 +119,7 @@ class Problem:
 
     @cached_property
     def llm_degrees(self) -> tuple[int, ...]:
-        """Every dp of the LLM: those with a whole number of microbatches."""
+        """Every dp of the LLM with which a step has a whole number of microbatches."""
         return tuple(dp for dp in self.degrees if self.global_batch % (dp * self.microbatch) == 0)
 
 
@@ -133,18 +133,18 @@ class MixedProblem:
         same global batch and microbatch.
 
     Raises:
-      ConfigError: there are more than `MOST_WAYS` ways to give modules a kind.
+      ConfigError: there are more than `MOST_ASSIGNMENTS` assignments of modules to kinds.
     """
 
     names: tuple[str, ...]
     kinds: Mapping[str, Problem] = field(hash=False)
 
     def __post_init__(self) -> None:
-        ways = math.prod(sum(name in own.modules for own in self.kinds.values()) for name in self.names)
-        if ways > MOST_WAYS:
+        counts = [sum(name in on_kind.modules for on_kind in self.kinds.values()) for name in self.names]
+        if (count := math.prod(counts)) > MOST_ASSIGNMENTS:
             raise ConfigError(
-                f"kinds: {len(self.kinds)} of them for {len(self.names)} modules are {ways} ways to place these, more "
-                f"than {MOST_WAYS}; give fewer kinds of device"
+                f"kinds: {len(self.kinds)} of them for {len(self.names)} modules are {count} ways to place these, more "
+                f"than {MOST_ASSIGNMENTS}; give fewer kinds of device"
             )
 
     @property
@@ -171,63 +171,84 @@ def parse_problem(data: Any) -> Problem:
     """The problem on devices of one kind in parsed JSON (see ``docs/planner.md``).
 
     Raises:
-      ConfigError: something is unknown, missing, or not legal.
+      ConfigError: a field is unknown, missing, or not legal.
     """
     names = ("devices", "global_batch", "microbatch", "memory", "modules")
-    given = fields(data, "", names, ("kinds", "bandwidth"), top="the problem")
-    about = _kind("", given)
-    batch, microbatch = _batch(given)
-    modules = _modules(given["modules"], {"": about})
-    own = {name: costs[""] for name, costs in modules.items()}
-    return Problem(global_batch=batch, microbatch=microbatch, modules=own, **about)
+    values = fields(data, "", names, ("kinds", "bandwidth"), top="the problem")
+    kind = _kind("", values)
+    batch, microbatch = _batch(values)
+    modules = _modules(values["modules"], {"": kind})
+    return kind.problem(batch, microbatch, {name: costs[""] for name, costs in modules.items()})
 
 
 def parse_mixed_problem(data: Any) -> MixedProblem:
     """The problem on several `kinds` of devices in parsed JSON (see ``docs/planner.md``).
 
     Raises:
-      ConfigError: something is unknown, missing, or not legal.
+      ConfigError: a field is unknown, missing, or not legal.
     """
-    given = fields(data, "", ("kinds", "global_batch", "microbatch", "modules"), top="the problem")
-    kinds = _kinds(given["kinds"])
-    batch, microbatch = _batch(given)
-    modules = _modules(given["modules"], kinds)
-    problems = {}
-    for kind, about in kinds.items():
-        own = {name: costs[kind] for name, costs in modules.items() if kind in costs}
-        problems[kind] = Problem(global_batch=batch, microbatch=microbatch, modules=own, **about)
+    values = fields(data, "", ("kinds", "global_batch", "microbatch", "modules"), top="the problem")
+    kinds = _kinds(values["kinds"])
+    batch, microbatch = _batch(values)
+    modules = _modules(values["modules"], kinds)
+    problems = {
+        name: kind.problem(
+            batch, microbatch, {module: costs[name] for module, costs in modules.items() if name in costs}
+        )
+        for name, kind in kinds.items()
+    }
     return MixedProblem(names=tuple(modules), kinds=problems)
 
 
-def _batch(given: Mapping[str, Any]) -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """The devices of one kind as a file describes them; bandwidth is None if it is absent."""
+
+    devices: int
+    memory: float
+    bandwidth: float | None
+
+    def problem(self, batch: int, microbatch: int, modules: Mapping[str, ModuleCosts]) -> Problem:
+        """The problem on these devices."""
+        return Problem(
+            devices=self.devices,
+            global_batch=batch,
+            microbatch=microbatch,
+            memory=self.memory,
+            modules=modules,
+            bandwidth=math.inf if self.bandwidth is None else self.bandwidth,
+        )
+
+
+def _batch(values: Mapping[str, Any]) -> tuple[int, int]:
     """Samples of a step and of a microbatch."""
-    batch = whole("global_batch", given["global_batch"], MOST_BATCH)
-    microbatch = whole("microbatch", given["microbatch"], MOST_BATCH)
+    batch = whole_number("global_batch", values["global_batch"], MOST_BATCH)
+    microbatch = whole_number("microbatch", values["microbatch"], MOST_BATCH)
     if batch % microbatch:
         legal = max(size for size in range(1, min(microbatch, batch) + 1) if batch % size == 0)
         raise ConfigError(f"microbatch={microbatch}: must divide global_batch ({batch}), such as {legal}")
     return batch, microbatch
 
 
-def _kinds(data: Any) -> dict[str, dict[str, Any]]:
+def _kinds(data: Any) -> dict[str, _Kind]:
     if not isinstance(data, dict) or not data or "" in data:
         example = '{"h100": {"devices": 64, "memory": 80e9}}'
         raise ConfigError(f"kinds={shown(data)}: must be an object of devices and memory by name, such as {example}")
     return {
-        name: _kind(f"kinds.{name}.", fields(own, f"kinds.{name}", KIND, ("bandwidth",))) for name, own in data.items()
+        name: _kind(f"kinds.{name}.", fields(kind, f"kinds.{name}", KIND, ("bandwidth",)))
+        for name, kind in data.items()
     }
 
 
-def _kind(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Devices, memory and, where it is given, bandwidth of a kind."""
-    devices = whole(f"{where}devices", given["devices"], MOST_DEVICES)
-    about = {"devices": devices, "memory": number(f"{where}memory", given["memory"], least=1)}
-    if "bandwidth" in given:
-        about["bandwidth"] = number(f"{where}bandwidth", given["bandwidth"], least=1)
-    return about
+def _kind(where: str, values: Mapping[str, Any]) -> _Kind:
+    devices = whole_number(f"{where}devices", values["devices"], MOST_DEVICES)
+    memory = number(f"{where}memory", values["memory"], least=1)
+    has_bandwidth = "bandwidth" in values
+    bandwidth = number(f"{where}bandwidth", values["bandwidth"], least=1) if has_bandwidth else None
+    return _Kind(devices=devices, memory=memory, bandwidth=bandwidth)
 
 
-def _modules(data: Any, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, ModuleCosts]]:
+def _modules(data: Any, kinds: Mapping[str, _Kind]) -> dict[str, dict[str, ModuleCosts]]:
     """Costs by module and kind."""
     if not isinstance(data, dict) or LLM not in data:
         has = ", ".join(map(repr, data)) if isinstance(data, dict) and data else shown(data)
@@ -237,50 +258,69 @@ def _modules(data: Any, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
     return {name: _module(f"modules.{name}", costs, kinds) for name, costs in data.items()}
 
 
-def _module(where: str, data: Any, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleCosts]:
-    """Costs of a module by kind of device, for the kinds that it has times on."""
-    sizes, alone = ("param_bytes", "optimizer_bytes", "activation_bytes"), set(kinds) == {""}
-    given = fields(data, where, (*(TIMES if alone else ("kinds",)), *sizes), MORE)
-    if alone:
-        times = {"": _times(where, given)}
-    else:
-        if not isinstance(given["kinds"], dict) or not given["kinds"]:
-            example = f'{{"{next(iter(kinds))}": {{"fwd": …, "bwd": …}}}}'
-            raise ConfigError(f"{where}.kinds={shown(given['kinds'])}: must be an object of times, such as {example}")
-        times = {}
-        for kind, own in given["kinds"].items():
-            if kind not in kinds:
-                raise ConfigError(f"{where}.kinds.{kind}: there is no such kind; {suggest(kind, kinds)}")
-            times[kind] = _times(f"{where}.kinds.{kind}", fields(own, f"{where}.kinds.{kind}", TIMES))
-    numbers: Any = {name: number(f"{where}.{name}", given[name], least=0) for name in sizes}
-    numbers |= {name: whole(f"{where}.{name}", given[name], MOST_LAYERS) for name in MORE[:2] if name in given}
-    if "sent_bytes" in given:
-        numbers["sent_bytes"] = number(f"{where}.sent_bytes", given["sent_bytes"], least=0)
+def _module(where: str, data: Any, kinds: Mapping[str, _Kind]) -> dict[str, ModuleCosts]:
+    """Costs of a module by kind of device, for the kinds on which it has times."""
+    sizes, one_kind = ("param_bytes", "optimizer_bytes", "activation_bytes"), set(kinds) == {""}
+    values = fields(data, where, (*(TIMES if one_kind else ("kinds",)), *sizes), OPTIONAL)
+    times = {"": _times(where, values)} if one_kind else _times_by_kind(where, values["kinds"], kinds)
+    param_bytes, optimizer_bytes, activation_bytes = (
+        number(f"{where}.{name}", values[name], least=0) for name in sizes
+    )
+    layers = whole_number(f"{where}.layers", values["layers"], MOST_LAYERS) if "layers" in values else 0
+    chunks = whole_number(f"{where}.chunks", values["chunks"], MOST_LAYERS) if "chunks" in values else 1
+    sent_bytes = 0.0
+    if "sent_bytes" in values:
+        sent_bytes = number(f"{where}.sent_bytes", values["sent_bytes"], least=0)
         _check_bandwidth(where, {kind: kinds[kind] for kind in times})
-    made = {
-        kind: ModuleCosts(forward=forward, backward=backward, **numbers) for kind, (forward, backward) in times.items()
+    by_kind = {
+        kind: ModuleCosts(
+            forward=forward,
+            backward=backward,
+            param_bytes=param_bytes,
+            optimizer_bytes=optimizer_bytes,
+            activation_bytes=activation_bytes,
+            layers=layers,
+            chunks=chunks,
+            sent_bytes=sent_bytes,
+        )
+        for kind, (forward, backward) in times.items()
     }
-    for costs in made.values():
+    for costs in by_kind.values():
         if costs.layers and not costs.depths:
             fix = f"no pp of 2 or more times chunks divides layers ({costs.layers}); use 1"
             raise ConfigError(f"{where}.chunks={costs.chunks}: {fix}")
-    return made
+    return by_kind
 
 
-def _check_bandwidth(where: str, kinds: Mapping[str, Mapping[str, Any]]) -> None:
-    """Requires the bandwidth of every kind on which a module sends something."""
-    for kind, about in kinds.items():
-        if "bandwidth" not in about:
-            missing = f"kinds.{kind}.bandwidth" if kind else "bandwidth"
+def _check_bandwidth(where: str, kinds: Mapping[str, _Kind]) -> None:
+    """Requires the bandwidth of every kind on which a module sends activations."""
+    for name, kind in kinds.items():
+        if kind.bandwidth is None:
+            missing = f"kinds.{name}.bandwidth" if name else "bandwidth"
             raise ConfigError(f"{where}.sent_bytes: is read beside {missing}, which is missing; give both, or neither")
 
 
-def _times(where: str, given: Mapping[str, Any]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of forward, and of backward, by tp."""
-    forward = _by_tp(f"{where}.fwd", given["fwd"], positive=True)
+_Times = tuple[dict[int, float], dict[int, float]]
+"""Seconds of forward, and of backward, by tp."""
+
+
+def _times_by_kind(where: str, data: Any, kinds: Mapping[str, _Kind]) -> dict[str, _Times]:
+    if not isinstance(data, dict) or not data:
+        example = f'{{"{next(iter(kinds))}": {{"fwd": …, "bwd": …}}}}'
+        raise ConfigError(f"{where}.kinds={shown(data)}: must be an object of times, such as {example}")
+    times = {}
+    for kind, on_kind in data.items():
+        if kind not in kinds:
+            raise ConfigError(f"{where}.kinds.{kind}: there is no such kind; {suggest(kind, kinds)}")
+        times[kind] = _times(f"{where}.kinds.{kind}", fields(on_kind, f"{where}.kinds.{kind}", TIMES))
+    return times
+
+
+def _times(where: str, values: Mapping[str, Any]) -> _Times:
+    forward = _by_tp(f"{where}.fwd", values["fwd"], positive=True)
     if not forward:
         raise ConfigError(f'{where}.fwd={{}}: give seconds per sample for at least one tp, such as {{"1": 0.01}}')
-    backward = _by_tp(f"{where}.bwd", given["bwd"], positive=False) or dict.fromkeys(forward, 0.0)
+    backward = _by_tp(f"{where}.bwd", values["bwd"], positive=False) or dict.fromkeys(forward, 0.0)
     if set(forward) != set(backward):
         tp = min(set(forward) ^ set(backward))
         has, lacks = ("fwd", "bwd") if tp in forward else ("bwd", "fwd")

@@ -1,7 +1,7 @@
-"""Profiles: measurements of a model on a device, as a small JSON file that plans are made from.
+"""Profiles: measurements of a model on a device, as a small JSON file from which plans are made.
 
 A profile holds times of short stages (`Trial`), their temporaries (`Compiled`), times of communication, figures of the
-data, and the device and software that it was measured on. It does not depend on the depth: it serves the same model
+data, and the device and software of the measurement. It does not depend on the depth: it is valid for the same model
 with any number of layers.
 """
 
@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 from mmjax.configurable import ConfigError
 from mmjax.data.lengths import FIGURES
 from mmjax.models.config import LLM, lora_name, projector_name
-from mmjax.planner.json_values import fields, number, read_json, shown, whole
-from mmjax.planner.work import Part
+from mmjax.planner.json_values import fields, number, read_json, shown, whole_number
+from mmjax.planner.work import StagePart
 
 if TYPE_CHECKING:
     from mmjax.config import Config
 
 FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
-_FREE = ("preset", "layers", "inject", "levels")
-"""Fields of modules that a profile does not depend on; no trial has modality tokens in later layers."""
+_IGNORED = ("preset", "layers", "inject", "levels")
+"""Fields of modules that do not change a profile; no trial has modality tokens in later layers."""
 
 Samples = tuple[tuple[float, float], ...]
 """Pairs of (bytes, seconds), by ascending bytes."""
@@ -38,14 +38,14 @@ Samples = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The devices that a profile was measured on, all of one kind.
+    """The devices of a profile, all of one kind.
 
     Attributes:
       kind: name of the kind.
       platform: JAX platform, such as "cpu" or "gpu".
       count: number of devices.
       memory: bytes of each.
-      processes: number of processes, each with as many of the devices.
+      processes: number of processes, which have equally many devices.
     """
 
     kind: str
@@ -56,12 +56,12 @@ class Device:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether these are CPU devices that share their process's cores; not where several processes have one each."""
+        """Whether these are CPU devices that share the cores of their process; not with a process for each device."""
         return self.platform == "cpu" and (self.processes == 1 or self.processes < self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class ProfiledStage:
     """A stage of a module by itself, and a figure of each of its programs.
 
     Attributes:
@@ -75,7 +75,7 @@ class Tried:
     """
 
     module: str
-    part: Part
+    part: StagePart
     tp: int
     rows: int
     width: int
@@ -83,18 +83,18 @@ class Tried:
     backward: float
 
 
-class Trial(Tried):
-    """A timed stage: seconds that each device works, from the call until the results are there.
+class Trial(ProfiledStage):
+    """A timed stage: seconds that each device works, from the call until the results are ready.
 
-    For virtual devices, which share cores, it is each device's part of the processor time.
+    For virtual devices, which share cores, the figure is each device's share of the processor time.
     """
 
 
-class Compiled(Tried):
+class Compiled(ProfiledStage):
     """A compiled stage: bytes that a program needs on each device while it runs, beside arguments and results.
 
-    See `Program.compiled_temporary_bytes`. Results of a backward are no temporaries: sums are overwritten in place, and
-    gradients of activations are on their way to another stage.
+    See `Program.compiled_temporary_bytes`. Results of a backward do not count: sums are overwritten in place, and
+    gradients of activations are sent to another stage.
     """
 
 
@@ -103,20 +103,20 @@ class Profile:
     """The measurements of a model on a device.
 
     Attributes:
-      device: the devices that were measured on.
+      device: the devices of the measurement.
       jax: version of JAX.
       dtype: dtype of computation (`Train.dtype`).
-      model: by module, the fields of its configuration that times depend on.
-      data: by module, figures of its samples or media: count, and mean, median, p90, p99 and most positions; and how
-        many of them a sample has on average (`per_sample`).
+      model: by module, the fields of its configuration that determine times.
+      data: by module, figures of its samples or media: count, and mean, median, p90, p99 and most positions; and their
+        average number in a sample (`per_sample`).
       trials: timed stages.
       compiled: temporaries of these stages and others.
       moves: times from one device to another.
-      copies: times from a device to its host's memory; empty where it cannot copy there.
-      gathers: by number of ranks, times of all-gathers; bytes are those of all ranks together.
-      reduces: by number of ranks, times of all-reduces; bytes are those on each rank.
+      copies: times from a device to its host's memory; empty if it cannot copy there.
+      gathers: by number of ranks, times of all-gathers by the bytes of all ranks together.
+      reduces: by number of ranks, times of all-reduces by the bytes on each rank.
       op: seconds that the host spends on an op beside the work of its devices.
-      shared: how many devices work at a time: all where each has a processor of its own. It may be fractional where
+      shared: the number of devices that work at a time: all if each has a processor of its own. It may be fractional if
         virtual devices share the cores of a host.
     """
 
@@ -136,49 +136,52 @@ class Profile:
 
     @property
     def source(self) -> str:
-        """One line that says where times and temporaries are from."""
+        """One line that names the source of times and temporaries."""
         device = self.device
-        what = ", processor time" if device.shares_cores else ""
-        of = f" of {device.processes} processes" if device.processes > 1 else ""
-        where = f"{device.count} x {device.kind} ({device.platform}){of}, jax {self.jax}"
-        return f"measured on {where}{what}; temporaries of compiled programs"
+        unit = ", processor time" if device.shares_cores else ""
+        processes = f" of {device.processes} processes" if device.processes > 1 else ""
+        devices = f"{device.count} x {device.kind} ({device.platform}){processes}, jax {self.jax}"
+        return f"measured on {devices}{unit}; temporaries of compiled programs"
 
     def tps(self, module: str) -> tuple[int, ...]:
-        """Every tp that module `module` was timed with, ascending."""
+        """Every tp with which module `module` was timed, ascending."""
         return tuple(sorted({trial.tp for trial in self.trials if trial.module == module}))
 
     def as_json(self) -> dict[str, Any]:
         """The profile as JSON, which `parse_profile` reads."""
-        by_ranks = lambda table: {str(n): [list(one) for one in own] for n, own in table.items()}  # noqa: E731
         return {
             "format": FORMAT,
             "device": dataclasses.asdict(self.device),
             "jax": self.jax,
             "dtype": self.dtype,
-            "model": {name: dict(own) for name, own in self.model.items()},
-            "data": {name: dict(own) for name, own in self.data.items()},
-            "trials": [_stage_json(trial) for trial in self.trials],
-            "compiled": [_stage_json(one) for one in self.compiled],
-            "moves": [list(one) for one in self.moves],
-            "copies": [list(one) for one in self.copies],
-            "gathers": by_ranks(self.gathers),
-            "reduces": by_ranks(self.reduces),
+            "model": {name: dict(sizes) for name, sizes in self.model.items()},
+            "data": {name: dict(figures) for name, figures in self.data.items()},
+            "trials": [_stage_json(stage) for stage in self.trials],
+            "compiled": [_stage_json(stage) for stage in self.compiled],
+            "moves": _samples_json(self.moves),
+            "copies": _samples_json(self.copies),
+            "gathers": {str(ranks): _samples_json(samples) for ranks, samples in self.gathers.items()},
+            "reduces": {str(ranks): _samples_json(samples) for ranks, samples in self.reduces.items()},
             "op": self.op,
             "shared": self.shared,
         }
 
 
-def _stage_json(stage: Tried) -> dict[str, Any]:
+def _samples_json(samples: Samples) -> list[list[float]]:
+    return [list(sample) for sample in samples]
+
+
+def _stage_json(stage: ProfiledStage) -> dict[str, Any]:
     part = dataclasses.asdict(stage.part)
-    own = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage) if f.name != "part"}
-    return {"module": own.pop("module"), **part, **own}
+    values = {f.name: getattr(stage, f.name) for f in dataclasses.fields(stage) if f.name != "part"}
+    return {"module": values.pop("module"), **part, **values}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile to a file, whole or not at all; an existing file is replaced.
+    """Writes a profile to a file, completely or not at all; an existing file is replaced.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -221,10 +224,10 @@ def require_writable(path: str | Path) -> None:
 
 
 def read_profile(path: str | Path, config: Config | None = None) -> Profile:
-    """Reads a profile; where `config` is given, requires one of its model.
+    """Reads a profile; with `config`, requires a profile of its model.
 
     Raises:
-      ConfigError: the file cannot be read, is no profile, or is one of another model.
+      ConfigError: the file cannot be read, is no profile, or is a profile of another model.
     """
     profile = parse_profile(read_json("--profile", path), f"--profile={path}")
     if config:
@@ -236,11 +239,11 @@ def parse_profile(data: Any, where: str = "the profile") -> Profile:
     """The profile in parsed JSON; messages start with `where`.
 
     Raises:
-      ConfigError: something is unknown, missing, or not legal.
+      ConfigError: a field is unknown, missing, or not legal.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        said = shown(data.get("format")) if isinstance(data, dict) and "format" in data else "none"
-        raise ConfigError(f"{where}: is no profile of this version, format is {said}; make one with mmjax.profile")
+        actual = shown(data.get("format")) if isinstance(data, dict) and "format" in data else "none"
+        raise ConfigError(f"{where}: is no profile of this version, format is {actual}; make one with mmjax.profile")
     try:
         return _profile(data)
     except ConfigError as error:
@@ -248,61 +251,61 @@ def parse_profile(data: Any, where: str = "the profile") -> Profile:
 
 
 def _profile(data: Any) -> Profile:
-    given = fields(data, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
-    device = fields(given["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
+    values = fields(data, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
+    device = fields(values["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
     kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
-    count, processes = (whole(f"device.{name}", device[name], _MOST) for name in ("count", "processes"))
+    count, processes = (whole_number(f"device.{name}", device[name], _MOST) for name in ("count", "processes"))
     if count % processes:
         raise ConfigError(f"device.processes={processes}: must divide device.count={count}")
     memory = number("device.memory", device["memory"], least=0)
-    trials, compiled = (_list(name, given[name]) for name in ("trials", "compiled"))
+    trials, compiled = (_list(name, values[name]) for name in ("trials", "compiled"))
     return Profile(
         device=Device(kind=kind, platform=platform, count=count, memory=memory, processes=processes),
-        jax=_text("jax", given["jax"]),
-        dtype=_text("dtype", given["dtype"]),
-        model={name: _object(f"model.{name}", own) for name, own in _object("model", given["model"]).items()},
-        data={name: _figures(f"data.{name}", own) for name, own in _object("data", given["data"]).items()},
-        trials=tuple(Trial(**_stage(f"trials[{index}]", one, timed=True)) for index, one in enumerate(trials)),
-        compiled=tuple(Compiled(**_stage(f"compiled[{index}]", one)) for index, one in enumerate(compiled)),
-        moves=_samples("moves", given["moves"]),
-        copies=_samples("copies", given["copies"]),
-        gathers=_by_ranks("gathers", given["gathers"]),
-        reduces=_by_ranks("reduces", given["reduces"]),
-        op=number("op", given["op"], least=0),
-        shared=number("shared", given["shared"], least=0, positive=True),
+        jax=_text("jax", values["jax"]),
+        dtype=_text("dtype", values["dtype"]),
+        model={name: _object(f"model.{name}", sizes) for name, sizes in _object("model", values["model"]).items()},
+        data={name: _figures(f"data.{name}", figures) for name, figures in _object("data", values["data"]).items()},
+        trials=tuple(Trial(**_stage(f"trials[{index}]", stage, timed=True)) for index, stage in enumerate(trials)),
+        compiled=tuple(Compiled(**_stage(f"compiled[{index}]", stage)) for index, stage in enumerate(compiled)),
+        moves=_samples("moves", values["moves"]),
+        copies=_samples("copies", values["copies"]),
+        gathers=_by_ranks("gathers", values["gathers"]),
+        reduces=_by_ranks("reduces", values["reduces"]),
+        op=number("op", values["op"], least=0),
+        shared=number("shared", values["shared"], least=0, positive=True),
     )
 
 
 def _stage(where: str, data: Any, *, timed: bool = False) -> dict[str, Any]:
-    """The fields of a `Trial` where `timed`, whose forward must take time, else of a `Compiled`."""
+    """The fields of a `Trial`, whose forward must take time, if `timed`, else of a `Compiled`."""
     sizes = ("layers", "tp", "rows", "width")
-    given = fields(data, where, ("module", "first", "last", *sizes, "forward", "backward"))
+    values = fields(data, where, ("module", "first", "last", *sizes, "forward", "backward"))
     for name in ("first", "last"):
-        if not isinstance(given[name], bool):
-            raise ConfigError(f"{where}.{name}={shown(given[name])}: must be true or false")
-    layers, tp, rows, width = (whole(f"{where}.{name}", given[name], _MOST) for name in sizes)
+        if not isinstance(values[name], bool):
+            raise ConfigError(f"{where}.{name}={shown(values[name])}: must be true or false")
+    layers, tp, rows, width = (whole_number(f"{where}.{name}", values[name], _MOST) for name in sizes)
     return {
-        "module": _text(f"{where}.module", given["module"]),
-        "part": Part(layers=layers, first=given["first"], last=given["last"]),
+        "module": _text(f"{where}.module", values["module"]),
+        "part": StagePart(layers=layers, first=values["first"], last=values["last"]),
         "tp": tp,
         "rows": rows,
         "width": width,
-        "forward": number(f"{where}.forward", given["forward"], least=0, positive=timed),
-        "backward": number(f"{where}.backward", given["backward"], least=0),
+        "forward": number(f"{where}.forward", values["forward"], least=0, positive=timed),
+        "backward": number(f"{where}.backward", values["backward"], least=0),
     }
 
 
 def _samples(where: str, data: Any) -> Samples:
-    found = []
-    if not isinstance(data, list):  # empty where there was one device
+    samples = []
+    if not isinstance(data, list):  # it is empty if there was one device
         raise ConfigError(f"{where}={shown(data)}: must be a list")
-    for index, one in enumerate(data):
-        if not isinstance(one, list) or len(one) != 2:
-            raise ConfigError(f"{where}[{index}]={shown(one)}: must be [bytes, seconds]")
-        found.append(tuple(number(f"{where}[{index}]", value, least=0) for value in one))
-    if any(a[0] >= b[0] for a, b in itertools.pairwise(found)):
+    for index, sample in enumerate(data):
+        if not isinstance(sample, list) or len(sample) != 2:
+            raise ConfigError(f"{where}[{index}]={shown(sample)}: must be [bytes, seconds]")
+        samples.append(tuple(number(f"{where}[{index}]", value, least=0) for value in sample))
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(samples)):
         raise ConfigError(f"{where}: the bytes must rise")
-    return tuple(found)
+    return tuple(samples)
 
 
 def _by_ranks(where: str, data: Any) -> dict[int, Samples]:
@@ -310,12 +313,12 @@ def _by_ranks(where: str, data: Any) -> dict[int, Samples]:
     for key in table:
         if not key.isdecimal() or int(key) < 2:
             raise ConfigError(f'{where}: {shown(key)} is no number of ranks; use one of 2 or more, such as "2"')
-    return {int(key): _samples(f"{where}.{key}", own) for key, own in table.items()}
+    return {int(key): _samples(f"{where}.{key}", samples) for key, samples in table.items()}
 
 
 def _figures(where: str, data: Any) -> dict[str, float]:
-    given = fields(data, where, (*FIGURES, "per_sample"))
-    return {name: number(f"{where}.{name}", value, least=0) for name, value in given.items()}
+    values = fields(data, where, (*FIGURES, "per_sample"))
+    return {name: number(f"{where}.{name}", value, least=0) for name, value in values.items()}
 
 
 def _object(where: str, data: Any) -> dict[str, Any]:
@@ -336,22 +339,22 @@ def _text(where: str, data: Any) -> str:
     return data
 
 
-# ---- what a profile is of --------------------------------------------------------------------------------------------
+# ---- the model of a profile ------------------------------------------------------------------------------------------
 
 
 def model_of(config: Config) -> dict[str, dict[str, Any]]:
     """For each module, the fields that determine the times of its stages: its sizes, and whether it is trained."""
-    projectors = {projector_name(name): own for name, own in config.projectors.items()}
-    adapters = {lora_name(name): own for name, own in config.loras.items() if own.rank}
+    projectors = {projector_name(name): projector for name, projector in config.projectors.items()}
+    adapters = {lora_name(name): lora for name, lora in config.loras.items() if lora.rank}
     modules = {**config.modules, **projectors, **adapters}
-    found = {name: _sizes(own) | {"trained": not config.optimizers[name].frozen} for name, own in modules.items()}
+    sizes = {name: _sizes(module) | {"trained": not config.optimizers[name].frozen} for name, module in modules.items()}
     if not config.modules[LLM].vocab:
-        found[LLM]["tokenizer"] = config.data.tokenizer
-    return found
+        sizes[LLM]["tokenizer"] = config.data.tokenizer
+    return sizes
 
 
-def _sizes(own: Any) -> dict[str, Any]:
-    sizes = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if f.name not in _FREE}
+def _sizes(module: Any) -> dict[str, Any]:
+    sizes = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name not in _IGNORED}
     return json.loads(json.dumps(sizes))  # as in a file: a tuple becomes a list
 
 
@@ -359,19 +362,19 @@ def require_same_model(profile: Profile, config: Config, where: str = "the profi
     """Requires a profile of the configuration's model.
 
     Raises:
-      ConfigError: it is of another one; the message names the first difference.
+      ConfigError: it is a profile of another model; the message names the first difference.
     """
     again = "make another with mmjax.profile"
     if profile.dtype != config.train.dtype:
         raise ConfigError(f"{where}: is of Train.dtype={profile.dtype!r}, this run has {config.train.dtype!r}; {again}")
-    wanted = model_of(config)
-    for name in (*wanted, *profile.model):
-        if (name in wanted) != (name in profile.model):
-            has = "has no module" if name in wanted else "has a module that is not in this model,"
+    model = model_of(config)
+    for name in (*model, *profile.model):
+        if (name in model) != (name in profile.model):
+            has = "has no module" if name in model else "has a module that is not in this model,"
             raise ConfigError(f"{where}: {has} {name!r}; {again}")
-    for name, sizes in wanted.items():
+    for name, sizes in model.items():
         for key in (*sizes, *profile.model[name]):
-            one, other = (own.get(key) for own in (profile.model[name], sizes))
-            if one != other:
-                differs = f"{name} has {key}={shown(one)} in it, {shown(other)} in this run"
-                raise ConfigError(f"{where}: is of another model: {differs}; {again}")
+            profiled, configured = profile.model[name].get(key), sizes.get(key)
+            if profiled != configured:
+                difference = f"{name} has {key}={shown(profiled)} in it, {shown(configured)} in this run"
+                raise ConfigError(f"{where}: is of another model: {difference}; {again}")

@@ -1,13 +1,13 @@
-"""A lower bound on the step: the plan of a cluster whose devices could be divided at will.
+"""A lower bound on the step: the plan for a real number of devices.
 
-With tp and dp of every module given, and any real number of devices x_m, the step is convex in x (Zhang et al.,
-"DistTrain", §4.3): the maximum and sum of terms a / x_m. The sum is the warm-up, which tp and dp fix (Eq. 1); `program`
-gives the maximum to cvxpy. The relaxation of a whole problem is the best of all combinations of tp and dp. One program
-is solved: a search over the pace, as in ``mmjax.planner.search`` but with real numbers of stages, finds the best
-combination, and a bound at most `SLACK` below it.
+For fixed tp and dp of every module and any real number of devices x_m, the step is convex in x (Zhang et al.,
+"DistTrain", §4.3): the maximum and sum of terms a / x_m. The sum is the warm-up, which tp and dp determine (Eq. 1);
+`program` minimizes the maximum with cvxpy. The relaxation of a problem is the best over all combinations of tp and dp.
+Only one program is solved: a search over the pace, as in ``mmjax.planner.search`` but with real numbers of stages,
+finds the best combination, and a bound at most `SLACK` below it.
 
-Where a module has few stages, real numbers of them make the bound loose. Numbers of stages below `real_from` stay
-whole, which tightens it; devices of such modules are constants of the program.
+If a module has few stages, real numbers of stages make the bound loose. Numbers of stages below `real_from` stay whole,
+which tightens it; the devices of such modules are constants of the program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmjax.planner.problem import MixedProblem, Problem
 from mmjax.planner.space import Space, spaces
 
 SLACK = 1e-4
-"""Relative distance that the bound may lie below the relaxation's optimum."""
+"""The largest relative distance of the bound below the optimum of the relaxation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ class Relaxed:
 
 
 def relax(problem: Problem | MixedProblem, real_from: float = 1.0) -> Relaxed | None:
-    """The relaxation of `problem` in which pp is real from `real_from` on; None where not even that fits."""
-    found = [space.pruned() for space in spaces(problem, real_from)]
-    if not found:
+    """The relaxation of `problem` in which pp is real from `real_from` on; None if it does not fit either."""
+    nonempty = [space.pruned() for space in spaces(problem, real_from)]
+    if not nonempty:
         return None
-    bound, space, pace = _best(found)
+    bound, space, pace = _best(nonempty)
     _, chosen = space.chosen(pace, -math.inf)
     step, devices = program(problem, chosen, real_from, space.kinds)
     return Relaxed(bound=bound, step=step, devices=devices)
@@ -57,14 +57,14 @@ def relax(problem: Problem | MixedProblem, real_from: float = 1.0) -> Relaxed | 
 
 def _best(spaces: list[Space]) -> tuple[float, Space, float]:
     """A bound on all spaces, and the space and pace of a combination that is at most `SLACK` above it."""
-    best, found = math.inf, (spaces[0], math.inf)
+    best, best_space, best_pace = math.inf, spaces[0], math.inf
 
     def work_at(space: Space, pace: float) -> float:
-        nonlocal best, found
+        nonlocal best, best_space, best_pace
         work = space.least_work_at(pace)
         step = space.step(work, pace)
         if step < best:
-            best, found = step, (space, pace)
+            best, best_space, best_pace = step, space, pace
         return work
 
     queue: list[tuple[float, int, float, float]] = []  # (bound, space, fastest, slowest pace)
@@ -81,7 +81,7 @@ def _best(spaces: list[Space]) -> tuple[float, Space, float]:
             bound = work_at(space, high) + space.steps * low
             if math.isfinite(bound):
                 heapq.heappush(queue, (bound, index, low, high))
-    return min(queue[0][0], best), *found
+    return min(queue[0][0], best), best_space, best_pace
 
 
 def program(
@@ -92,8 +92,8 @@ def program(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of a step and devices by module, with tp and dp of `degrees` and any real pp.
 
-    A pp below `real_from` stays as it is; others may be any real number from there on. kinds: kind of device by module,
-    where there are several; each kind has a program of its own, and the slowest sets the pace.
+    A pp below `real_from` stays as it is; other pp may be any real number from `real_from` on. kinds: kind of device by
+    module if there are several; each kind has a program of its own, and the slowest sets the pace.
 
     Raises:
       ValueError: no number of devices fits.
@@ -101,13 +101,13 @@ def program(
     llm_dp, by_kind = degrees[LLM].dp, dict[str, list[str]]()
     for name in degrees:
         by_kind.setdefault((kinds or {}).get(name, ""), []).append(name)
-    found: dict[str, float] = {}
-    total, pace = 0.0, 0.0
+    devices: dict[str, float] = {}
+    work, pace = 0.0, 0.0
     for kind, names in by_kind.items():
-        own = {name: degrees[name] for name in names}
-        work, slowest, devices = _program(problem.kinds[kind], own, llm_dp, real_from)
-        total, pace, found = total + work, max(pace, slowest), found | devices
-    return total + (problem.microbatches(llm_dp) - 1) * pace, found
+        on_kind = {name: degrees[name] for name in names}
+        kind_work, kind_pace, kind_devices = _program(problem.kinds[kind], on_kind, llm_dp, real_from)
+        work, pace, devices = work + kind_work, max(pace, kind_pace), devices | kind_devices
+    return work + (problem.microbatches(llm_dp) - 1) * pace, devices
 
 
 def _program(
@@ -128,35 +128,35 @@ def _program(
             least[index] = most[index] = degrees[name].devices
     if least.sum() > problem.devices * (1 + ROUNDING):
         raise ValueError(f"tp and dp of {', '.join(names)} do not fit on {problem.devices} devices with real pp")
-    devices = spread(work * unit, least, most, problem.devices)
+    devices = divide(work * unit, least, most, problem.devices)
     pace = float((work * unit / devices).max())
     return float(work.sum()), pace, dict(zip(names, devices.tolist(), strict=True))
 
 
-def spread(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
+def divide(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
     """Numbers of devices x with the smallest max(load / x), from `least` to `most`, at most `devices` in all.
 
-    Arrays are of shape [M]. A module without a choice is no variable: a solver prefers ranges with an interior.
+    Arrays are of shape [M]. A module with `least` = `most` is no variable: a solver prefers ranges with an interior.
     """
     free = np.flatnonzero(most > least * (1 + ROUNDING))
     if not len(free):
         return least
     import cvxpy as cp  # slow to import, so only where it is needed
 
-    found = least.copy()
-    left = devices - (least.sum() - least[free].sum())
+    result = least.copy()
+    available = devices - (least.sum() - least[free].sum())
     load, least, most = load[free], least[free], most[free]
     # The inverse of the pace as a variable makes the program linear: x ≥ load / pace. Both are scaled to be near one: x
     # by the module's devices if all stages took equally long (or `least`), the inverse by its value in that case.
-    scale = np.maximum(left * load / load.sum(), least)
+    scale = np.maximum(available * load / load.sum(), least)
     units, speed = cp.Variable(len(free)), cp.Variable()
-    limits: list[cp.Constraint] = [(scale / left) @ units <= 1, units >= least / scale]
-    limits.append(units >= (left * load / load.sum() / scale) * speed)
+    limits: list[cp.Constraint] = [(scale / available) @ units <= 1, units >= least / scale]
+    limits.append(units >= (available * load / load.sum() / scale) * speed)
     if len(bounded := np.flatnonzero(np.isfinite(most))):
         limits.append(units[bounded] <= (most / scale)[bounded])
     cp.Problem(cp.Maximize(speed), limits).solve()
-    found[free] = scale * np.asarray(units.value, dtype=float)
-    return found
+    result[free] = scale * np.asarray(units.value, dtype=float)
+    return result
 
 
 def _ratio(weights: float, room: float) -> float:

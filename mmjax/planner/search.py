@@ -1,11 +1,11 @@
 """The best plan: exact, by branch and bound over the pace of the pipeline.
 
 The slowest stage sets the pace. For a dp of the LLM and a pace t, `Space.least_work_at` gives the least warm-up f(t) of
-plans whose stages take at most t, and it falls with t. So on paces strictly between a and b no step is shorter than
-f(b) + (n - 1)·(the pace after a), and an interval with f(a) = f(b) has nothing better than its start. Intervals of all
-dp wait in one queue, the most promising first. The search ends when no interval can match the best plan found. Paces
-are the possible stage times of rows. There are finitely many, so the search ends with the optimum. (The paper solves a
-convex program for each combination of tp and dp, and rounds; `relaxation` has that program, as a bound.)
+plans whose stages take at most t, and it falls with t. So for paces strictly between a and b no step is shorter than
+f(b) + (n - 1)·(the pace after a), and if f(a) = f(b), no pace of the interval is better than a. The intervals of all dp
+are in one queue, the most promising first. The search ends when no interval can match the best plan so far. Paces are
+the possible stage times of rows. There are finitely many, so the search ends with the optimum. (The paper solves a
+convex program for each combination of tp and dp, and rounds; `relaxation` uses that program for a bound.)
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Interval = tuple[float, int, int, int, float, float]
 class _Search:
     spaces: list[Space]
     best: float = math.inf
-    found: list[tuple[float, int, float]] = field(default_factory=list)
+    steps: list[tuple[float, int, float]] = field(default_factory=list)
     paces: dict[int, np.ndarray] = field(default_factory=dict)
     queue: list[Interval] = field(default_factory=list)
 
     def evaluate(self, index: int, pace: float) -> float:
-        """The least work of space `index` at `pace`; records the step where it is as good as the best."""
+        """The least work of space `index` at `pace`; records the step if it is as good as the best."""
         space = self.spaces[index]
         work = space.least_work_at(pace)
         step = space.step(work, pace)
         if step <= self.best * (1 + TIE):
-            self.found.append((step, index, pace))
+            self.steps.append((step, index, pace))
             self.best = min(self.best, step)
         return work
 
@@ -74,7 +74,7 @@ class _Search:
             heapq.heappush(self.queue, (bound, index, first, last, first_work, last_work))
 
     def run(self) -> None:
-        """Searches until nothing that is left can be as good as the best."""
+        """Searches until no space and no interval can be as good as the best."""
         unopened = sorted(range(len(self.spaces)), key=lambda index: self.spaces[index].bound, reverse=True)
         while unopened or self.queue:
             limit = self.best * (1 + TIE)
@@ -95,21 +95,21 @@ def best_plan(problem: Problem | MixedProblem) -> Plan:
     """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones, the one on fewest devices.
 
     Raises:
-      DoesNotFit: there is none; the message says which module misses by how much, and what would make it fit.
+      DoesNotFit: there is none; the message names a module, what it lacks, and remedies.
     """
-    found = list(spaces(problem))
-    if not found:
+    nonempty = list(spaces(problem))
+    if not nonempty:
         raise DoesNotFit(why(problem))
-    search = _Search(spaces=found)
+    search = _Search(spaces=nonempty)
     search.run()
     return _smallest(problem, search)
 
 
 def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1) -> list[Plan]:
-    """The best plan for each dp of the LLM and each way to give modules a kind of device, the shortest step first.
+    """The best plan for each dp of the LLM and each assignment of modules to kinds of device, the shortest step first.
 
-    Leaves out those that are certainly more than `within`, relative, above the best. kinds: the least number of kinds
-    in use.
+    Plans whose step is certainly longer than the best by more than the share `within` are left out. kinds: the least
+    number of kinds in use.
     """
     plans, best = [], math.inf
     for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):
@@ -123,11 +123,11 @@ def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int
 
 
 def _smallest(problem: Problem | MixedProblem, search: _Search) -> Plan:
-    """The one on fewest devices among the best plans that were found."""
+    """The plan on fewest devices among the best plans of `search`."""
     limit = search.best * (1 + TIE)
     best: tuple[int, float, int] | None = None
     plan = None
-    for step, index, pace in sorted(set(search.found)):
+    for step, index, pace in sorted(set(search.steps)):
         if step > limit:
             break
         space = search.spaces[index]

@@ -1,7 +1,7 @@
-"""Spaces of plans: a space fixes the kind of device of each module and the LLM's dp, and leaves the rest open.
+"""Spaces of plans: a space fixes the kind of device of each module and the LLM's dp; all other degrees are open.
 
-With both fixed, modules on devices of one kind compete only for these devices (`mmjax.planner.group`). Groups share
-nothing but the pace, so at a given pace the least warm-up of all is the sum of the groups' least warm-ups.
+With both fixed, modules on devices of one kind compete only for these devices (`mmjax.planner.group`). The pace is all
+that groups share, so at a fixed pace the least warm-up is the sum of the groups' least warm-ups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmjax.planner.cost import (
     reducing_seconds,
     weight_bytes,
 )
-from mmjax.planner.group import Group, Rows, allowed, merged
+from mmjax.planner.group import DegreeTable, Group, allowed, merged
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 
 
@@ -33,12 +33,12 @@ class Grid:
     """Every (tp, dp) of a module, for one LLM replica; arrays of [R], the least work first.
 
     Attributes:
-      rows: the rows without communication, with the least pp that there may be.
+      rows: the rows without communication; `least` is the least pp that the module may have.
       weights: bytes of weights on a device with all stages.
       activations: bytes of activations on a device.
     """
 
-    rows: Rows
+    rows: DegreeTable
     weights: np.ndarray
     activations: np.ndarray
 
@@ -48,12 +48,12 @@ def make_grid(problem: Problem, name: str) -> Grid:
     costs = problem.modules[name]
     degrees = (1,) if name == LLM else problem.degrees
     sizes = [tp for tp in costs.seconds if tp <= problem.devices]
-    tp, dp = (each.ravel() for each in np.meshgrid(np.array(sizes, dtype=int), np.array(degrees, dtype=int)))
+    tp, dp = (axis.ravel() for axis in np.meshgrid(np.array(sizes, dtype=int), np.array(degrees, dtype=int)))
     work = problem.microbatch / dp * np.tile([costs.seconds[tp] for tp in sizes], len(degrees))
     order = np.lexsort((tp * dp, work))
     tp, dp, work = tp[order], dp[order], work[order]
     return Grid(
-        rows=Rows(
+        rows=DegreeTable(
             tp=tp,
             dp=dp,
             work=work / costs.chunks,
@@ -69,7 +69,7 @@ def make_grid(problem: Problem, name: str) -> Grid:
 
 
 class Grids:
-    """The grids of a problem on devices of one kind, and from them the groups of each dp of the LLM.
+    """The grids of a problem on devices of one kind, and the groups of each dp of the LLM, which are made from them.
 
     real_from: the pp from which on it may be any real number.
     """
@@ -79,7 +79,7 @@ class Grids:
         self._grids = {name: make_grid(problem, name) for name in problem.modules}
         self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
 
-    def rows(self, name: str, llm_dp: int) -> Rows | None:
+    def rows(self, name: str, llm_dp: int) -> DegreeTable | None:
         """The rows of module `name` that fit into memory on some number of stages, or None."""
         grid, costs = self._grids[name], self.problem.modules[name]
         rows, weights = grid.rows, grid.weights
@@ -96,14 +96,14 @@ class Grids:
         weightless = (room >= 0) & (weights == 0)
         least[weightless] = allowed(rows.depths, self.real_from, rows.least)[weightless]
         keep = np.isfinite(least)
-        if self.problem.whole:
+        if self.problem.dp_divides_samples:
             keep &= llm_dp * self.problem.microbatch % dp == 0
         if not keep.any():
             return None
         return replace(rows, least=least).taken(keep)
 
-    def _with_communication(self, rows: Rows, costs: ModuleCosts, llm_dp: int) -> Rows:
-        """Rows with the load of a microbatch and what is sent; a single microbatch has no pace, but dp groups send."""
+    def _with_communication(self, rows: DegreeTable, costs: ModuleCosts, llm_dp: int) -> DegreeTable:
+        """The rows with load, hop and lead; with a single microbatch, the load is the communication of dp groups."""
         steps, problem = self.problem.microbatches(llm_dp) - 1, self.problem
         passing = passing_seconds(problem, costs, llm_dp / rows.dp)
         once = reducing_seconds(problem, costs, rows.tp, rows.dp)
@@ -113,36 +113,36 @@ class Grids:
         return replace(rows, load=load, hop=passing, lead=passing / costs.chunks)
 
     def group(self, names: Collection[str], llm_dp: int) -> Group | None:
-        """The group of these modules; None where they cannot all have their fewest devices."""
+        """The group of these modules; None if their fewest devices are more than available."""
         key = (tuple(names), llm_dp)
         if key not in self._groups:
             self._groups[key] = self._group(*key)
         return self._groups[key]
 
     def _group(self, names: tuple[str, ...], llm_dp: int) -> Group | None:
-        found: dict[str, Rows] = {}
-        # Sums of real numbers of devices are not exact; a plan that has all devices must not fall out.
+        tables: dict[str, DegreeTable] = {}
+        # Sums of real numbers of devices are not exact; a plan on all devices must not be lost.
         devices = self.problem.devices * (1.0 if math.isinf(self.real_from) else 1 + ROUNDING)
-        left = devices
+        spare = devices
         for name in names:
             rows = self.rows(name, llm_dp)
             if rows is None:
                 return None
-            found[name] = rows
-            left -= rows.fewest
-        if left < 0:
+            tables[name] = rows
+            spare -= rows.fewest
+        if spare < 0:
             return None
-        return Group(devices=devices, rows=found, real_from=self.real_from)
+        return Group(devices=devices, rows=tables, real_from=self.real_from)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """Everything that can be chosen once kinds of devices and the LLM's dp are fixed.
+    """All plans with fixed kinds of devices and a fixed dp of the LLM.
 
     Attributes:
       llm_dp: the LLM's dp.
-      steps: number of microbatches after the first, and 1 where the only one is followed by communication of dp.
-      groups: by kind of device that modules are on, the group of these modules.
+      steps: number of microbatches after the first; 1 for a single microbatch that is followed by dp communication.
+      groups: the groups of modules by kind of device.
     """
 
     llm_dp: int
@@ -165,12 +165,12 @@ class Space:
 
     @cached_property
     def least_pace(self) -> float:
-        """A lower bound on the pace: below it even real numbers of stages need more devices than there are."""
+        """A lower bound on the pace: below it even real numbers of stages need more devices than available."""
         return max(group.least_pace for group in self.groups.values())
 
     @cached_property
     def slowest_pace(self) -> float:
-        """The pace at which every row has its fewest stages; a slower one gives no further choice."""
+        """The pace at which every row has its fewest stages; a slower pace allows no other combination."""
         return max(group.slowest_pace for group in self.groups.values())
 
     @cached_property
@@ -184,8 +184,8 @@ class Space:
         share = self.steps / sum(group.devices for group in groups)
         bounds = [sum(group.least_with(share) for group in groups)]
         for group in groups if len(groups) > 1 else ():
-            paced = group.least_with(self.steps / group.devices)
-            bounds.append(self.least_work - group.least_work + paced)
+            with_pace = group.least_with(self.steps / group.devices)
+            bounds.append(self.least_work - group.least_work + with_pace)
         return max(bounds)
 
     def least_work_at(self, pace: float) -> float:
@@ -195,23 +195,23 @@ class Space:
     def chosen(self, pace: float, limit: float) -> tuple[int, dict[str, Degrees]]:
         """Number of devices and degrees of the combination on fewest devices whose step takes at most `limit`.
 
-        Only combinations at `pace` count, and there must be one. If no step is so short, it is the one of least work.
+        Only combinations at `pace` count, and there must be one. If no step is so short, it is the one with least work.
         """
         by_group = [group.fronts(pace) for group in self.groups.values()]
         joint = [replace(by_group[0][-1], row=np.arange(len(by_group[0][-1].work)))]
         for fronts in by_group[1:]:
-            own = replace(fronts[-1], row=np.arange(len(fronts[-1].work)))
-            joint.append(merged(joint[-1], own, math.inf))
+            of_group = replace(fronts[-1], row=np.arange(len(fronts[-1].work)))
+            joint.append(merged(joint[-1], of_group, math.inf))
         last = joint[-1]
         tied = np.flatnonzero(self.step(last.work, pace) <= limit)
         at = int(tied[np.argmin(last.devices[tied])]) if len(tied) else 0
-        devices, found = int(last.devices[at]), dict[str, Degrees]()
+        devices, degrees = int(last.devices[at]), dict[str, Degrees]()
         for group, fronts, front in zip(
             reversed(self.groups.values()), reversed(by_group), reversed(joint), strict=True
         ):
-            found |= group.chosen(fronts, int(front.row[at]), pace)
+            degrees |= group.chosen(fronts, int(front.row[at]), pace)
             at = int(front.before[at])
-        return devices, found
+        return devices, degrees
 
     def pruned(self) -> Space:
         """The same space without rows that no best plan needs."""
@@ -224,35 +224,34 @@ class Space:
 
 
 def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: int = 1) -> Iterator[Space]:
-    """Every space that has a plan: for each way to give modules a kind of device, for each dp of the LLM.
+    """Every space that has a plan: for each assignment of modules to kinds of device, for each dp of the LLM.
 
     Args:
       problem: the problem.
       real_from: the pp from which on it may be any real number.
       kinds: the least number of kinds in use.
     """
-    grids = {kind: Grids(own, real_from) for kind, own in problem.kinds.items()}
-    for way in ways(problem):
-        if len(way) < kinds:
+    grids = {kind: Grids(on_kind, real_from) for kind, on_kind in problem.kinds.items()}
+    for assignment in assignments(problem):
+        if len(assignment) < kinds:
             continue
-        home = next(own for kind, own in problem.kinds.items() if LLM in way.get(kind, ()))
+        home = next(on_kind for kind, on_kind in problem.kinds.items() if LLM in assignment.get(kind, ()))
         for llm_dp in home.llm_degrees:
             groups: dict[str, Group] = {}
-            for kind, names in way.items():
+            for kind, names in assignment.items():
                 if (group := grids[kind].group(names, llm_dp)) is None:
                     break
                 groups[kind] = group
             else:
-                sends = any(math.isfinite(own.bandwidth) for own in problem.kinds.values())
+                sends = any(math.isfinite(on_kind.bandwidth) for on_kind in problem.kinds.values())
                 yield Space(llm_dp=llm_dp, steps=max(problem.microbatches(llm_dp) - 1, int(sends)), groups=groups)
 
 
-def ways(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Every way to give modules a kind of device on which they have times: modules by kind, without empty ones."""
-    choices = [[kind for kind, own in problem.kinds.items() if name in own.modules] for name in problem.names]
-    for chosen in itertools.product(*choices):
-        way = {
-            kind: tuple(n for n, own in zip(problem.names, chosen, strict=True) if own == kind)
-            for kind in problem.kinds
+def assignments(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Every assignment of modules to kinds of device on which they have times: modules by kind, without empty kinds."""
+    choices = [[kind for kind, on_kind in problem.kinds.items() if name in on_kind.modules] for name in problem.names]
+    for kinds in itertools.product(*choices):
+        by_kind = {
+            kind: tuple(n for n, k in zip(problem.names, kinds, strict=True) if k == kind) for kind in problem.kinds
         }
-        yield {kind: names for kind, names in way.items() if names}
+        yield {kind: names for kind, names in by_kind.items() if names}

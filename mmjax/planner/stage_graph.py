@@ -1,4 +1,4 @@
-"""The stage graph of a candidate, as a run would have it, made from the modules' work."""
+"""The stage graph of a candidate, as in a run, made from the modules' work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks
-from mmjax.planner.work import ModuleWork, Part, Work
+from mmjax.planner.work import ModuleWork, StagePart, Work
 from mmjax.schedule.graph import EdgeKind, StageGraph, StageNode, connected
 
 
-def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, Part]) -> StageGraph:
+def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, StagePart]) -> StageGraph:
     """Stages and edges in the same order as in a run.
 
-    clock: says how many devices a process has. parts: the part of its module that each stage has, by stage name.
+    clock: has the number of devices of a process. parts: the part of its module that each stage has, by stage name.
     """
     nodes: list[StageNode] = []
     pairs: list[tuple[str, str]] = []
@@ -42,24 +42,26 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
 
 
 def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
-    """Whether stages lie in different groups, such as nodes or processes.
+    """Whether stages are in different groups of devices, such as nodes or processes.
 
-    `size_of` gives the number of devices in a group, which are neighbours; 0 means one group for all. Groups of a kind
-    of device are counted from its first rank.
+    `size_of` returns the number of devices of a group, which are neighbours; 0 means one group of all devices. Groups
+    of a kind of device are counted from its first rank.
     """
     groups: set[tuple[int, int]] = set()
     for stage in stages:
-        start, size = candidate.block(stage.module), size_of(clock.of(stage.module))
+        start, size = candidate.kind_start(stage.module), size_of(clock.of(stage.module))
         groups |= {(start, (rank - start) // size) if size else (0, 0) for rank in (stage.ranks[0], stage.ranks[-1])}
     return len(groups) > 1
 
 
-def _sources(work: Work, candidate: Candidate, parts: Mapping[str, Part], module: ModuleWork, index: int) -> list[str]:
-    """Stages whose activations a stage takes: the one before it, and last stages of other modules that enter here."""
+def _sources(
+    work: Work, candidate: Candidate, parts: Mapping[str, StagePart], module: ModuleWork, index: int
+) -> list[str]:
+    """The stages whose activations a stage takes: the stage before it, and last stages of modules that enter here."""
     sources = [f"{module.name}.{index - 1}"] if index else []
     start = sum(parts[f"{module.name}.{at}"].layers for at in range(index))
-    held = range(start, start + parts[f"{module.name}.{index}"].layers)
+    layers = range(start, start + parts[f"{module.name}.{index}"].layers)
     for name in module.after:
-        if index == 0 or any(layer in held for layer in work.modules[name].enters):
+        if index == 0 or any(layer in layers for layer in work.modules[name].enters):
             sources.append(f"{name}.{candidate.layouts[name].stages - 1}")
     return sources

@@ -1,8 +1,8 @@
 """The seconds of a candidate: its stage graph, costs of its ops, a simulated step.
 
 A run uses the same graph, schedule and simulator, and the simulator's times are checked against real processes. Only
-the seconds of ops come from elsewhere (`Clock`). Long steps are not simulated to their end: once a pipeline is full,
-every further `period` microbatches take equally long, so two short simulations and a straight line give the rest.
+the seconds of ops are from a `Clock`. Long steps are not simulated to their end: once a pipeline is full, every further
+`period` microbatches take equally long, so two short simulations are extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import lcm
-from typing import Any
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks, Pass, group_gather
+from mmjax.planner.clock import Clocks, PassSeconds, group_gather
 from mmjax.planner.stage_graph import stage_graph
 from mmjax.planner.traffic import edge_costs, exchange_seconds, whole_rows_seconds
-from mmjax.planner.work import Held, Part, Work
+from mmjax.planner.work import StageMemory, StagePart, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import STASH_COPIES
 from mmjax.schedule.schedules import make_schedule
@@ -47,7 +46,7 @@ class StepSeconds:
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, StagePart]:
         """The part of its module that each stage has, by stage name."""
         return {
             f"{name}.{index}": part
@@ -57,7 +56,7 @@ class StepSeconds:
 
     @cached_property
     def graph(self) -> StageGraph:
-        """The stage graph of the candidate, as a run has it."""
+        """The stage graph of the candidate, as in a run."""
         return stage_graph(self.work, self.candidate, self.clock, self.parts)
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
@@ -68,94 +67,106 @@ class StepSeconds:
         seconds: dict[CostKey, float] = {}
         for node in self.graph.stages:
             part = self.parts[node.name]
-            took = self._pass(node.module, part)
-            seconds["F", node.name, False] = took.forward
-            seconds["B", node.name, False] = took.backward
+            stage = self._pass_seconds(node.module, part)
+            seconds["F", node.name, False] = stage.forward
+            seconds["B", node.name, False] = stage.backward
             if "W" in self._kinds(node):
-                later = self.later(node.module, part) * (took.backward - self.clock.op)
-                seconds["W", node.name, False] = later + self.clock.op
-                seconds["B", node.name, False] -= later
+                w_seconds = self.w_share(node.module, part) * (stage.backward - self.clock.op)
+                seconds["W", node.name, False] = w_seconds + self.clock.op
+                seconds["B", node.name, False] -= w_seconds
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
             if node.stashes:
-                copy = self.clock.of(node.module).copy(self._kept(node))
+                copy = self.clock.of(node.module).copy(self._residual_bytes(node))
                 seconds |= {(kind, node.name, False): copy for kind in STASH_COPIES}
-        carried, by_microbatch = edge_costs(self.graph, self.candidate, self.clock, self._crossing)
-        return Costs(seconds=seconds | carried, overrides=by_microbatch)
+        by_edge, by_microbatch = edge_costs(self.graph, self.candidate, self.clock, self._crossing)
+        return Costs(seconds=seconds | by_edge, overrides=by_microbatch)
 
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
         return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.traits.splits)]
 
-    def later(self, name: str, part: Part) -> float:
+    def w_share(self, name: str, part: StagePart) -> float:
         """The share of W in a backward that is split, by FLOPs."""
         module = self.work.modules[name]
-        whole = module.backward.of(part)
-        return module.later.of(part) / whole if whole else 0.0
+        flops = module.backward.of(part)
+        return module.weight_gradients.of(part) / flops if flops else 0.0
 
-    def _pass(self, name: str, part: Part) -> Pass:
-        """Seconds of a microbatch in a stage of module `name`, with what its cp ranks exchange and the host's part."""
+    def _pass_seconds(self, name: str, part: StagePart) -> PassSeconds:
+        """Seconds of a microbatch in a stage of module `name`, with its cp communication and the host's time."""
         layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
-        took = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
-        exchanged = (*self._exchange(name, part, took), *self._whole_rows(name, part)) if layout.cp > 1 else (0.0,) * 4
-        ahead, back = exchanged[0] + exchanged[2], exchanged[1] + exchanged[3]
-        return Pass(forward=took.forward + ahead + self.clock.op, backward=took.backward + back + self.clock.op)
+        compute = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        exchange = whole_rows = 0.0, 0.0
+        if layout.cp > 1:
+            exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
+        return PassSeconds(
+            forward=compute.forward + (exchange[0] + whole_rows[0]) + self.clock.op,
+            backward=compute.backward + (exchange[1] + whole_rows[1]) + self.clock.op,
+        )
 
-    def _exchange(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
-        """Seconds, in forward and backward, by which a stage's cp ranks exchange longer than the attention beside it.
+    def _exchange(self, name: str, part: StagePart, compute: PassSeconds) -> tuple[float, float]:
+        """Seconds, in forward and backward, by which a stage's cp exchange takes longer than its attention.
 
-        took: seconds of the stage without the exchange.
+        compute: seconds of the stage without the exchange.
         """
-        layout, clock, wider = self.candidate.layouts[name], self.clock.of(name), self.work.gradient / self.work.item
-        return exchange_seconds(self.work.modules[name], layout, clock, self.rows[name], part, took, wider)
+        return exchange_seconds(
+            self.work.modules[name],
+            self.candidate.layouts[name],
+            self.clock.of(name),
+            shape=self.rows[name],
+            part=part,
+            compute=compute,
+            gradient_ratio=self.work.gradient / self.work.item,
+        )
 
-    def _whole_rows(self, name: str, part: Part) -> tuple[float, float]:
-        """Seconds, in forward and backward, in which a stage's cp ranks make whole rows between modules."""
+    def _whole_rows(self, name: str, part: StagePart) -> tuple[float, float]:
+        """Seconds, in forward and backward, in which a stage's cp ranks join parts of rows between modules."""
         modules, layout = self.work.modules, self.candidate.layouts[name]
-        given = part.last and any(name in other.after for other in modules.values())
-        sources = [one for one in modules[name].after if modules[one].has_backward] if part.first else []
+        has_readers = part.last and any(name in module.after for module in modules.values())
+        sources = [source for source in modules[name].after if modules[source].has_backward] if part.first else []
         return whole_rows_seconds(
             layout,
             self.clock.of(name),
             modules[name].context(layout),
-            given=self._sent(name) / layout.dp if given else 0.0,
-            entered=sum(self._summed(one, name) for one in sources) / layout.dp,
+            output_bytes=self._output_bytes(name) / layout.dp if has_readers else 0.0,
+            input_bytes=sum(self._summed_bytes(source, name) for source in sources) / layout.dp,
         )
 
-    def _summed(self, source: str, target: str) -> float:
-        """Bytes of gradients of a module's tokens that its reader's cp ranks sum, for all dp ranks together.
+    def _summed_bytes(self, source: str, target: str) -> float:
+        """Bytes of gradients of the tokens of `source` that the cp ranks of `target` sum, for all dp ranks together.
 
-        Those of lists lie side by side. Where both modules are on the same ranks they are gathered, half of a sum.
+        With send lists each gradient is on one rank, so nothing is summed. If both modules are on the same ranks the
+        gradients are gathered, at half the cost of a sum.
         """
-        share, ends = self.listed(source, target), [self.candidate.layouts[name] for name in (source, target)]
+        share, ends = self.list_share(source, target), [self.candidate.layouts[name] for name in (source, target)]
         if share == 1:
-            return self._sent(source)
+            return self._output_bytes(source)
         gathered = ends[0].ranks == ends[1].ranks and ends[0].dp == ends[1].dp
-        return self._sent(source) * share * self._context(target) / 2 if gathered else 0.0
+        return self._output_bytes(source) * share * self._context(target) / 2 if gathered else 0.0
 
-    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+    def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
 
-        With optimizer instances, gradients are reduced within each, and then their shards between all of them.
-        Offloaded states come back while gradients are reduced; those of a frozen stage come back before its parameters
-        are gathered. Where parameters are offloaded, "offload" and "reload" are their copies.
+        With optimizer instances, gradients are reduced within each instance, and then their shards between instances.
+        Offloaded states are copied back while gradients are reduced; a frozen stage copies them back before its
+        parameters are gathered. If parameters are offloaded, "offload" and "reload" are their copies.
         """
         layout, states, clock = self.candidate.layouts[name].spanned, self._states(name, part), self.clock.of(name)
         shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
         first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
-        seconds = partial(group_gather, clock, first=first - self.candidate.block(name))
-        gathered = seconds(states.copies, ranks=shards, apart=apart)
-        reduced = seconds(sums, ranks=shards, apart=apart)
-        reduced += 2 * seconds(sums / shards, ranks=instances, apart=apart * shards)
-        op, away = self.clock.op, {}
+        seconds = partial(group_gather, clock, first=first - self.candidate.kind_start(name))
+        gather = seconds(states.copies, ranks=shards, apart=apart)
+        reduce = seconds(sums, ranks=shards, apart=apart)
+        reduce += 2 * seconds(sums / shards, ranks=instances, apart=apart * shards)
+        op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
-            states_away, copies = states.away(self.candidate.offload(name))
-            back = clock.copy(states_away)
-            gathered, reduced = gathered + (0.0 if sums else back), max(reduced, back)
-            away = dict.fromkeys(("offload", "reload"), clock.copy(copies)) if copies else {}
-        return {"prepare": gathered + op, "reduce": reduced + op, "update": op, **away}
+            state_bytes, parameter_bytes = states.away(self.candidate.offload(name))
+            copy_back = clock.copy(state_bytes)
+            gather, reduce = gather + (0.0 if sums else copy_back), max(reduce, copy_back)
+            copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}
+        return {"prepare": gather + op, "reduce": reduce + op, "update": op, **copies}
 
-    def _states(self, name: str, part: Part) -> StateBytes[float]:
+    def _states(self, name: str, part: StagePart) -> StateBytes[float]:
         """Bytes of a stage's states on a device."""
         layout = self.candidate.layouts[name]
         return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout))
@@ -167,75 +178,77 @@ class StepSeconds:
     def _crossing(self, edge: EdgeNode) -> float:
         """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
 
-        Between modules these are whole rows, which every rank of cp and tp has, or all lists; inside of one it is a
-        rank's part.
+        Between modules an edge carries whole rows, which every rank of cp and tp has, or all send lists; inside a
+        module it carries a rank's part.
         """
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         if source != target:
-            share = self.listed(source, target)
-            return self._sent(source) * (share * self._context(target) if share < 1 else 1)
+            share = self.list_share(source, target)
+            return self._output_bytes(source) * (share * self._context(target) if share < 1 else 1)
         module, (rows, width), layout = self.work.modules[source], self.rows[source], self.candidate.layouts[source]
         parts = module.context(layout) * (layout.tp if layout.shares_tokens else 1)
         return rows * width / module.width * module.carried / parts
 
     def _arriving(self, edge: EdgeNode) -> float:
-        """Bytes of what an edge carries at a rank of its end, for all dp ranks together."""
+        """Bytes of a microbatch's activation that a receiving rank of an edge has, for all dp ranks together."""
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         if source != target:
-            return self._sent(source) * self.listed(source, target)
+            return self._output_bytes(source) * self.list_share(source, target)
         return self._crossing(edge)
 
-    def listed(self, source: str, target: str) -> float:
-        """The length of a rank's list of the tokens that it reads of another module, over all tokens; 1 where ranks
-        take whole rows. See `mmjax.data.send_lists`."""
-        one, other = self.work.modules[source], self.work.modules[target]
-        if not one.together or sum(source in reader.after for reader in self.work.modules.values()) > 1:
+    def list_share(self, source: str, target: str) -> float:
+        """The share of the tokens of `source` in the send list of a rank of `target`; 1 if ranks take whole rows.
+
+        See `mmjax.data.send_lists`.
+        """
+        sender, reader = self.work.modules[source], self.work.modules[target]
+        if not sender.together or sum(source in module.after for module in self.work.modules.values()) > 1:
             return 1.0
-        (rows, width), (rows_read, width_read) = self.rows[source], self.rows[target]
-        tokens = rows * width / one.together
-        places = rows_read * width_read / max(1, other.together) / self._context(target)
-        return min(1.0, one.blended * places / tokens)
+        (rows, width), (reader_rows, reader_width) = self.rows[source], self.rows[target]
+        tokens = rows * width / sender.together
+        positions = reader_rows * reader_width / max(1, reader.together) / self._context(target)
+        return min(1.0, sender.blended * positions / tokens)
 
     def _context(self, name: str) -> int:
         """Ranks of cp that share the positions of a module's rows."""
         return self.work.modules[name].context(self.candidate.layouts[name])
 
-    def _sent(self, name: str) -> float:
-        """Bytes of a microbatch's activation on the way out of a module."""
+    def _output_bytes(self, name: str) -> float:
+        """Bytes of the activation of a microbatch that a module sends to other modules."""
         module, (rows, width) = self.work.modules[name], self.rows[name]
-        return rows * width / module.width * module.sent
+        return rows * width / module.width * module.output_bytes
 
     @cached_property
     def quick(self) -> float:
         """Seconds of a step in closed form: the first microbatch passes all stages, others follow at the worst pace.
 
-        Stages on the same ranks take turns; encoders of a three-phase schedule and modules with lanes take turns with
-        everything else, lanes side by side. Ops that run once a step count for the slowest stage only. Moves are left
-        out.
+        Stages on the same ranks run in turn. Encoders of a three-phase schedule and modules with lanes run in turn with
+        all other stages, and the lanes of a module run at the same time. Ops that run once a step count for the slowest
+        stage only. Moves are left out.
         """
         phased, count = self.candidate.phases(self.work), self.candidate.microbatches
         loads: dict[int, float] = {}
-        first = turns = ends = 0.0
+        first = exclusive = once = 0.0
         for name, module in self.work.modules.items():
             layout, parts = self.candidate.layouts[name], module.parts(self.candidate.layouts[name])
-            passes = {part: self._pass(name, part) for part in set(parts)}
-            ends = max(ends, self.ends(name))
+            passes = {part: self._pass_seconds(name, part) for part in set(parts)}
+            once = max(once, self.once_seconds(name))
             for index, part in enumerate(parts):
-                took = passes[part].forward + passes[part].backward
+                seconds = passes[part].forward + passes[part].backward
                 if name in phased or layout.lanes > 1:
-                    turns += took * -(-count // layout.lanes)
+                    exclusive += seconds * -(-count // layout.lanes)
                     continue
                 start = layout.first_rank(index)
-                loads[start] = loads.get(start, 0.0) + took
-                first += took
+                loads[start] = loads.get(start, 0.0) + seconds
+                first += seconds
         windows = -(-count // self.candidate.span)
-        return windows * first + (count - windows) * max(loads.values(), default=0.0) + turns + ends
+        return windows * first + (count - windows) * max(loads.values(), default=0.0) + exclusive + once
 
-    def ends(self, name: str) -> float:
+    def once_seconds(self, name: str) -> float:
         """Seconds of prepare, reduce and update in the slowest stage of a module."""
         parts = self.work.modules[name].parts(self.candidate.layouts[name])
-        once = (self._once(name, parts.index(part), part) for part in set(parts))
-        return max(one["prepare"] + one["reduce"] + one["update"] for one in once)
+        costs = (self._once(name, parts.index(part), part) for part in set(parts))
+        return max(cost["prepare"] + cost["reduce"] + cost["update"] for cost in costs)
 
     def stage_seconds(self, stage: str) -> float:
         """Seconds of forward and backward of a microbatch in a stage."""
@@ -249,21 +262,27 @@ class StepSeconds:
         return 1 + max(self.graph.distance(node.name) for node in self.graph.stages)
 
     def timeline(self, microbatches: int = 0, graph: StageGraph | None = None) -> Timeline:
-        """A simulated step of `microbatches` microbatches; of all of them where that is 0."""
+        """A simulated step of `microbatches` microbatches; 0 means all microbatches of a step."""
         count = microbatches or self.candidate.microbatches
         window = self.candidate.window if count > self.candidate.window else 0
-        about: Any = {"window": window, "inner": self.candidate.inner}
-        schedule = make_schedule(self.candidate.schedule, graph or self.graph, count, self.costs, **about)
+        schedule = make_schedule(
+            self.candidate.schedule,
+            graph or self.graph,
+            count,
+            self.costs,
+            window=window,
+            inner=self.candidate.inner,
+        )
         return simulate(schedule, self.costs)
 
     @cached_property
     def _enough(self) -> tuple[int, int]:
-        """Microbatches that fill the pipeline, or all, and of how many one round of further ones is; 0 without any."""
+        """Microbatches that fill the pipeline, or all of a short step; and the period of further ones, or 0."""
         count, traits = self.candidate.microbatches, self.candidate.traits
         unit, ahead = max(node.lanes for node in self.graph.stages), self._ahead
         period = lcm(self.candidate.layouts[LLM].pp if traits.chunks else 1, unit)
         enough = (traits.settles * (self.depth + ahead) + 1) // period * period
-        # Among lanes, deferred W's settle late: a unit takes longer until as many wait as may.
+        # With lanes, deferred W settle late: a unit takes longer until the most W are waiting.
         enough += (2 + (unit > 1) * (1 + 4 * traits.splits) + (ahead > 0)) * period
         enough += (count - enough) % period
         if self.candidate.window:
@@ -272,7 +291,7 @@ class StepSeconds:
 
     @cached_property
     def _short(self) -> Timeline:
-        """A simulated step that fills the pipeline; the whole step where it is short."""
+        """A simulated step that fills the pipeline; a short step is simulated to its end."""
         return self.timeline(self._enough[0], self.graph.with_few_ranks())
 
     @property
@@ -286,18 +305,18 @@ class StepSeconds:
 
     @property
     def _ahead(self) -> int:
-        """Microbatches that the LLM is ahead of generators in lanes: a unit, but for one."""
+        """The lead of the LLM over generators in lanes, in microbatches: one less than a unit."""
         layouts = (self.candidate.layouts[name] for name in self.work.generators)
         return max((layout.lanes for layout in layouts), default=1) - 1
 
     @property
     def shown(self) -> Timeline:
-        """The simulated step, cut to as many microbatches as it takes to show a full pipeline."""
+        """The simulated step, cut to the fewest microbatches that show a full pipeline."""
         return self.timeline(self._enough[0])
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step, simulated; at least `crowded` where devices share processors."""
+        """Seconds of a step, simulated; at least `crowded` if devices share processors."""
         alone = self._short.makespan + self._pace * (self.candidate.microbatches - self._enough[0])
         return max(alone, self.crowded) if self.clock.shared else alone
 
@@ -308,26 +327,27 @@ class StepSeconds:
         An op's seconds count for each device that works on it, except the host's part, which counts once.
         """
 
-        def spent(key: CostKey, devices: int) -> float:
+        def processor_seconds(key: CostKey, devices: int) -> float:
             return (self.costs.seconds[key] - self.clock.op) * devices + self.clock.op
 
-        each = once = 0.0
+        microbatch = once = 0.0
         for node in self.graph.stages:
-            devices = len(node.ranks)
-            each += sum(spent((kind, node.name, False), devices // node.lanes) for kind in self._kinds(node))
+            devices, lane_devices = len(node.ranks), len(node.ranks) // node.lanes
+            microbatch += sum(processor_seconds((kind, node.name, False), lane_devices) for kind in self._kinds(node))
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
-            once += sum(spent((kind, node.name, False), devices) for kind in kinds)
+            once += sum(processor_seconds((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
             kind = "unpack" if edge.kind == "local" else "move"
-            ends = [self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst)]
-            each += sum(spent((kind, edge.name, way), min(ends)) for way in (False, True)[: 1 + edge.gradient])
-        return (each * self.candidate.microbatches + once) / self.clock.shared
+            dp = min(self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst))
+            directions = (False, True)[: 1 + edge.gradient]
+            microbatch += sum(processor_seconds((kind, edge.name, backward), dp) for backward in directions)
+        return (microbatch * self.candidate.microbatches + once) / self.clock.shared
 
     @cached_property
     def busy(self) -> float:
         """Seconds of work on microbatches, summed over all devices."""
-        per = sum(self.stage_seconds(node.name) * len(node.ranks) / node.lanes for node in self.graph.stages)
-        return per * self.candidate.microbatches
+        microbatch = sum(self.stage_seconds(node.name) * len(node.ranks) / node.lanes for node in self.graph.stages)
+        return microbatch * self.candidate.microbatches
 
     @property
     def bubble(self) -> float:
@@ -338,7 +358,7 @@ class StepSeconds:
     def mfu(self) -> float | None:
         """Model FLOPs over the peak of the devices in use, as in a run's metrics: real positions, no recompute.
 
-        None where a peak is not known.
+        None if a peak is not known.
         """
         owners = {rank: name for name, layout in self.candidate.layouts.items() for rank in layout.ranks}
         peaks = {name: self.clock.of(name).peak * count for name, count in Counter(owners.values()).items()}
@@ -353,30 +373,30 @@ class StepSeconds:
     @property
     def recompute(self) -> float:
         """Share of recompute in the FLOPs of a step."""
-        again = whole = 0.0
+        recompute = total = 0.0
         for name, module in self.work.modules.items():
             rows, width = self.rows[name]
-            again += rows * width / module.width * module.recompute.of(module.whole)
-            whole += rows * width / module.width * module.computed
-        return again / whole
+            recompute += rows * width / module.width * module.recompute.of(module.whole)
+            total += rows * width / module.width * module.computed
+        return recompute / total
 
     @cached_property
     def bottleneck(self) -> str:
-        """The longest stage on the ranks that have most to do for a microbatch."""
+        """The longest stage on the ranks with the most seconds for a microbatch."""
         return max(self.graph.stages, key=lambda n: (self.loads[n.ranks], self.stage_seconds(n.name))).name
 
     @cached_property
     def loads(self) -> dict[tuple[int, ...], float]:
         """Seconds of forward and backward of a microbatch in all stages on the same ranks, by these ranks.
 
-        Of stages with lanes it is the mean over microbatches, each of which runs on one lane.
+        A stage with lanes counts with the mean over microbatches, since each microbatch runs on one lane.
         """
         loads: dict[tuple[int, ...], float] = {}
         for node in self.graph.stages:
             loads[node.ranks] = loads.get(node.ranks, 0.0) + self.stage_seconds(node.name) / node.lanes
         return loads
 
-    # ---- rows, and what is kept of them ------------------------------------------------------------------------------
+    # ---- rows and residuals ------------------------------------------------------------------------------------------
 
     def _shape(self, name: str) -> tuple[float, int]:
         """Rows of a microbatch on a rank of a module, and their width."""
@@ -393,10 +413,10 @@ class StepSeconds:
         rows, width = self._shape(name)
         return rows * width / self.work.modules[name].width
 
-    def _held(self, name: str) -> Held:
+    def _memory(self, name: str) -> StageMemory:
         """Bytes that a device of a module needs for rows and programs."""
-        return self.work.modules[name].held[self.candidate.layouts[name].tp]
+        return self.work.modules[name].memory[self.candidate.layouts[name].tp]
 
-    def _kept(self, node: StageNode) -> float:
+    def _residual_bytes(self, node: StageNode) -> float:
         """Bytes of residuals that a device keeps of a microbatch from a stage's F to its B."""
-        return self._scale(node.module) * self._held(node.module).kept.of(self.parts[node.name])
+        return self._scale(node.module) * self._memory(node.module).residuals.of(self.parts[node.name])

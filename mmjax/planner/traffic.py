@@ -1,7 +1,8 @@
-"""Seconds of what a microbatch sends: activations and gradients over the edges of a stage graph, and between cp ranks.
+"""Seconds of a microbatch's communication: activations and gradients over stage graph edges, and between cp ranks.
 
-Each lane of a stage has a way of its own to the stages behind and before it: on the same ranks nothing moves, and one
-lane may be on the node of the other end while the next is not. So where an end has lanes, costs are by microbatch.
+Each lane of a stage has its own cost to the stages before and behind it: on the same ranks no data moves, and one lane
+may be on the node of the other stage while the next lane is not. So if a stage of an edge has lanes, costs are by
+microbatch.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from functools import partial
 from mmjax.attention.exchange import MOST_CHUNKS
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clock, Clocks, Pass
+from mmjax.planner.clock import Clock, Clocks, PassSeconds
 from mmjax.planner.stage_graph import are_apart
-from mmjax.planner.work import ModuleWork, Part
+from mmjax.planner.work import ModuleWork, StagePart
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.simulate import CostKey
 
-Carried = tuple[dict[CostKey, float], dict[tuple[str, str, bool, int], float]]
+EdgeCosts = tuple[dict[CostKey, float], dict[tuple[str, str, bool, int], float]]
 """Seconds by (kind, edge, backward), and by (kind, edge, backward, microbatch), as in `Costs`."""
 
 
-def edge_costs(graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: Callable[[EdgeNode], float]) -> Carried:
-    """Seconds of each edge's move, or of its unpack where nothing moves; those of an edge with lanes are the longest.
+def edge_costs(
+    graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: Callable[[EdgeNode], float]
+) -> EdgeCosts:
+    """Seconds of each edge's move, or of its unpack if the edge is local; for an edge with lanes, of its slowest pair.
 
     size_of: bytes of a microbatch's activation over an edge, for all dp ranks together.
     """
@@ -33,13 +36,13 @@ def edge_costs(graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: 
     overrides: dict[tuple[str, str, bool, int], float] = {}
     for edge in graph.edges:
         pairs = math.lcm(graph.stage(edge.src).lanes, graph.stage(edge.dst).lanes)
-        each = [_carried(graph, candidate, clock, edge, m, size_of(edge)) for m in range(pairs)]
-        for way in (False, True):
-            for kind, cost in sorted(each):
-                seconds[kind, edge.name, way] = cost
+        by_pair = [_edge_cost(graph, candidate, clock, edge, microbatch=m, size=size_of(edge)) for m in range(pairs)]
+        for backward in (False, True):
+            for kind, cost in sorted(by_pair):
+                seconds[kind, edge.name, backward] = cost
             for microbatch in range(candidate.microbatches) if pairs > 1 else ():
-                kind, cost = each[microbatch % pairs]
-                overrides[kind, edge.name, way, microbatch] = cost
+                kind, cost = by_pair[microbatch % pairs]
+                overrides[kind, edge.name, backward, microbatch] = cost
     return seconds, overrides
 
 
@@ -47,15 +50,16 @@ def exchange_seconds(
     module: ModuleWork,
     layout: Layout,
     clock: Clock,
+    *,
     shape: tuple[float, int],
-    part: Part,
-    took: Pass,
-    wider: float = 2.0,
+    part: StagePart,
+    compute: PassSeconds,
+    gradient_ratio: float = 2.0,
 ) -> tuple[float, float]:
     """Seconds, in forward and backward, by which the cp ranks' exchange of keys and values takes longer than attention.
 
-    See `mmjax.attention.exchange` for the ways. Ranks have the same work, also in each round of a ring. A backward that
-    computes its layers again exchanges again.
+    See `mmjax.attention.exchange` for the methods. Ranks have the same work, also in each round of a ring. A backward
+    with recompute exchanges again.
 
     Args:
       module: the work of the module.
@@ -63,19 +67,27 @@ def exchange_seconds(
       clock: its times.
       shape: rows of a microbatch and their width.
       part: the part of the module that a stage has.
-      took: seconds of the stage without the exchange.
-      wider: bytes of a number in sums of gradients over those in the computation.
+      compute: seconds of the stage without the exchange.
+      gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
     """
     ranks = module.context(layout)
     if ranks == 1:
         return 0.0, 0.0
     size = _ring_bytes(module, layout, shape)
     share = module.attention / module.forward.of(part)
-    hides = took.forward * share, took.backward * share
-    sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
-    way = {"gather": _gathering, "need": _needing, "ring": _ringing, "all-to-all": _crossing}[layout.cp_way]
-    ahead, back = (part.layers * seconds for seconds in way(module, layout, sent, size, hides, wider))
-    return ahead, (back + ahead * (module.recompute.layer > 0)) if took.backward else 0.0
+    attention = compute.forward * share, compute.backward * share
+    gather = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
+    match layout.cp_way:
+        case "gather":
+            seconds = _gather_seconds(head_chunks(module, layout), gather, size, attention, gradient_ratio)
+        case "need":
+            seconds = _needed_blocks_seconds(gather, size, gradient_ratio)
+        case "ring":
+            seconds = _ring_seconds(gather, size, attention, gradient_ratio)
+        case _:
+            seconds = _all_to_all_seconds(module, layout, gather, size, gradient_ratio)
+    forward, backward = (part.layers * layer for layer in seconds)
+    return forward, (backward + forward * (module.recompute.layer > 0)) if compute.backward else 0.0
 
 
 def _ring_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]) -> float:
@@ -84,104 +96,105 @@ def _ring_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]) ->
     return rows / layout.dp * width / module.width * module.ring / min(layout.tp, module.heads[1])
 
 
-def _own(heads: int, layout: Layout) -> int:
-    """How many of some heads a tp rank has; ranks share one where there are fewer heads than ranks."""
+def _heads_per_rank(heads: int, layout: Layout) -> int:
+    """The heads of a tp rank; with fewer heads than ranks, ranks share a head."""
     return max(1, heads // layout.tp)
 
 
-Sent = Callable[[float], float]
-"""Seconds in which all cp ranks get so many bytes in all from each other."""
+Gather = Callable[[float], float]
+"""Seconds in which all cp ranks receive this number of bytes, in all, from each other."""
 
 
 def head_chunks(module: ModuleWork, layout: Layout) -> int:
-    """Parts that the key/value heads of a rank are gathered in."""
-    groups = _own(module.heads[1], layout)
+    """The number of chunks in which the key/value heads of a rank are gathered."""
+    groups = _heads_per_rank(module.heads[1], layout)
     return next(count for count in range(min(MOST_CHUNKS, groups), 0, -1) if groups % count == 0)
 
 
-def _gathering(
-    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+def _gather_seconds(
+    chunks: int, gather: Gather, size: float, attention: tuple[float, float], gradient_ratio: float
 ) -> tuple[float, float]:
-    """Some heads after others: the first are waited for, the next come while these are used.
+    """Seconds of "gather": a rank waits for the first chunk of heads, and each next one comes during attention.
 
-    In a backward they come again, and the sums of their gradients are scattered.
+    In a backward the chunks come again, and the sums of their gradients are scattered.
     """
-    chunks = head_chunks(module, layout)
-    once = sent(size / chunks)
-    ahead, back = (
-        own + (chunks - 1) * max(0.0, own - hidden / chunks)
-        for own, hidden in zip((once, once + sent(wider * size / chunks)), hides, strict=True)
+    chunk = gather(size / chunks)
+    forward, backward = (
+        exchange + (chunks - 1) * max(0.0, exchange - hidden / chunks)
+        for exchange, hidden in zip((chunk, chunk + gather(gradient_ratio * size / chunks)), attention, strict=True)
     )
-    return ahead, back
+    return forward, backward
 
 
-def _needing(
-    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+def _needed_blocks_seconds(gather: Gather, size: float, gradient_ratio: float) -> tuple[float, float]:
+    """An upper bound on the seconds of "need", as if all blocks were sent; a rank waits for all of them."""
+    blocks = gather(size)
+    return blocks, blocks + gather(gradient_ratio * size)
+
+
+def _ring_seconds(
+    gather: Gather, size: float, attention: tuple[float, float], gradient_ratio: float
 ) -> tuple[float, float]:
-    """At most what *gather* sends; how much less depends on the rows. All of it is waited for."""
-    once = sent(size)
-    return once, once + sent(wider * size)
+    """Seconds of "ring": keys and values go round; in a backward also gradients (Liu et al., "Ring Attention", §3)."""
+    once = gather(size)
+    return max(0.0, once - attention[0]), max(0.0, once + gradient_ratio * once - attention[1])
 
 
-def _ringing(
-    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
+def _all_to_all_seconds(
+    module: ModuleWork, layout: Layout, gather: Gather, size: float, gradient_ratio: float
 ) -> tuple[float, float]:
-    """Keys and values go round; in a backward their gradients too (Liu et al., "Ring Attention", §3)."""
-    once = sent(size)
-    return max(0.0, once - hides[0]), max(0.0, once + wider * once - hides[1])
+    """Seconds of "all-to-all": queries, keys, values and outputs are exchanged, and no computation hides this.
 
-
-def _crossing(
-    module: ModuleWork, layout: Layout, sent: Sent, size: float, hides: tuple[float, float], wider: float
-) -> tuple[float, float]:
-    """Queries, keys, values and outputs change places, and nothing hides that.
-
-    In a backward those and the outputs' gradient do so again, then fp32 gradients.
+    A backward exchanges them again with the gradient of the outputs, and then the fp32 gradients.
     """
-    heads, groups = (_own(count, layout) for count in module.heads)
+    heads, groups = (_heads_per_rank(count, layout) for count in module.heads)
     of_head = size / (2 * groups) / layout.cp  # bytes of a head of keys or values on a rank
     repeated = math.lcm(groups, layout.cp)  # so that every rank has whole heads of them
-    ahead = sent((2 * heads + 2 * repeated) * of_head)
-    return ahead, sent((3 * heads + 2 * repeated) * of_head) + sent(wider * (heads + 2 * repeated) * of_head)
+    forward = gather((2 * heads + 2 * repeated) * of_head)
+    gradients = gather(gradient_ratio * (heads + 2 * repeated) * of_head)
+    return forward, gather((3 * heads + 2 * repeated) * of_head) + gradients
 
 
-def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], wider: float = 2.0) -> float:
+def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], gradient_ratio: float = 2.0) -> float:
     """Bytes of keys and values of other ranks, and of their gradients, that a rank holds while a backward runs."""
     ranks = module.context(layout)
     if ranks == 1:
         return 0.0
     size = _ring_bytes(module, layout, shape)
-    if layout.cp_way == "gather":  # these heads, the next ones, and the gradients of these
+    if layout.cp_way == "gather":  # a chunk of heads, the next chunk, and the gradients of the first
         chunks = head_chunks(module, layout)
-        return size / chunks * (min(chunks, 2) + wider)
+        return size / chunks * (min(chunks, 2) + gradient_ratio)
     if layout.cp_way == "need":  # all heads at once
-        return size * (1 + wider)
-    if layout.cp_way == "ring":  # what came, and what comes
-        return 2 * size / ranks * (1 + wider)
+        return size * (1 + gradient_ratio)
+    if layout.cp_way == "ring":  # the received part, and the part that is being received
+        return 2 * size / ranks * (1 + gradient_ratio)
     heads, groups = module.heads
-    return size / ranks * (3 + wider) * (heads + 2 * groups) / (2 * groups)
+    return size / ranks * (3 + gradient_ratio) * (heads + 2 * groups) / (2 * groups)
 
 
 def whole_rows_seconds(
-    layout: Layout, clock: Clock, ranks: int, *, given: float = 0.0, entered: float = 0.0
+    layout: Layout, clock: Clock, ranks: int, *, output_bytes: float = 0.0, input_bytes: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds, in forward and backward, of making whole rows between modules from the parts that cp ranks have.
+    """Seconds, in forward and backward, of joining the parts of rows of cp ranks into whole rows between modules.
 
     Args:
       layout: the layout of a stage's module.
       clock: its times.
       ranks: ranks that have parts of a row.
-      given: bytes of the rows that the stage gives to other modules, of a dp rank.
-      entered: bytes of the rows of other modules whose gradients it sums.
+      output_bytes: bytes of the rows that a dp rank of the stage sends to other modules.
+      input_bytes: bytes of the rows of other modules whose gradients it sums.
     """
-    sent = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
-    return sent(given) if given else 0.0, 2 * sent(entered) if entered else 0.0
+    gather = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
+    return gather(output_bytes) if output_bytes else 0.0, 2 * gather(input_bytes) if input_bytes else 0.0
 
 
-def _carried(
-    graph: StageGraph, candidate: Candidate, clock: Clocks, edge: EdgeNode, microbatch: int, size: float
+def _edge_cost(
+    graph: StageGraph, candidate: Candidate, clock: Clocks, edge: EdgeNode, *, microbatch: int, size: float
 ) -> tuple[str, float]:
-    """The op that carries a microbatch, and its seconds; the replicas of the side with less dp share the bytes."""
+    """The op that carries a microbatch over `edge`, and its seconds.
+
+    The bytes are divided among the replicas of the side with less dp.
+    """
     local = graph.kind_of(edge, microbatch) == "local"
     kind = "unpack" if local else "move"
     ends = [_lane(graph.stage(name), microbatch) for name in (edge.src, edge.dst)]
@@ -194,5 +207,5 @@ def _carried(
 
 
 def _lane(node: StageNode, microbatch: int) -> StageNode:
-    """The stage on the ranks of the lane that a microbatch runs on."""
+    """The stage on the ranks of the lane that runs a microbatch."""
     return replace(node, ranks=node.ranks_of(microbatch), lanes=1)

@@ -1,12 +1,12 @@
 """Variants of a candidate: cp, chunks, other schedules, layers cut by time, optimizer instances, offload.
 
-Simulating a variant costs as much as simulating a layout, so a closed form says first which ones could pay.
+Simulating a variant costs as much as simulating a layout, so a closed form selects the variants that could be faster.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import isinf
 
@@ -18,21 +18,21 @@ from mmjax.planner.clock import Clocks
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.needs import HOME
 from mmjax.planner.problem import divisors
-from mmjax.planner.work import ModuleWork, Part, Work
+from mmjax.planner.work import ModuleWork, StagePart, Work
 from mmjax.schedule.closed_forms import idle_1f1b, idle_interleaved, idle_zb_h1
 from mmjax.schedule.partition import cut
 from mmjax.schedule.schedules import SCHEDULES
 
 MORE_CHUNKS = 4
-WORTH, INSTANCES_WORTH, WAY_WORTH = 0.02, 0.005, 0.005
-"""Least relative gain for which another schedule, optimizer instances, and another way of cp ranks, are simulated."""
+SCHEDULE_GAIN, INSTANCES_GAIN, CP_METHOD_GAIN = 0.02, 0.005, 0.005
+"""Least relative gain for which another schedule, optimizer instances, and another cp method, are simulated."""
 
 
 # ---- cp --------------------------------------------------------------------------------------------------------------
 
 
 def split_rows(work: Work, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with cp in place of a part of modules' tp, or dp, in every combination of modules."""
+    """The candidate with cp in place of a factor of modules' tp, or dp, in every combination of modules."""
     choices = [_with_context(work.modules[name], layout) for name, layout in candidate.layouts.items()]
     for layouts in itertools.product(*choices):
         if any(layout.cp > 1 for layout in layouts):
@@ -40,30 +40,30 @@ def split_rows(work: Work, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _with_context(module: ModuleWork, layout: Layout) -> list[Layout]:
-    """The layout, and each with a cp on the same ranks."""
-    found = [layout]
+    """The layout, and the layouts with cp on the same ranks."""
+    layouts = [layout]
     for cp in contexts(module, layout.tp * layout.dp)[1:]:
-        if layout.tp % cp == 0 and layout.tp // cp in module.held:
-            found.append(replace(layout, tp=layout.tp // cp, cp=cp))
+        if layout.tp % cp == 0 and layout.tp // cp in module.memory:
+            layouts.append(replace(layout, tp=layout.tp // cp, cp=cp))
         if layout.dp % cp == 0:
-            found.append(replace(layout, dp=layout.dp // cp, cp=cp))
-    return found
+            layouts.append(replace(layout, dp=layout.dp // cp, cp=cp))
+    return layouts
 
 
 def exchanged(estimate: Estimate) -> Candidate | None:
-    """The candidate with the way for each module's cp ranks that is the shortest, of those whose time is known.
+    """The candidate with the shortest cp method for each module, of "gather" and "all-to-all".
 
-    In a ring the fullest rank of each round counts, which an estimate does not know. None where no other way gains
-    `WAY_WORTH`.
+    The time of a ring depends on the fullest rank of each round, which an estimate does not have. None if another
+    method gains less than `CP_METHOD_GAIN`.
     """
     candidate, layouts = estimate.candidate, dict(estimate.candidate.layouts)
     for name, layout in candidate.layouts.items():
         heads = estimate.work.modules[name].heads[0] // layout.tp
         if layout.cp > 1 and heads % layout.cp == 0:
-            ways = [replace(layout, cp_way=way) for way in ("gather", "all-to-all")]
-            layouts[name] = min(ways, key=lambda own, name=name: _quick(estimate, {**layouts, name: own}))
+            options = [replace(layout, cp_way=method) for method in ("gather", "all-to-all")]
+            layouts[name] = min(options, key=lambda option, name=name: _quick(estimate, {**layouts, name: option}))
     gain = estimate.quick - _quick(estimate, layouts)
-    return replace(candidate, layouts=layouts) if gain >= WAY_WORTH * estimate.quick else None
+    return replace(candidate, layouts=layouts) if gain >= CP_METHOD_GAIN * estimate.quick else None
 
 
 def _quick(estimate: Estimate, layouts: Mapping[str, Layout]) -> float:
@@ -74,25 +74,27 @@ def _quick(estimate: Estimate, layouts: Mapping[str, Layout]) -> float:
 
 
 def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[Candidate]:
-    """The candidate with an interleaved schedule and `chunks` LLM stages on each submesh, where that is legal."""
+    """The candidate with an interleaved schedule and `chunks` LLM stages on each submesh, if that is legal."""
     llm = candidate.layouts[LLM]
-    if candidate.plain and work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0:
+    divisible = work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0
+    if candidate.is_pipelined_1f1b and divisible:
         layouts = {**candidate.layouts, LLM: replace(llm, chunks=chunks, layers=())}
         yield replace(candidate, layouts=layouts).rescheduled("interleaved")
 
 
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
-    """A 1F1B candidate with each other schedule that, by a closed form, could bring a step well below `best`."""
-    candidate, limit = estimate.candidate, best * (1 - WORTH)
-    for schedule, gain in gained(estimate).items() if candidate.plain else ():
+    """A 1F1B candidate with each other schedule whose step, by a closed form, could be well below `best` seconds."""
+    candidate, limit = estimate.candidate, best * (1 - SCHEDULE_GAIN)
+    for schedule, gain in gains(estimate).items() if candidate.is_pipelined_1f1b else ():
         if estimate.seconds - gain < limit:
-            chunked = SCHEDULES[schedule].chunks
-            other = candidate.rescheduled(schedule)
-            yield from interleaved(estimate.work, candidate, MORE_CHUNKS) if chunked else (other,)
+            if SCHEDULES[schedule].chunks:
+                yield from interleaved(estimate.work, candidate, MORE_CHUNKS)
+            else:
+                yield candidate.rescheduled(schedule)
 
 
-def gained(estimate: Estimate) -> dict[str, float]:
-    """For each schedule, the seconds it might save over 1F1B in a step, if all stages were as long as the longest.
+def gains(estimate: Estimate) -> dict[str, float]:
+    """For each schedule, the seconds that it may save over 1F1B in a step, if all stages take as long as the longest.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
     every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
@@ -102,22 +104,24 @@ def gained(estimate: Estimate) -> dict[str, float]:
     ranks = max(stages, key=lambda node: (estimate.loads[node.ranks], estimate.stage_seconds(node.name))).ranks
     forward = backward = weight = 0.0
     for node in (node for node in stages if node.ranks == ranks):
-        ahead, back = (estimate.costs.seconds[kind, node.name, False] for kind in "FB")
-        forward, backward = forward + ahead, backward + back * node.backward
-        weight += back * estimate.later(node.module, estimate.parts[node.name]) * node.trainable
+        f_seconds, b_seconds = (estimate.costs.seconds[kind, node.name, False] for kind in "FB")
+        forward, backward = forward + f_seconds, backward + b_seconds * node.backward
+        weight += b_seconds * estimate.w_share(node.module, estimate.parts[node.name]) * node.trainable
     weight = min(weight, backward / 2)
     idle = idle_1f1b(depth, forward=forward, backward=backward)
     split = idle_zb_h1(depth, count, forward=forward, backward=backward - weight, weight=weight)
     chunked = idle_interleaved(depth, count, chunks=MORE_CHUNKS, forward=forward, backward=backward)
-    return {"zb-h1": idle - split, "eager-1f1b": _hidden(estimate) * count, "interleaved": idle - chunked}
+    return {"zb-h1": idle - split, "eager-1f1b": _exposed_moves(estimate) * count, "interleaved": idle - chunked}
 
 
-def _hidden(estimate: Estimate) -> float:
+def _exposed_moves(estimate: Estimate) -> float:
     """Seconds for each microbatch by which stages and moves, averaged over the pipeline, exceed the longest stage."""
     stages = {node.name: node.ranks for node in estimate.graph.stages if node.lanes == 1}
     loads, seconds = [estimate.loads[ranks] for ranks in set(stages.values())], estimate.costs.seconds
     moved = [edge for edge in estimate.graph.edges if edge.kind != "local" and {edge.src, edge.dst} <= set(stages)]
-    moves = sum(seconds["move", edge.name, way] for edge in moved for way in (False, True)[: 1 + edge.gradient])
+    moves = sum(
+        seconds["move", edge.name, backward] for edge in moved for backward in (False, True)[: 1 + edge.gradient]
+    )
     return max(0.0, (sum(loads) + moves) / len(loads) - max(loads))
 
 
@@ -129,7 +133,7 @@ def balanced(
 ) -> Candidate | None:
     """The candidate with layers cut by seconds of forward and backward (Jang et al., "Cornstarch", §4.2).
 
-    Ends, and modules that share a stage's ranks, count too. None where layers are cut like this already. See
+    Ends, and modules that share a stage's ranks, count too. None if layers are cut like this already. See
     `mmjax.schedule.partition`.
     """
     layouts = dict(candidate.layouts)
@@ -149,24 +153,26 @@ def _layer_seconds(
 ) -> list[float]:
     """Seconds of forward and backward of each layer of a module.
 
-    The first and the last include their ends, and modules of one stage that share their ranks outside of phases.
+    The first and the last layer include their ends, and modules of one stage that share their ranks outside of phases.
     """
     layout = candidate.layouts[name]
 
-    def seconds(module: str, part: Part) -> float:
-        own, (count, width) = candidate.layouts[module], rows[module]
-        sharers = own.dp * work.modules[module].context(own)
-        took = clock.of(module).stage(module, part, rows=count / sharers, width=width, tp=own.tp)
-        return took.forward + took.backward
+    def seconds(module: str, part: StagePart) -> float:
+        degrees, (count, width) = candidate.layouts[module], rows[module]
+        sharers = degrees.dp * work.modules[module].context(degrees)
+        stage = clock.of(module).stage(module, part, rows=count / sharers, width=width, tp=degrees.tp)
+        return stage.forward + stage.backward
 
-    layer = seconds(name, Part(layers=1))
+    layer = seconds(name, StagePart(layers=1))
     result = [layer] * work.modules[name].layers
-    for at, index, part in ((0, 0, Part(layers=1, first=True)), (-1, layout.stages - 1, Part(layers=1, last=True))):
+    first, last = StagePart(layers=1, first=True), StagePart(layers=1, last=True)
+    for at, index, part in ((0, 0, first), (-1, layout.stages - 1, last)):
         result[at] += max(0.0, seconds(name, part) - layer)
-        for other, own in candidate.layouts.items():
-            phased = other in candidate.phases(work)
-            if other != name and own.stages == 1 and own.ranks == layout.stage_ranks(index) and not phased:
-                result[at] += seconds(other, work.modules[other].whole)
+        for sharing, degrees in candidate.layouts.items():
+            phased = sharing in candidate.phases(work)
+            on_stage = degrees.stages == 1 and degrees.ranks == layout.stage_ranks(index)
+            if sharing != name and on_stage and not phased:
+                result[at] += seconds(sharing, work.modules[sharing].whole)
     return result
 
 
@@ -177,24 +183,25 @@ def instanced(estimate: Estimate) -> Candidate | None:
     """The candidate with the optimizer instances that make prepare and reduce of each module shortest.
 
     Only modules whose stages span nodes have several (Karnati et al., "Heterogeneous Parallelism for Multimodal Large
-    Language Model Training", appendix A). None where the gain is below `INSTANCES_WORTH`.
+    Language Model Training", appendix A). None if the gain is below `INSTANCES_GAIN`.
     """
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
         dp = layout.spanned.dp
         if dp > 1 and layout.stage_size > estimate.clock.of(name).node:
-            several = (replace(layout, optimizer_instances=count) for count in divisors(dp, dp))
-            layouts[name] = min(several, key=lambda own, name=name: _ends(estimate, {**layouts, name: own}, name))
-    gain = _ends(estimate, candidate.layouts, *layouts) - _ends(estimate, layouts, *layouts)
-    made = replace(candidate, layouts=layouts)
-    return made if gain >= INSTANCES_WORTH * estimate.seconds else None
+            options = (replace(layout, optimizer_instances=count) for count in divisors(dp, dp))
+            layouts[name] = min(
+                options, key=lambda option, name=name: _once_seconds(estimate, {**layouts, name: option}, [name])
+            )
+    gain = _once_seconds(estimate, candidate.layouts, layouts) - _once_seconds(estimate, layouts, layouts)
+    return replace(candidate, layouts=layouts) if gain >= INSTANCES_GAIN * estimate.seconds else None
 
 
-def _ends(estimate: Estimate, layouts: Mapping[str, Layout], *names: str) -> float:
-    """Seconds of prepare, reduce and update in the slowest stage of these modules, with these layouts."""
-    other = replace(estimate, candidate=replace(estimate.candidate, layouts=layouts))
-    return max(other.ends(name) for name in names)
+def _once_seconds(estimate: Estimate, layouts: Mapping[str, Layout], names: Iterable[str]) -> float:
+    """Seconds of prepare, reduce and update in the slowest stage of modules `names`, with these layouts."""
+    changed = replace(estimate, candidate=replace(estimate.candidate, layouts=layouts))
+    return max(changed.once_seconds(name) for name in names)
 
 
 # ---- offload ---------------------------------------------------------------------------------------------------------
@@ -203,22 +210,22 @@ def _ends(estimate: Estimate, layouts: Mapping[str, Layout], *names: str) -> flo
 def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate | None:
     """The candidate with only as much offload as it needs to fit; the largest copies are dropped first.
 
-    None where no offload makes it fit.
+    None if no offload makes it fit.
     """
     most = everything_offloaded(estimate)
     if not fits(most):
         return None
-    wanted = most.candidate.offloads
-    options = [(name, kind) for name, own in wanted.items() for kind, on in vars(own).items() if on]
-    for name, kind in sorted(options, key=lambda option: -_host(estimate, *option)):
-        less = {**wanted, name: replace(wanted[name], **{kind: False})}
-        if fits(_with(estimate, less)):
-            wanted = less
-    return _with(estimate, {name: own for name, own in wanted.items() if own != HOME}).candidate
+    offloads = most.candidate.offloads
+    options = [(name, array) for name, offload in offloads.items() for array, on in vars(offload).items() if on]
+    for name, array in sorted(options, key=lambda option: -_host_bytes(estimate, *option)):
+        fewer = {**offloads, name: replace(offloads[name], **{array: False})}
+        if fits(_with(estimate, fewer)):
+            offloads = fewer
+    return _with(estimate, {name: offload for name, offload in offloads.items() if offload != HOME}).candidate
 
 
 def everything_offloaded(estimate: Estimate) -> Estimate:
-    """With the largest offload that the candidate's schedule allows, of modules whose devices can copy to the host."""
+    """The estimate with the most offload that the schedule allows, for modules whose devices can copy to the host."""
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)
     able = [name for name in candidate.layouts if not isinf(estimate.clock.of(name).copy(1.0))]
@@ -229,7 +236,7 @@ def _with(estimate: Estimate, offloads: Mapping[str, OffloadConfig]) -> Estimate
     return replace(estimate, candidate=replace(estimate.candidate, offloads=offloads))
 
 
-def _host(estimate: Estimate, name: str, kind: str) -> float:
-    """The most bytes of host memory, over devices, that offload of one kind takes for module `name`."""
-    one = _with(estimate, {name: OffloadConfig(**{kind: True})})
-    return max(need.host for need in one.needs.values())
+def _host_bytes(estimate: Estimate, name: str, array: str) -> float:
+    """The most bytes of host memory, over devices, that offload of `array` (a field of it) takes for module `name`."""
+    offloaded_array = _with(estimate, {name: OffloadConfig(**{array: True})})
+    return max(stage.host for stage in offloaded_array.device_bytes.values())

@@ -1,8 +1,8 @@
 """The work of each module for one row of its data: FLOPs, parameters, bytes. No device, no time.
 
 A module is equal layers between two ends: a stem or embedding before the first layer, a projector, head or loss behind
-the last. So a number of layers and the ends that are present describe a pipeline stage (`Part`), and three numbers
-describe every quantity of a module (`Shares`). A row is padded to `width` positions, and all of them are computed.
+the last. So a number of layers and the present ends describe a pipeline stage (`StagePart`), and three numbers describe
+every quantity of a module (`Shares`). A row is padded to `width` positions, and all of them are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmjax.pipeline.state_bytes import StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StagePart:
     """The part of its module that a stage has.
 
     Attributes:
@@ -32,13 +32,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Shares:
-    """A quantity of a module by where it arises: before the first layer, in each layer, behind the last."""
+    """A quantity of a module in three numbers: before the first layer, in each layer, behind the last layer."""
 
     first: float = 0.0
     layer: float = 0.0
     last: float = 0.0
 
-    def of(self, part: Part) -> float:
+    def of(self, part: StagePart) -> float:
         """The quantity for a part of the module."""
         return self.layer * part.layers + self.first * part.first + self.last * part.last
 
@@ -47,29 +47,29 @@ class Shares:
         """`first`, `layer` and `last`."""
         return self.first, self.layer, self.last
 
-    def __add__(self, other: Shares) -> Shares:
-        return Shares(*(mine + theirs for mine, theirs in zip(self.each, other.each, strict=True)))
+    def __add__(self, shares: Shares) -> Shares:
+        return Shares(*(a + b for a, b in zip(self.each, shares.each, strict=True)))
 
     def times(self, factor: float) -> Shares:
-        """So many times this."""
-        return Shares(*(mine * factor for mine in self.each))
+        """The quantity, multiplied by `factor`."""
+        return Shares(*(value * factor for value in self.each))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StageMemory:
     """Bytes that a stage needs on a device for its rows and its programs.
 
     Attributes:
-      kept: for each row, kept from its forward to its backward.
-      deferred: for each row, kept from B to W where a backward is split.
+      residuals: for each row, residuals from its forward to its backward.
+      deferred: for each row, residuals from B to W if the backward is split.
       inputs: for each row, inputs that come from the host.
       temporary: for each row, temporaries of running programs.
-      fixed: temporaries whatever the rows. A program needs the most that one of its places (first, layer, last) needs.
+      fixed: temporaries for any number of rows. A program needs the most of its first end, layers and last end.
       fixed_layer: further temporaries for each layer.
-      split: share of all these temporaries that programs need where a backward is split.
+      split: share of all these temporaries that programs need if the backward is split.
     """
 
-    kept: Shares
+    residuals: Shares
     deferred: Shares = Shares()
     inputs: Shares = Shares()
     temporary: Shares = Shares()
@@ -77,10 +77,10 @@ class Held:
     fixed_layer: float = 0.0
     split: float = 1.0
 
-    def running(self, part: Part, rows: float) -> float:
+    def running(self, part: StagePart, rows: float) -> float:
         """Bytes of temporaries that the programs of a part need for `rows` rows."""
-        pairs = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
-        most = max(rows * more + fixed for more, fixed, there in pairs if there)
+        sizes = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
+        most = max(rows * row + fixed for row, fixed, present in sizes if present)
         return most + self.fixed_layer * part.layers
 
 
@@ -99,7 +99,7 @@ class Real:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleWork:
-    """The work of a module, its projector's included.
+    """The work of a module and its projector.
 
     Attributes:
       name: the module's name.
@@ -110,21 +110,21 @@ class ModuleWork:
       forward: FLOPs of a row's forward.
       backward: FLOPs of a row's backward, recompute included.
       parameters: number of all parameters.
-      trained: number of those that have gradients and optimizer states.
-      frozen: bytes that a number of the others is held in; 0 takes those of the computation.
+      trained: number of parameters with gradients and optimizer states.
+      frozen: bytes of each other parameter in storage; 0 means the bytes of the computation.
       recompute: FLOPs of a row's recompute.
-      real: the part of a sample that is not padding; None where a sample has no padding.
-      sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1, or as
-        much in gathers and scatters.
-      ring: bytes of a row's keys and values in a layer, which cp ranks exchange where they share the row's positions;
-        0 where cp ranks repeat each other.
-      attention: FLOPs of a row in a layer's attention, behind which the exchange hides.
+      real: the part of a sample that is not padding; None if a sample has no padding.
+      sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1, or
+        gathers and scatters of the same bytes.
+      ring: bytes of a row's keys and values in a layer, which cp ranks exchange if they share the row's positions; 0 if
+        each cp rank computes all positions.
+      attention: FLOPs of a row in a layer's attention, which hides the exchange.
       heads: query heads, and key/value heads.
       carried: bytes of a row's activation between two stages of the module.
-      sent: bytes of a row's activation on the way out of the module.
-      together: positions that are one token between modules; 0 where others take whole rows, whatever they read.
-      blended: tokens of it that a place in another module is a mean of.
-      held: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
+      output_bytes: bytes of a row's activation from the module to other modules.
+      together: positions that make one token for other modules; 0 if other modules always take whole rows.
+      blended: number of its tokens whose mean is one position of another module.
+      memory: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
       after: modules whose activations it takes.
       enters: layers of its targets, beside the first, that its activations enter.
     """
@@ -146,17 +146,17 @@ class ModuleWork:
     attention: float = 0.0
     heads: tuple[int, int] = (1, 1)
     carried: float = 0.0
-    sent: float = 0.0
+    output_bytes: float = 0.0
     together: int = 0
     blended: int = 1
-    held: Mapping[int, Held] = field(default_factory=dict, hash=False)
+    memory: Mapping[int, StageMemory] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
     enters: tuple[int, ...] = ()
 
     @property
-    def whole(self) -> Part:
-        """The whole module as one part."""
-        return Part(layers=self.layers, first=True, last=True)
+    def whole(self) -> StagePart:
+        """All layers and both ends of the module, as one part."""
+        return StagePart(layers=self.layers, first=True, last=True)
 
     @property
     def computed(self) -> float:
@@ -165,20 +165,22 @@ class ModuleWork:
 
     @property
     def no_padding(self) -> Real:
-        """The part of a sample that is not padding: `real`, or all of its rows where that is None."""
+        """The part of a sample that is not padding: `real`, or all of its rows if `real` is None."""
         if self.real:
             return self.real
         return Real(positions=self.rows * self.width, flops=self.rows * (self.computed - self.recompute.of(self.whole)))
 
     @property
-    def later(self) -> Shares:
-        """FLOPs of W where a row's backward is split: two for each trained weight and position.
+    def weight_gradients(self) -> Shares:
+        """FLOPs of W if a row's backward is split: two for each trained weight and position.
 
-        At most the forward's FLOPs: a weight that is only looked up or added is in no product. What backward computes
-        again behind the layers is the LLM's head, whose gradient is B's.
+        They are at most the forward's FLOPs: a weight that is only looked up or added is in no product. Recompute
+        behind the layers is that of the LLM's head, whose gradient B computes.
         """
-        ahead = (self.forward.first, self.forward.layer, self.forward.last - self.recompute.last)
-        return Shares(*(min(2 * own * self.width, most) for own, most in zip(self.trained.each, ahead, strict=True)))
+        most = (self.forward.first, self.forward.layer, self.forward.last - self.recompute.last)
+        return Shares(
+            *(min(2 * trained * self.width, limit) for trained, limit in zip(self.trained.each, most, strict=True))
+        )
 
     def context(self, layout: Layout) -> int:
         """Number of cp ranks that share the positions of a row."""
@@ -186,24 +188,24 @@ class ModuleWork:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any part of it has a backward."""
+        """Whether any part of the module has a backward."""
         return self.backward.of(self.whole) > 0
 
-    def parts(self, layout: Layout) -> tuple[Part, ...]:
+    def parts(self, layout: Layout) -> tuple[StagePart, ...]:
         """The part that each stage of a layout has, in order."""
         runs = layout.runs(self.layers)
         last = len(runs) - 1
-        return tuple(Part(layers=len(run), first=at == 0, last=at == last) for at, run in enumerate(runs))
+        return tuple(StagePart(layers=len(run), first=at == 0, last=at == last) for at, run in enumerate(runs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A model on its data, as the planner sees it.
+    """The work of a model on its data.
 
     Attributes:
       modules: work by module name, sources before users; one is "llm".
       global_batch: samples of a step.
-      item: bytes of a number in computation, 2 or 4. With 4, masters that are not sharded are computed with.
+      item: bytes of a number in computation, 2 or 4. With 4, masters that are not sharded are the compute parameters.
       gradient: bytes of a number in the sums of gradients.
     """
 
@@ -222,16 +224,22 @@ class Work:
         """Modules behind the LLM."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
-    def states(self, name: str, part: Part, *, tp: int, shards: int) -> StateBytes[float]:
+    def states(self, name: str, part: StagePart, *, tp: int, shards: int) -> StateBytes[float]:
         """Bytes of states of a part of module `name` on a device; shards: as for `state_bytes`."""
-        parameters, trained = (own.of(part) / tp for own in (self.modules[name].parameters, self.modules[name].trained))
-        about = dict(item=self.item, gradient=self.gradient, shards=shards, frozen=self.modules[name].frozen)
-        return state_bytes(parameters, trained, **about)
+        module = self.modules[name]
+        return state_bytes(
+            module.parameters.of(part) / tp,
+            module.trained.of(part) / tp,
+            item=self.item,
+            gradient=self.gradient,
+            shards=shards,
+            frozen=module.frozen,
+        )
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
-        """The same work, where module `name` may only have the tp in `tps(name)`."""
+        """The same work, in which module `name` may only have the tp in `tps(name)`."""
         modules = {
-            name: replace(module, held={tp: held for tp, held in module.held.items() if tp in tps(name)})
+            name: replace(module, memory={tp: memory for tp, memory in module.memory.items() if tp in tps(name)})
             for name, module in self.modules.items()
         }
         return replace(self, modules=modules)

@@ -23,7 +23,7 @@ from mmjax.config.flags import (
 )
 from mmjax.flags import importing
 from mmjax.planner.profile_file import Compiled, Profile, Trial, require_writable, write_profile
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 
 FLAGS = (
     Flag(name="out", doc="the JSON file to write; it is written whole or not at all.", required=True),
@@ -85,7 +85,7 @@ def table(profile: Profile) -> Iterator[str]:
     yield f"an op takes {profile.op * 1e6:.0f} µs of the host; {profile.shared:.3g} devices work at a time"
 
 
-def _place(stage: Trial | Compiled) -> tuple[str, Part, int, int, int]:
+def _place(stage: Trial | Compiled) -> tuple[str, StagePart, int, int, int]:
     return stage.module, stage.part, stage.tp, stage.rows, stage.width
 
 

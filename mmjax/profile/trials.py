@@ -31,7 +31,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.plan import work
 from mmjax.planner.profile_file import Compiled, Trial
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 
 _SECONDS, _LEAST, _MOST = 0.1, 3, 20
 """A program runs until all its runs took `_SECONDS`, between `_LEAST` and `_MOST` times; the shortest run counts."""
@@ -53,9 +53,9 @@ class Cut:
     layers: int
     stages: int
 
-    def part(self, index: int) -> Part:
+    def part(self, index: int) -> StagePart:
         """The part of the module that stage `index` has."""
-        return Part(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
+        return StagePart(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
 
 
 ONE, TWO, THREE = (Cut(layers=layers, stages=1) for layers in (1, 2, 3))
@@ -185,7 +185,7 @@ class Attempt:
 
     stage: Stage
     programs: StagePrograms
-    part: Part
+    part: StagePart
     tp: int
     rows: int
     width: int

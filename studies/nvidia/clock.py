@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmjax.planner.clock import AnalyticClock, Pass
-from mmjax.planner.work import Part, Shares
+from mmjax.planner.clock import AnalyticClock, PassSeconds
+from mmjax.planner.work import Shares, StagePart
 
 NORM, DROPOUT, SUM, BIAS, GELU = (4, 6), (5, 5), (6, 6), (4, 2), (4, 6)
 """Bytes that an operation in bfloat16 reads and writes for each element, in forward and in backward: two or three
@@ -80,21 +80,21 @@ class MegatronClock(AnalyticClock):
     attention: float
     inside: Mapping[str, Inside] = field(hash=False)
 
-    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
         took = super().stage(module, part, rows=rows, width=width, tp=tp)
         slow = self.attention_pass(module, part, rows=rows, width=width, tp=tp)
         quick = self.attention / self.efficiency.compute
         scale = rows * width / self.work.modules[module].width
         ahead, back = (one.of(part) * scale / self.accelerator.bandwidth for one in self.inside[module].streamed)
-        return Pass(
+        return PassSeconds(
             forward=took.forward + slow.forward * (1 - quick) + ahead,
             backward=took.backward + slow.backward * (1 - quick) + back,
         )
 
-    def attention_pass(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
+    def attention_pass(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of attention in such a microbatch."""
         scale = rows * width / self.work.modules[module].width
         rate = tp * self.accelerator.flops * self.attention
         ahead, back = (flops * part.layers * scale / rate for flops in self.inside[module].attention)
-        return Pass(forward=ahead, backward=back)
+        return PassSeconds(forward=ahead, backward=back)

@@ -31,10 +31,10 @@ from mmjax.models.module import Module
 from mmjax.models.vit.config import ViTConfig
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Efficiency, Pass
+from mmjax.planner.clock import Efficiency, PassSeconds
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.needs import Need
-from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
+from mmjax.planner.needs import DeviceBytes
+from mmjax.planner.work import ModuleWork, Shares, StageMemory, StagePart, Work
 from mmjax.schedule.graph import EdgeNode
 from mmjax.schedule.partition import backward_factor, cut
 from studies.nvidia.clock import Inside, MegatronClock, Reached, streamed_apart, streamed_fused
@@ -115,8 +115,8 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
     last = backward_factor(trained=True, trained_before=True) * forward.last
     backward = Shares(first=factor * forward.first, layer=factor * layer, last=last)
     run = (PLAIN + SPREAD / layout.tp) * tokens * vit.width
-    held = Held(
-        kept=Shares(
+    memory = StageMemory(
+        residuals=Shares(
             layer=0.0 if workload.recompute else run, last=ITEM * tokens * (vit.width + 2 * llm.width)
         ),
         temporary=Shares(layer=run if workload.recompute else 0.0),
@@ -124,7 +124,7 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
     return ModuleWork(
         name=VISION, layers=vit.layers, model_width=vit.width, width=tokens, rows=1.0, forward=forward,
         backward=backward, parameters=parameters, trained=parameters, sums=(2, 0 if workload.recompute else 2),
-        carried=ITEM * tokens * vit.width, sent=ITEM * tokens * llm.width, held={layout.tp: held},
+        carried=ITEM * tokens * vit.width, output_bytes=ITEM * tokens * llm.width, memory={layout.tp: memory},
     )  # fmt: skip
 
 
@@ -138,8 +138,8 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
     factor = backward_factor(trained=True, trained_before=True)
     attention = 2.0 * tokens * (tokens + 1) * llm.width
     logits = 4 * tokens * llm.vocab / tp
-    held = Held(
-        kept=Shares(layer=(PLAIN + SPREAD) * tokens * llm.width / tp, last=logits),
+    memory = StageMemory(
+        residuals=Shares(layer=(PLAIN + SPREAD) * tokens * llm.width / tp, last=logits),
         temporary=Shares(last=logits),
     )
     heads = llm.width // llm.heads
@@ -148,7 +148,7 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
         backward=Shares(layer=factor * (layer - attention) + FLASH * attention, last=factor * head),
         parameters=parameters, trained=parameters,
         ring=2 * ITEM * tokens * llm.kv_heads * heads, attention=attention, heads=(llm.heads, llm.kv_heads),
-        carried=ITEM * tokens * llm.width / tp, sent=0.0, held={tp: held}, after=(VISION,),
+        carried=ITEM * tokens * llm.width / tp, output_bytes=0.0, memory={tp: memory}, after=(VISION,),
     )  # fmt: skip
 
 
@@ -182,12 +182,12 @@ class MegatronEstimate(Estimate):
     def _shards(self, layout: Layout) -> int:
         return layout.dp * layout.cp // layout.optimizer_instances
 
-    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+    def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         """As in the base class, but the reduction of gradients overlaps with the last backward."""
         made = super()._once(name, index, part)
-        return made | {"reduce": max(0.0, made["reduce"] - self._pass(name, part).backward)}
+        return made | {"reduce": max(0.0, made["reduce"] - self._pass_seconds(name, part).backward)}
 
-    def _exchange(self, name: str, part: Part, took: Pass) -> tuple[float, float]:
+    def _exchange(self, name: str, part: StagePart, compute: PassSeconds) -> tuple[float, float]:
         """As in the base class, but the ring hides behind the seconds of attention, not behind its share of FLOPs."""
         module, layout = self.work.modules[name], self.candidate.layouts[name]
         if module.context(layout) == 1:
@@ -196,9 +196,9 @@ class MegatronEstimate(Estimate):
         (rows, width), ranks = self.rows[name], layout.dp * module.context(layout)
         own = self.clock.attention_pass(name, part, rows=rows / ranks, width=width, tp=layout.tp)
         share = module.attention * part.layers / module.forward.of(part)
-        return super()._exchange(name, part, Pass(forward=own.forward / share, backward=own.backward / share))
+        return super()._exchange(name, part, PassSeconds(forward=own.forward / share, backward=own.backward / share))
 
-    def _whole_rows(self, name: str, part: Part) -> tuple[float, float]:
+    def _whole_rows(self, name: str, part: StagePart) -> tuple[float, float]:
         """No time: a rank of the LLM gets its part of a row, and an encoder's ranks have rows of their own."""
         return 0.0, 0.0
 
@@ -224,30 +224,30 @@ class MegatronEstimate(Estimate):
 
         inherited: whether the encoder is on the first stage.
         """
-        layer, last = self._both(LLM, Part(layers=1)), self._both(LLM, Part(layers=1, last=True))
+        layer, last = self._both(LLM, StagePart(layers=1)), self._both(LLM, StagePart(layers=1, last=True))
         seconds = [layer] * (self.work.modules[LLM].layers - 1) + [last]
         if inherited:
             seconds[0] += self._both(VISION, self.work.modules[VISION].whole)
         return tuple(map(len, cut(seconds, self.candidate.layouts[LLM].pp)))
 
-    def _both(self, name: str, part: Part) -> float:
+    def _both(self, name: str, part: StagePart) -> float:
         """Seconds of forward and backward of a microbatch."""
-        took = self._pass(name, part)
-        return took.forward + took.backward
+        seconds = self._pass_seconds(name, part)
+        return seconds.forward + seconds.backward
 
-    def _need(self, stage: str) -> Need:
-        need = super()._need(stage)
+    def _device_bytes(self, stage: str) -> DeviceBytes:
+        need = super()._device_bytes(stage)
         if not self.candidate.traits.phases or stage != f"{LLM}.0":
             return need
         layout, encoder = self.candidate.layouts[LLM], self.work.modules[VISION]
-        packed = self.work.global_batch / layout.dp * encoder.sent
+        packed = self.work.global_batch / layout.dp * encoder.output_bytes
         return replace(need, activations=need.activations + packed)
 
 
 class PassesOnly(MegatronEstimate):
     """Forward and backward alone, as Table A3 times them: ops that run once a step take no time."""
 
-    def _once(self, name: str, index: int, part: Part) -> dict[str, float]:
+    def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         return dict.fromkeys(("prepare", "reduce", "update"), 0.0)
 
 

@@ -14,7 +14,7 @@ from benchmarks import memory as bench
 from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.plan.work import padded_rows
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 from mmjax.profile.trials import ONE, TWO
 
 FROZEN_WITHIN = 0.12
@@ -39,7 +39,7 @@ def test_trials_have_the_temporaries_of_the_programs_that_train(tmp_path: Path) 
     for name, programs in bench.stage_programs(parts).items():
         stage = parts.placed.stages[name]
         layout, (count, width) = stage.submesh.layout, rows[stage.model.module]
-        whole = Part(layers=config.modules[stage.model.module].layers, first=True, last=True)
+        whole = StagePart(layers=config.modules[stage.model.module].layers, first=True, last=True)
         shape: Any = {"rows": count / layout.dp, "width": width}
         needed = clock.temporaries(stage.model.module, whole, tp=layout.tp, **shape)
         # A profile's rows are those of a whole microbatch; vision's are cut over a dp of 2.

@@ -49,7 +49,7 @@ def test_all_modes_of_mllm_72b_are_simulated() -> None:
         module = work.modules[name]
         assert module.layers == costs.layers
         assert 6 * module.parameters.of(module.whole) == pytest.approx(costs.param_bytes)
-        assert module.held[4].kept.of(module.whole) == pytest.approx(costs.activation_bytes / 4)
+        assert module.memory[4].residuals.of(module.whole) == pytest.approx(costs.activation_bytes / 4)
     took, *steps = bench.choice_rows(112, 240, 1)
     assert took.unit == "ms" and took.target is not None
     assert [row.case.rpartition(": ")[2] for row in steps] == [

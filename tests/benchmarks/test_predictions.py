@@ -17,7 +17,7 @@ from mmjax.configurable import ConfigError
 from mmjax.plan.planned import exact_rows, planned
 from mmjax.planner.candidates import MODES
 from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 
 
 def test_pairs_count_that_are_predicted_far_enough_apart() -> None:
@@ -76,7 +76,13 @@ def profile_json() -> dict[str, Any]:
     config = configuration()
     positions = lambda one: one["rows"] * one["width"] * one["part"].layers / one["tp"]  # noqa: E731
     stages = [
-        {"module": module, "part": Part(layers=layers, first=first, last=last), "tp": tp, "rows": rows, "width": width}
+        {
+            "module": module,
+            "part": StagePart(layers=layers, first=first, last=last),
+            "tp": tp,
+            "rows": rows,
+            "width": width,
+        }
         for module, width in (("vision", 168), ("llm", 88))
         for tp in (1, 2)
         for rows in (1, 16)

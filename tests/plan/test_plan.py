@@ -18,7 +18,7 @@ from mmjax.plan.planned import gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import MODES, Candidate
-from mmjax.planner.choose import Choice, choose
+from mmjax.planner.choose import PlanChoice, choose
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.train.trainer import Trainer
@@ -203,7 +203,7 @@ def test_what_a_plan_may_have_equals_one_device(
     work = read_work(config, source)
     rows = rows_by_candidate(config, source)(candidate)
     one = Estimate(work=work, clock=AnalyticClock(work=work, accelerator=H100), candidate=candidate, rows=rows)
-    out.write_text(gin_text(config, Choice(devices=8, estimates=[one]), one))
+    out.write_text(gin_text(config, PlanChoice(devices=8, estimates=[one]), one))
     written = load_config((str(tiny), str(out)), more)
     assert written.layouts == candidate.layouts
     assert (written.train.schedule, written.train.inner) == (schedule, candidate.inner)

@@ -18,7 +18,7 @@ from mmjax.plan.planned import exact_rows, gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.choose import Choice
+from mmjax.planner.choose import PlanChoice
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 
@@ -93,7 +93,7 @@ def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytes
     spread = candidate(Layout(cp=2, cp_way="ring", rank_offset=4), Layout(cp=4))
     one = Estimate(work=work, clock=clock, candidate=spread, rows=rows_of(spread))
     out = tmp_path / "plan.gin"
-    out.write_text(gin_text(config, Choice(devices=6, estimates=[one]), one))
+    out.write_text(gin_text(config, PlanChoice(devices=6, estimates=[one]), one))
     assert "llm/Layout.cp = 2" in out.read_text() and "llm/Layout.cp_way = 'ring'" in out.read_text()
     again = load_config((str(tmp_path / "tiny.gin"), str(out)), ("Data.sequence_length=51",))
     assert again.layouts == spread.layouts

@@ -56,10 +56,10 @@ def estimate(config: Config, work: Work) -> tuple[Estimate, dict, Peak]:
 
 def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
     one, run, peak = estimate(config, work)
-    if any(need.host for need in one.needs.values()):
+    if any(need.host for need in one.device_bytes.values()):
         assert one.most == pytest.approx(peak.bytes, rel=within)
     for stage, memory in run.items():
-        need = one.needs[stage]
+        need = one.device_bytes[stage]
         assert need.weights == pytest.approx(memory.parameters + memory.optimizer, rel=0.02), stage
         assert need.gradients == pytest.approx(memory.gradients, rel=0.02), stage
         # What a checkpointed norm and head keep of their inputs is counted once by a part alone, twice by a stage.
@@ -145,7 +145,7 @@ def test_graph_and_bytes_are_the_runs() -> None:
     config, work = read("digits_vlm.gin", *SMALL, "vision/Packing.buckets=((8, 168), (12, 168))")
     vision, llm = work.modules["vision"], work.modules["llm"]
     assert (vision.rows, vision.width, llm.rows, llm.width) == (0.75, 168, 1.0, 64) and work.item == 2
-    assert tuple(vision.held) == tuple(llm.held) == (1, 2, 4)
+    assert tuple(vision.memory) == tuple(llm.memory) == (1, 2, 4)
     assert llm.after == ("vision",) and work.encoders == ("vision",) and work.generators == ()
     assert_bytes_of_the_run(config, work, within=0.07)
 

@@ -8,7 +8,7 @@ from typing import Any
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.candidates import MODES, NESTED
 from mmjax.planner.clock import AnalyticClock, Efficiency
-from mmjax.planner.work import Held, ModuleWork, Shares, Work
+from mmjax.planner.work import ModuleWork, Shares, StageMemory, Work
 
 TERA, GIGA = 1e12, 1e9
 MISSING = object()
@@ -37,7 +37,7 @@ def module(name: str, layers: int, seconds: float, **others: Any) -> ModuleWork:
         "backward": Shares(layer=2 * seconds * TERA),
         "parameters": Shares(layer=GIGA / 100),
         "trained": Shares(layer=GIGA / 100),
-        "held": {tp: Held(kept=Shares(layer=GIGA / 10 / tp)) for tp in (1, 2, 4)},
+        "memory": {tp: StageMemory(residuals=Shares(layer=GIGA / 10 / tp)) for tp in (1, 2, 4)},
         "sums": (0, 0),
     }
     return ModuleWork(name=name, layers=layers, model_width=1, width=1, rows=1.0, **sizes | others)

@@ -21,13 +21,13 @@ from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.variants import (
     balanced,
     everything_offloaded,
-    gained,
+    gains,
     instanced,
     interleaved,
     offloaded,
     rescheduled,
 )
-from mmjax.planner.work import Held, Shares, Work
+from mmjax.planner.work import Shares, StageMemory, Work
 
 
 def every(work: Work, devices: int) -> list[Estimate]:
@@ -132,8 +132,8 @@ def test_interleaved_and_balanced_variants() -> None:
 
 
 def test_a_misfit_of_activations_is_met_by_a_window_or_fewer_stages() -> None:
-    keeps = {tp: Held(kept=Shares(layer=5 * GIGA / tp)) for tp in (1, 2, 4)}
-    work = model(module("vision", 2, 1.0, held=keeps), module("llm", 8, 1.0, after=("vision",)), global_batch=64)
+    keeps = {tp: StageMemory(residuals=Shares(layer=5 * GIGA / tp)) for tp in (1, 2, 4)}
+    work = model(module("vision", 2, 1.0, memory=keeps), module("llm", 8, 1.0, after=("vision",)), global_batch=64)
     choice = choose(work, clock(work), 8)
     shared = choice.by_mode["colocated"]
     assert shared.most <= PLAIN.memory and (shared.candidate.window or shared.candidate.schedule == "1f1b")
@@ -142,7 +142,9 @@ def test_a_misfit_of_activations_is_met_by_a_window_or_fewer_stages() -> None:
 def test_what_fits_with_offload_alone_is_found_and_offloads_no_more_than_it_must() -> None:
     """28 GB of weights, 16 of gradients, 40 of activations; 24 of these and the gradients' shard of 8 can be away."""
     heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA)}
-    work = model(module("llm", 2, 1.0, held={1: Held(kept=Shares(layer=20 * GIGA))}, **heavy), global_batch=8)
+    work = model(
+        module("llm", 2, 1.0, memory={1: StageMemory(residuals=Shares(layer=20 * GIGA))}, **heavy), global_batch=8
+    )
     assert not any(one.candidate.offloads for one in choose(work, clock(work), 1, memory=90 * GIGA).estimates)
     best = choose(work, clock(work), 1, memory=53 * GIGA).best
     assert best.most == 52 * GIGA and best.candidate.offloads == {"llm": OffloadConfig(optimizer=True)}
@@ -162,8 +164,8 @@ class NoHost(AnalyticClock):
 def test_a_faster_layout_is_tried_with_offload_beside_those_that_fit() -> None:
     """tp halves what a device holds, but all-reduces cost more than the copies do."""
     heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA), "sums": (2, 2)}
-    keeps = {tp: Held(kept=Shares(layer=20 * GIGA / tp)) for tp in (1, 2)}
-    one = module("llm", 2, 1.0, held=keeps, **heavy)
+    keeps = {tp: StageMemory(residuals=Shares(layer=20 * GIGA / tp)) for tp in (1, 2)}
+    one = module("llm", 2, 1.0, memory=keeps, **heavy)
     work = model(replace(one, model_width=10**10), global_batch=8)
     tight = 60 * GIGA
     choice = choose(work, clock(work, replace(PLAIN, host=GIGA * 100)), 2, memory=tight)
@@ -174,8 +176,10 @@ def test_a_faster_layout_is_tried_with_offload_beside_those_that_fit() -> None:
 
 def test_encoders_parameters_are_away_while_the_llm_runs_where_that_is_what_misses() -> None:
     frozen: dict = {"trained": Shares(), "backward": Shares(), "parameters": Shares(layer=GIGA)}
-    keeps = {tp: Held(kept=Shares(layer=GIGA / tp)) for tp in (1,)}
-    work = model(module("vision", 10, 0.4, **frozen, held=keeps), module("llm", 4, 1.0, after=("vision",), held=keeps))
+    keeps = {tp: StageMemory(residuals=Shares(layer=GIGA / tp)) for tp in (1,)}
+    work = model(
+        module("vision", 10, 0.4, **frozen, memory=keeps), module("llm", 4, 1.0, after=("vision",), memory=keeps)
+    )
     layouts = {"vision": Layout(dp=4), "llm": Layout(pp=4)}
     candidate = Candidate(mode="colocated", layouts=layouts, microbatches=4, schedule="three-phase")
     one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
@@ -188,7 +192,9 @@ def test_encoders_parameters_are_away_while_the_llm_runs_where_that_is_what_miss
 
 def test_instances_where_a_group_spans_nodes() -> None:
     sizes: dict = {name: Shares(layer=2 * GIGA) for name in ("parameters", "trained")}
-    work = replace(model(module("llm", 1, 2.0, **sizes, held={1: Held(kept=Shares())}), global_batch=64), gradient=2)
+    work = replace(
+        model(module("llm", 1, 2.0, **sizes, memory={1: StageMemory(residuals=Shares())}), global_batch=64), gradient=2
+    )
     far = clock(work, replace(PLAIN, network=GIGA / 10, link=GIGA * 10, node=4, memory=1e15))
     layouts = {"llm": Layout(dp=16)}
     candidate = Candidate(mode="homogeneous", layouts=layouts, microbatches=1)
@@ -222,17 +228,21 @@ def test_other_schedules_where_a_closed_form_expects_something(schedule: str, mi
     pp = 4 if llm.layers == 16 else 5
     candidate = Candidate(mode="homogeneous", layouts={"llm": Layout(pp=pp)}, microbatches=microbatches)
     one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
-    gains = gained(one)
+    saved = gains(one)
     made = {other.schedule: replace(one, candidate=other) for other in rescheduled(one, one.seconds)}
     assert schedule in made
     for name, other in made.items():
-        assert one.seconds - other.seconds == pytest.approx(gains[name], rel=0.25), name
+        assert one.seconds - other.seconds == pytest.approx(saved[name], rel=0.25), name
     assert not list(rescheduled(one, one.seconds * 0.3)), "none is so much better"
     assert not list(rescheduled(replace(one, candidate=replace(candidate, layouts={"llm": Layout()})), one.seconds))
 
 
 def test_the_best_of_all_modes_is_varied() -> None:
-    heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA), "held": {1: Held(kept=Shares())}}
+    heavy: dict = {
+        "parameters": Shares(layer=GIGA),
+        "trained": Shares(layer=GIGA),
+        "memory": {1: StageMemory(residuals=Shares())},
+    }
     work = model(replace(module("llm", 16, 1.0, **heavy), width=10**5), global_batch=8)
     choice = choose(work, clock(work), 4, memory=100 * GIGA)
     seen = {(one.candidate.schedule, one.candidate.layouts["llm"].chunks) for one in choice.estimates}

@@ -20,7 +20,7 @@ from mmjax.planner.choose import choose, choose_on, missing, proportional
 from mmjax.planner.cost import Degrees, Plan
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, Problem
 from mmjax.planner.work import Work
 
@@ -31,7 +31,7 @@ def fleet(work: Work, **kinds: tuple[int, Accelerator]) -> Fleet:
     """So many devices of each kind."""
     return Fleet(
         kinds={
-            name: Kind(clock=clock(work, own), devices=devices, memory=own.memory)
+            name: DeviceKind(clock=clock(work, own), devices=devices, memory=own.memory)
             for name, (devices, own) in kinds.items()
         }
     )
@@ -46,8 +46,8 @@ def assert_legal(work: Work, fleet: Fleet, one: Estimate) -> None:
     candidate = one.candidate
     assert set(candidate.kinds) == set(work.modules)
     home, begins = candidate.kinds["llm"], 0
-    assert candidate.used[0] == home and candidate.block("llm") == 0
-    for kind in candidate.used:
+    assert candidate.used_kinds[0] == home and candidate.kind_start("llm") == 0
+    for kind in candidate.used_kinds:
         ranks, own = candidate.ranks(kind), fleet.kinds[kind]
         assert min(ranks) == begins and len(ranks) <= max(ranks) - begins + 1 <= own.devices
         size = own.clock.node
@@ -57,9 +57,9 @@ def assert_legal(work: Work, fleet: Fleet, one: Estimate) -> None:
                 assert all(first // size == (first + layout.tp - 1) // size for first in firsts), "tp inside a node"
         begins += len(ranks) if len(ranks) <= size else min(-(-len(ranks) // size) * size, own.devices)
     for rank, held in one.memory.items():
-        kind = next(kind for kind in candidate.used if rank in candidate.ranks(kind))
+        kind = next(kind for kind in candidate.used_kinds if rank in candidate.ranks(kind))
         assert held <= fleet.kinds[kind].memory
-    if len(candidate.used) > 1:
+    if len(candidate.used_kinds) > 1:
         assert candidate.mode == NON_COLOCATED
         assert len({rank for own in candidate.layouts.values() for rank in own.ranks}) == sum(
             own.size for own in candidate.layouts.values()
@@ -131,8 +131,8 @@ def test_two_kinds_that_gain_next_to_nothing_are_one() -> None:
     work = two(0.0005)
     there = fleet(work, fast=(4, PLAIN), slow=(1, SLOW))
     choice = choose_on(work, there)
-    assert any(len(one.candidate.used) == 2 for one in choice.estimates)
-    assert choice.best.candidate.used == ("fast",)
+    assert any(len(one.candidate.used_kinds) == 2 for one in choice.estimates)
+    assert choice.best.candidate.used_kinds == ("fast",)
     assert choice.best.seconds <= choice.estimates[0].seconds * 1.005
 
 
@@ -140,7 +140,7 @@ def test_a_kind_may_be_left_unused_and_another_has_the_memory() -> None:
     work = two(0.2)
     small = replace(PLAIN, memory=GIGA / 50)
     choice = choose_on(work, fleet(work, small=(8, small), slow=(4, SLOW)), modes=SIMPLE)
-    assert choice.best.candidate.used == ("slow",)
+    assert choice.best.candidate.used_kinds == ("slow",)
     assert choice.misses["homogeneous on small"].startswith(("llm misses by", "vision misses by"))
     with pytest.raises(DoesNotFit, match=r"homogeneous on small: \w+ misses by .*; non-colocated on several kinds: "):
         choose_on(work, fleet(work, small=(2, small), tiny=(2, replace(SLOW, memory=GIGA / 60))), modes=SIMPLE)
@@ -190,8 +190,10 @@ def test_blocks_of_ranks() -> None:
     offsets = {name: own.rank_offset for name, own in candidate.layouts.items()}
     # The LLM's 6 ranks would leave two out before a tp group of four. 10 ranks are two nodes of 8: the rest is spare.
     assert offsets == {"painter": 0, "llm": 4, "audio": 16, "vision": 24}
-    assert candidate.used == ("fast", "slow") and candidate.world == 27 and candidate.devices == 21
-    assert candidate.block("vision") == 16 and candidate.describe().startswith("vision dp=3 on ranks 24-26 (slow); ")
+    assert candidate.used_kinds == ("fast", "slow") and candidate.world == 27 and candidate.devices == 21
+    assert candidate.kind_start("vision") == 16 and candidate.describe().startswith(
+        "vision dp=3 on ranks 24-26 (slow); "
+    )
     one, three = Degrees(tp=1, dp=1, pp=1), Degrees(tp=1, dp=3, pp=1)
     few = planned(there, {"vision": ("slow", one), "llm": ("fast", three)}, two())
     assert few.layouts["vision"].rank_offset == 3, "less than a node has no spare ranks"
@@ -199,8 +201,8 @@ def test_blocks_of_ranks() -> None:
 
 def test_no_rank_is_beyond_the_devices_that_there_are() -> None:
     """An LLM of tp 2 before an encoder of tp 4 leaves two ranks out, which need not be there."""
-    wide = module("vision", 2, 3.0, held={4: module("x", 1, 1.0).held[4]})
-    narrow = module("llm", 1, 1.0, after=("vision",), held={2: module("x", 1, 1.0).held[2]})
+    wide = module("vision", 2, 3.0, memory={4: module("x", 1, 1.0).memory[4]})
+    narrow = module("llm", 1, 1.0, after=("vision",), memory={2: module("x", 1, 1.0).memory[2]})
     work = model(wide, narrow, global_batch=12)
     for devices in (10, 14):
         for one in choose(work, clock(work), devices).estimates:
@@ -211,7 +213,9 @@ def test_moves_between_kinds_take_the_slower_network() -> None:
     fast = replace(PLAIN, network=100 * GIGA)
     slow = replace(SLOW, network=10 * GIGA, link=1000 * GIGA)
     work = model(
-        module("vision", 2, 0.1, sent=GIGA), module("llm", 2, 1.0, after=("vision",), carried=GIGA), global_batch=4
+        module("vision", 2, 0.1, output_bytes=GIGA),
+        module("llm", 2, 1.0, after=("vision",), carried=GIGA),
+        global_batch=4,
     )
     there = fleet(work, fast=(4, fast), slow=(4, slow))
     layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2)}

@@ -11,12 +11,12 @@ from planner.models import model
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import COLOCATED, LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
-from mmjax.planner.choose import Choice, choose, estimated, proportional
+from mmjax.planner.choose import PlanChoice, choose, estimated, proportional
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.variants import exchanged, split_rows
-from mmjax.planner.work import Held, ModuleWork, Shares, Work
+from mmjax.planner.work import ModuleWork, Shares, StageMemory, Work
 
 LONG = 131_072
 
@@ -42,8 +42,8 @@ def transformer(
         attention=attention,
         heads=(heads, groups),
         carried=2.0 * tokens * width,
-        sent=2.0 * tokens * width,
-        held={tp: Held(kept=Shares(layer=34.0 * tokens * width / tp)) for tp in (1, 2, 4, 8)},
+        output_bytes=2.0 * tokens * width,
+        memory={tp: StageMemory(residuals=Shares(layer=34.0 * tokens * width / tp)) for tp in (1, 2, 4, 8)},
     )
 
 
@@ -56,7 +56,7 @@ def clock(work: Work) -> AnalyticClock:
     return AnalyticClock(work=work, accelerator=H100)
 
 
-def planned(work: Work, devices: int = 8, **others: Any) -> Choice:
+def planned(work: Work, devices: int = 8, **others: Any) -> PlanChoice:
     return choose(work, clock(work), devices, **others)
 
 
@@ -124,7 +124,7 @@ def test_another_way_is_taken_where_heads_divide_and_nothing_hides_the_gather() 
     """Eight ranks gather all keys and values, or exchange an eighth of queries, keys, values and outputs."""
     fast = transformer("llm", 8, 4096, 65_536, heads=32, groups=32)
     fast = replace(fast, attention=fast.attention / 100)
-    fleet = Fleet(kinds={"": Kind(clock=clock(model(fast)), devices=8, memory=H100.memory * 10)})
+    fleet = Fleet(kinds={"": DeviceKind(clock=clock(model(fast)), devices=8, memory=H100.memory * 10)})
 
     def chosen(module: ModuleWork) -> tuple[Estimate, Candidate | None]:
         work = model(module, global_batch=8)
@@ -145,7 +145,7 @@ def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
     plain = vlm(LONG, images=64.0)  # half of a row
     vision = replace(plain.modules["vision"], together=1)
     work = replace(plain, modules={**plain.modules, "vision": vision})
-    fleet = Fleet(kinds={"": Kind(clock=clock(work), devices=24, memory=H100.memory)})
+    fleet = Fleet(kinds={"": DeviceKind(clock=clock(work), devices=24, memory=H100.memory)})
 
     def estimate(work: Work, cp: int, dp: int = 1) -> Estimate:
         layouts = {"vision": Layout(dp=2, rank_offset=16), "llm": Layout(cp=cp, dp=dp)}
@@ -155,29 +155,33 @@ def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
 
     for cp, dp, share in ((1, 1, 1.0), (2, 1, 1.0), (4, 1, 0.5), (8, 1, 0.25), (8, 2, 0.25)):
         one, whole = (estimate(own, cp, dp) for own in (work, plain))
-        assert one.listed("vision", "llm") == share and whole.listed("vision", "llm") == 1
+        assert one.list_share("vision", "llm") == share and whole.list_share("vision", "llm") == 1
         (edge,) = (edge for edge in one.graph.edges if edge.src == "vision.0")
-        sent = vision.sent * 64
+        sent = vision.output_bytes * 64
         assert (one._arriving(edge), one._crossing(edge)) == (sent * share, sent * (share * cp if share < 1 else 1))
         passing = 3 * sent * (1 - share) / dp  # kept, and an activation and a gradient on their way
-        gap = whole.needs["llm.0"].activations - one.needs["llm.0"].activations
+        gap = whole.device_bytes["llm.0"].activations - one.device_bytes["llm.0"].activations
         assert gap == pytest.approx(passing)
         if share < 1:  # and no sum of gradients
             assert one.costs.seconds["B", "llm.0", False] < whole.costs.seconds["B", "llm.0", False]
     together = Candidate(mode=COLOCATED, layouts={"vision": Layout(tp=8), "llm": Layout(cp=8)}, microbatches=8)
-    assert replace(one, candidate=together)._summed("vision", "llm") == sent * 0.25 * 8 / 2  # a gather on the way home
+    assert (
+        replace(one, candidate=together)._summed_bytes("vision", "llm") == sent * 0.25 * 8 / 2
+    )  # a gather on the way home
     other = replace(vision, name="other", after=("vision",))  # two readers take one tensor
-    assert replace(one, work=replace(work, modules={**work.modules, "other": other})).listed("vision", "llm") == 1
+    assert replace(one, work=replace(work, modules={**work.modules, "other": other})).list_share("vision", "llm") == 1
 
 
 def test_cp_halves_what_a_device_keeps() -> None:
     work = vlm(LONG)
-    fleet = Fleet(kinds={"": Kind(clock=clock(work), devices=8, memory=H100.memory)})
+    fleet = Fleet(kinds={"": DeviceKind(clock=clock(work), devices=8, memory=H100.memory)})
 
     def kept(cp: int) -> float:
         layouts = {"vision": Layout(rank_offset=8), "llm": Layout(cp=cp)}
         candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=8)
         one = estimated(work, fleet, candidate, proportional(work))
-        return one.needs["llm.0"].activations - 3 * work.modules["vision"].sent * 16  # an encoder's rows are whole
+        return (
+            one.device_bytes["llm.0"].activations - 3 * work.modules["vision"].output_bytes * 16
+        )  # an encoder's rows are whole
 
     assert kept(2) == pytest.approx(kept(1) / 2)

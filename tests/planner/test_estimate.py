@@ -15,7 +15,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Held, Part, Real, Shares, Work
+from mmjax.planner.work import Real, Shares, StageMemory, StagePart, Work
 from mmjax.schedule.ops import STASH_COPIES
 
 VISION = module("vision", 4, 0.5)
@@ -108,7 +108,7 @@ def test_a_layer_that_is_added_to_a_stage_is_seen() -> None:
         estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2, layers=layers), "painter": Layout(rank_offset=1)}, 8)
         for layers in ((4, 4), (3, 5))
     )
-    assert uneven.parts["llm.1"] == Part(layers=5, last=True)
+    assert uneven.parts["llm.1"] == StagePart(layers=5, last=True)
     assert uneven.stage_seconds("llm.1") / even.stage_seconds("llm.1") == pytest.approx(5 / 4)
     # The encoder shares the first stage's rank and the painter the last one's.
     loads = {name: one.stage_seconds for name, one in (("even", even), ("uneven", uneven))}
@@ -116,12 +116,18 @@ def test_a_layer_that_is_added_to_a_stage_is_seen() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    held = {1: Held(kept=Shares(2.0, 8.0, 4.0), inputs=Shares(first=3.0), fixed=Shares(layer=100.0), fixed_layer=10.0)}
-    llm = replace(LLM, held=held, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
-    frozen = replace(VISION, held=held, carried=1.0, sent=0.5, trained=Shares(layer=1.0), parameters=Shares(layer=1.0))
+    held = {
+        1: StageMemory(
+            residuals=Shares(2.0, 8.0, 4.0), inputs=Shares(first=3.0), fixed=Shares(layer=100.0), fixed_layer=10.0
+        )
+    }
+    llm = replace(LLM, memory=held, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
+    frozen = replace(
+        VISION, memory=held, carried=1.0, output_bytes=0.5, trained=Shares(layer=1.0), parameters=Shares(layer=1.0)
+    )
     work = model(frozen, replace(llm, after=("vision",)))
     one = estimate(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
-    vision, first = one.needs["vision.0"], one.needs["llm.0"]
+    vision, first = one.device_bytes["vision.0"], one.device_bytes["llm.0"]
     # Two rows a replica and microbatch; in flight are three, one for each stage behind and one for itself.
     assert vision.weights == 4 * (2 + 12 / 2) and vision.gradients == 4 * 4 * (1 + 1 / 2)
     assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 2 * 0.5 + 2 * 4 * 3.0)
@@ -136,7 +142,7 @@ def test_stages_on_one_device_add_up() -> None:
     apart = estimate(THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4)
     together = estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}, 4)
     assert set(together.memory) == {0, 1} and set(apart.memory) == {0, 1, 2, 3}
-    weights = sum(apart.needs[name].weights for name in ("vision.0", "llm.0"))
+    weights = sum(apart.device_bytes[name].weights for name in ("vision.0", "llm.0"))
     assert together.memory[0] > apart.memory[0] and together.memory[0] > weights
     assert together.least <= together.most and apart.least <= apart.most
 
@@ -145,7 +151,7 @@ def test_in_three_phases_an_encoder_keeps_its_window() -> None:
     layouts = {"vision": Layout(dp=2), "llm": Layout(pp=2)}
     work = model(VISION, LLM)
     kept = [
-        estimate(work, layouts, 8, schedule="three-phase", window=window).needs["vision.0"].activations
+        estimate(work, layouts, 8, schedule="three-phase", window=window).device_bytes["vision.0"].activations
         for window in (0, 4, 2)
     ]
     assert kept == pytest.approx([kept[2] * 4, kept[2] * 2, kept[2]])
@@ -158,10 +164,10 @@ def test_what_an_encoder_keeps_is_away_but_for_two_microbatches() -> None:
         estimate(work, layouts, 8, schedule="encoders-first", offloads=offloads)
         for offloads in ({}, {"vision": OffloadConfig(activations=True)})
     )
-    whole, part = home.needs["vision.0"], away.needs["vision.0"]
+    whole, part = home.device_bytes["vision.0"], away.device_bytes["vision.0"]
     assert part.host == part.activations_away > 0 and not whole.host
     assert whole.activations - part.activations == pytest.approx(part.host / 2), "two of a lane's four stay"
-    assert part.weights == whole.weights and away.needs["llm.0"] == home.needs["llm.0"]
+    assert part.weights == whole.weights and away.device_bytes["llm.0"] == home.device_bytes["llm.0"]
     for kind in STASH_COPIES:
         assert away.costs.seconds[kind, "vision.0", False] == pytest.approx(part.host / 4 / PLAIN.host)
     assert [node.stashes for node in away.graph.stages] == [node.module == "vision" for node in away.graph.stages]
@@ -176,11 +182,11 @@ def test_what_is_offloaded_is_away_while_others_run() -> None:
         estimate(work, layouts, 8, schedule="three-phase", offloads=offloads)
         for offloads in ({}, {"vision": OffloadConfig(parameters=True), "llm": OffloadConfig(optimizer=True)})
     )
-    vision, llm = away.needs["vision.0"], away.needs["llm.0"]
+    vision, llm = away.device_bytes["vision.0"], away.device_bytes["llm.0"]
     # 40 million parameters of the encoder, each 2 bytes; a master and two moments of as many in an LLM stage.
     assert vision.host == vision.parameters_away == 2 * 4 * GIGA / 100
-    assert llm.host == llm.states_away == 12 * 4 * GIGA / 100 and not home.needs["llm.0"].host
-    assert llm.total == home.needs["llm.0"].total
+    assert llm.host == llm.states_away == 12 * 4 * GIGA / 100 and not home.device_bytes["llm.0"].host
+    assert llm.total == home.device_bytes["llm.0"].total
     # Activations are most of it, so the fullest moment is in the LLM's phase, where neither is there, nor the shard.
     assert home.most - away.most == pytest.approx(llm.host + llm.reduced + vision.host)
     host = PLAIN.host
@@ -197,8 +203,8 @@ def test_what_is_offloaded_is_away_while_others_run() -> None:
 
 
 def test_when_a_step_ends_nothing_is_away() -> None:
-    small = {tp: Held(kept=Shares(layer=1e3)) for tp in (1, 2)}
-    work = model(replace(LLM, held=small, after=()))
+    small = {tp: StageMemory(residuals=Shares(layer=1e3)) for tp in (1, 2)}
+    work = model(replace(LLM, memory=small, after=()))
     offloads = {"llm": OffloadConfig(optimizer=True)}
     home, away = (estimate(work, {"llm": Layout()}, 8, offloads=own) for own in ({}, offloads))
     assert 0 < home.most - away.most < 2e4
@@ -211,7 +217,7 @@ def test_a_frozen_stage_fetches_its_shards_before_it_gathers_them() -> None:
     for dp, host in ((2, 4 * 2 * GIGA / 100 / 2), (1, 0)):  # with one rank it is computed with as it lies
         layouts = {"vision": Layout(dp=dp, rank_offset=1), "llm": Layout()}
         home, away = (estimate(work, layouts, 4, offloads=own) for own in ({}, offloads))
-        assert away.needs["vision.0"].host == host
+        assert away.device_bytes["vision.0"].host == host
         took = (one.costs.seconds["prepare", "vision.0", False] for one in (away, home))
         assert next(took) - next(took) == pytest.approx(host / PLAIN.host)
 
@@ -220,7 +226,7 @@ def test_masters_that_serve_as_parameters_are_away_as_such() -> None:
     work = replace(model(VISION, LLM), item=4)
     offloads = {"vision": OffloadConfig(optimizer=True, parameters=True)}
     layouts = {"vision": Layout(tp=2), "llm": Layout(pp=2)}
-    need = estimate(work, layouts, 4, schedule="three-phase", offloads=offloads).needs["vision.0"]
+    need = estimate(work, layouts, 4, schedule="three-phase", offloads=offloads).device_bytes["vision.0"]
     size = 4 * GIGA / 100 / 2
     assert (need.states_away, need.parameters_away) == (8 * size, 4 * size)
 
@@ -235,19 +241,19 @@ def test_the_weights_part_of_a_split_backward_is_its_products() -> None:
     assert split.stage_seconds("llm.0") == pytest.approx(plain.stage_seconds("llm.0"))
     assert split.busy == pytest.approx(plain.busy) and split.seconds < plain.seconds
     table = model(replace(work.modules["llm"], parameters=Shares(first=1e9, layer=1e7), trained=Shares(1e9, 1e7)))
-    assert table.modules["llm"].later == Shares(0.0, 3e11, 0.0), "a table is looked up"
+    assert table.modules["llm"].weight_gradients == Shares(0.0, 3e11, 0.0), "a table is looked up"
     ends = dict(forward=Shares(0.0, TERA, TERA), trained=Shares(0.0, 1e7, 1e7))
     for again, later in ((0.0, 3e11), (TERA, 0.0)):
         own = replace(work.modules["llm"], recompute=Shares(last=again), **ends)
-        assert own.later == Shares(0.0, 3e11, later), "a product that is computed again is the head, and B's"
+        assert own.weight_gradients == Shares(0.0, 3e11, later), "a product that is computed again is the head, and B's"
 
 
 def test_what_schedules_keep_at_once() -> None:
-    held = {1: Held(kept=Shares(layer=8.0), deferred=Shares(layer=1.0))}
-    work = model(replace(LLM, held=held, carried=0.0, after=()))
+    held = {1: StageMemory(residuals=Shares(layer=8.0), deferred=Shares(layer=1.0))}
+    work = model(replace(LLM, memory=held, carried=0.0, after=()))
     kept = {
         schedule: [
-            estimate(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).needs[f"llm.{at}"].activations / 2
+            estimate(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).device_bytes[f"llm.{at}"].activations / 2
             for at in range(4)
         ]
         for schedule in ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
@@ -261,7 +267,7 @@ def test_what_schedules_keep_at_once() -> None:
 
 def test_moves_and_collectives_across_nodes_take_the_network() -> None:
     far = replace(PLAIN, network=1e3, node=2)
-    work = model(replace(VISION, sent=1e3), replace(LLM, carried=1e3))
+    work = model(replace(VISION, output_bytes=1e3), replace(LLM, carried=1e3))
     layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2)}
     one = replace(estimate(work, layouts, 16), clock=clock(work, far))
     seconds = one.costs.seconds

@@ -12,7 +12,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock, Efficiency
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.traffic import exchanged_bytes
-from mmjax.planner.work import Held, ModuleWork, Shares, Work
+from mmjax.planner.work import ModuleWork, Shares, StageMemory, Work
 
 BYTES = 1e9
 """Bytes of all keys and values of a row in a layer."""
@@ -30,7 +30,7 @@ LLM = ModuleWork(
     ring=BYTES,
     attention=2e11,
     heads=(8, 8),
-    held={tp: Held(kept=Shares(layer=1e6)) for tp in (1, 2, 4, 8)},
+    memory={tp: StageMemory(residuals=Shares(layer=1e6)) for tp in (1, 2, 4, 8)},
 )
 
 
@@ -99,7 +99,7 @@ def test_heads_that_change_places_hide_nothing() -> None:
 def test_whole_rows_between_modules_are_gathered_and_their_gradients_summed() -> None:
     """An encoder with cp gives whole rows; an LLM with cp sums what its ranks say of an encoder's rows."""
     sent = 1e9
-    vision = replace(LLM, name="vision", sent=sent, ring=1e-9)
+    vision = replace(LLM, name="vision", output_bytes=sent, ring=1e-9)
     llm = replace(LLM, after=("vision",), ring=1e-9)
     work = Work(modules={"vision": vision, "llm": llm}, global_batch=8)
     clock = AnalyticClock(work=work, accelerator=H100, efficiency=Efficiency(compute=1.0, link=1.0, network=1.0))
@@ -109,7 +109,7 @@ def test_whole_rows_between_modules_are_gathered_and_their_gradients_summed() ->
         candidate = Candidate(mode="non-colocated", layouts=layouts, microbatches=8)
         rows = {"vision": (1.0, 128), "llm": (1.0, 128)}
         made = Estimate(work=work, clock=clock, candidate=candidate, rows=rows)
-        needs = {stage: need.activations for stage, need in made.needs.items()}
+        needs = {stage: need.activations for stage, need in made.device_bytes.items()}
         return {(kind, stage): made.costs.seconds[kind, stage, False] for kind in "FB" for stage in made.parts} | needs
 
     one, two, both = seconds(1, 1), seconds(2, 1), seconds(1, 2)
@@ -127,15 +127,15 @@ def test_edges_inside_a_module_carry_the_part_of_a_rank() -> None:
     one, two = (estimate(Layout(pp=2, cp=cp), module) for cp in (1, 2))
     move = "move", "llm.0->llm.1", False
     assert two.costs.seconds[move] == pytest.approx(one.costs.seconds[move] / 2)
-    assert two.needs["llm.1"].activations == pytest.approx(one.needs["llm.1"].activations / 2)
+    assert two.device_bytes["llm.1"].activations == pytest.approx(one.device_bytes["llm.1"].activations / 2)
 
 
 def test_without_a_ring_cp_ranks_repeat_each_other() -> None:
     repeated = replace(LLM, ring=0.0)
     one, four = (estimate(Layout(cp=cp), repeated) for cp in (1, 4))
     assert one.costs.seconds["F", "llm.0", False] == four.costs.seconds["F", "llm.0", False]
-    assert one.needs["llm.0"].activations == four.needs["llm.0"].activations
-    assert estimate(ring(cp=4)).needs["llm.0"].activations == one.needs["llm.0"].activations / 4
+    assert one.device_bytes["llm.0"].activations == four.device_bytes["llm.0"].activations
+    assert estimate(ring(cp=4)).device_bytes["llm.0"].activations == one.device_bytes["llm.0"].activations / 4
 
 
 @pytest.mark.parametrize(("tp", "members"), [(1, 8), (2, 4), (8, 1)])
@@ -162,5 +162,5 @@ def test_instances_reduce_within_and_then_their_shards_between() -> None:
 
 
 def test_gradients_have_a_size_of_their_own() -> None:
-    full, half = (estimate(Layout(dp=8), gradient=size).needs["llm.0"] for size in (4, 2))
+    full, half = (estimate(Layout(dp=8), gradient=size).device_bytes["llm.0"] for size in (4, 2))
     assert half.gradients == full.gradients / 2 == 2e9 * 2 * (1 + 1 / 8) and half.weights == full.weights

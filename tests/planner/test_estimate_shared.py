@@ -8,9 +8,9 @@ import pytest
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Pass
+from mmjax.planner.clock import PassSeconds
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Held, ModuleWork, Part, Shares, Work
+from mmjax.planner.work import ModuleWork, Shares, StageMemory, StagePart, Work
 
 F, B, MOVE, GATHER, OP = 3.0, 5.0, 0.25, 0.5, 0.01
 
@@ -30,10 +30,10 @@ class Steady:
     def of(self, module: str) -> Steady:
         return self
 
-    def stage(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> Pass:
-        return Pass(forward=F * part.layers * rows, backward=B * part.layers * rows)
+    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
+        return PassSeconds(forward=F * part.layers * rows, backward=B * part.layers * rows)
 
-    def temporaries(self, module: str, part: Part, *, rows: float, width: int, tp: int) -> float:
+    def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         return 0.0
 
     def move(self, size: float, *, across: bool) -> float:
@@ -57,7 +57,7 @@ def estimate(layout: Layout, shared: float, *, microbatches: int = 4, rows: floa
         backward=Shares(layer=2.0),
         parameters=Shares(layer=1.0),
         trained=Shares(layer=1.0),
-        held={tp: Held(kept=Shares()) for tp in (1, 2)},
+        memory={tp: StageMemory(residuals=Shares()) for tp in (1, 2)},
     )
     candidate = Candidate(mode="homogeneous", layouts={"llm": layout}, microbatches=microbatches)
     work = Work(modules={"llm": module}, global_batch=8)

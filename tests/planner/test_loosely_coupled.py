@@ -19,11 +19,11 @@ from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.cost import Degrees, Plan
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.fleet import Fleet, Kind
+from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.loosely_coupled import best_coupled, coupled_plans, least_seconds, simulated_seconds
 from mmjax.planner.problem import Problem, parse_mixed_problem, parse_problem
 from mmjax.planner.search import best_plan
-from mmjax.planner.work import Held, Shares
+from mmjax.planner.work import Shares, StageMemory
 
 SIZES = {"param_bytes": 0, "optimizer_bytes": 0, "activation_bytes": 0}
 
@@ -161,11 +161,12 @@ def test_without_a_plan_one_line_says_what_would_help() -> None:
 
 def test_a_model_on_devices_of_one_kind() -> None:
     """The best simulated layout for each number of LLM stages, never shorter than the exact choice."""
-    frozen = {"backward": Shares(), "trained": Shares(), "held": {1: Held(kept=Shares())}}
+    frozen = {"backward": Shares(), "trained": Shares(), "memory": {1: StageMemory(residuals=Shares())}}
     work = model(
-        module("vision", 4, 0.4, **frozen), module("llm", 6, 0.2, after=("vision",), held={1: Held(kept=Shares())})
+        module("vision", 4, 0.4, **frozen),
+        module("llm", 6, 0.2, after=("vision",), memory={1: StageMemory(residuals=Shares())}),
     )
-    fleet = Fleet(kinds={"": Kind(clock=clock(work), devices=6, memory=80 * GIGA)})
+    fleet = Fleet(kinds={"": DeviceKind(clock=clock(work), devices=6, memory=80 * GIGA)})
     choice = choose_coupled(work, fleet)
     stages = [one.candidate.layouts["llm"].pp for one in choice.estimates]
     assert len(set(stages)) == len(stages) > 2 and {one.candidate.mode for one in choice.estimates} == {"non-colocated"}
@@ -178,7 +179,7 @@ def test_a_model_on_devices_of_one_kind() -> None:
 
 def test_a_model_for_which_no_number_of_stages_is_enough() -> None:
     work = model(module("vision", 1, 9.0), module("llm", 6, 0.2, after=("vision",)))
-    fleet = Fleet(kinds={"": Kind(clock=clock(work, PLAIN), devices=2, memory=80 * GIGA)})
+    fleet = Fleet(kinds={"": DeviceKind(clock=clock(work, PLAIN), devices=2, memory=80 * GIGA)})
     with pytest.raises(DoesNotFit, match="on 2 devices there is no number of llm stages"):
         choose_coupled(work, fleet)
     assert choose(work, clock(work), 2).best.seconds > 0

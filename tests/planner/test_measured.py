@@ -33,22 +33,22 @@ from mmjax.planner.profile_file import (
     require_writable,
     write_profile,
 )
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "digits_vlm.gin"
 PROGRAM, LAYER, FIRST, LAST = 1e-3, 2e-6, 5e-7, 3e-6
 """Seconds of a program; and of a position, in a layer and in the ends."""
 PARTS = (
-    Part(layers=1, first=True, last=True),
-    Part(layers=2, first=True, last=True),
-    Part(layers=3, first=True, last=True),
-    Part(layers=1, first=True),
-    Part(layers=1, last=True),
+    StagePart(layers=1, first=True, last=True),
+    StagePart(layers=2, first=True, last=True),
+    StagePart(layers=3, first=True, last=True),
+    StagePart(layers=1, first=True),
+    StagePart(layers=1, last=True),
 )
 OP = 1e-4
 
 
-def seconds(part: Part, positions: float, tp: int = 1) -> float:
+def seconds(part: StagePart, positions: float, tp: int = 1) -> float:
     """The seconds of a forward whose parts all grow in proportion to positions."""
     return PROGRAM + positions * (LAYER * part.layers + FIRST * part.first + LAST * part.last) / tp
 
@@ -102,9 +102,16 @@ def profile(**changes: Any) -> Profile:
 @pytest.mark.parametrize("rows", [0.5, 1, 2.5, 4, 16, 100])
 @pytest.mark.parametrize(
     "part",
-    [Part(layers=7), Part(layers=1, first=True), Part(layers=3, last=True), Part(layers=40, first=True, last=True)],
+    [
+        StagePart(layers=7),
+        StagePart(layers=1, first=True),
+        StagePart(layers=3, last=True),
+        StagePart(layers=40, first=True, last=True),
+    ],
 )
-def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(part: Part, rows: float, tp: int) -> None:
+def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(
+    part: StagePart, rows: float, tp: int
+) -> None:
     took = MeasuredClock(profile=profile()).stage("llm", part, rows=rows, width=10, tp=tp)
     wanted = seconds(part, rows * 10, tp)
     assert took.forward == pytest.approx(wanted - OP, rel=1e-6)
@@ -112,8 +119,10 @@ def test_times_in_proportion_are_found_again_at_any_depth_and_number_of_rows(par
 
 
 @pytest.mark.parametrize("rows", [0.5, 2.5, 16])
-@pytest.mark.parametrize("part", [Part(layers=7), Part(layers=1, last=True), Part(layers=40, first=True)])
-def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: Part, rows: float) -> None:
+@pytest.mark.parametrize(
+    "part", [StagePart(layers=7), StagePart(layers=1, last=True), StagePart(layers=40, first=True)]
+)
+def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: StagePart, rows: float) -> None:
     clock = MeasuredClock(profile=profile())
     wanted = 1e9 * seconds(part, rows * 10, 2)
     assert clock.temporaries("llm", part, rows=rows, width=10, tp=2) == pytest.approx(3 * wanted, rel=1e-6)
@@ -130,21 +139,21 @@ def test_layers_add_nothing_where_an_end_needs_most() -> None:
 
     made = profile()
     clock = MeasuredClock(profile=replace(made, compiled=tuple(map(with_head, made.compiled))))
-    for part in (Part(layers=2, first=True), Part(layers=7, first=True)):
+    for part in (StagePart(layers=2, first=True), StagePart(layers=7, first=True)):
         needed = clock.temporaries("llm", part, rows=16, width=10, tp=1)
         assert needed < head
         assert needed == pytest.approx(3e9 * seconds(part, 160))
-    between = clock.temporaries("llm", Part(layers=7), rows=16, width=10, tp=1)
-    assert between == pytest.approx(3e9 * seconds(Part(layers=7, first=True), 160))  # no less than without an end
+    between = clock.temporaries("llm", StagePart(layers=7), rows=16, width=10, tp=1)
+    assert between == pytest.approx(3e9 * seconds(StagePart(layers=7, first=True), 160))  # no less than without an end
     for layers in (1, 2, 7):
-        assert clock.temporaries("llm", Part(layers=layers, last=True), rows=16, width=10, tp=1) == head
+        assert clock.temporaries("llm", StagePart(layers=layers, last=True), rows=16, width=10, tp=1) == head
 
 
 def test_a_single_row_says_nothing_of_two() -> None:
     """XLA compiles it otherwise: here it needs five times as much."""
     made = profile()
     larger = tuple(replace(one, backward=5 * one.backward) if one.rows == 1 else one for one in made.compiled)
-    clock, part = MeasuredClock(profile=replace(made, compiled=larger)), Part(layers=3, first=True)
+    clock, part = MeasuredClock(profile=replace(made, compiled=larger)), StagePart(layers=3, first=True)
     for rows, factor in ((1, 15), (1.5, 3), (2, 3), (4, 3), (7, 3)):
         wanted = factor * 1e9 * seconds(part, rows * 10)
         assert clock.temporaries("llm", part, rows=rows, width=10, tp=1) == pytest.approx(wanted), rows
@@ -157,15 +166,17 @@ def test_a_single_row_says_nothing_of_two() -> None:
 def test_what_was_not_compiled_is_one_line() -> None:
     made = profile()
     few = tuple(
-        one for one in made.compiled if one.part != Part(layers=2, first=True) and (one.tp, one.module) != (2, "llm")
+        one
+        for one in made.compiled
+        if one.part != StagePart(layers=2, first=True) and (one.tp, one.module) != (2, "llm")
     )
     clock = MeasuredClock(profile=replace(made, compiled=few))
     with pytest.raises(ConfigError, match=r"^llm/Layout.tp=2: the profile has compiled for tp 1; use one of them$"):
         clock.temporaries("llm", PARTS[0], rows=1, width=10, tp=2)
     with pytest.raises(
-        ConfigError, match=r"^profile: compiled has no Part\(layers=2, first=True, last=False\) of 'llm'"
+        ConfigError, match=r"^profile: compiled has no StagePart\(layers=2, first=True, last=False\) of 'llm'"
     ):
-        clock.temporaries("llm", Part(layers=4), rows=1, width=10, tp=1)
+        clock.temporaries("llm", StagePart(layers=4), rows=1, width=10, tp=1)
 
 
 def test_an_estimate_has_the_temporaries_of_the_rows_and_layers_of_its_stages() -> None:
@@ -174,11 +185,11 @@ def test_an_estimate_has_the_temporaries_of_the_rows_and_layers_of_its_stages() 
     candidate = Candidate(mode="made up", layouts=layouts, microbatches=2)
     rows = {"vision": (8.0, 20), "llm": (16.0, 10)}
     clock = MeasuredClock(profile=profile())
-    needs = Estimate(work=models.model(*modules), clock=clock, candidate=candidate, rows=rows).needs
+    needs = Estimate(work=models.model(*modules), clock=clock, candidate=candidate, rows=rows).device_bytes
     for stage, part, positions, tp, larger in (
-        ("llm.0", Part(layers=3, first=True), 80, 2, 3),
-        ("llm.1", Part(layers=3, last=True), 80, 2, 3),
-        ("vision.0", Part(layers=4, first=True, last=True), 80, 1, 1),
+        ("llm.0", StagePart(layers=3, first=True), 80, 2, 3),
+        ("llm.1", StagePart(layers=3, last=True), 80, 2, 3),
+        ("vision.0", StagePart(layers=4, first=True, last=True), 80, 1, 1),
     ):
         assert needs[stage].temporaries == pytest.approx(larger * 1e9 * seconds(part, positions, tp), rel=1e-6)
 
@@ -190,7 +201,11 @@ def test_a_single_layer_is_no_loop_of_one() -> None:
         for one in trials("llm", (1, 4, 16), 10)
     )
     clock = MeasuredClock(profile=profile(trials=faster))
-    for part, less in ((Part(layers=1), 0.5), (Part(layers=1, last=True), 0.5), (Part(layers=5, first=True), 0.0)):
+    for part, less in (
+        (StagePart(layers=1), 0.5),
+        (StagePart(layers=1, last=True), 0.5),
+        (StagePart(layers=5, first=True), 0.0),
+    ):
         took = clock.stage("llm", part, rows=8, width=10, tp=1).forward
         assert took == pytest.approx(seconds(part, 80) - less * LAYER * 80 - OP)
 

@@ -18,7 +18,7 @@ from mmjax.planner.choose import choose, proportional
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.variants import instanced, interleaved, rescheduled
-from mmjax.planner.work import Held, Shares, Work
+from mmjax.planner.work import Shares, StageMemory, Work
 from mmjax.schedule.ops import Op
 
 VISION = module("vision", 4, 0.5)
@@ -70,8 +70,8 @@ def test_a_long_nested_step_is_what_the_whole_simulation_says(
 def heavy(seconds: float) -> Work:
     """An encoder of one layer, which no pipeline can cut, and an LLM whose weights want more than one stage."""
     states: dict = {name: Shares(layer=GIGA / 2) for name in ("parameters", "trained")}
-    eye = module("vision", 1, seconds, held={1: Held(kept=Shares(layer=4 * GIGA))})
-    mind = module("llm", 4, 1.0, after=("vision",), held={1: Held(kept=Shares(layer=GIGA))}, **states)
+    eye = module("vision", 1, seconds, memory={1: StageMemory(residuals=Shares(layer=4 * GIGA))})
+    mind = module("llm", 4, 1.0, after=("vision",), memory={1: StageMemory(residuals=Shares(layer=GIGA))}, **states)
     return model(eye, mind, global_batch=32)
 
 
@@ -125,23 +125,25 @@ def test_a_device_holds_the_microbatches_of_its_lane() -> None:
     layouts = {"vision": Layout(lanes=4), "llm": Layout(pp=4), "painter": Layout(lanes=4)}
     one = estimate(THREE, layouts, 24)
     bound = one.timeline().schedule.bound
-    kept = {name: 2 * own.held[1].kept.of(own.whole) for name, own in THREE.modules.items()}  # of two samples
+    kept = {name: 2 * own.memory[1].residuals.of(own.whole) for name, own in THREE.modules.items()}  # of two samples
     for name in ("vision", "painter"):
-        assert one.needs[f"{name}.0"].activations == bound(f"{name}.0") / 4 * kept[name]
+        assert one.device_bytes[f"{name}.0"].activations == bound(f"{name}.0") / 4 * kept[name]
         shard = 12 * GIGA / 100 * THREE.modules[name].layers / 4  # moments and masters, over all lanes
-        assert one.needs[f"{name}.0"].weights == pytest.approx(2 * GIGA / 100 * THREE.modules[name].layers + shard)
+        assert one.device_bytes[f"{name}.0"].weights == pytest.approx(
+            2 * GIGA / 100 * THREE.modules[name].layers + shard
+        )
     assert bound("painter.0") == 4, "one unit"
     whole = {rank: one.memory[rank] for rank in range(4)}
-    assert whole[0] == sum(one.needs[name].total for name in ("vision.0", "llm.0", "painter.0"))
+    assert whole[0] == sum(one.device_bytes[name].total for name in ("vision.0", "llm.0", "painter.0"))
     # What waits for the LLM's first stage lies there: a unit and more, of a microbatch each.
-    sends = replace(THREE, modules={**THREE.modules, "vision": replace(VISION, sent=GIGA)})
-    waiting = estimate(sends, layouts, 24).needs["llm.0"].activations - one.needs["llm.0"].activations
+    sends = replace(THREE, modules={**THREE.modules, "vision": replace(VISION, output_bytes=GIGA)})
+    waiting = estimate(sends, layouts, 24).device_bytes["llm.0"].activations - one.device_bytes["llm.0"].activations
     assert waiting == (max(bound("vision.0"), bound("llm.0")) + 2) * 2 * GIGA
 
 
 def test_lanes_move_to_where_they_have_to() -> None:
     far = replace(PLAIN, network=1e3, node=2)
-    work = model(replace(VISION, sent=1e3), LLM, global_batch=8)
+    work = model(replace(VISION, output_bytes=1e3), LLM, global_batch=8)
     one = estimate(work, {"vision": Layout(lanes=4, dp=1), "llm": Layout(pp=4)}, 8)
     costs = replace(one, clock=clock(work, far)).costs
     seconds = {m: costs.of(op) for op in one.timeline().schedule.ops for m in (op.microbatch,) if _first_carry(op)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.every_plan import best_by_trying
 from mmjax.planner.group import allowed, first_real
 from mmjax.planner.problem import parse_problem
-from mmjax.planner.relaxation import SLACK, relax, spread
+from mmjax.planner.relaxation import SLACK, divide, relax
 
 SECONDS = st.floats(1e-4, 50)
 BYTES = st.integers(0, 40)
@@ -94,7 +94,7 @@ def test_the_program_is_sure_of_what_it_says_and_right(spare: float) -> None:
             enough = np.clip(load_M / pace, least_M, most_M).sum() <= devices
             fast, slow = (fast, pace) if enough else (pace, slow)
         best = (load_M / np.clip(load_M / slow, least_M, most_M)).max()
-        found_M = spread(load_M, least_M, most_M, devices)
+        found_M = divide(load_M, least_M, most_M, devices)
         assert (load_M / found_M).max() == pytest.approx(best, rel=SLACK)
         assert found_M.sum() <= devices * (1 + 1e-6) and (found_M >= least_M * (1 - 1e-6)).all()
 

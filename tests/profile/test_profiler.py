@@ -21,7 +21,7 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile_file import read_profile
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 from mmjax.profile import __main__ as command
 from mmjax.profile.profiler import sampled, world_for
 from mmjax.profile.trials import Point, attempts, best_trials, compiled, legal_tps, points
@@ -81,7 +81,7 @@ def test_a_trial_times_the_forward_and_the_backward_of_a_stage(config: Config) -
     count = []
     trials, calls = best_trials(found, lambda: count.append(1))
     assert [(trial.module, trial.tp, trial.rows) for trial in trials] == [("vision", 1, 1), ("llm", 1, 2)]
-    assert {trial.part for trial in trials} == {Part(layers=1, first=True, last=True)}
+    assert {trial.part for trial in trials} == {StagePart(layers=1, first=True, last=True)}
     assert all(trial.forward > 0 and trial.backward > 0 for trial in trials)
     for one, trial in zip(found, trials, strict=True):
         needs = one.compiled()
@@ -113,7 +113,7 @@ def test_a_profile_of_a_tiny_model_gives_times_for_any_of_its_stages(
         for tp in profile.tps(module):
             width = next(trial.width for trial in profile.trials if trial.module == module)
             short, long = (
-                clock.stage(module, Part(layers=n, last=True), rows=2, width=width, tp=tp).forward for n in (1, 20)
+                clock.stage(module, StagePart(layers=n, last=True), rows=2, width=width, tp=tp).forward for n in (1, 20)
             )
             assert 0 < short <= long
 

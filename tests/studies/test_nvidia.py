@@ -11,7 +11,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.families import module_of
 from mmjax.planner.accelerators import H100
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Part
+from mmjax.planner.work import StagePart
 from studies.nvidia import checks, predictions
 from studies.nvidia.clock import Reached, streamed_apart, streamed_fused
 from studies.nvidia.model import (
@@ -111,7 +111,7 @@ def test_work_is_that_of_the_models() -> None:
     again = encoder_work(replace(SMALL, recompute=True), Layout(tp=2))
     assert again.backward.layer == again.backward.first == 0 and again.sums == (2, 0), "no gradient reaches it"
     assert again.backward.last == 2 * again.forward.last and again.trained == encoder.trained
-    assert again.held[2].kept.layer == 0
+    assert again.memory[2].residuals.layer == 0
     scores = 4 * (16384 * 16385 / 2) * 4096
     assert llm.attention == scores
     assert llm.backward.layer == 2 * llm.forward.layer + scores / 2, "five products of attention for two"
@@ -159,9 +159,9 @@ def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
     made = predictions.predicted(one, one.other, NEAR)
     plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
     packed = 16 * 4096 * 8192 * 2
-    assert made.needs["llm.0"].activations - plain.needs["llm.0"].activations == packed
-    assert packed / 2 / 1e9 == pytest.approx(0.6, abs=0.1) and made.needs["llm.1"] != made.needs["llm.0"]
-    assert made.needs["llm.1"].activations == plain.needs["llm.1"].activations
+    assert made.device_bytes["llm.0"].activations - plain.device_bytes["llm.0"].activations == packed
+    assert packed / 2 / 1e9 == pytest.approx(0.6, abs=0.1) and made.device_bytes["llm.1"] != made.device_bytes["llm.0"]
+    assert made.device_bytes["llm.1"].activations == plain.device_bytes["llm.1"].activations
 
 
 def test_each_efficiency_slows_what_it_is_of() -> None:
@@ -187,7 +187,7 @@ def test_a_pass_is_products_attention_bytes_and_sums() -> None:
     """The times of an LLM layer follow from the datasheet. A ring hides behind attention alone."""
     made = estimate(SMALL, "C", Layout(dp=8), Layout(tp=2, dp=4), NEAR)
     llm = made.work.modules[LLM]
-    took = made.clock.of(LLM).stage(LLM, Part(layers=1), rows=1, width=16384, tp=2)
+    took = made.clock.of(LLM).stage(LLM, StagePart(layers=1), rows=1, width=16384, tp=2)
     products, scores = llm.forward.layer - llm.attention, llm.attention
     compute = (products / 0.654 + scores / 0.3) / (2 * H100.flops)
     sums = 2 * 16384 * 4096 * 2 / (H100.link * 0.784)
@@ -200,7 +200,8 @@ def test_a_pass_is_products_attention_bytes_and_sums() -> None:
 def test_the_head_reads_and_writes_logits_and_an_encoder_repeats_bytes_on_every_tp_rank() -> None:
     made = estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), WHOLE)
     inner, last = (
-        made.clock.of(LLM).stage(LLM, Part(layers=1, last=last), rows=1, width=16384, tp=4) for last in (False, True)
+        made.clock.of(LLM).stage(LLM, StagePart(layers=1, last=last), rows=1, width=16384, tp=4)
+        for last in (False, True)
     )
     head, logits = 2 * 16384 * 4096 * 128000 / 4 / H100.flops, 2 * 2 * 16384 * 128000 / 4 / H100.bandwidth
     assert last.forward - inner.forward == pytest.approx(head + logits)
@@ -209,7 +210,7 @@ def test_the_head_reads_and_writes_logits_and_an_encoder_repeats_bytes_on_every_
     layer, slower = (
         estimate(SMALL, "H", Layout(tp=4, dp=2), Layout(tp=4, dp=2), reached)
         .clock.of(VISION)
-        .stage(VISION, Part(layers=1), rows=1, width=8192, tp=4)
+        .stage(VISION, StagePart(layers=1), rows=1, width=8192, tp=4)
         for reached in (WHOLE, slow)
     )
     scores = 4 * 1024 * 8192 * 1408 / 4 / H100.flops
@@ -225,7 +226,9 @@ def test_keys_and_values_go_round_behind_attention_alone() -> None:
         attention: estimate(load, "C", Layout(dp=8), Layout(cp=8), replace(WHOLE, attention=attention))
         for attention in (1.0, 1e-3)
     }
-    rings = [made._exchange(LLM, Part(layers=1), made._pass(LLM, Part(layers=1))) for made in took.values()]
+    rings = [
+        made._exchange(LLM, StagePart(layers=1), made._pass_seconds(LLM, StagePart(layers=1))) for made in took.values()
+    ]
     assert rings[1] == (0.0, 0.0)
     size, own = 2 * 2 * 16384 * 4096 * 7 / 8 / H100.link, 2 * 16384 * 16385 * 4096 / 8 / H100.flops
     assert rings[0] == pytest.approx((max(0.0, size - own), max(0.0, 2 * size - 2.5 * own)))
