@@ -13,6 +13,9 @@ import jax
 import numpy as np
 
 from mmjax import jax_compat
+from mmjax.build.model import build_model, build_modules, encoder_specs, require_inputs, require_rates, splits_of
+from mmjax.build.orders import order_of, pair_costs, step_order
+from mmjax.build.parts import Assembly, PlacedRun
 from mmjax.config import Config, require_devices
 from mmjax.config import validate as validate_config
 from mmjax.configurable import ConfigError, require
@@ -38,9 +41,6 @@ from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
-from mmjax.build.model import build_model, build_modules, encoder_specs, require_inputs, require_rates, splits_of
-from mmjax.build.orders import order_of, pair_costs, step_order
-from mmjax.build.parts import Assembly, PlacedRun
 from mmjax.progress import IndexProgress
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import simulate

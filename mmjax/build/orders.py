@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from mmjax.build.model import build_modules
+from mmjax.build.parts import PlacedRun
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.data.split import WHOLE
 from mmjax.models.config import LLM
-from mmjax.build.model import build_modules
-from mmjax.build.parts import PlacedRun
 from mmjax.schedule.graph import EdgeNode, StageGraph
 
 

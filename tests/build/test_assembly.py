@@ -6,13 +6,13 @@ import pytest
 from trial_runs import write_tiny
 
 from mmjax import jax_compat
+from mmjax.build.assembly import assemble, own_rows, place
+from mmjax.build.model import build_modules, splits_of
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.routing import LeaderRouting, SlicedRouting
 from mmjax.mesh.world import World
-from mmjax.build.assembly import assemble, own_rows, place
-from mmjax.build.model import build_modules, splits_of
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from trial_runs import assert_same_training, write_tiny
 
+from mmjax.build.assembly import added_buckets, build_packer, open_source, pair_costs, planned_data_spec, with_buckets
 from mmjax.config import Config, load_config
 from mmjax.data import buckets
 from mmjax.data.buckets import compute, per_microbatch
@@ -17,11 +18,10 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.loader import StepMaker
 from mmjax.data.packing import Packer, holds
 from mmjax.data.tokenizer import make_tokenizer
+from mmjax.inspect.inspection import inspect
 from mmjax.parity.compare import Run
 from mmjax.parity.product import Session
-from mmjax.build.assembly import added_buckets, build_packer, open_source, pair_costs, planned_data_spec, with_buckets
 from mmjax.train.files import recorded
-from mmjax.inspect.inspection import inspect
 from mmjax.train.trainer import Trainer
 
 STEPS = 2

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import pytest
 from trial_runs import ALONE, write_tiny
 
+from mmjax.build.assembly import open_source
+from mmjax.build.data_state import describe_data, known_in, stored_records
+from mmjax.build.serve_flags import main as serve_flags
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
@@ -19,10 +22,7 @@ from mmjax.data.loader import make_source
 from mmjax.data.service.identity import DataSpec
 from mmjax.eval.__main__ import main as evaluation_command
 from mmjax.inspect.__main__ import main as inspect_command
-from mmjax.build.assembly import open_source
-from mmjax.build.data_state import describe_data, known_in, stored_records
 from mmjax.inspect.inspection import inspect
-from mmjax.build.serve_flags import main as serve_flags
 from mmjax.train.trainer import Trainer
 
 RECORDS = 31
@@ -119,7 +119,9 @@ def test_records_left_out_are_counted_by_reason(
     )
     assert describe_data(config, open_source(config, split="train")) == (line,)
     found = inspect(config, 1)
-    monkeypatch.setattr("mmjax.inspect.inspection.inspect", lambda own, _: replace(found, max_broken=own.data.max_broken))
+    monkeypatch.setattr(
+        "mmjax.inspect.inspection.inspect", lambda own, _: replace(found, max_broken=own.data.max_broken)
+    )
     flags = [f"--gin_file={tmp_path / 'tiny.gin'}", *(f"--gin.{one}" for one in bindings(tmp_path))]
     assert found.max_broken == 0.5 and inspect_command([*flags, "--text=0"]) == 0
     assert capsys.readouterr().out.splitlines()[:4] == [

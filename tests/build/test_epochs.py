@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from trial_runs import ALONE, write_tiny
 
+from mmjax.build.assembly import open_source
+from mmjax.build.epochs import describe_epochs, with_steps
 from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
-from mmjax.build.assembly import open_source
 from mmjax.train.dry_run import dry_run
-from mmjax.build.epochs import describe_epochs, with_steps
 
 RECORDS, HELD_OUT, BATCH = 37, 4, 8
 

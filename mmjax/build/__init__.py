@@ -1,0 +1,1 @@
+"""Assembles a run from a ``Config``: model, data, devices, schedule and executor."""
