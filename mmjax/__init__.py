@@ -1,8 +1,8 @@
 """Trains multimodal LLMs in JAX, each module under its own parallel layout on its own devices.
 
-The names below are the public Python interface; `docs/api.md` shows each of them in use. They are imported when they
-are first asked for, so that `import mmjax` is instant and touches neither JAX nor a device. Anything else in the
-package may change from one version to the next.
+The names below are the public Python interface; `docs/api.md` shows each of them in use. They are imported on first
+use, so that `import mmjax` is instant and touches neither JAX nor a device. Everything else in the package may change
+from one version to the next.
 """
 
 import os
@@ -143,8 +143,8 @@ __all__ = [
     "simulate",
 ]
 
-# The imports above, for when a name is asked for.
-_HOMES = {
+# The imports above, which `__getattr__` makes on first use.
+_NAMES_OF = {
     "mmjax.checkpoint.config": ("CheckpointConfig", "WeightsConfig"),
     "mmjax.config": ("Config", "TrainConfig", "load_config"),
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
@@ -186,7 +186,7 @@ _HOMES = {
 }
 
 
-__getattr__ = exported(__name__, _HOMES)
+__getattr__ = exported(__name__, _NAMES_OF)
 
 
 def __dir__() -> list[str]:
@@ -194,8 +194,10 @@ def __dir__() -> list[str]:
 
 
 def _end_at_ctrl_c() -> None:
-    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` or `mmjax …` is starting, until the
-    command has begun (see `one_line_errors`): the exception of Ctrl-C would often be lost in JAX's imports."""
+    """Makes Ctrl-C and SIGTERM end the process at once while `python -m mmjax.…` or `mmjax …` starts.
+
+    Imports of JAX would often drop the exception of Ctrl-C. The command itself handles both, see `one_line_errors`.
+    """
     program = sys.argv[0] if sys.argv else ""
     if program == "-m" or program.endswith(f"{os.sep}mmjax"):
         sigterm.end_from_the_start()

@@ -1,6 +1,6 @@
-"""``mmjax COMMAND …``, which is ``python -m mmjax.COMMAND …``. It imports the command alone.
+"""``mmjax COMMAND …``, the same as ``python -m mmjax.COMMAND …``. It imports nothing but the command.
 
-The commands and their one-line descriptions are below: reading them from the modules would import JAX for `--help`.
+The descriptions of the commands are here because reading them from the modules would import JAX for `--help`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmjax.version import __version__
 COMMANDS = {
     "train": "trains a model, or continues a run; with --dry_run shows layout, memory and programs.",
     "check": "compares a layout with one device: loss, gradients and updates.",
-    "inspect": "shows what a configuration trains on: samples, lengths, padding, and what is left out.",
+    "inspect": "shows the data of a configuration: samples, lengths, padding, and records that are left out.",
     "eval": "evaluates a run, on its own held-out data or on data of yours.",
     "generate": "answers messages about images and sounds.",
     "export": "writes the parameters of a run, for Orbax or as a folder of Hugging Face.",

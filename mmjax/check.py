@@ -28,13 +28,13 @@ from mmjax.flags import importing
 
 FLAGS = (
     Flag(name="steps", doc="optimizer steps to compare.", default=3),
-    Flag(name="dtype", doc=f"what the layouts compute in: {' or '.join(DTYPES)}.", default="float32"),
+    Flag(name="dtype", doc=f"dtype in which the layouts compute: {' or '.join(DTYPES)}.", default="float32"),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
 
 
 CRASHED = 3
-"""Exit status of a check that ended in a traceback: nothing was compared."""
+"""Exit status of a check that ended in a traceback, without a comparison."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,15 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mmjax.train.warm_up import ends_where_down
         jax_compat.compile_cheaply()
         join_processes(flags)
-        say = lambda line: print(f"shrunk: {line}", file=sys.stderr, flush=True)  # noqa: E731
         with ends_where_down():
-            report = check(config, steps, dtype=dtype, say=say if is_first() else lambda line: None)
+            report = check(config, steps, dtype=dtype, say=_print_change if is_first() else _print_nothing)
     ok = first_says(str(int(report.ok)) if report else "") == "1"
     if not report:
         return 0 if ok else 1
     numbers = report.numbers()
     print(_json(numbers) if as_json else "\n".join(table(numbers)))
     return 0 if ok else 1
+
+
+def _print_change(line: str) -> None:
+    print(f"shrunk: {line}", file=sys.stderr, flush=True)
+
+
+def _print_nothing(line: str) -> None:
+    del line
 
 
 def _json(numbers: Mapping[str, Any]) -> str:
@@ -76,9 +83,9 @@ def table(numbers: Mapping[str, Any]) -> Iterator[str]:
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])
-    for module, found in numbers["modules"].items():
+    for module, differences in numbers["modules"].items():
         yield f"  {module:<22}{'':>12}" + "".join(
-            f"{found[name]:>12.1e}" for name in numbers["limits"] if name != "loss"
+            f"{differences[name]:>12.1e}" for name in numbers["limits"] if name != "loss"
         )
     yield f"  {'all':<22}" + "".join(f"{numbers[name]:>12.1e}" for name in numbers["limits"])
     yield f"  {'limit':<22}" + "".join(f"{limit:>12.1e}" for limit in numbers["limits"].values())

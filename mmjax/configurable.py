@@ -1,4 +1,4 @@
-"""Registry of the typed, frozen dataclasses that a gin file may configure, and the checks they share.
+"""Registry of the typed, frozen dataclasses that a gin file may configure, and the checks that they share.
 
 A module that has settings declares them next to the code that reads them:
 
@@ -40,15 +40,15 @@ class ConfigError(ValueError):
 
 
 PROPOSED: Mapping[str, object] = {"proposed": True}
-"""Metadata of a field for which a folder of weights has a value that a configuration may change: another value computes
-something else than the folder's model did, and its weights are the same."""
+"""Metadata of a field whose value in a folder of weights may be overridden: the weights still fit, although the model
+computes something else."""
 
 
 def configurable(name: str) -> Callable[[C], C]:
     """Registers a frozen, keyword-only dataclass under the gin name `name` and returns it unchanged.
 
-    Goes above `@dataclasses.dataclass`. The gin name is stored as `gin_name`'s answer and starts the
-    fields' names in messages ("Layout.tp"). Running a defining notebook cell again replaces the class.
+    Goes above `@dataclasses.dataclass`. Messages put the gin name in front of a field's name ("Layout.tp"). Running a
+    notebook cell that defines the class again replaces it.
 
     Raises:
       TypeError: the class is not a frozen, keyword-only dataclass.
@@ -62,13 +62,16 @@ def configurable(name: str) -> Callable[[C], C]:
         loose = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
         if loose or not parameters.frozen:
             raise TypeError(f"{cls.__qualname__}: a configurable is a dataclass(frozen=True, kw_only=True)")
-        known = _REGISTRY.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"configurable {name!r} is {known.__module__}.{known.__qualname__}; choose another name")
+        if (owner := _REGISTRY.get(name)) is not None and _full_name(owner) != _full_name(cls):
+            raise ValueError(f"configurable {name!r} is {_full_name(owner)}; choose another name")
         _REGISTRY[name] = cls
         return cls
 
     return register
+
+
+def _full_name(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def registry() -> Mapping[str, type[Any]]:
@@ -82,8 +85,8 @@ def gin_name(cls: type[Any]) -> str:
     Raises:
       KeyError: the class is not registered.
     """
-    for name, known in _REGISTRY.items():
-        if known is cls:
+    for name, registered in _REGISTRY.items():
+        if registered is cls:
             return name
     raise KeyError(f"{cls.__qualname__} is not a configurable")
 
@@ -111,7 +114,7 @@ def from_preset(cls: type[T], name: str, **overrides: object) -> T:
 
 
 def near_misses(word: str, options: Iterable[str]) -> list[str]:
-    """The options that `word` may have been meant for, best first, at most three."""
+    """The options that `word` may stand for, best first, at most three."""
     by_lower: dict[str, str] = {}
     for option in options:
         by_lower.setdefault(option.lower(), option)
@@ -120,7 +123,7 @@ def near_misses(word: str, options: Iterable[str]) -> list[str]:
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint for an unknown name: "did you mean 'x'?" where something is close, else the legal names."""
+    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else the legal names."""
     options = list(options)
     close = near_misses(word, options)
     if close:
@@ -143,14 +146,14 @@ def require(condition: bool, field: str, value: object, fix: str) -> None:
 def one_of(field: str, value: str, options: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
     """Requires that `value` is one of the names in `options`; the message lists them, or the nearest one.
 
-    `meant` holds names that people try and no spelling leads from, with the option each stands for.
+    `meant` maps other names that people try to the option that they mean.
     """
     options = list(options)
     if value in options:
         return
     legal = ", ".join(repr(option) for option in options) or "none"
-    known = (meant or {}).get(value.lower())
-    close = [known] if known else near_misses(value, options)
+    intended = (meant or {}).get(value.lower())
+    close = [intended] if intended else near_misses(value, options)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(f"{field}={value!r}: {hint}legal: {legal}")
 
@@ -165,13 +168,14 @@ def not_negative(field: str, value: float, example: float = 0) -> None:
     require(math.isfinite(value) and value >= 0, field, value, f"must be 0 or more, such as {example!r}")
 
 
-def nearest_divisor(value: int, whole: int) -> int:
-    """The divisor of the positive `whole` that is closest to `value`; of two, the larger."""
-    small = [d for d in range(1, math.isqrt(max(whole, 0)) + 1) if whole % d == 0]
-    return min([*small, *(whole // d for d in small)], key=lambda d: (abs(d - value), -d), default=1)
+def nearest_divisor(value: int, total: int) -> int:
+    """The divisor of the positive `total` that is closest to `value`; of two, the larger."""
+    small = [d for d in range(1, math.isqrt(max(total, 0)) + 1) if total % d == 0]
+    return min([*small, *(total // d for d in small)], key=lambda d: (abs(d - value), -d), default=1)
 
 
-def divides(field: str, value: int, whole: int, of: str) -> None:
-    """Requires that `value` is positive and divides `whole`, which the message calls `of` ("llm/Decoder.heads")."""
-    if value <= 0 or whole % value:
-        raise ConfigError(f"{field}={value!r}: must divide {of} ({whole}), such as {nearest_divisor(value, whole)}")
+def divides(field: str, value: int, total: int, total_field: str) -> None:
+    """Requires that `value` is positive and divides `total`, the value of `total_field` ("llm/Decoder.heads")."""
+    if value <= 0 or total % value:
+        fix = f"must divide {total_field} ({total}), such as {nearest_divisor(value, total)}"
+        raise ConfigError(f"{field}={value!r}: {fix}")

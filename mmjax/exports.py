@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for (PEP 562)."""
+"""Imports the public names of a package on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 
-def exported(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``, which imports names on first use; ``homes`` has the names of each module."""
-    where = {name: home for home, names in homes.items() for name in names}
+def exported(package: str, names_of: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+    """Makes the ``__getattr__`` of ``package``, which imports names on first use.
+
+    Args:
+      package: full name of the package.
+      names_of: names by the module that defines them.
+    """
+    module_of = {name: module for module, names in names_of.items() for name in names}
 
     def find(name: str) -> object:
-        if name in where:
-            value = getattr(importlib.import_module(where[name]), name)
+        if name in module_of:
+            value = getattr(importlib.import_module(module_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
         from mmjax.configurable import suggest
 
-        raise AttributeError(f"module {package!r} has no attribute {name!r}; {suggest(name, where)}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}; {suggest(name, module_of)}")
 
     return find

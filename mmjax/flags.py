@@ -1,4 +1,4 @@
-"""Command lines of an entry point: its own flags, `--help`, and errors of one line. It never imports JAX.
+"""Command lines: a command's own flags, `--help`, and errors of one line. It never imports JAX.
 
 `mmjax.config.flags` adds the flags that configure a run: `--gin_file` and `--gin.…`.
 """
@@ -21,20 +21,20 @@ from mmjax.sigterm import INTERRUPTED as INTERRUPTED
 from mmjax.sigterm import Sigterm
 
 REFUSED = 2
-"""Exit status after an error that the user can mend: the same command would end in the same way."""
+"""Exit status after an error that the user must correct: the same command would end in the same way."""
 FOLLOWED = 3
-"""Exit status of a process that has ended because another one has."""
+"""Exit status of a process that has ended because another process has."""
 TOO = "this one ends too"
-"""How the line of such a process ends."""
+"""The end of the line that such a process prints."""
 STUCK = 75
-"""Exit status where a process hangs or no longer answers: EX_TEMPFAIL of ``sysexits.h``, the same command may go on."""
+"""Exit status if a process hangs or no longer answers: EX_TEMPFAIL of ``sysexits.h``, the same command may succeed."""
 WIDTH = 120
 """Width of a line of help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag of one entry point.
+    """A flag of a command.
 
     Attributes:
       name: its name without the dashes.
@@ -57,7 +57,7 @@ class Flags:
       gin_files: gin files in order; later ones override earlier ones.
       bindings: "scope/Class.field=value", in order; they override the files.
       allow_code: whether code that the configuration names may be run.
-      values: the entry point's own flags by name, defaults filled in.
+      values: the command's own flags by name, with defaults.
     """
 
     gin_files: tuple[str, ...] = ()
@@ -81,43 +81,47 @@ def parse_flags(
     usage: str,
     *,
     gin: bool = False,
-    helped: Callable[[], str] | None = None,
+    make_help: Callable[[], str] | None = None,
 ) -> Flags:
-    """Parses `argv` (without the program's name); `usage` starts the help text.
+    """Parses a command line. Both `--flag=value` and `--flag value` are understood. `--help` prints a text and exits.
 
-    With `gin`, `--gin_file`, `--gin.…` and `--allow_code` are flags too. Both `--flag=value` and `--flag value` are
-    understood. `--help` prints what `helped` returns, or every flag, and exits.
+    Args:
+      argv: the arguments, without the program's name.
+      flags: the command's own flags.
+      usage: the beginning of the help text.
+      gin: whether `--gin_file`, `--gin.…` and `--allow_code` are flags too.
+      make_help: returns the text of `--help`; by default a text of every flag.
 
     Raises:
       ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
       SystemExit: after `--help`.
     """
     flags = (*flags, ALLOW_CODE) if gin else flags
-    known = {flag.name: flag for flag in flags}
+    flags_by_name = {flag.name: flag for flag in flags}
     files: list[str] = []
     bindings: list[str] = []
     values = {flag.name: flag.default for flag in flags}
-    given: set[str] = set()
-    rest = list(argv)
-    while rest:
-        name, value = _split(rest.pop(0), known, gin)
+    present: set[str] = set()
+    words = list(argv)
+    while words:
+        name, value = _split(words.pop(0), flags_by_name, gin=gin)
         if name in ("help", "h"):
-            print(helped() if helped else help_text(flags, usage))
+            print(make_help() if make_help else help_text(flags, usage))
             raise SystemExit(0)
         if value is None and isinstance(values.get(name), bool):
             value = "true"
         if value is None:
-            value = _following(name, rest)
+            value = _next_word(name, words)
         if name == "gin_file":
             files.append(value)
         elif name.startswith("gin."):
             bindings.append(f"{name.removeprefix('gin.')}={value}")
         else:
-            values[name] = _typed(known[name], value)
-        given.add(name)
+            values[name] = _typed(flags_by_name[name], value)
+        present.add(name)
     for flag in flags:
-        if flag.required and flag.name not in given:
-            raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {shown(flag)}")
+        if flag.required and flag.name not in present:
+            raise ConfigError(f"--{flag.name} is missing: {flag.doc.rstrip('.')}; write {written(flag)}")
     allowed = bool(values.pop(ALLOW_CODE.name)) if gin else False
     return Flags(gin_files=tuple(files), bindings=tuple(bindings), allow_code=allowed, values=values)
 
@@ -129,14 +133,18 @@ def counted(count: int, noun: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A context for an entry point: errors that the user can mend become one line on stderr and exit status 2.
+    """A context in which errors that the user can correct become one line on stderr and exit status 2.
 
-    These are ConfigError and `kinds`. Ctrl-C and SIGTERM become the line `interrupted` and status 130.
+    Ctrl-C and SIGTERM become one line and exit status 130.
+
+    Args:
+      interrupted: the line after Ctrl-C and SIGTERM.
+      kinds: classes of errors that the user can correct, beside ConfigError.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Sigterm(sigterm.raise_interrupt), _lost_interrupts_sent_again():
+        with Sigterm(sigterm.raise_interrupt), _resending_lost_interrupts():
             yield
     except (ConfigError, *kinds) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -147,39 +155,40 @@ def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exceptio
 
 
 @contextlib.contextmanager
-def _lost_interrupts_sent_again() -> Iterator[None]:
-    """Sends Ctrl-C again if its exception was raised where Python drops exceptions, such as in JAX's callback of the
-    garbage collector."""
-    usual = sys.unraisablehook
+def _resending_lost_interrupts() -> Iterator[None]:
+    """A context that sends SIGINT again if Python has dropped the exception of Ctrl-C.
 
-    def hook(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            usual(lost)
+    Python drops exceptions in some callbacks, such as JAX's callback of the garbage collector.
+    """
+    previous_hook = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):
+            previous_hook(dropped)
             return
-        # A little later: what is raised in here would be dropped too.
+        # A little later: an exception that is raised in this hook would be dropped too.
         main = threading.main_thread().ident
-        again = threading.Timer(0.05, lambda: main and signal.pthread_kill(main, signal.SIGINT))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(0.05, lambda: main and signal.pthread_kill(main, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = usual
+        sys.unraisablehook = previous_hook
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for imports of JAX and of modules that need it, which take seconds: Ctrl-C and SIGTERM end the process
-    at once.
+    """A context for imports of JAX, which take seconds: Ctrl-C and SIGTERM end the process at once.
 
-    The exception that it would raise is often lost in them. An entry point enters it only after checking its command
-    line and configuration, so that mistakes are reported at once.
+    Elsewhere they raise an exception, which imports often drop. A command enters this context only after it has checked
+    its command line and configuration, so that mistakes are reported at once.
     """
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with Sigterm(sigterm.leave_now):
-        if not usual or threading.current_thread() is not threading.main_thread():
+        if not has_default or threading.current_thread() is not threading.main_thread():
             yield
             return
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -202,23 +211,24 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
 
 
 def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> str:
-    """The help text of an entry point's own flags; `gin` has lines about the flags for gin, which come first."""
+    """The help text of a command's own flags, after the lines `gin` about the flags for gin."""
     flags = (ALLOW_CODE, *flags) if gin else flags
-    own = "".join(f" {shown(flag)}" if flag.required else f" [{shown(flag)}]" for flag in flags)
-    lines = [f"usage: {usage}{' [--gin_file=F ...] [--gin.scope/Class.field=value ...]' if gin else ''}{own}", "", *gin]
+    gin_usage = " [--gin_file=F ...] [--gin.scope/Class.field=value ...]" if gin else ""
+    flag_usage = "".join(f" {written(flag)}" if flag.required else f" [{written(flag)}]" for flag in flags)
+    lines = [f"usage: {usage}{gin_usage}{flag_usage}", "", *gin]
     for flag in flags:
         default = f" Default {flag.default!r}." if flag.default not in ("", False, 0) else ""
         lines.append(entry(f"  --{flag.name}", flag.doc + default))
     return "\n".join(lines)
 
 
-def shown(flag: Flag) -> str:
-    """The form in which a flag is written, such as `--steps=STEPS`."""
+def written(flag: Flag) -> str:
+    """A flag as it is written on a command line, such as `--steps=STEPS`."""
     return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 
 def entry(head: str, text: str) -> str:
-    """`head`, and `text` wrapped beside it."""
+    """Lines of help: `head`, with `text` wrapped in a column beside it."""
     indent = 40
     body = textwrap.wrap(text, WIDTH - indent)
     if len(head) >= indent - 1:
@@ -226,15 +236,15 @@ def entry(head: str, text: str) -> str:
     return "\n".join([f"{head:<{indent}}{body[0]}", *(" " * indent + line for line in body[1:])])
 
 
-def _split(argument: str, known: Mapping[str, Flag], gin: bool) -> tuple[str, str | None]:
-    """Name and value of an argument; the value is None where none is attached."""
+def _split(argument: str, flags: Mapping[str, Flag], *, gin: bool) -> tuple[str, str | None]:
+    """Name and value of an argument; the value is None if none is attached."""
     if argument == "-h":
         return "h", None
     if not argument.startswith("--"):
         example = "--gin_file=digits_vlm" if gin else "--help"
         raise ConfigError(f"{argument!r} is no flag: flags start with --, such as {example}")
     name, equals, value = argument.removeprefix("--").partition("=")
-    legal = [*(["gin_file"] if gin else []), "help", *known]
+    legal = [*(["gin_file"] if gin else []), "help", *flags]
     if (gin and name.startswith("gin.")) or name in legal:
         return name, value if equals else None
     raise ConfigError(f"{argument}: no flag --{name}; {_suggest_flag(name, legal)}")
@@ -246,10 +256,10 @@ def _suggest_flag(name: str, legal: Sequence[str]) -> str:
     return suggest(f"--{name}", [f"--{option}" for option in legal])
 
 
-def _following(name: str, rest: list[str]) -> str:
-    """The value of `--flag value`, taken from `rest`."""
-    if rest and not rest[0].startswith("--"):
-        return rest.pop(0)
+def _next_word(name: str, words: list[str]) -> str:
+    """Removes the value of `--flag value` from the remaining words and returns it."""
+    if words and not words[0].startswith("--"):
+        return words.pop(0)
     raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
 
 

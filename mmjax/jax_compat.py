@@ -39,45 +39,47 @@ def compiler_options(platform: str, *, once: bool = False) -> dict[str, Any]:
 
     Args:
       platform: platform of the devices that run the program.
-      once: whether the program runs once, so that compiling it takes longer than running it.
+      once: whether the program runs only once, so that compiling it takes longer than running it.
     """
     if platform != "cpu":
         return {}
     options = {"xla_backend_optimization_level": 0 if once else 2, "xla_cpu_parallel_codegen_split_count": 1}
     if jaxlib.version.__version_info__ < (0, 11):  # newer XLA does not know the option, and refuses the program
         options["xla_cpu_use_fusion_emitters"] = False
-    given = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in given}
+    xla_flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in xla_flags}
 
 
 def compile_cheaply() -> None:
-    """Has XLA compile every CPU program as if it ran once; to be called before a backend is started.
+    """Makes XLA compile every CPU program as if it ran only once. Must be called before a backend is started.
 
-    Arithmetic stays IEEE fp32. Flags that XLA_FLAGS sets already are kept. Only flags that this jaxlib knows are added:
-    XLA ends the process at any other.
+    Arithmetic stays IEEE fp32. Flags in XLA_FLAGS are kept. Only flags that this jaxlib knows are added, because XLA
+    ends the process at an unknown one.
     """
     flags = [f"--{name}={str(value).lower()}" for name, value in compiler_options("cpu", once=True).items()]
     os.environ["XLA_FLAGS"] = " ".join((*os.environ.get("XLA_FLAGS", "").split(), *flags))
 
 
 def process_index() -> int:
-    """Index of this process in the run; asks no backend."""
+    """Index of this process in the run; starts no backend."""
     return _distributed().process_id
 
 
 def process_count() -> int:
-    """Number of processes in the run; asks no backend."""
+    """Number of processes in the run; starts no backend."""
     return _distributed().num_processes
 
 
 def coordination_client() -> Any:
-    """Client of JAX's coordination service (keys, values and barriers that all processes share); ``None`` before
-    ``jax.distributed.initialize``."""
+    """Client of JAX's coordination service: keys, values and barriers that all processes share.
+
+    ``None`` before ``jax.distributed.initialize``.
+    """
     return _distributed().client
 
 
 def coordinator_address() -> str:
-    """``host:port`` where the processes met."""
+    """The coordinator's ``host:port``."""
     return _distributed().coordinator_address
 
 
@@ -89,10 +91,10 @@ def _distributed() -> Any:
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """Stands for a device that need not be here: meshes, shardings and traces take it, programs do not.
+    """A placeholder for a device that this process does not have, for meshes, shardings and traces but not programs.
 
-    With a mesh of these, one process plans for more devices than it has. The attributes are those that JAX reads from a
-    device to make a mesh and to trace.
+    With a mesh of these, one process plans for more devices than it has. JAX reads the attributes to make a mesh and to
+    trace.
     """
 
     id: int
@@ -144,30 +146,30 @@ def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> j
 def used_inputs(
     fn: Callable[..., Any], avals: Sequence[Any], outputs: Callable[[Any], Any] | None = None
 ) -> list[bool]:
-    """For each leaf of ``avals``: whether any wanted output of ``fn(*avals)`` depends on it.
+    """For each leaf of ``avals``: whether any selected output of ``fn(*avals)`` depends on it.
 
     Args:
       fn: a traceable function.
       avals: its arguments as arrays or ``ShapeDtypeStruct``.
-      outputs: maps the output structure to a same-shaped structure of booleans (wanted or not); all when ``None``.
+      outputs: maps the output structure to booleans (selected or not) of the same structure; all when ``None``.
     """
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    wanted = jax.tree.map(lambda _: True, shape) if outputs is None else outputs(shape)
-    return _live(jaxpr.jaxpr, jax.tree.leaves(wanted))
+    selected = jax.tree.map(lambda _: True, shape) if outputs is None else outputs(shape)
+    return _live(jaxpr.jaxpr, jax.tree.leaves(selected))
 
 
 def without_dead_code(fn: Callable[..., Sequence[jax.Array]], *args: Any) -> list[jax.Array]:
-    """``fn(*args)`` without operations that no result needs; compilers may leave some in, such as collectives."""
+    """Calls ``fn(*args)`` without operations that no result needs; compilers keep some of them, such as collectives."""
     traced = jax.make_jaxpr(fn)(*args)
     needed, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    read = [x for x, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
-    return jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*read)
+    inputs = [x for x, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
+    return jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*inputs)
 
 
 def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
-    """For each output leaf of ``fn(*avals)``: which input leaves it depends on.
+    """For each output leaf of ``fn(*avals)`` and each input leaf: whether the output depends on the input.
 
-    Looks into calls, ``shard_map`` bodies and scans. A result of any other operation counts as dependent on all of its
+    Looks into calls, ``shard_map`` bodies and scans. A result of any other operation counts as dependent on all
     operands.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
@@ -175,57 +177,58 @@ def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool
     return [[bool(sources >> i & 1) for i in inputs] for sources in _sources(jaxpr, [1 << i for i in inputs])]
 
 
-def _sources(jaxpr: Any, given: Sequence[int]) -> list[int]:
-    """For each output, the original inputs that it depends on, as bits; ``given`` are those of the jaxpr's inputs."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+def _sources(jaxpr: Any, input_sources: Sequence[int]) -> list[int]:
+    """For each output of a jaxpr, the original inputs that it depends on, as bits; likewise for each of its inputs."""
+    sources_of = dict(zip(jaxpr.invars, input_sources, strict=True))
 
     def of(v: Any) -> int:
-        return 0 if isinstance(v, Literal) else known.get(v, 0)
+        return 0 if isinstance(v, Literal) else sources_of.get(v, 0)
 
     for eqn in jaxpr.eqns:
         sources, bodies = [of(v) for v in eqn.invars], list(_inner(eqn))
         if [(len(body.invars), len(body.outvars)) for body in bodies] != [(len(eqn.invars), len(eqn.outvars))]:
-            found = [reduce(or_, sources, 0)] * len(eqn.outvars)
+            results = [reduce(or_, sources, 0)] * len(eqn.outvars)
         elif eqn.primitive.name == "scan":
-            found = _sources_of_scan(eqn, bodies.pop(), sources)
+            results = _sources_of_scan(eqn, bodies.pop(), sources)
         else:
-            found = _sources(bodies.pop(), sources)
-        known |= zip(eqn.outvars, found, strict=True)
+            results = _sources(bodies.pop(), sources)
+        sources_of |= zip(eqn.outvars, results, strict=True)
     return [of(v) for v in jaxpr.outvars]
 
 
-def _sources_of_scan(eqn: Any, body: Any, given: Sequence[int]) -> list[int]:
+def _sources_of_scan(eqn: Any, body: Any, input_sources: Sequence[int]) -> list[int]:
     """``_sources`` of a scan: repeats the body until the carried values depend on no further inputs."""
-    given, first, carried = list(given), *_constants_and_carried(eqn.params)
+    sources, first, carried = list(input_sources), *_constants_and_carried(eqn.params)
     while True:
-        found = _sources(body, given)
-        before = given[first : first + carried]
-        after = [*map(or_, before, found)]  # the first results are the carried values
+        results = _sources(body, sources)
+        before = sources[first : first + carried]
+        after = [*map(or_, before, results)]  # the first results are the carried values
         if after == before:
-            return found
-        given[first : first + carried] = after
+            return results
+        sources[first : first + carried] = after
 
 
 def _constants_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and of carried values among a scan's operands; these come first, in this order."""
+    """Numbers of constants and of carried values, the first operands of a scan."""
     if "ft_in" not in scan:  # before jax 0.11
         return scan["num_consts"], scan["num_carry"]
     constants, carried, _ = scan["ft_in"].unpack()
     return len(constants), len(carried)
 
 
-def _live(jaxpr: Any, wanted: list[bool]) -> list[bool]:
+def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
+    """For each input: whether any selected output depends on it."""
     from jax._src.interpreters import partial_eval
 
-    return list(partial_eval.dce_jaxpr(jaxpr, wanted)[1])
+    return list(partial_eval.dce_jaxpr(jaxpr, selected)[1])
 
 
 def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
-    """For each leaf of ``avals``: how often ``fn`` reads it under ``checkpoint_name`` with ``name``, and otherwise.
+    """Counts the reads of each leaf of ``avals`` under ``checkpoint_name`` with ``name``, and its other reads.
 
-    Looks into calls, checkpointed and ``shard_map`` bodies, and scans. There a slice of which each turn has its own is
-    read once, a constant that all turns share once a turn. A transpose or a change of varying axes does not count as a
-    read; the reads of its result do.
+    Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a scan, a scanned input counts as one read,
+    and a constant as one read per iteration. A transpose or a change of varying axes is no read, but reads of its
+    result are.
     """
     return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
 
@@ -236,10 +239,10 @@ _ALIASES = frozenset({"pvary", "pcast", "transpose"})
 def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
     reads: dict[Any, tuple[int, int]] = {}
 
-    def add(v: Any, named: int, other: int) -> None:
+    def add(v: Any, named: int, unnamed: int) -> None:
         if not isinstance(v, Literal):
             before = reads.get(v, (0, 0))
-            reads[v] = (before[0] + named, before[1] + other)
+            reads[v] = (before[0] + named, before[1] + unnamed)
 
     for v in jaxpr.outvars:
         add(v, 0, 1)
@@ -254,19 +257,19 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
             if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
                 counts = _reads(bodies.pop(), name)
                 if primitive == "scan":
-                    shared, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
-                    counts[:shared] = [(named * turns, other * turns) for named, other in counts[:shared]]
+                    constants, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
+                    counts[:constants] = [(named * turns, unnamed * turns) for named, unnamed in counts[:constants]]
         for v, count in zip(eqn.invars, counts, strict=True):
             add(v, *count)
     return [reads.get(v, (0, 0)) for v in jaxpr.invars]
 
 
 def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
-    """Estimate of the most bytes that ``fn(*avals)`` holds on a device at a time, beside its arguments and results.
+    """Estimates the peak bytes of ``fn(*avals)`` on a device, beside its arguments and results.
 
-    Made from the order of the traced operations and the last use of each value. Reshapes take nothing; fusion, copies
-    and reordering by a compiler are not foreseen. Local shapes count inside a ``shard_map``, and for its results.
-    Operations that no result needs are left out, as compilers do.
+    The estimate follows the order of the traced operations and the last use of each value. Reshapes take nothing.
+    Fusion, copies and reordering by a compiler are ignored. Inside a ``shard_map``, and for its results, local shapes
+    count. Operations that no result needs are left out, as compilers do.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -277,36 +280,36 @@ _SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast",
 
 
 def _temporaries(jaxpr: Any) -> int:
-    """``temporary_bytes`` of one jaxpr; of a loop the body counts once, of a conditional the larger branch."""
+    """``temporary_bytes`` of a jaxpr; a loop counts as its body once, a conditional as its larger branch."""
     root: dict[Any, Any] = {}  # variables that share a buffer, by the first of them
-    last: dict[Any, int] = {}
-    given = {*jaxpr.invars, *jaxpr.constvars}
+    last_use: dict[Any, int] = {}
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
     for i, eqn in enumerate(jaxpr.eqns):
-        read = [root.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
-        last.update(dict.fromkeys(read, i))
-        if read and (eqn.primitive.name in _SAME_BUFFER or _only_adds_ones(eqn) or _writes_into(eqn, given)):
-            root.update(dict.fromkeys(eqn.outvars, read[0]))
+        operands = [root.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
+        last_use.update(dict.fromkeys(operands, i))
+        if operands and (eqn.primitive.name in _SAME_BUFFER or _only_adds_ones(eqn) or _writes_into(eqn, inputs)):
+            root.update(dict.fromkeys(eqn.outvars, operands[0]))
     results = {root.get(v, v) for v in jaxpr.outvars if not isinstance(v, Literal)}
-    held: dict[Any, int] = {}
-    most = 0
+    live: dict[Any, int] = {}
+    peak = 0
     for i, eqn in enumerate(jaxpr.eqns):
         inside = max((_temporaries(inner) for inner in _inner(eqn)), default=0)
-        new = [v for v in eqn.outvars if v not in root and v not in results and v in last]
+        new = [v for v in eqn.outvars if v not in root and v not in results and v in last_use]
         local = dict(zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)) if _is_shard_map(eqn) else {}
         avals = {v: local.get(v, v).aval for v in new}
-        held |= {v: math.prod(a.shape) * a.dtype.itemsize for v, a in avals.items() if hasattr(a, "dtype")}
-        most = max(most, sum(held.values()) + inside)
-        held = {v: size for v, size in held.items() if last[v] > i}
-    return most
+        live |= {v: math.prod(a.shape) * a.dtype.itemsize for v, a in avals.items() if hasattr(a, "dtype")}
+        peak = max(peak, sum(live.values()) + inside)
+        live = {v: size for v, size in live.items() if last_use[v] > i}
+    return peak
 
 
 def _is_shard_map(eqn: Any) -> bool:
     return eqn.primitive.name == "shard_map"
 
 
-def _writes_into(eqn: Any, given: set[Any]) -> bool:
-    """Whether the operation adds in place to an array that is not one of the inputs, ``given``."""
-    return eqn.primitive.name == "scatter-add" and eqn.invars[0] not in given
+def _writes_into(eqn: Any, inputs: set[Any]) -> bool:
+    """Whether the operation adds in place to an array that is not one of the inputs."""
+    return eqn.primitive.name == "scatter-add" and eqn.invars[0] not in inputs
 
 
 def _only_adds_ones(eqn: Any) -> bool:
@@ -322,10 +325,10 @@ def _inner(eqn: Any) -> Iterator[Any]:
 
 
 def replica_groups(line: str) -> list[list[int]]:
-    """The groups of devices of a collective in a line of compiled HLO, by their places in the program's mesh.
+    """The device groups of a collective in a line of compiled HLO, as flat indices into the program's mesh.
 
-    XLA prints them in three notations: ``{{0,1},{2,3}}``; ``[2,2]<=[2,2]T(1,0)``, numbers in that shape and order, cut
-    into rows; and, from jax 0.11 on, ``mesh['dp'=2,'tp'=2] {'tp'}``, the axes along which a group lies.
+    XLA prints them in three notations: ``{{0,1},{2,3}}``; ``[2,2]<=[2,2]T(1,0)``, an iota of that shape, transposed and
+    cut into rows; and, from jax 0.11 on, ``mesh['dp'=2,'tp'=2] {'tp'}``, the axes that a group spans.
 
     Raises:
       ValueError: the line has no groups in one of these notations.
@@ -357,34 +360,36 @@ def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:
 
 
 def replace_argument_residuals(vjp: Any, position: int, value: Any) -> None:
-    """Gives another value to the residuals that are argument ``position`` of the differentiated function itself."""
+    """Replaces the residual that is argument ``position`` of the differentiated function."""
     vjp.args_res[position] = value
 
 
 Runs = tuple[jax.Array, jax.Array]
-"""First token and length of each run of tokens of one segment, in all rows one after another."""
+"""First token and length of each run (contiguous tokens of one segment); tokens are numbered through all rows."""
 
 
 def cudnn_forward(
     q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, runs: Runs | None = None, *, causal: bool, window: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's attention among the tokens of a row, or of a run: the output, and what backward needs beside it.
+    """cuDNN's attention among the tokens of a row, or of a run, with the softmax statistics for its backward.
 
-    The public function takes no runs, and gives neither what backward needs nor names for checkpoint policies. This
-    goes below ``jax._src.cudnn``'s own treatment of runs, which read wrong keys where G < H (jax pull request 39521).
+    The public function takes no runs, and returns neither the statistics nor names for checkpoint policies. This calls
+    the kernel directly, because ``jax._src.cudnn``'s own code for runs read wrong keys if G < H (jax pull request
+    39521).
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: bf16 or fp16; H is a multiple of G.
-      runs: all runs of the rows, a multiple of B of them; those that are missing have no length.
-      causal: whether a token sees none behind itself.
+      runs: all runs of the rows, padded with runs of length 0 to a multiple of B.
+      causal: whether a token sees no later ones.
       window: tokens that a token sees under a causal mask, itself included; 0 means all.
 
     Returns:
-      The output; and the logarithm of each softmax's denominator, ``[B, H, T]``, or for runs one row each.
+      The output, and the logarithm of each softmax's denominator: ``[B, H, T]``, or with runs one row for each.
     """
     kernels = _cudnn()
-    given, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal, window)
-    out, stats = kernels._dot_product_attention_fwd_p.bind(q_BTHK, k_BTGK, v_BTGK, *given, **settings, is_training=True)
+    operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)
+    arrays = (q_BTHK, k_BTGK, v_BTGK, *operands)
+    out, stats = kernels._dot_product_attention_fwd_p.bind(*arrays, **settings, is_training=True)
     return out, stats
 
 
@@ -400,10 +405,10 @@ def cudnn_backward(
     causal: bool,
     window: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values, from what ``cudnn_forward`` gave."""
+    """Gradients of queries, keys and values, from the results of ``cudnn_forward`` and the output's gradient."""
     kernels = _cudnn()
-    given, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal, window)
-    arrays = (q_BTHK, k_BTGK, v_BTGK, *given, stats, out_BTHK, d_out_BTHK)
+    operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)
+    arrays = (q_BTHK, k_BTGK, v_BTGK, *operands, stats, out_BTHK, d_out_BTHK)
     dq, dk, dv = kernels._dot_product_attention_bwd_p.bind(*arrays, **settings)
     return dq, dk, dv
 
@@ -415,18 +420,18 @@ def _cudnn() -> Any:
 
 
 def _cudnn_call(
-    q_BTHK: jax.Array, k_BTGK: jax.Array, runs: Runs | None, causal: bool, window: int
+    q_BTHK: jax.Array, k_BTGK: jax.Array, runs: Runs | None, *, causal: bool, window: int
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Operands behind queries, keys and values (bias, lengths, offsets, pages), and the parameters of a kernel."""
+    """A kernel's operands after queries, keys and values (bias, lengths, offsets, pages), and its parameters."""
     (B, T, H, K), G, masks = q_BTHK.shape, k_BTGK.shape[2], _cudnn().MaskType
     none = to_varying(jnp.zeros(0, q_BTHK.dtype), sorted(varying_axes(q_BTHK)))
     lengths, offsets, kind = [none, none], [none, none], masks.CAUSAL if causal else masks.NO_MASK
     if runs:
         first_N, length_N = runs
         kind = masks.PADDING_CAUSAL if causal else masks.PADDING
-        end_B = jnp.full_like(first_N[:B], B * T)  # an offset for each run, and at least one more
+        end_B = jnp.full_like(first_N[:B], B * T)  # cuDNN wants an offset for each run, and at least one more
         lengths = [length_N.reshape(B, -1)] * 2
-        # In numbers, not tokens: a token's queries and its keys are H and G heads.
+        # Offsets count numbers, not tokens: a token's queries have H heads of K numbers, its keys G heads.
         offsets = [(jnp.concatenate([first_N, end_B]) * heads * K).reshape(B, -1) for heads in (H, G)]
     settings = {"scale": K**-0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False)}
     settings |= {"mask_type": kind, "layout": _cudnn().AttentionLayout.BTNH.value}

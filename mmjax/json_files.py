@@ -1,7 +1,7 @@
-"""Reads JSON that others wrote: a damaged text, or one of too many values, becomes one line that says why.
+"""Reads JSON files of other programs; damaged or too large ones raise errors of one line.
 
-A small text may stand for much: a list in three bytes takes seventy in memory, and each bracket a level of recursion.
-This file imports the standard library alone.
+The number of values is limited because a small text may need much memory: a list in three bytes takes seventy, and each
+bracket adds a level of recursion. This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def parse(data: bytes | str, most: int = MOST_VALUES) -> Any:
-    """The value of JSON with no more than `most` values in it. Raises ValueError, one line, for anything else."""
+    """Parses JSON of at most `most` values. Raises ValueError, one line, for anything else."""
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if (commas := _commas(data)) > most and commas - sum(_commas(text[0]) for text in _STRING.finditer(data)) > most:
         raise ValueError(f"not JSON that can be read (more than {most} values)")
@@ -39,7 +39,7 @@ def parse(data: bytes | str, most: int = MOST_VALUES) -> Any:
 
 
 def _commas(data: bytes) -> int:
-    """A count that no JSON has more values than, but for one: each follows a comma or an opening bracket."""
+    """An upper bound of the number of values, minus one: each follows a comma or an opening bracket."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
@@ -47,7 +47,7 @@ def is_there(file: Path, fix: str = "get it again") -> bool:
     """Whether a folder has a file of this name.
 
     Raises:
-      ConfigError: it has a folder, a link to nothing or something else of this name, or cannot be looked into.
+      ConfigError: the name is that of a folder, a broken link or something else, or the folder cannot be read.
     """
     try:
         mode = file.stat().st_mode
@@ -63,7 +63,7 @@ def is_there(file: Path, fix: str = "get it again") -> bool:
 
 
 def read_bytes(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file. Raises ConfigError if it is none, cannot be read, or has more than `most`."""
+    """The bytes of a file. Raises ConfigError if it does not exist, cannot be read, or has more than `most` bytes."""
     if not is_there(file, fix):
         raise ConfigError(f"{file} does not exist; {fix}")
     try:
@@ -77,7 +77,7 @@ def read_bytes(file: Path, fix: str = "get it again", most: int = MOST_BYTES) ->
 
 
 def read_text(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a file. Raises ConfigError if it is none, or as `read_bytes` does."""
+    """The UTF-8 text of a file. Raises ConfigError if it is not UTF-8, or as `read_bytes` does."""
     try:
         return read_bytes(file, fix, most).decode("utf-8")
     except UnicodeDecodeError as error:

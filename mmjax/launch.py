@@ -1,8 +1,8 @@
 """``python -m mmjax.launch -n 4 [--devices_per_process=2] -m mmjax.train --gin_file=F …``: N processes on this host.
 
-Each process gets its number, and the address where they meet, in its environment. Their output is printed line by line,
-with the number in front. If one fails, the launcher says which and why, stops the others, and starts all again where
-that may help. It never imports JAX.
+Each process gets its number and the coordinator's address in its environment. The output of all is printed line by
+line, with the number in front. If one fails, the launcher reports it, stops the others, and starts all again if that
+may help. It never imports JAX.
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ FLAGS = (
     ),
 )
 GRACE = 8.0
-"""Seconds that the other processes have to end after one has failed, by themselves or after SIGTERM, before they are
-killed."""
+"""Seconds after the failure of one process until the others are killed, if they have not ended before."""
 MARGIN = 20.0
-"""Seconds after `Checkpoint.grace_seconds` until processes that were sent SIGTERM are killed; they end before that by
-themselves, and clusters wait longer."""
+"""Seconds beyond `Checkpoint.grace_seconds` between SIGTERM and killing a process. It should end by itself before that,
+and clusters wait longer."""
 PAUSE = 1.0
 """Seconds between an end and the next start."""
 _NEWS = 3.0
-"""Seconds of ``GRACE`` before SIGTERM, in which they may still report what they know."""
+"""Seconds of ``GRACE`` before SIGTERM, in which the other processes may still report errors."""
 _LAST_LINES = 8
 _POLL = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the processes; the exit status is that of the first that failed, or 0."""
+    """Runs the processes; returns the exit status of the first that failed, or 0."""
     with one_line_errors():
-        count, each, most, command = _parse(sys.argv[1:] if argv is None else list(argv))
-        restarts = Restarts(command, most)
-    with _Job(count, each, grace_of(command)) as job:
+        count, devices, max_restarts, command = _parse(sys.argv[1:] if argv is None else list(argv))
+        restarts = Restarts(command, max_restarts)
+    with _Job(count, devices, grace_of(command)) as job:
         status = job.run(command)
-        while not job.asked:
+        while not job.stopping:
             again, line = restarts.again(status)
             job.say(line)
             if not again:
@@ -71,32 +70,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[int, int, int, list[str]]:
-    """Number of processes, devices of each, restarts in a row without progress, and the command without Python.
+    """Parses the launcher's command line.
+
+    Returns:
+      Number of processes, devices of each, restarts in a row without progress, and the command without Python.
 
     Raises:
       ConfigError: something is missing or out of range.
     """
     at = min((argv.index(word) for word in ("-m", "mmjax") if word in argv), default=len(argv))
-    own, command = argv[:at], argv[at:]
+    flag_words, command = argv[:at], argv[at:]
     if command[:1] == ["mmjax"] and len(command) > 1:
         command = ["-m", f"mmjax.{command[1]}", *command[2:]]
-    if own and Path(own[-1]).name.startswith("python"):  # the command as it is written for one process
-        own = own[:-1]
-    if len(command) < 2 and not {"-h", "--help"} & set(own):
+    if flag_words and Path(flag_words[-1]).name.startswith("python"):  # the command as it is written for one process
+        flag_words = flag_words[:-1]
+    if len(command) < 2 and not {"-h", "--help"} & set(flag_words):
         raise ConfigError(f"-m is missing: name what to run; write {USAGE}")
-    own = [f"--{word[1:]}" if word == "-n" or word.startswith("-n=") else word for word in own]
-    values = parse_flags(own, FLAGS, USAGE, helped=_help).values
-    count, each = str(values["n"]), int(values["devices_per_process"])
+    flag_words = [f"--{word[1:]}" if word == "-n" or word.startswith("-n=") else word for word in flag_words]
+    values = parse_flags(flag_words, FLAGS, USAGE, make_help=_help).values
+    count, devices = str(values["n"]), int(values["devices_per_process"])
     if not count:
         raise ConfigError(f"-n is missing: give the number of processes, such as 2; write {USAGE}")
     if not count.isdecimal() or not int(count):
         raise ConfigError(f"-n={count}: must be an integer of 1 or more, such as 2")
-    if each < 0:
-        raise ConfigError(f"--devices_per_process={each}: must be 1 or more, such as 2")
-    most = str(values["max_restarts"]) or str(MOST if is_training(command) else 0)
-    if not most.isdecimal():
-        raise ConfigError(f"--max_restarts={most}: must be an integer of 0 or more, such as {MOST}")
-    return int(count), each, int(most), command
+    if devices < 0:
+        raise ConfigError(f"--devices_per_process={devices}: must be 1 or more, such as 2")
+    max_restarts = str(values["max_restarts"]) or str(MOST if is_training(command) else 0)
+    if not max_restarts.isdecimal():
+        raise ConfigError(f"--max_restarts={max_restarts}: must be an integer of 0 or more, such as {MOST}")
+    return int(count), devices, int(max_restarts), command
 
 
 def _help() -> str:
@@ -107,32 +109,38 @@ def _help() -> str:
 
 @dataclass
 class _Child:
-    """One process and its last lines on stderr."""
+    """A process of the launch and its last lines on stderr."""
 
     number: int
     process: subprocess.Popen[bytes]
-    last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     readers: list[threading.Thread] = field(default_factory=list)
 
     @property
     def followed(self) -> bool:
-        """Whether it has ended because another one has; where that one was refused, its status is the same."""
-        ended = self.process.returncode
-        return ended == FOLLOWED or (ended == REFUSED and any(line.endswith(TOO) for line in list(self.last)))
+        """Whether it has ended because another process has; it repeats the status of a refused one."""
+        status = self.process.returncode
+        return status == FOLLOWED or (status == REFUSED and any(line.endswith(TOO) for line in list(self.last_lines)))
 
 
 class _Job:
     """The processes of one launch, from their first start to their last end.
 
     Attributes:
-      asked: whether Ctrl-C or SIGTERM has asked all to end.
+      stopping: whether Ctrl-C or SIGTERM was received.
     """
 
-    def __init__(self, count: int, each: int, grace: float):
-        """Starts nothing. `grace` is the number of seconds that processes may take to end after SIGTERM."""
-        self._count, self._each, self._grace = count, each, grace
+    def __init__(self, count: int, devices: int, grace: float):
+        """Starts nothing.
+
+        Args:
+          count: number of processes.
+          devices: devices of each process; 0 leaves them to JAX.
+          grace: seconds that processes may take to end after SIGTERM.
+        """
+        self._count, self._devices, self._grace = count, devices, grace
         self._width, self._lock = len(str(count - 1)), threading.Lock()
-        self.asked, self._interrupts, self._deadline = False, 0, 0.0
+        self.stopping, self._interrupts, self._deadline = False, 0, 0.0
         self._previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         self._children: list[_Child] = []
 
@@ -140,19 +148,19 @@ class _Job:
         """Starts all processes and waits for their end; returns the exit status."""
         self._children, port = [], free_port()
         for number in range(self._count):
-            environment = _environment(number, self._count, self._each, port)
+            environment = _environment(number, self._count, self._devices, port)
             self._children.append(self._start(number, environment, command))
-            if self.asked:  # this one may have missed the signal; none has anything to save yet
+            if self.stopping:  # this process may have missed the signal; none has anything to save yet
                 self._end(GRACE)
                 return INTERRUPTED
         return self._wait()
 
     def pause(self) -> bool:
-        """Waits before another start; returns whether there is to be one."""
+        """Waits before another start; returns False if a signal has cancelled it."""
         until = time.monotonic() + PAUSE
-        while not self.asked and time.monotonic() < until:
+        while not self.stopping and time.monotonic() < until:
             time.sleep(_POLL)
-        return not self.asked
+        return not self.stopping
 
     def say(self, line: str) -> None:
         """Prints a line of the launcher's own, if there is one."""
@@ -169,7 +177,7 @@ class _Job:
             signal.signal(number, handler)
 
     def _start(self, number: int, environment: dict[str, str], command: Sequence[str]) -> _Child:
-        # A group of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+        # In a process group of its own, so that Ctrl-C reaches the launcher alone, which passes it on once.
         process = subprocess.Popen(
             [sys.executable, "-u", *command],
             env=environment,
@@ -191,20 +199,20 @@ class _Job:
             for line in iter(stream.readline, b""):
                 text = line.decode(errors="replace").rstrip("\n")
                 if out is sys.stderr:
-                    child.last.append(text)
+                    child.last_lines.append(text)
                 with self._lock, contextlib.suppress(BrokenPipeError):
                     out.write(f"[{child.number:>{self._width}}] {text}\n")
                     out.flush()
 
     def _wait(self) -> int:
-        """Waits for all processes; if one fails, says so and stops the others. Returns the exit status."""
-        noticed = None
+        """Waits for all processes; if one fails, reports it and stops the others. Returns the exit status."""
+        noticed_at = None
         while running := [child for child in self._children if child.process.poll() is None]:
             failed = self._failed()
-            # Processes that ended because another one did may be seen first; that one is named, if it shows up in time.
-            if failed and (not failed.followed or (noticed and time.monotonic() > noticed + _NEWS)):
+            # A process that followed another one may be noticed first: waits a while for the cause.
+            if failed and (not failed.followed or (noticed_at and time.monotonic() > noticed_at + _NEWS)):
                 break
-            # Python may lose a Ctrl-C: a process that has not got it would wait for those that are gone.
+            # Python may lose a Ctrl-C: a process that has lost it would wait for the ended ones.
             if self._interrupts and any(child.process.returncode for child in self._children):
                 break
             if self._deadline and time.monotonic() > self._deadline:
@@ -212,38 +220,38 @@ class _Job:
                 self.say(f"process {names} has not ended in time: killed")
                 self._end(0.0)
                 break
-            noticed = noticed or (time.monotonic() if failed else None)
+            noticed_at = noticed_at or (time.monotonic() if failed else None)
             time.sleep(_POLL)
         if failed := self._failed():
             _drain(failed)
             self._blame(failed, failed.process.returncode)
             self._end(GRACE)
-            return _shell(failed.process.returncode)
+            return _shell_status(failed.process.returncode)
         self._end(GRACE)
-        statuses = [_shell(child.process.returncode) for child in self._children]
-        return INTERRUPTED if self.asked and any(statuses) else max(statuses)
+        statuses = [_shell_status(child.process.returncode) for child in self._children]
+        return INTERRUPTED if self.stopping and any(statuses) else max(statuses)
 
     def _failed(self) -> _Child | None:
-        """A process that failed, if possible one that did not just follow another; None after Ctrl-C and SIGTERM."""
-        ended = [child for child in self._children if child.process.poll() and not self.asked]
+        """A failed process, if possible one that did not just follow another; None after Ctrl-C and SIGTERM."""
+        ended = [child for child in self._children if child.process.poll() and not self.stopping]
         return min(ended, key=lambda child: child.followed, default=None)
 
     def _blame(self, child: _Child, status: int) -> None:
         if status == INTERRUPTED:
             self.say(f"process {child.number} was interrupted; stopping the others")
             return
-        why = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        lines = [f"launch: process {child.number} {why}; stopping the others"]
-        if child.last:
-            lines += ["launch: its last words:", *(f"  {line}" for line in child.last)]
+        end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        lines = [f"launch: process {child.number} {end}; stopping the others"]
+        if child.last_lines:
+            lines += ["launch: its last words:", *(f"  {line}" for line in child.last_lines)]
         with self._lock:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _stop(self, number: int, _frame: object) -> None:
-        """Passes Ctrl-C and the first SIGTERM on. After SIGTERM and a second Ctrl-C the processes' time is limited."""
+        """Passes Ctrl-C and the first SIGTERM on. SIGTERM and a second Ctrl-C set a deadline for the processes."""
         if number == signal.SIGTERM and self._deadline:
             return
-        self.asked = True
+        self.stopping = True
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGTERM:
             self._deadline = time.monotonic() + self._grace + MARGIN
@@ -255,7 +263,7 @@ class _Job:
                     child.process.send_signal(number)
 
     def _end(self, grace: float) -> None:
-        """Ends the processes that still run: waits for them, then sends SIGTERM, then SIGKILL."""
+        """Ends the processes that still run: waits, then sends SIGTERM, then SIGKILL."""
         children, started = self._children, time.monotonic()
         for after, number in ((min(_NEWS, grace), signal.SIGTERM), (grace, signal.SIGKILL)):
             while any(child.process.poll() is None for child in children) and time.monotonic() < started + after:
@@ -265,31 +273,31 @@ class _Job:
                     _signal(child, number)
         for child in children:
             child.process.wait()
-            _signal(child, signal.SIGKILL)  # what it has left behind, such as data workers
+            _signal(child, signal.SIGKILL)  # ends processes that it has left behind, such as data workers
             _drain(child)
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on at the moment."""
-    with socket.socket() as chosen:
-        chosen.bind(("", 0))
-        return chosen.getsockname()[1]
+    """A port of this host that is free at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
 
 
-def _environment(number: int, count: int, each: int, port: int) -> dict[str, str]:
-    own = {
+def _environment(number: int, count: int, devices: int, port: int) -> dict[str, str]:
+    variables = {
         "MMJAX_COORDINATOR": f"127.0.0.1:{port}",
         "MMJAX_NUM_PROCESSES": str(count),
         "MMJAX_PROCESS_ID": str(number),
     }
-    if each:
-        own["JAX_NUM_CPU_DEVICES"] = str(each)
-        own["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(number * each + i) for i in range(each))
-    return {**os.environ, **own}
+    if devices:
+        variables["JAX_NUM_CPU_DEVICES"] = str(devices)
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(number * devices + i) for i in range(devices))
+    return {**os.environ, **variables}
 
 
 def _signal(child: _Child, number: signal.Signals) -> None:
-    """Sends a signal to a process and to all that it has started."""
+    """Sends a signal to a process and to all processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, number)
 
@@ -299,8 +307,8 @@ def _drain(child: _Child) -> None:
         reader.join(1.0)
 
 
-def _shell(status: int) -> int:
-    """The exit status in the form of a shell: 128 plus the signal's number for a process that a signal ended."""
+def _shell_status(status: int) -> int:
+    """The exit status as a shell reports it: 128 plus the signal's number for a process that a signal ended."""
     return 128 - status if status < 0 else status
 
 

@@ -1,8 +1,8 @@
 """AdamW and its learning rate, one configuration per module.
 
 The update of an element reads that element alone, so it may be applied to any shard of any leaf: a tp slice, a
-ZeRO-1 shard, or layers stacked along a new first dimension. What an element cannot know, whether its leaf is
-decayed, comes as a mask; global-norm clipping spans modules and happens before.
+ZeRO-1 shard, or layers stacked along a new first dimension. A mask says which leaves are decayed. Global-norm clipping
+spans modules and happens before.
 
 AdamW: Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2, with the decay multiplied
 by the learning rate.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from mmjax.optimizer_config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates done before.
 
-    Update 0 has `learning_rate / (warmup + 1)`, and update `warmup` has `learning_rate`. `final_learning_rate` is that
-    of update `total_steps`, which is never done, so that the last update still moves. 0 for a frozen module.
+    Update 0 has `learning_rate / (warmup + 1)`, and update `warmup` has `learning_rate`. The schedule reaches
+    `final_learning_rate` at update `total_steps`, one after the last, so that the last update still changes parameters.
+    A frozen module has 0.
 
     Raises:
       ConfigError: the warm-up does not end before the run.
@@ -107,7 +108,7 @@ def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None 
     Args:
       state: a state with any moments.
       new: the moments. They may be younger than the run if the module was frozen before.
-      updates: updates done by the run, which decide over the learning rate; by default `new.count`.
+      updates: updates done by the run, on which the learning rate depends; by default `new.count`.
 
     Raises:
       ValueError: the state is a frozen module's.
@@ -115,11 +116,13 @@ def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None 
     if _adam(state) is None:
         raise ValueError("a frozen module has no moments")
     state = optax.tree.set(state, count=new.count if updates is None else updates)
-    adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
-    own = optax.ScaleByAdamState(count=new.count, mu=new.m, nu=new.v)
-    return jax.tree.map(lambda node: own if adam(node) else node, state, is_leaf=adam)
+    adam = optax.ScaleByAdamState(count=new.count, mu=new.m, nu=new.v)
+    return jax.tree.map(lambda node: adam if _is_adam(node) else node, state, is_leaf=_is_adam)
 
 
 def _adam(state: optax.OptState) -> optax.ScaleByAdamState | None:
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
-    return next((leaf for leaf in leaves if isinstance(leaf, optax.ScaleByAdamState)), None)
+    return next(filter(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam)), None)
+
+
+def _is_adam(node: Any) -> TypeGuard[optax.ScaleByAdamState]:
+    return isinstance(node, optax.ScaleByAdamState)

@@ -28,13 +28,13 @@ class OptimizerConfig:
       b2: decay of the squared gradient's running mean.
       eps: added to the root of the squared gradient's running mean.
       frozen: the module's parameters stay as they are: one copy without fp32 masters and moments.
-      frozen_dtype: what that copy is held in, "float32", "bfloat16" or "float16"; "" is the dtype of the computation. A
-        folder of safetensors proposes the dtype of its tensors, so that nothing is rounded that is not trained.
+      frozen_dtype: dtype of that copy, "float32", "bfloat16" or "float16"; "" is the dtype of the computation. A folder
+        of safetensors proposes the dtype of its tensors, so that parameters that are not trained are not rounded.
       rates: factors of the learning rate by name of a parameter in the module, or a pattern of names, such as
         {'layers/*/attn/*': 0.5, 'embed': 0.1}; the first one that fits a name counts, and others have 1.
       layer_decay: factor of the learning rate for each layer from the module's last one down (Bao et al., "BEiT"). Of L
-        layers, numbered from 0, layer l has layer_decay ** (L - l), what stands before the layers (embeddings)
-        layer_decay ** (L + 1), and what stands behind them (norm, head, projector) 1. Multiplied with rates.
+        layers, numbered from 0, layer l has layer_decay ** (L - l), parameters before the layers (embeddings) have
+        layer_decay ** (L + 1), and parameters behind them (norm, head, projector) 1. Multiplied with rates.
     """
 
     learning_rate: float = 1e-3
@@ -69,7 +69,7 @@ class OptimizerConfig:
         require(0 < self.layer_decay <= 1, "Optimizer.layer_decay", self.layer_decay, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """The settings that change nothing because of other settings, each with the reason."""
         if self.frozen:
             names = (field.name for field in dataclasses.fields(self) if not field.name.startswith("frozen"))
             return dict.fromkeys(names, "the module is frozen")
@@ -79,9 +79,9 @@ class OptimizerConfig:
         return reasons
 
     def held_in(self, dtype: str) -> str:
-        """The dtype that the module's parameters are held in between steps, where steps compute in `dtype`.
+        """The dtype in which the module's parameters are stored between steps that compute in `dtype`.
 
-        Updates need float32 masters; a frozen module has none, and is held as it was read, or as what is computed with.
+        Updates need float32 masters. A frozen module has none: it has `frozen_dtype`, or the dtype of the computation.
         """
         return (self.frozen_dtype or dtype) if self.frozen else "float32"
 
@@ -92,5 +92,5 @@ class OptimizerConfig:
           name: its name in the module, such as "layers/003/attn/q".
           from_end: 0 behind the module's layers, 1 in the last one, and so on; one more before the first one.
         """
-        own = next((factor for pattern, factor in self.rates.items() if fnmatchcase(name, pattern)), 1.0)
-        return own * self.layer_decay**from_end
+        rate = next((factor for pattern, factor in self.rates.items() if fnmatchcase(name, pattern)), 1.0)
+        return rate * self.layer_decay**from_end

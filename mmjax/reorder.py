@@ -1,7 +1,7 @@
-"""`python -m mmjax.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]`: reorders given samples.
+"""`python -m mmjax.reorder --costs=FILE --dp=30 --pp=12 --microbatches=64 [--json]`: reorders samples by their costs.
 
 FILE is JSON: {"encoder": [[forward, backward] of each sample], "llm": [forward, backward] of a microbatch in one
-pipeline stage}, in any unit of time; "generator" may follow, like "encoder". With `--json` one line comes out:
+pipeline stage}, in any unit of time; "generator" may follow, like "encoder". `--json` prints one line:
 {"ranks": [[[sample, …] of each microbatch, in the order in which they run] of each dp rank]}. JAX is never imported.
 """
 
@@ -89,20 +89,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
-    """Load and simulated makespan of every method beside their lower bounds, and what is gained over "none"."""
+    """A table of every method's load and simulated makespan, their lower bounds, and the gain over "none"."""
     ranks, rows = len(pipeline.rows), pipeline.rows[0]
     lines = [
         f"{pipeline.samples} samples, {ranks} dp ranks, {pipeline.microbatches} microbatches, {rows} samples in each"
         + (f", units of {pipeline.units.size}" if pipeline.units.size > 1 else ""),
         f"{'method':10} {'largest load':>14} {'makespan':>14} {'over bound':>11} {'none / it':>10}",
     ]
-    bound, given = pipeline.bound(seconds), 0.0
+    bound, baseline = pipeline.bound(seconds), 0.0
     for method in METHODS:
         order = pipeline.reorder(seconds, method)
         load, span = pipeline.loads(seconds, order).sum(axis=1).max(), pipeline.makespan(seconds, order)
         over = f"{100 * (span / bound - 1):.2f} %" if bound else "-"
-        given = given or span  # the first method is "none"
-        gain = f"{given / span:.3f} ×" if span else "-"
+        baseline = baseline or span  # the first method is "none"
+        gain = f"{baseline / span:.3f} ×" if span else "-"
         lines.append(f"{method:10} {load:14.6g} {span:14.6g} {over:>11} {gain:>10}")
     lines.append(f"{'bound':10} {pipeline.least_load(seconds):14.6g} {bound:14.6g}")
     return "\n".join(lines)
@@ -112,57 +112,57 @@ def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
 
 
 def read_costs(path: Path) -> SampleCosts:
-    """The costs in a file.
+    """Reads the costs in a file.
 
     Raises:
-      ConfigError: it cannot be read or is not what it should be; the line says where.
+      ConfigError: the file cannot be read or has another form; the line names the place.
     """
-    shown = f"--costs={path}"
+    flag = f"--costs={path}"
     try:
-        found = parse(path.read_bytes())
+        data = parse(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{shown}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
+        raise ConfigError(f"{flag}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
     except ValueError as error:
-        raise ConfigError(f"{shown} is {error}; write {_EXAMPLE}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{shown} holds a {type(found).__name__}; write {_EXAMPLE}")
-    if strange := sorted(set(found) - {ENCODER, LLM, GENERATOR}):
-        raise ConfigError(f"{shown}: {strange[0]!r} is no key; use {ENCODER!r}, {LLM!r} and maybe {GENERATOR!r}")
+        raise ConfigError(f"{flag} is {error}; write {_EXAMPLE}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{flag} holds a {type(data).__name__}; write {_EXAMPLE}")
+    if unknown := sorted(set(data) - {ENCODER, LLM, GENERATOR}):
+        raise ConfigError(f"{flag}: {unknown[0]!r} is no key; use {ENCODER!r}, {LLM!r} and maybe {GENERATOR!r}")
     for name in (ENCODER, LLM):
-        if name not in found:
-            raise ConfigError(f"{shown}: {name!r} is missing; write {_EXAMPLE}")
-    samples = {name: _samples(shown, name, found[name]) for name in (ENCODER, GENERATOR) if name in found}
-    counts = {name: len(own) for name, own in samples.items()}
+        if name not in data:
+            raise ConfigError(f"{flag}: {name!r} is missing; write {_EXAMPLE}")
+    samples = {name: _samples(flag, name, data[name]) for name in (ENCODER, GENERATOR) if name in data}
+    counts = {name: len(costs) for name, costs in samples.items()}
     if len(set(counts.values())) > 1:
-        own = " and ".join(f"{count} in {name!r}" for name, count in counts.items())
-        raise ConfigError(f"{shown}: {own} are not the same samples; give each module one pair a sample")
-    forward, backward = _pair(shown, LLM, found[LLM])
+        different = " and ".join(f"{count} in {name!r}" for name, count in counts.items())
+        raise ConfigError(f"{flag}: {different} are not the same samples; give each module one pair a sample")
+    forward, backward = _pair(flag, LLM, data[LLM])
     return SampleCosts(samples=samples, llm=(forward, backward))
 
 
 _EXAMPLE = '{"encoder": [[1.0, 2.0], [0.5, 1.0]], "llm": [1.0, 2.0]}'
 
 
-def _samples(shown: str, name: str, found: Any) -> np.ndarray:
-    if not isinstance(found, list) or not found:
-        raise ConfigError(f"{shown}: {name!r} is {_brief(found)}; give a list with a [forward, backward] pair a sample")
-    return np.array([_pair(shown, f"{name}[{i}]", pair) for i, pair in enumerate(found)])
+def _samples(flag: str, name: str, pairs: Any) -> np.ndarray:
+    if not isinstance(pairs, list) or not pairs:
+        raise ConfigError(f"{flag}: {name!r} is {_brief(pairs)}; give a list with a [forward, backward] pair a sample")
+    return np.array([_pair(flag, f"{name}[{i}]", pair) for i, pair in enumerate(pairs)])
 
 
-def _pair(shown: str, name: str, found: Any) -> tuple[float, float]:
-    if isinstance(found, list) and len(found) == 2 and all(_seconds(value) for value in found):
-        return float(found[0]), float(found[1])
-    raise ConfigError(f"{shown}: {name!r} is {_brief(found)}; give two numbers from 0 to 1e30, such as [1.0, 2.0]")
+def _pair(flag: str, name: str, pair: Any) -> tuple[float, float]:
+    if isinstance(pair, list) and len(pair) == 2 and all(_is_cost(value) for value in pair):
+        return float(pair[0]), float(pair[1])
+    raise ConfigError(f"{flag}: {name!r} is {_brief(pair)}; give two numbers from 0 to 1e30, such as [1.0, 2.0]")
 
 
-def _seconds(value: Any) -> bool:
+def _is_cost(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 0 <= value <= 1e30
 
 
-def _brief(found: Any) -> str:
-    text = json.dumps(found)
+def _brief(data: Any) -> str:
+    text = json.dumps(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
@@ -208,7 +208,7 @@ def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, inn
 
 
 def _llm_stages(numbers: Mapping[str, int], generator: int, *, nested: bool) -> int:
-    """Stages of the LLM; `generator` is the number of the generator's."""
+    """The number of the LLM's stages beside `generator` stages of the generator."""
     pp, encoder = numbers["pp"], numbers["encoder_pp"]
     if nested:
         for name, stages in (("encoder_pp", encoder), ("generator_pp", generator)):

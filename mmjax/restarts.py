@@ -1,6 +1,6 @@
-"""Whether a command that has ended badly is started again: by its exit status, and by how far its run has got.
+"""Decides whether a failed command is started again, from its exit status and its run's progress.
 
-It imports no JAX, and the configuration only where the command names a gin file.
+It imports no JAX, and the configuration only if the command names a gin file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 3
 """Restarts in a row without progress."""
 FINAL = (0, REFUSED, INTERRUPTED, 143)
 """Exit statuses after which nothing is started again: success, a mistake in the command or the configuration, Ctrl-C
-and SIGTERM; 143 is that of a process that has no handler for SIGTERM."""
+and SIGTERM. A process without a handler for SIGTERM ends with 143."""
 COUNTED = (JOURNAL, "metrics.jsonl")
 """Files of a run directory that get a line for each checkpoint and for each step."""
 _TRAIN = ("-m", "mmjax.train")
@@ -31,26 +31,32 @@ class Restarts:
       command: the command to start next.
     """
 
-    def __init__(self, command: Sequence[str], most: int):
-        """Notes how far the run of `command` has got; `most` restarts in a row may bring it no further."""
-        self.command, self._most, self._vain = tuple(command), most, 0
+    def __init__(self, command: Sequence[str], max_restarts: int):
+        """Notes the progress of the command's run.
+
+        Args:
+          command: the command.
+          max_restarts: restarts in a row that may bring no progress.
+        """
+        self.command, self._max_restarts, self._futile = tuple(command), max_restarts, 0
         self._run_dir = run_dir_of(command)
         self._best = (0, 0) if "--from_scratch" in command else self._progress()
 
     def again(self, status: int) -> tuple[bool, str]:
-        """Whether the command is started again after this exit status, and a line about it ("" where none is due)."""
-        if status in FINAL or not self._most:
+        """Whether the command is started again after this exit status, and a line to print, which may be ""."""
+        if status in FINAL or not self._max_restarts:
             return False, ""
-        now = self._progress()
-        if any(new > best for new, best in zip(now, self._best, strict=True)):
-            self._vain = 0
-        self._best = max(now[0], self._best[0]), max(now[1], self._best[1])
-        if self._vain == self._most:
-            return False, f"given up: {self._most} restarts have brought no newer checkpoint and no further step"
-        self._vain += 1
+        progress = self._progress()
+        if any(new > best for new, best in zip(progress, self._best, strict=True)):
+            self._futile = 0
+        self._best = max(progress[0], self._best[0]), max(progress[1], self._best[1])
+        if self._futile == self._max_restarts:
+            reason = f"{self._max_restarts} restarts have brought no newer checkpoint and no further step"
+            return False, f"given up: {reason}"
+        self._futile += 1
         if self._run_dir and Folder(self._run_dir / "checkpoints").steps():
             self.command = tuple(word for word in self.command if not word.startswith("--from_scratch"))
-        return True, f"starting again, restart {self._vain} of {self._most} without progress"
+        return True, f"starting again, restart {self._futile} of {self._max_restarts} without progress"
 
     def _progress(self) -> tuple[int, ...]:
         """Numbers of checkpoints and of steps so far."""
@@ -58,12 +64,12 @@ class Restarts:
 
 
 def is_training(command: Sequence[str]) -> bool:
-    """Whether a command trains, so that it goes on from a checkpoint when it is started again."""
+    """Whether a command trains and therefore continues from a checkpoint when it is started again."""
     return any(tuple(command[at : at + 2]) == _TRAIN for at in range(len(command)))
 
 
 def run_dir_of(command: Sequence[str]) -> Path | None:
-    """The run directory of a command; `None` where it names neither a directory nor a configuration."""
+    """The run directory of a command; None if it names neither a directory nor a configuration."""
     if directory := _values(command, "run_dir"):
         return Path(directory[-1])
     if not (files := _values(command, "gin_file")):
@@ -82,7 +88,7 @@ def grace_of(command: Sequence[str]) -> float:
 
     try:
         bindings = read_bindings(_values(command, "gin_file"), lines)
-    except ConfigError:  # its processes say so
+    except ConfigError:  # its processes report it
         return GRACE
     values = [binding.value for binding in bindings if binding.key == "Checkpoint.grace_seconds"]
     return float(values[-1]) if values and isinstance(values[-1], int | float) else GRACE

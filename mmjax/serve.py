@@ -21,40 +21,40 @@ from mmjax.data.worker import forbid_jax
 from mmjax.flags import one_line_errors, run_plain
 
 NEWS = 10.0
-"""Seconds between lines about what was served."""
+"""Seconds between lines about served batches."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or Ctrl-C, which are its normal ends; returns the exit status."""
-    asked = threading.Event()
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: stopping.set())
     values, spec = _read(list(sys.argv[1:] if argv is None else argv))
-    if asked.is_set():
+    if stopping.is_set():
         return 0
     forbid_jax()
     with one_line_errors():
-        return _serve(values, spec, asked)
+        return _serve(values, spec, stopping)
 
 
 def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
-    """Flags and data spec, read by a child process, which itself prints errors and help."""
-    here, there = os.pipe()
-    command = [sys.executable, "-m", "mmjax.build.serve_flags", f"--answer={there}", *argv]
-    # It starts no device; where there is an accelerator, it must not take its memory by accident.
-    child = subprocess.Popen(command, pass_fds=[there], env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    os.close(there)
-    with open(here, "rb") as answer:
+    """Reads flags and data spec in a child process, which itself prints errors and help."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-m", "mmjax.build.serve_flags", f"--answer={write_end}", *argv]
+    # The child needs no device, and must not allocate the memory of an accelerator by accident.
+    child = subprocess.Popen(command, pass_fds=[write_end], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    os.close(write_end)
+    with open(read_end, "rb") as answer:
         text = answer.read()
     status = child.wait()
     if status or not text:
         raise SystemExit(status if status >= 0 else 128 - status)
-    answered = json.loads(text)
-    return answered["flags"], answered["spec"]
+    settings = json.loads(text)
+    return settings["flags"], settings["spec"]
 
 
-def _serve(values: dict[str, Any], description: Any, asked: threading.Event) -> int:
-    # Imported when JAX cannot be any more.
+def _serve(values: dict[str, Any], description: Any, stopping: threading.Event) -> int:
+    # Imported only now that JAX is forbidden.
     from mmjax.data.service.addresses import PLAIN, TLS, read_pair, read_token
     from mmjax.data.service.identity import DataSpec
     from mmjax.data.service.server import BatchServer, require_free
@@ -74,26 +74,27 @@ def _serve(values: dict[str, Any], description: Any, asked: threading.Event) -> 
         print(f"{workers} workers, {spec.data.task}, global batch {spec.global_batch}, seed {spec.seed}")
         print(f"configuration {server.identity[:16]}, token {'wanted' if token else 'not wanted'}")
         print(f"serving on {scheme}://{shown_host}:{server.port}", flush=True)
-        _watch(server, asked)
+        _watch(server, stopping)
     finally:
         server.end()
     print(f"ended; {server.served} batches served", flush=True)
     return 0
 
 
-def _watch(server: Any, asked: threading.Event) -> None:
-    """Prints a line about the batches served, failed and waiting, whenever there is news or any is waiting."""
-    served, sent, failed, then = 0, 0, 0, time.monotonic()
-    while not asked.wait(NEWS):
-        now, found = time.monotonic(), server.health()
-        if (found["served"], found["failed"]) != (served, failed) or found["waiting"]:
-            rate, speed = (found["served"] - served) / (now - then), (found["sent_bytes"] - sent) / (now - then) / 1e6
+def _watch(server: Any, stopping: threading.Event) -> None:
+    """Prints a line about served, failed and waiting batches when numbers have changed or batches are waiting."""
+    served, sent_bytes, failed, then = 0, 0, 0, time.monotonic()
+    while not stopping.wait(NEWS):
+        now, health = time.monotonic(), server.health()
+        if (health["served"], health["failed"]) != (served, failed) or health["waiting"]:
+            rate = (health["served"] - served) / (now - then)
+            speed = (health["sent_bytes"] - sent_bytes) / (now - then) / 1e6
             print(
-                f"served {found['served']} batches ({rate:.1f}/s, {speed:.1f} MB/s), {found['waiting']} waiting, "
-                f"{found['failed']} failed",
+                f"served {health['served']} batches ({rate:.1f}/s, {speed:.1f} MB/s), {health['waiting']} waiting, "
+                f"{health['failed']} failed",
                 flush=True,
             )
-        served, sent, failed, then = found["served"], found["sent_bytes"], found["failed"], now
+        served, sent_bytes, failed, then = health["served"], health["sent_bytes"], health["failed"], now
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""SIGTERM, by which clusters end processes: it does what Ctrl-C does, within a time limit. Imports no JAX.
+"""Handles SIGTERM, with which clusters end processes, like Ctrl-C, within a time limit. Imports no JAX.
 
-Python calls a signal's handler in the main thread, and only between two of its instructions: a process that waits
-inside a library does not hear it. A thread therefore hears of SIGTERM too, and ends the process at the time limit.
+Python calls a signal's handler in the main thread, and only between two of its instructions, so never while the process
+waits inside a library. A thread therefore receives SIGTERM too, and ends the process at the time limit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,28 @@ INTERRUPTED = 130
 GRACE = 25.0
 """Seconds from SIGTERM to the end of the process, unless `within` sets another number."""
 CLEAN_UP = 5.0
-"""Most seconds that a process cleans up before it ends; it needs few unless others use the cores."""
+"""Seconds after which a process stops cleaning up and ends; it needs few unless others use the cores."""
 _POLL = 0.05
 _QUIET = "ignore:resource_tracker:UserWarning"
 
 
 class _State:
-    """The process's own state: contexts that are open, and whether SIGTERM has come since the first was entered."""
+    """State of the process.
+
+    Attributes:
+      contexts: open contexts, the outermost first.
+      grace: the time limit in seconds.
+      received: whether SIGTERM was received since the outermost context was entered.
+      ending: whether the process is ending by itself.
+      exits: how often an outermost context was left.
+      notify: tells other processes the reason and the status of this one's end.
+      alarm: the thread that enforces the time limit.
+    """
 
     def __init__(self) -> None:
         self.contexts: list[Sigterm] = []
-        self.grace, self.came, self.ending, self.left = GRACE, False, False, 0
-        self.tell: Callable[[str, int], None] | None = None
+        self.grace, self.received, self.ending, self.exits = GRACE, False, False, 0
+        self.notify: Callable[[str, int], None] | None = None
         self.alarm: _Alarm | None = None
 
 
@@ -56,7 +66,7 @@ class Sigterm:
                 _state.contexts.append(self)
                 _listen()
                 self._previous = signal.signal(signal.SIGTERM, _receive)
-                if _state.came:  # in an earlier context, where a library has dropped its exception
+                if _state.received:  # in an earlier context, whose exception a library has dropped
                     self._react_at_once()
         return self
 
@@ -69,7 +79,7 @@ class Sigterm:
             return
         _state.contexts.remove(self)
         if not _state.contexts:
-            _state.came, _state.left = False, _state.left + 1
+            _state.received, _state.exits = False, _state.exits + 1
             if _state.alarm:
                 _state.alarm.release()
 
@@ -86,30 +96,34 @@ def within(seconds: float) -> None:
     _state.grace = seconds
 
 
-def tell_others(tell: Callable[[str, int], None]) -> None:
-    """Sets the function that tells other processes why this one ends, and with which status they are to end."""
-    _state.tell = tell
+def set_notifier(notify: Callable[[str, int], None]) -> None:
+    """Sets the function that tells other processes the reason of this one's end and the status for their own."""
+    _state.notify = notify
 
 
 def raise_interrupt() -> None:
-    """Does what Ctrl-C does outside of training."""
+    """Raises the exception of Ctrl-C."""
     raise KeyboardInterrupt
 
 
+def ignore() -> None:
+    """Does nothing: a reaction for a process that is ending by itself."""
+
+
 def leave_now() -> None:
-    """Ends the process at once, in the main thread: an exception might be lost in the imports of a library."""
+    """Ends the process at once from the main thread. An exception might be dropped during imports of a library."""
     os.write(2, b"interrupted\n")
-    _tell("interrupted", INTERRUPTED)
+    _notify("interrupted", INTERRUPTED)
     os._exit(INTERRUPTED)
 
 
 def expect_end() -> None:
-    """From now on SIGTERM does nothing outside of contexts: the process is ending by itself."""
+    """Makes SIGTERM do nothing outside of contexts from now on: the process is ending by itself."""
     _state.ending = True
 
 
 def end_from_the_start() -> None:
-    """Makes SIGTERM end a command with a line while it is starting, before it has entered a context."""
+    """Makes SIGTERM end a command with one line while it starts, before it has entered a context."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _receive)
 
@@ -118,26 +132,26 @@ def end_process(line: str, status: int) -> None:
     """Writes a line and ends this process from a thread, whatever the other threads are waiting for."""
     # Python's streams are bypassed: another thread may hold their locks.
     os.write(2, f"{line}\n".encode())
-    # Hides the errors of libraries and of the main thread, which are cut off.
+    # Hides the errors of libraries and of the main thread that the end causes.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    last = threading.Thread(target=_clean_up, daemon=True)
-    last.start()
-    last.join(CLEAN_UP)
+    cleaner = threading.Thread(target=_clean_up, daemon=True)
+    cleaner.start()
+    cleaner.join(CLEAN_UP)
     os._exit(status)
 
 
 def quieten_tracker() -> None:
-    """Hides the warning of Python's resource tracker about what a process that exits at once leaves to it.
+    """Hides the warning of Python's resource tracker about resources of a process that exits at once.
 
-    The tracker cleans up all the same. Has to be called before data workers are started, and with them the tracker.
+    The tracker frees them all the same. Must be called before data workers are started, which start the tracker.
     """
     if _QUIET not in sys.warnoptions:
         sys.warnoptions.append(_QUIET)
 
 
 def free_semaphores() -> None:
-    """Frees the semaphores of data workers, which else are reported as leaked when the process exits at once."""
+    """Frees the semaphores of data workers, which would be reported as leaked when the process exits at once."""
     getattr(util, "_run_finalizers")(0)  # noqa: B009  Python's type stubs leave this name out
 
 
@@ -148,10 +162,10 @@ def _clean_up() -> None:
         free_semaphores()
 
 
-def _tell(reason: str, status: int) -> None:
-    if _state.tell:
+def _notify(reason: str, status: int) -> None:
+    if _state.notify:
         with contextlib.suppress(Exception):
-            _state.tell(reason, status)
+            _state.notify(reason, status)
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
@@ -162,52 +176,52 @@ def _receive(number: int, frame: FrameType | None) -> None:
         return
     if _state.alarm:
         _state.alarm.ring()
-    if not _state.came:
-        _state.came = True
+    if not _state.received:
+        _state.received = True
         _state.contexts[-1].react()
 
 
 class _Alarm:
-    """The thread that hears of SIGTERM through a socket: Python's C handler writes every signal's number into it."""
+    """A thread that receives SIGTERM through a socket, into which Python's C handler writes every signal's number."""
 
     def __init__(self) -> None:
-        self._near, self._far = socket.socketpair()
-        self._far.setblocking(False)
+        self._reader, self._writer = socket.socketpair()
+        self._writer.settimeout(0)  # never blocks
         threading.Thread(target=self._watch, name="sigterm", daemon=True).start()
 
     def listen(self) -> None:
-        """Has signals written into the socket, unless the program has a file of its own for them."""
-        previous = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
-        if previous not in (-1, self._far.fileno()):
+        """Makes Python write signals into the socket, unless the program has set another file for them."""
+        previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if previous not in (-1, self._writer.fileno()):
             signal.set_wakeup_fd(previous)
 
     def release(self) -> None:
         """Undoes `listen`."""
         previous = signal.set_wakeup_fd(-1)
-        if previous != self._far.fileno():
+        if previous != self._writer.fileno():
             signal.set_wakeup_fd(previous)
 
     def ring(self) -> None:
-        """Tells the thread of SIGTERM, where Python's C handler does not."""
+        """Passes SIGTERM to the thread, for the case that Python's C handler has not."""
         with contextlib.suppress(OSError):
-            self._far.send(bytes([signal.SIGTERM]))
+            self._writer.send(bytes([signal.SIGTERM]))
 
     def _watch(self) -> None:
         while True:
-            if signal.SIGTERM in self._near.recv(64):
-                self._count_down(time.monotonic(), _state.left)
+            if signal.SIGTERM in self._reader.recv(64):
+                self._count_down(time.monotonic(), _state.exits)
                 with contextlib.suppress(BlockingIOError):  # repeated signals
-                    self._near.recv(4096, socket.MSG_DONTWAIT)
+                    self._reader.recv(4096, socket.MSG_DONTWAIT)
 
-    def _count_down(self, start: float, left: int) -> None:
-        """Returns when the contexts are left, or ends the process."""
-        while _state.contexts and _state.left == left:
+    def _count_down(self, start: float, exits: int) -> None:
+        """Returns when all contexts were left, or ends the process at the time limit."""
+        while _state.contexts and _state.exits == exits:
             if time.monotonic() > start + _state.grace:
                 reason = (
                     f"the process has not ended {_state.grace:g} s after SIGTERM (Checkpoint.grace_seconds): it ends "
                     "without another checkpoint, and the newest whole one stays"
                 )
-                _tell(reason, INTERRUPTED)
+                _notify(reason, INTERRUPTED)
                 end_process(f"error: {reason}", INTERRUPTED)
             time.sleep(_POLL)
 
@@ -218,8 +232,8 @@ def _listen() -> None:
     _state.alarm.listen()
 
 
-def _begin_anew() -> None:
-    """A forked process has none of its parent's threads, and must not write into the parent's socket."""
+def _reset_after_fork() -> None:
+    """Resets the state: a forked process has no threads of its parent, and must not write into the parent's socket."""
     global _state
     if _state.alarm:
         _state.alarm.release()
@@ -227,4 +241,4 @@ def _begin_anew() -> None:
 
 
 _state = _State()
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

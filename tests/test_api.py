@@ -45,7 +45,7 @@ def test_type_checkers_see_what_is_imported() -> None:
     imported = {
         alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    lazy = {name: home for home, names in mmjax._HOMES.items() for name in names}
+    lazy = {name: home for home, names in mmjax._NAMES_OF.items() for name in names}
     assert imported == lazy
     assert sorted(lazy) == sorted(mmjax.__all__) and len(set(mmjax.__all__)) == len(mmjax.__all__)
     assert set(mmjax.__all__) <= set(dir(mmjax))

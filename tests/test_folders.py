@@ -18,7 +18,7 @@ from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tin
 from mmjax.build.assembly import build_packer
 from mmjax.checkpoint import Checkpointer, CheckpointError
 from mmjax.config import advise, load_config, load_run_config, operative_config
-from mmjax.config.folder_alone import folder_bindings
+from mmjax.config.from_folder import folder_bindings
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import tokenizer_of
 from mmjax.export.__main__ import main

@@ -518,8 +518,8 @@ def test_cudnn_programs(packed, causal, kind):
 def test_cudnn_offsets_are_in_numbers_of_each_array():
     runs = jnp.asarray([0, 5, 8, 16]), jnp.asarray([5, 3, 8, 0])
     q, k = jnp.ones((2, 8, 4, 16), jnp.bfloat16), jnp.ones((2, 8, 2, 16), jnp.bfloat16)
-    given, _ = jax_compat._cudnn_call(q, k, runs, True, 0)
-    _, lengths, _, offsets, key_offsets, *_ = given
+    operands, _ = jax_compat._cudnn_call(q, k, runs, causal=True, window=0)
+    _, lengths, _, offsets, key_offsets, *_ = operands
     assert lengths.tolist() == [[5, 3], [8, 0]]
     assert offsets.reshape(-1).tolist() == [64 * at for at in (0, 5, 8, 16, 16, 16)]
     assert key_offsets.reshape(-1).tolist() == [32 * at for at in (0, 5, 8, 16, 16, 16)]

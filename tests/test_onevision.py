@@ -125,7 +125,7 @@ def leaves_of(
         table = find_pretrained(dict(config.model.families).get(module, PROJECTOR), read_config(str(FOLDER))).rows(own)
         matches = match(expand(table, getattr(own, "layers", 0)), tensors)
         assert not matches.missing
-        for leaf, (key, view) in matches.found.items():
+        for leaf, (key, view) in matches.places.items():
             shape = shapes[f"{module}/{leaf}"]
             found[f"{module}/{leaf}"] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
     return found
@@ -240,7 +240,7 @@ def test_keys_of_all_folders_are_known(prefixes: Mapping[str, str], tmp_path: Pa
         found = find_pretrained(dict(config.model.families).get(module, PROJECTOR), theirs)
         matches = match(expand(found.rows(own), getattr(own, "layers", 0)), keys)
         assert not matches.missing
-        taken |= {key for key, _ in matches.found.values()}
+        taken |= {key for key, _ in matches.places.values()}
     assert {key for key in keys - taken if "post_layernorm" not in key} == set()
 
 

@@ -370,7 +370,7 @@ def leaves_of_gradients(kind: str, config: Config, shapes: Mapping[str, Any]) ->
         settings = config.modules.get(module, config.projectors["vision"])
         table = expand(own.rows(settings), getattr(settings, "layers", 0))
         for leaf, (key, view) in find_leaves(
-            folder, module, table, shape_of, prefixes=own.begins, others=own.others
+            folder, module, table, shape_of, prefixes=own.begins, other_prefixes=own.others
         ).items():
             shape = shape_of[leaf.removeprefix(f"{module}/")]
             found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))

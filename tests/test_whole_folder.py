@@ -80,7 +80,7 @@ def leaves_of_gradients(config: Config, tensors: Mapping[str, np.ndarray], shape
         table = find_pretrained(family, read_config(str(FOLDER))).rows(own)
         matches = match(expand(table, getattr(own, "layers", 0)), tensors)
         assert not matches.missing
-        for leaf, (key, view) in matches.found.items():
+        for leaf, (key, view) in matches.places.items():
             shape = shape_of[leaf]
             found[f"{module}/{leaf}"] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
     return found

@@ -1,7 +1,7 @@
-"""``python -m mmjax.bench [NAME …] [--json]``: measures again what the project claims about speed.
+"""``python -m mmjax.bench [NAME …] [--json]``: repeats the measurements behind the project's claims about speed.
 
-Things that are compared are measured in turn in one process: noise of the machine then affects both. On CPU one process
-never overlaps two submeshes, so a pipelined step there shows overhead, not a pipeline's gain.
+Alternatives are measured in turn in one process, so that noise of the machine affects all of them. On CPU one process
+never overlaps two submeshes: a pipelined step there shows overhead, not a pipeline's gain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ USAGE = "python -m mmjax.bench [NAME …]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named benchmarks, or all, and prints each row as it comes; exit status 1 when a target is missed."""
+    """Runs the named benchmarks, or all, and prints each row at once; returns 1 if a target was missed, else 0."""
     all_ok = True
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)
@@ -61,17 +61,17 @@ def _require_name(name: str) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names and flags; a word after a flag that wants a value is that value."""
-    valued = {f"--{flag.name}" for flag in (*FLAGS, *_bench_flags(BENCHES)) if not isinstance(flag.default, bool)}
+    """Names of benchmarks, and flags with their values."""
+    with_value = {f"--{flag.name}" for flag in (*FLAGS, *_bench_flags(BENCHES)) if not isinstance(flag.default, bool)}
     names, flag_words, previous = [], [], ""
     for argument in arguments:
-        (flag_words if argument.startswith("-") or previous in valued else names).append(argument)
+        (flag_words if argument.startswith("-") or previous in with_value else names).append(argument)
         previous = argument
     return names, flag_words
 
 
 def _bench_flags(names: Iterable[str]) -> list[Flag]:
-    """The flags of these benchmarks alone; benchmarks may share one."""
+    """The flags that only these benchmarks have, each once."""
     return list(dict.fromkeys(flag for name in names for flag in BENCHES[name].flags))
 
 

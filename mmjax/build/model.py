@@ -24,7 +24,7 @@ from mmjax.models.graph import MultimodalModel, cp_tokens, multimodal
 from mmjax.models.module import Module
 from mmjax.models.nodes import spec_of
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.own_code import import_named
+from mmjax.user_code import import_named
 
 
 def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:

@@ -1,4 +1,4 @@
-"""Checkpoints of logical leaves: what any layout saves, any other restores."""
+"""Checkpoints of logical leaves: any layout restores a checkpoint of any other."""
 
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ __all__ = [
     "find_parameters",
 ]
 
-# The imports above, for when a name is asked for: who reads a configuration needs no JAX.
+# The imports above, made on first use: reading a configuration needs no JAX.
 __getattr__ = exported(
     __name__,
     {

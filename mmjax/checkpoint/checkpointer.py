@@ -1,20 +1,19 @@
-"""The checkpoints of a run directory: when they are written, which stay, and which one a run continues from.
+"""The checkpoints of a run directory: writes them, deletes old ones, and finds the one from which a run continues.
 
-A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename
-when everything in it has been written (`folder` has what else may stand there). It holds
+A checkpoint is one directory, `<directory>/<step, eight digits>`, which appears by an atomic rename when everything in
+it has been written (`folder` lists what else may be there). It holds
 
   state   the leaves: one array per layer and parameter, unpadded, named without stage, dp or layout
           ("params/llm/layers/000/attn/q", "adam_m/...", "adam_v/..."), stored as a nested dict;
   mmjax   a JSON item: step, data seed, config text, versions, and the leaves' names, shapes, dtypes and checksums;
-          of a leaf that another folder has, that folder and its name there.
+          for a leaf whose bytes are in another folder, that folder and the leaf's name in it.
 
-Any layout restores any other, because a leaf says nothing about where it lived. Checksums are made by the thread that
-writes and compared when leaves are restored: a checkpoint in which a bit has changed is as good as a torn one.
+Any layout restores any other's checkpoint, because leaves are stored without their placement. The writing thread
+computes checksums, which are compared when leaves are restored: a checkpoint with a changed bit counts as torn.
 
-When the values are taken. `Checkpointer.save` returns when every leaf's bytes are held on the host, so
-the caller may donate, overwrite or delete its buffers at once. On an accelerator that is a copy. On CPU
-it is a view that pins the buffer: XLA then answers a donation of it with a copy instead of reusing the
-memory, so the values stay, and the cost is paid only by buffers that really are donated meanwhile.
+`Checkpointer.save` returns when the bytes of every leaf are on the host, so the caller may donate, overwrite or delete
+its buffers at once. On an accelerator they are copied. On CPU they are a view that pins the buffer: if the buffer is
+donated meanwhile, XLA copies it instead of reusing its memory, so the values stay.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from mmjax.checkpoint.config import CheckpointConfig, CheckpointError, TornCheck
 from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.leaves import LeafInfo, as_stored, in_both, nest, require_match
 from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
-from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
+from mmjax.checkpoint.reading import in_all_processes, metadata_of, read_leaves
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import Write, WriteError
 from mmjax.mesh.company import give_up, in_company
@@ -58,22 +57,21 @@ class Restored:
 class Checkpointer:
     """Saves and restores the checkpoints of one run directory.
 
-    Several processes each write and read the shards that they own, in a directory that all see; they have to call
-    `save` and `restore` in the same order. A save that fails in one fails in all.
+    Several processes each write and read the shards that they own, in a directory that all see. They must call `save`
+    and `restore` in the same order. A save that fails in one process fails in all.
 
-    Use it as a context manager: then a save is written in the background, and leaving waits for it. Outside of one,
-    where nobody has to call `close`, `save` itself waits: a program that ends could not finish the write, since from
-    Python 3.12 on no thread can be started then.
+    In a `with` statement, saves are written in the background, and its end waits for them. Outside of one `save` itself
+    waits: an ending program could not finish the write, since from Python 3.12 on it cannot start threads.
 
     Args:
-      directory: where the checkpoints lie; made by the first save.
+      directory: the directory of the checkpoints; made by the first save.
       config: how many to keep.
-      report: receives one-line messages: a failed save (from a background thread), a skipped directory.
-        By default they are logged as warnings.
-      committed: is told each step whose checkpoint is whole, in the first process, from a background thread; may raise
-        OSError.
-      best: chooses one of the steps that have a checkpoint, which is kept beside the newest; called from a background
-        thread.
+      report: called with one-line messages about a failed save (from a background thread) or a skipped directory. By
+        default they are logged as warnings.
+      committed: called with each step whose checkpoint is complete, in the first process, from a background thread; may
+        raise OSError.
+      best: chooses one of the steps that have a checkpoint, which is kept beside the newest ones; called from a
+        background thread.
     """
 
     def __init__(
@@ -104,11 +102,11 @@ class Checkpointer:
 
     @property
     def failure(self) -> str | None:
-        """Why the last finished save failed; `None` when it succeeded."""
+        """The error of the last finished save; `None` if it succeeded."""
         return self._failure
 
     def due(self, step: int) -> bool:
-        """Whether the config wants a checkpoint after `step` steps."""
+        """Whether the configuration has a checkpoint after `step` steps."""
         return self.config.every > 0 and step > 0 and step % self.config.every == 0
 
     def save(
@@ -121,19 +119,19 @@ class Checkpointer:
         config: str = "",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts writing a checkpoint and returns as soon as the leaves' values are held on the host.
+        """Starts writing a checkpoint and returns as soon as the leaves' values are on the host.
 
-        Outside of a `with` it returns when the checkpoint is written.
+        Outside of a `with` statement it returns when the checkpoint is written.
 
-        Waits first for an earlier save that is still being written. A step that this object has just saved or
-        restored is not saved again; a checkpoint of the same step from before is replaced, and is there until its
-        successor is. What goes wrong with the disk is reported and kept in `failure`; it never raises.
+        Waits first for an earlier save. A step that this object has just saved or restored is not saved again. An older
+        checkpoint of the same step is replaced; it stays until the new one is complete. Errors of the disk are reported
+        and kept in `failure`, and not raised.
 
         Args:
           step: optimizer steps done.
-          leaves: logical leaves by "/"-joined name. They may live on different submeshes, and on devices of other
-            processes; every process gives all.
-          elsewhere: further leaves, which are read from the folders that have them instead of being written.
+          leaves: logical leaves by "/"-joined name. They may be on different submeshes, and on devices of other
+            processes; every process passes all.
+          elsewhere: further leaves, which are not written, but read from other folders when they are restored.
           seed, config, extra: stored in the metadata; `extra` takes JSON values.
 
         Raises:
@@ -146,24 +144,24 @@ class Checkpointer:
         if step == self._saved:
             return
         nest({**leaves, **(elsewhere or {})})  # raises here, before the processes start to write together
-        about = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
+        body = {"step": step, "seed": seed, "config": config, "versions": versions(), "extra": dict(extra or {})}
         for leaf in leaves.values():
             for shard in leaf.addressable_shards:
                 shard.data.copy_to_host_async()
-        held = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
-        self._start(step, leaves, Unsealed(body=about, leaves=held, elsewhere=elsewhere or {}))
+        host_leaves = {name: HostLeaf(leaf) for name, leaf in leaves.items()}
+        self._start(step, leaves, Unsealed(body=body, leaves=host_leaves, elsewhere=elsewhere or {}))
         if not self._entered:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is being written. A Ctrl-C interrupts the wait, not the save."""
+        """Waits for a running save. Ctrl-C interrupts the wait, not the save."""
         writer = self._writer
         if writer is not None:
             writer.join()
             self._writer = None
 
     def close(self) -> None:
-        """Waits for the save that is being written; afterwards `save` is refused."""
+        """Waits for a running save; afterwards `save` raises."""
         self.wait()
         self._closed = True
 
@@ -172,7 +170,7 @@ class Checkpointer:
         return [step for step in self._folder.steps() if self._is_readable(step)]
 
     def is_empty(self) -> bool:
-        """Whether no step has a checkpoint, be it one that can be read or not."""
+        """Whether no step has a checkpoint, readable or not."""
         return not self._folder.steps()
 
     def latest_step(self) -> int | None:
@@ -195,20 +193,20 @@ class Checkpointer:
         prefix: str = "",
         group: Callable[[str], str] = lambda name: "",
     ) -> dict[str, jax.Array]:
-        """Reads the leaves of `step` that this process has devices of, each straight into the wanted sharding.
+        """Reads the leaves of `step` for this process's devices, each straight into its sharding.
 
-        A leaf comes in the dtype that it is stored in.
+        Leaves have the dtype in which they are stored.
 
         Args:
-          step: which checkpoint.
+          step: the step of the checkpoint.
           targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes. A floating
-            dtype may be another one than the stored one.
-          prefix: the stored leaves that count, such as "params/"; others are left on disk. All by default.
-          group: maps a leaf's name to its group. Groups that are stored but not wanted, or wanted but not stored, are
-            left out; a leaf of the group "" must be both.
+            dtype may differ from the stored one.
+          prefix: prefix of the stored leaves to read, such as "params/"; by default all are read.
+          group: maps a leaf's name to its group. Groups that only the checkpoint or only `targets` has are left out; a
+            leaf of the group "" must be in both.
 
         Raises:
-          CheckpointError: leaves are missing, left over, or of another shape or dtype; all are named.
+          CheckpointError: leaves are missing, unexpected, or of another shape or dtype; the message names all.
           TornCheckpointError: the checkpoint cannot be read.
         """
         path = self._folder.find(step)
@@ -224,19 +222,19 @@ class Checkpointer:
         prefix: str = "",
         group: Callable[[str], str] = lambda name: "",
     ) -> Restored | None:
-        """Restores the newest checkpoint that can be read, reporting each that had to be skipped; see `restore`.
+        """Restores the newest readable checkpoint, and reports newer ones that it skips; see `restore`.
 
-        Returns `None` where there is no checkpoint: a fresh run.
+        Returns `None` if there is no checkpoint: a fresh run.
 
         Raises:
-          CheckpointError: the newest readable checkpoint does not fit `targets`; or there are checkpoints and
-            none can be read (training from the start over them would not be what was meant).
+          CheckpointError: the newest readable checkpoint does not fit `targets`; or none of the checkpoints can be read
+            (a fresh run would overwrite them).
         """
         skipped: list[TornCheckpointError] = []
         steps: list[int] = json.loads(first_says(json.dumps(self._folder.steps())))
         for step in reversed(steps):
             try:
-                metadata = alike(functools.partial(self.metadata, step))
+                metadata = in_all_processes(functools.partial(self.metadata, step))
                 leaves = self.restore(step, targets, prefix=prefix, group=group)
             except TornCheckpointError as error:
                 skipped.append(error)
@@ -256,8 +254,8 @@ class Checkpointer:
             return False
         return True
 
-    def _start(self, step: int, leaves: Mapping[str, jax.Array], about: Unsealed) -> None:
-        """Begins the write and hands its end to a thread."""
+    def _start(self, step: int, leaves: Mapping[str, jax.Array], metadata: Unsealed) -> None:
+        """Starts the write, and a thread that finishes it."""
         path, problem = self._folder.place(step), ""
         try:
             if is_first():
@@ -266,16 +264,16 @@ class Checkpointer:
                     self._folder.make_room(step)
                 except OSError as error:
                     problem = cause(error)
-            if problem := first_says(problem):  # the others wait for that
+            if problem := first_says(problem):  # the other processes wait for this
                 self._abandon(step, problem)
                 return
-            write = Write(path, leaves, about)
+            write = Write(path, leaves, metadata)
         except Exception as error:
-            if in_company():  # the others wait for this one's part
+            if in_company():  # the other processes wait for this one's part
                 give_up(f"checkpoint {path} was not saved ({cause(error)}); {_free_space(self.directory)}")
             self._abandon(step, cause(error))
             return
-        except BaseException:  # Ctrl-C: what was set aside is the checkpoint of this step
+        except BaseException:  # Ctrl-C: the discarded checkpoint is the step's again
             if is_first():
                 self._folder.put_back(step)
             raise
@@ -303,20 +301,20 @@ class Checkpointer:
         except OSError as error:
             self._report(f"{self.directory}: an old checkpoint could not be deleted ({cause(error)})")
 
-    def _abandon(self, step: int, why: str) -> None:
+    def _abandon(self, step: int, reason: str) -> None:
         """Frees the disk space of a failed save, and reports the failure."""
-        self._failure = why
+        self._failure = reason
         if not is_first():
             return
-        with contextlib.suppress(OSError):  # it is read where it stands
+        with contextlib.suppress(OSError):  # `Folder.find` reads it where it is
             self._folder.put_back(step)
         self._report(
-            f"checkpoint {self._folder.place(step)} was not saved ({why}); {_free_space(self.directory)}; "
+            f"checkpoint {self._folder.place(step)} was not saved ({reason}); {_free_space(self.directory)}; "
             "training goes on and the next save tries again"
         )
 
     def _prune(self, newest: int) -> None:
-        """Deletes all but the newest `keep` checkpoints and the best; the one just written always stays."""
+        """Deletes all but the `keep` newest checkpoints and the best; the one just written always stays."""
         steps = self.steps()
         best, older = self._best(steps), [step for step in steps if step != newest]
         for step in older[: max(0, len(older) - (self.config.keep - 1))]:
@@ -324,7 +322,7 @@ class Checkpointer:
                 self._folder.delete(step)
 
     def _sweep(self) -> None:
-        """Removes half-written checkpoints of a killed run. Only a writer does: readers must not touch a live save."""
+        """Removes half-written checkpoints of a killed run before the first save; readers must not touch a save."""
         if not self._swept:
             self._folder.sweep()
             self._swept = True

@@ -8,32 +8,32 @@ from mmjax.configurable import configurable, not_negative, positive, require
 from mmjax.sigterm import GRACE
 
 FRESH = "fresh"
-"""The value of `init_from` that asks for new values instead of a folder."""
+"""The value of `init_from` for fresh values instead of a folder."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used as asked. The message is one line: which one, why, and what to do."""
+    """A checkpoint cannot be used. The message is one line: the checkpoint, the reason and the fix."""
 
 
 class TornCheckpointError(CheckpointError):
-    """A checkpoint directory is torn, truncated or not one of ours."""
+    """A checkpoint directory is torn, truncated or not one of mmjax's."""
 
 
 @configurable("Checkpoint")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save, how much to keep, and what a new run starts from.
+    """Checkpoints of a run: how often, how many, and the start of a new run.
 
     Attributes:
       every: steps between checkpoints; 0 saves at the end of the run only, be it by Ctrl-C or SIGTERM.
       keep: how many checkpoints stay on disk; older ones are deleted after a newer one is complete.
-      best: a figure of evaluations, such as 'loss' (less is better) or 'exact_match' (more is); the checkpoint with the
-        best is kept beside the newest ones. '' keeps none.
-      copy_frozen: whether they have a copy of frozen modules that began with parameters of a folder, be it of mmjax or
-        of safetensors; False has the name of that folder and checksums instead, so the folder must stay as it is.
+      best: a figure of evaluations, such as 'loss' (lower is better) or 'exact_match' (higher is better); the
+        checkpoint with the best figure is kept beside the newest ones. '' keeps none.
+      copy_frozen: whether checkpoints have a copy of frozen modules that started with parameters of a folder, of mmjax
+        or of safetensors; False stores the name of that folder and checksums instead, so the folder must not change.
       init_from: a run, checkpoint or export whose parameters a new run starts with; a module's own is in Weights.
-      grace_seconds: most seconds from SIGTERM to the end of a process: the step that is running and a checkpoint have
-        to fit in. A cluster has to wait longer before it kills; files that mmjax writes for one ask it to.
+      grace_seconds: most seconds from SIGTERM to the end of a process, enough for the running step and a checkpoint. A
+        cluster must wait longer before it kills; files that mmjax writes for a cluster say so.
     """
 
     every: int = 500
@@ -58,10 +58,10 @@ class WeightsConfig:
       init_from: a run, checkpoint or export that has the module; 'fresh' for new values, '' for Checkpoint.init_from.
       path: a folder as save_pretrained writes it (config.json and safetensors), of the module or of a whole model that
         has it; the module's settings come from it too. '' for Model.weights.
-      layer: the layer whose features a vision tower of path gives, as LLaVA's vision_feature_layer says it: -2 is the
-        last but one, without norms behind it; 0 is what the tower itself gives.
-      new_tokens: of the language model, texts that become tokens of their own behind the tokenizer's; where the folder
-        has no row for one, the tables of embeddings get a fresh one, and keep all others.
+      layer: the layer whose output is the features of a vision tower from path, like LLaVA's vision_feature_layer: -2
+        is the last but one, without norms behind it; 0 is the tower's own output.
+      new_tokens: texts that become tokens of their own behind the tokenizer's, for the language model; the tables of
+        embeddings get a fresh row for each token that has none in the folder.
     """
 
     init_from: str = dataclasses.field(default="", metadata={"example": "runs/stage1"})

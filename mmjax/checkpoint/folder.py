@@ -1,9 +1,9 @@
 """The directory of a run's checkpoints: finds steps, and moves checkpoints so that a kill loses none. Knows no storage.
 
-The checkpoint of a step is `<step, eight digits>`. After a kill there may stand beside it
+The checkpoint of a step is `<step, eight digits>`. After a kill there may be beside it
 
-  <step>.orbax-checkpoint-tmp  a save that was not complete;
-  <step>.discarded             a checkpoint that a save was to replace: it is the step's as long as there is no other;
+  <step>.orbax-checkpoint-tmp  an incomplete save;
+  <step>.discarded             a checkpoint that an incomplete save would have replaced; it still counts as the step's;
   <step>.deleted               a checkpoint that was being deleted, perhaps half of it.
 """
 
@@ -20,7 +20,7 @@ _LEFTOVER = re.compile(rf"\d{{8,}}(?:{'|'.join(map(re.escape, (_TEMPORARY, _DELE
 
 
 class Folder:
-    """The checkpoints in one directory. Whoever moves any must be its only writer; reading moves nothing."""
+    """The checkpoints in one directory. Methods that move any may run in one process only; reading moves nothing."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -30,7 +30,7 @@ class Folder:
         return self.directory / f"{step:08d}"
 
     def find(self, step: int) -> Path:
-        """The path to read the checkpoint from: its place or, if a kill came while a save replaced it, the aside."""
+        """The path to read the checkpoint from: its place, or the discarded one after a kill during its replacement."""
         place, aside = self.place(step), _aside(self.place(step))
         return aside if not place.exists() and aside.exists() else place
 
@@ -38,14 +38,14 @@ class Folder:
         """The steps that have a directory, in rising order."""
         if not self.directory.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted({int(match[1]) for match in found if match})
+        matches = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted({int(match[1]) for match in matches if match})
 
     def make_room(self, step: int) -> None:
         """Clears the place of `step` for a save; `put_back` undoes that.
 
         Raises:
-          OSError: a directory cannot be made there: found here, no other process has begun to wait for it.
+          OSError: no directory can be made there; no other process has begun to wait for it yet.
         """
         place = self.place(step)
         if place.exists():
@@ -57,7 +57,7 @@ class Folder:
         _temporary(place).rmdir()
 
     def put_back(self, step: int) -> None:
-        """Gives a failed save's disk space back, and the step its earlier checkpoint."""
+        """Frees the disk space of a failed save, and restores the step's earlier checkpoint."""
         place = self.place(step)
         shutil.rmtree(_temporary(place), ignore_errors=True)
         if _aside(place).exists() and not place.exists():
@@ -73,12 +73,12 @@ class Folder:
         _delete(self.place(step))
 
     def sweep(self) -> None:
-        """Removes the remains of a killed run; a checkpoint without a successor goes back to its place."""
+        """Removes the remains of a killed run; a discarded checkpoint without a successor goes back to its place."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
         for step in self.steps():
-            with contextlib.suppress(OSError):  # it is read where it stands
+            with contextlib.suppress(OSError):  # `find` reads it where it is
                 self.put_back(step)
                 self.delete_replaced(step)
 
@@ -94,7 +94,7 @@ def _aside(place: Path) -> Path:
 
 def _delete(path: Path) -> None:
     """Renames a directory, then deletes it, so that a kill leaves no half of it under a name that is read."""
-    gone = path.with_suffix(_DELETED)
-    shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
-    shutil.rmtree(gone)
+    renamed = path.with_suffix(_DELETED)
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed)

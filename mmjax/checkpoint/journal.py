@@ -1,7 +1,7 @@
-"""The journal of a run's checkpoints: a line for each that was whole. It outlives the checkpoints.
+"""The journal of a run's checkpoints: a line for each complete one, which stays when the checkpoint is deleted.
 
-A run directory that has steps and no checkpoint was either killed before its first checkpoint was whole, or it has lost
-its checkpoints. The journal tells the two apart. It imports no JAX.
+A run directory with steps and no checkpoint was either killed before its first checkpoint was complete, or has lost its
+checkpoints. The journal distinguishes the two. It imports no JAX.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NAME = "commits.jsonl"
 class Journal:
     """The file `commits.jsonl` of a run directory, which a single process writes.
 
-    A line is on disk before `add` returns. One that a kill has torn counts as a checkpoint: it was whole by then.
+    A line is on disk before `add` returns. A line that a kill has torn counts too: its checkpoint was complete.
     """
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / NAME
 
     def is_empty(self) -> bool:
-        """Whether it says that no checkpoint was ever whole; a missing journal does not.
+        """Whether the journal exists and has no line: no checkpoint was ever complete.
 
         Raises:
           ConfigError: it cannot be read.
@@ -38,15 +38,15 @@ class Journal:
             raise ConfigError(f"{self.path}: cannot be read ({error.strerror}); remove it") from None
 
     def begin(self) -> None:
-        """Starts a journal without a line, before the run writes its first step. Raises OSError."""
+        """Writes an empty journal, before the run writes its first step. Raises OSError."""
         with open(self.path, "wb") as file:
             os.fsync(file.fileno())
         _sync(self.path.parent)
 
     def complete(self, step: int) -> None:
-        """Adds the checkpoint of a step to a journal that has none, or to a missing one. Raises OSError.
+        """Adds the checkpoint of a step to an empty or missing journal. Raises OSError.
 
-        A kill just before the line, or an earlier version of mmjax, has left it out.
+        The line is missing after a kill just before it was written, or if an earlier version of mmjax has trained.
         """
         if not self.path.exists() or self.is_empty():
             self.add(step)
@@ -65,7 +65,7 @@ class Journal:
 
 
 def _sync(directory: Path) -> None:
-    """Puts the names in a directory on disk."""
+    """Writes the entries of a directory to disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

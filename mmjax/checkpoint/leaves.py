@@ -1,4 +1,4 @@
-"""Logical leaves by name: which names are legal, and whether two sets of leaves fit. Knows no storage.
+"""Logical leaves by name: checks names, and whether two sets of leaves fit. Knows no storage.
 
 A leaf is a parameter or a moment of one layer; its name is a path joined with "/",
 such as "params/llm/layers/000/attn/q".
@@ -22,7 +22,7 @@ _LEAF_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 
 
 FLOATING = ("float32", "bfloat16", "float16")
-"""Dtypes of which a leaf may be stored in one and wanted in another: a module that is frozen has no float32 masters."""
+"""A leaf that is stored in one of these dtypes may be read into another: a frozen module has no float32 masters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,8 @@ class LeafInfo:
     Attributes:
       shape, dtype: its shape, and the name of its dtype.
       crc32: the CRC-32 of its bytes; `None` if an older version saved it.
-      folder: the checkpoint or export that has its bytes, where that is another one, or a folder of safetensors; else
-        "".
-      name: its name there.
+      folder: another checkpoint, an export or a folder of safetensors that has its bytes; "" if they are here.
+      name: its name in that folder.
       view: the leaf as a view of that tensor, in a folder of safetensors; else `None`.
     """
 
@@ -50,7 +49,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves as nested dicts, one level per "/".
 
     Raises:
-      CheckpointError: a name that another leaf has, or that Orbax could confuse with another's.
+      CheckpointError: two leaves have one name, or names that Orbax could confuse.
     """
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -85,9 +84,12 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
 
 
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises one `CheckpointError` with all differences between the stored leaves of `path` and the wanted ones.
+    """Requires that the stored leaves of `path` are those of `targets`, with their shapes and dtypes.
 
-    A leaf may be stored in another of the `FLOATING` dtypes than it is wanted in.
+    One of the `FLOATING` dtypes may differ from another.
+
+    Raises:
+      CheckpointError: leaves differ; one line with all differences.
     """
     problems = []
     if missing := [name for name in targets if name not in stored]:
@@ -110,28 +112,28 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
         raise CheckpointError(f"{path}: no sharding given for {some(unplaced)}; every target needs one")
 
 
-def same_kind(stored: str, wanted: str) -> bool:
-    """Whether a leaf that is stored in one dtype can be wanted in the other."""
-    return stored == wanted or {stored, wanted} <= set(FLOATING)
+def same_kind(stored: str, target: str) -> bool:
+    """Whether a leaf that is stored in one dtype can be read into the other."""
+    return stored == target or {stored, target} <= set(FLOATING)
 
 
 def as_stored(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The targets with the dtypes that their leaves are stored in."""
+    """The targets with the stored dtypes of their leaves."""
     return {name: want.update(dtype=stored[name].dtype) for name, want in targets.items()}
 
 
 def in_both(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct], group: Callable[[str], str]
 ) -> tuple[dict[str, LeafInfo], dict[str, jax.ShapeDtypeStruct]]:
-    """Both sets of leaves, without those whose group only one of them has; leaves of the group "" always stay."""
-    both = {group(name) for name in stored} & {group(name) for name in targets} | {""}
-    have = {name: leaf for name, leaf in stored.items() if group(name) in both}
-    return have, {name: leaf for name, leaf in targets.items() if group(name) in both}
+    """Both sets of leaves, without groups that only one of them has; leaves of the group "" always stay."""
+    groups = {group(name) for name in stored} & {group(name) for name in targets} | {""}
+    common = {name: leaf for name, leaf in stored.items() if group(name) in groups}
+    return common, {name: leaf for name, leaf in targets.items() if group(name) in groups}
 
 
 def some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
-    """The first `limit` names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return joint.join(names[:limit]) + more
+    """The first `limit` names, and the number of further ones."""
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return joint.join(names[:limit]) + suffix

@@ -1,7 +1,7 @@
 """The metadata of a checkpoint, and the checksums that reveal damage. Knows no storage.
 
-Every leaf has a CRC-32 of its logical bytes (C order, unpadded, so the same under any layout), and the metadata have
-one of their own. A CRC-32 detects every change within 32 neighbouring bits, and misses one in four billion others.
+Every leaf has a CRC-32 of its logical bytes (C order, unpadded, so the same under any layout), and the metadata has one
+too. A CRC-32 detects every change within 32 neighbouring bits, and misses one in four billion others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mmjax.mesh.processes import Exchange, is_first
 from mmjax.weights.table import View
 
 FORMAT = 4
-"""Version of the format: 1 had no checksums, 2 no leaves whose bytes are in another folder, and 3 none whose bytes are
-in a folder of safetensors."""
+"""Version of the format. 2 added checksums, 3 leaves whose bytes are in another folder, and 4 leaves whose bytes are in
+a folder of safetensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Metadata:
       step: optimizer steps done.
       seed: the data seed; batches are a function of (seed, step).
       config: the operative config as text.
-      versions: package -> version that wrote it.
+      versions: versions of the packages that wrote it.
       leaves: every stored leaf by name.
-      extra: whatever else the caller stored; JSON values.
+      extra: further JSON values of the caller.
     """
 
     step: int
@@ -58,48 +58,48 @@ class HostLeaf:
 
     def __init__(self, leaf: jax.Array):
         self.shape, self.dtype = leaf.shape, leaf.dtype
-        # Where each element is, once; the checkpoint's writer asks the same arrays, so they cross to the host once.
+        # One copy of each element. The writer reads the same arrays, so they are copied to the host once.
         self._shards = [(s.index, np.asarray(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
 
     def checksum(self) -> int | None:
-        """CRC-32 of the whole leaf, with zeros for the bytes of other processes; ``None`` if they own all bytes.
+        """CRC-32 of the leaf, with zeros for the bytes of other processes; ``None`` if they own all bytes.
 
-        Holds one more copy of the leaf while it runs, if it is sharded.
+        Needs memory for one more copy of a sharded leaf.
         """
         if not self._shards:
             return None
-        whole = self._shards[0][1]
-        if whole.shape != self.shape:
-            whole = np.zeros(self.shape, self.dtype)
+        values = self._shards[0][1]
+        if values.shape != self.shape:
+            values = np.zeros(self.shape, self.dtype)
             for index, part in self._shards:
-                whole[index] = part
-        return zlib.crc32(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
+                values[index] = part
+        return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf."""
+        """Bytes of the leaf, with those of other processes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def joined_checksum(parts: Iterable[int | None], nbytes: int) -> int:
-    """CRC-32 of a whole from those of its parts, each with zeros in place of the other parts' bytes.
+    """Joins the CRC-32s of parts, each computed with zeros in place of the other parts' bytes.
 
     A CRC is affine over exclusive or: for an even number of parts, the CRC of zeros has to be added.
     """
-    own = [part for part in parts if part is not None]
-    if len(own) % 2 == 0:
-        own.append(zlib.crc32(bytes(nbytes)))
-    return functools.reduce(operator.xor, own)
+    checksums = [part for part in parts if part is not None]
+    if len(checksums) % 2 == 0:
+        checksums.append(zlib.crc32(bytes(nbytes)))
+    return functools.reduce(operator.xor, checksums)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unsealed:
-    """Metadata that lacks only the checksums of its leaves.
+    """Metadata without the checksums of its leaves.
 
     Attributes:
-      body: everything else.
+      body: the metadata without leaves.
       leaves: this process's bytes of every leaf that is written.
-      elsewhere: the other leaves, whose bytes are in another folder.
+      elsewhere: leaves whose bytes are in another folder.
     """
 
     body: Mapping[str, Any]
@@ -107,10 +107,10 @@ class Unsealed:
     elsewhere: Mapping[str, LeafInfo] = dataclasses.field(default_factory=dict)
 
     def seal(self, exchange: Exchange) -> str | None:
-        """The text that is stored; ``None`` in all processes but the first. Reads every byte of every leaf here."""
+        """Computes all checksums and returns the text to store; ``None`` in all processes but the first."""
         names = sorted(self.leaves)  # processes may have them in different orders
-        own = json.dumps([self.leaves[name].checksum() for name in names])
-        answers = [json.loads(answer) for answer in exchange(own, listen=is_first())]
+        checksums = json.dumps([self.leaves[name].checksum() for name in names])
+        answers = [json.loads(answer) for answer in exchange(checksums, listen=is_first())]
         if not answers:
             return None
         parts = dict(zip(names, zip(*answers, strict=True), strict=True))
@@ -123,29 +123,29 @@ class Unsealed:
             for name, leaf in self.leaves.items()
         }
         info |= {name: dataclasses.asdict(leaf) for name, leaf in self.elsewhere.items()}
-        # What an older version can read, it shall.
+        # The oldest format that can store these leaves, so that older versions can read it.
         views = any(leaf.view for leaf in self.elsewhere.values())
         form = FORMAT if views else 3 if self.elsewhere else 2
         body = json.loads(json.dumps({"format": form, **self.body, "leaves": info}))
-        return json.dumps({**body, "crc32": _own_checksum(body)})
+        return json.dumps({**body, "crc32": _body_checksum(body)})
 
 
 def unseal(stored: Mapping[str, Any]) -> Metadata:
-    """The metadata in what was stored.
+    """Reads the stored form of metadata, and compares its checksum.
 
     Raises:
-      CheckpointError: it is whole, but of a newer version.
-      KeyError, TypeError, ValueError: it is damaged, or somebody else's.
+      CheckpointError: it is intact, but of a newer version.
+      KeyError, TypeError, ValueError: it is damaged, or another program's.
     """
     body = dict(stored)
-    own = body.pop("crc32", None)
-    if own is None and body["format"] != 1:
+    checksum = body.pop("crc32", None)
+    if checksum is None and body["format"] != 1:
         raise ValueError("the metadata has no checksum")
-    if own is not None and own != _own_checksum(body):
+    if checksum is not None and checksum != _body_checksum(body):
         raise ValueError("the metadata does not have the checksum it was saved with")
     if body["format"] not in range(1, FORMAT + 1):
         raise CheckpointError(f"checkpoint format {body['format']}, this version reads {FORMAT}: update mmjax")
-    leaves = {name: _leaf(leaf, sealed=own is not None) for name, leaf in body["leaves"].items()}
+    leaves = {name: _leaf(leaf, sealed=checksum is not None) for name, leaf in body["leaves"].items()}
     return Metadata(leaves=leaves, **{key: body[key] for key in ("step", "seed", "config", "versions", "extra")})
 
 
@@ -154,65 +154,70 @@ class Findings:
     """One process's check of the leaves that it has read.
 
     Attributes:
-      wrong: names of leaves with another shape, dtype or sharding than was asked for.
-      checksums: checksums of its shards by name of the other leaves (see ``HostLeaf.checksum``).
+      wrong: names of leaves whose shape, dtype or sharding is not the target's.
+      checksums: checksums of its shards of all other leaves, by name (see ``HostLeaf.checksum``).
     """
 
     wrong: list[str]
     checksums: dict[str, int | None]
 
     @classmethod
-    def of(cls, wanted: Mapping[str, jax.ShapeDtypeStruct], leaves: Any) -> Findings:
+    def of(cls, targets: Mapping[str, jax.ShapeDtypeStruct], tree: Any) -> Findings:
         """Checks the leaves that Orbax has read.
 
         Args:
-          wanted: shape, dtype and sharding by name.
-          leaves: the leaves as nested dicts.
+          targets: shape, dtype and sharding by name.
+          tree: the leaves as nested dicts.
         """
-        found = {name: lookup(leaves, name) for name in wanted}
-        wrong = [name for name, want in wanted.items() if not _is_wanted(want, found[name])]
-        return cls(wrong=wrong, checksums={n: HostLeaf(x).checksum() for n, x in found.items() if n not in wrong})
+        leaves = {name: lookup(tree, name) for name in targets}
+        wrong = [name for name, target in targets.items() if not _matches(target, leaves[name])]
+        return cls(wrong=wrong, checksums={n: HostLeaf(x).checksum() for n, x in leaves.items() if n not in wrong})
 
 
-def damaged(stored: Mapping[str, LeafInfo], found: Sequence[Findings]) -> list[str]:
-    """The names of the leaves that do not match the target, or whose bytes differ from those that were saved.
+def damaged(stored: Mapping[str, LeafInfo], findings: Sequence[Findings]) -> list[str]:
+    """The names of leaves that do not match their target, or whose bytes have changed since they were saved.
 
     Args:
       stored: the leaves' entries in the metadata.
-      found: the findings of every process.
+      findings: the findings of every process.
     """
-    wrong = {name for one in found for name in one.wrong}
+    wrong = {name for finding in findings for name in finding.wrong}
     for name, leaf in stored.items():
-        parts = [one.checksums[name] for one in found if name in one.checksums]
-        if leaf.crc32 is not None and parts:  # one of format 1 has none
+        parts = [finding.checksums[name] for finding in findings if name in finding.checksums]
+        if leaf.crc32 is not None and parts:  # format 1 has no checksums
             nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
             wrong |= {name} if joined_checksum(parts, nbytes) != leaf.crc32 else set()
     return [name for name in stored if name in wrong]
 
 
-def _is_wanted(want: jax.ShapeDtypeStruct, leaf: Any) -> bool:
-    # A damaged type in Orbax's own metadata makes it return something else, without an error.
-    if not isinstance(leaf, jax.Array) or (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
+def _matches(target: jax.ShapeDtypeStruct, leaf: Any) -> bool:
+    # If a type in Orbax's own metadata is damaged, it returns another object without an error.
+    if not isinstance(leaf, jax.Array) or (leaf.shape, leaf.dtype) != (target.shape, target.dtype):
         return False
-    return leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+    return leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
 
 
 def versions() -> dict[str, str]:
     """The versions of the packages that write a checkpoint."""
-    known = {}
+    version_of = {}
     for package in ("mmjax", "jax", "orbax-checkpoint"):
         try:
-            known[package] = importlib.metadata.version(package)
+            version_of[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            known[package] = "unknown"  # a source tree that is not installed
-    return known
+            version_of[package] = "unknown"  # a source tree that is not installed
+    return version_of
 
 
 def _leaf(stored: Mapping[str, Any], *, sealed: bool) -> LeafInfo:
     crc32 = int(stored["crc32"]) if sealed else None
-    where = {key: str(stored.get(key, "")) for key in ("folder", "name")}
-    view = _view(stored["view"]) if stored.get("view") else None
-    return LeafInfo(shape=tuple(stored["shape"]), dtype=stored["dtype"], crc32=crc32, view=view, **where)
+    return LeafInfo(
+        shape=tuple(stored["shape"]),
+        dtype=stored["dtype"],
+        crc32=crc32,
+        folder=str(stored.get("folder", "")),
+        name=str(stored.get("name", "")),
+        view=_view(stored["view"]) if stored.get("view") else None,
+    )
 
 
 def _view(stored: Mapping[str, Any]) -> View:
@@ -221,5 +226,5 @@ def _view(stored: Mapping[str, Any]) -> View:
     return View(order=order, theirs=theirs, rows=(int(first), int(end)) if stored["rows"] else None)
 
 
-def _own_checksum(body: Mapping[str, Any]) -> int:
+def _body_checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())

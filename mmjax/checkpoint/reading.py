@@ -1,8 +1,9 @@
-"""Reads one directory: its metadata, and leaves by name, in all processes or in none."""
+"""Reads a directory's metadata and leaves by name; reading fails in all processes or in none."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,8 +29,8 @@ def metadata_of(path: Path) -> Metadata:
     """The metadata of a directory; no leaf is read.
 
     Raises:
-      TornCheckpointError: there are none, or they cannot be read.
-      CheckpointError: it is of a newer version.
+      TornCheckpointError: there is no metadata, or it cannot be read.
+      CheckpointError: a newer version has written it.
     """
     try:
         return unseal(read_metadata(path))
@@ -42,46 +43,46 @@ def metadata_of(path: Path) -> Metadata:
 def read_leaves(
     path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads the leaves that this process has devices for, each straight into its sharding; all processes call it.
+    """Reads leaves for the devices of this process, each straight into its sharding; all processes call it.
 
     Args:
       path: the directory.
-      stored: its metadata's entries for the leaves in `targets` and no others, with the same shapes and dtypes.
+      stored: its metadata's entries for exactly the leaves in `targets`, with the same shapes and dtypes.
       targets: name -> shape, dtype and sharding.
 
     Raises:
-      CheckpointError: another folder that has some of them is gone or changed.
-      TornCheckpointError: they cannot be read, or their bytes are not those that were saved.
+      CheckpointError: another folder that has some of the leaves is missing or has changed.
+      TornCheckpointError: leaves cannot be read, or their bytes have changed since they were saved.
     """
     if not targets:
         return {}
     if any(leaf.folder for leaf in stored.values()):
-        alike(lambda: _require_folders(path, stored))
-    own = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
+        in_all_processes(functools.partial(_require_folders, path, stored))
+    local = {name: target for name, target in targets.items() if has_local_devices(target.sharding)}
 
-    def read_own() -> tuple[Any, Findings]:
-        tree = _read_all(path, stored, own)
-        return tree, Findings.of(own, tree)
+    def read_local() -> tuple[Any, Findings]:
+        tree = _read_all(path, stored, local)
+        return tree, Findings.of(local, tree)
 
     try:
-        tree, found = alike(read_own)
+        tree, findings = in_all_processes(read_local)
     except Exception as error:
         raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
-    answers = everyone_says(json.dumps(dataclasses.asdict(found)))
+    answers = everyone_says(json.dumps(dataclasses.asdict(findings)))
     wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
-    if away := [name for name in wrong if stored[name].folder]:
-        folder = stored[away[0]].folder
-        raise CheckpointError(f"{folder} has changed since {path}, which needs {some(away)} of it; bring it back")
+    if external := [name for name in wrong if stored[name].folder]:
+        folder = stored[external[0]].folder
+        raise CheckpointError(f"{folder} has changed since {path}, which needs {some(external)} of it; bring it back")
     if wrong:
         raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
-    return {name: lookup(tree, name) for name in own}
+    return {name: lookup(tree, name) for name in local}
 
 
 def _require_folders(path: Path, stored: Mapping[str, LeafInfo]) -> None:
-    """Requires the other folders, and in those of safetensors the tensors.
+    """Requires that other folders with some of the leaves exist, and that folders of safetensors have the tensors.
 
     Raises:
-      CheckpointError: a folder is gone or changed.
+      CheckpointError: a folder is missing or has changed.
     """
     by_folder: dict[str, list[LeafInfo]] = {}
     for leaf in stored.values():
@@ -107,23 +108,23 @@ def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, 
     by_folder: dict[str, dict[str, str]] = {}
     for name in targets:
         by_folder.setdefault(stored[name].folder, {})[name] = stored[name].name or name
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for folder, names in by_folder.items():
-        views = {name: (there, view) for name, there in names.items() if (view := stored[name].view)}
+        views = {name: (key, view) for name, key in names.items() if (view := stored[name].view)}
         if views:
             parameters = FolderParameters(folder=WeightsFolder.open(folder), places=views)
-            found |= parameters.read({name: targets[name] for name in views})
+            leaves |= parameters.read({name: targets[name] for name in views})
             continue
-        tree = read(Path(folder) if folder else path, {there: targets[name] for name, there in names.items()})
-        found |= {name: lookup(tree, there) for name, there in names.items()}
-    return nest(found)
+        tree = read(Path(folder) if folder else path, {key: targets[name] for name, key in names.items()})
+        leaves |= {name: lookup(tree, key) for name, key in names.items()}
+    return nest(leaves)
 
 
-def alike(read: Callable[[], T]) -> T:
-    """The result of `read`, in every process or in none; all processes call it.
+def in_all_processes(read: Callable[[], T]) -> T:
+    """Calls `read` in all processes; if it fails in one, this raises in all.
 
     Raises:
-      TornCheckpointError: `read` failed in another process; its own error is raised as it is.
+      TornCheckpointError: `read` failed in another process. An error of this process's `read` is raised unchanged.
     """
     try:
         result, problem = read(), None
@@ -132,6 +133,6 @@ def alike(read: Callable[[], T]) -> T:
     answers = everyone_says(cause(problem) if problem else "")
     if problem:
         raise problem
-    if other := next(filter(None, answers), ""):
-        raise TornCheckpointError(f"another process finds: {other}")
+    if remote_problem := next(filter(None, answers), ""):
+        raise TornCheckpointError(f"another process finds: {remote_problem}")
     return cast(T, result)

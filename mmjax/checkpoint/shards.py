@@ -1,8 +1,8 @@
-"""Leaves in the form in which one of several processes gives them to Orbax.
+"""Wraps leaves so that Orbax writes them from several processes.
 
-Orbax refuses an array that one process owns whole, since it takes it for a copy that every process has; and it looks at
-the first shard of every array, which some processes do not have. `LocalShards` solve both, and are written as the array
-that they stand for: each process writes the shards that it owns, and the format does not depend on who writes.
+Orbax refuses an array of which one process owns all shards, because it takes it for a copy that every process has. It
+also reads the first shard of every array, which some processes do not have. `LocalShards` solve both. They are written
+like the array: each process writes the shards that it owns, and the format does not depend on the processes.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from orbax.checkpoint import v1 as ocp
 from mmjax import jax_compat
 
 BARRIERS = "all"
-"""The prefix of the names of the barriers in which all processes meet."""
+"""The prefix of the names of the barriers of all processes."""
 
 
 class LocalShards:
-    """An array as one process has it: the shards here."""
+    """An array's shards on the devices of this process."""
 
     is_fully_addressable = False
 
     def __init__(self, array: jax.Array):
         self._array = array
-        self.addressable_shards = array.addressable_shards or [_Elsewhere(array)]
+        self.addressable_shards = array.addressable_shards or [_NoShard(array)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._array, name)
 
 
-class _Elsewhere:
-    """Stands for the shards that other processes have: a shape, and no replica that is written."""
+class _NoShard:
+    """A placeholder for shards of other processes: it has a shape, and is not written."""
 
     replica_id = -1
 
@@ -47,35 +47,37 @@ class _Elsewhere:
 
 
 def local_shards(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The leaves as Orbax takes them: their local shards where there are several processes."""
+    """The leaves in a form that Orbax takes: as `LocalShards` if there are several processes."""
     if jax_compat.process_count() == 1:
         return dict(leaves)
     return {name: LocalShards(leaf) for name, leaf in leaves.items()}
 
 
 def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
-    """Orbax's handler of trees, which takes local shards too where there are several processes.
+    """Orbax's handler of trees; with several processes it takes `LocalShards` too.
 
     Args:
-      rounds: lets the processes of a write tell each other of problems (see `storage.WriteRounds`).
+      rounds: exchanges problems among the processes of a write (see `storage.WriteRounds`).
     """
     plain = ocp.handlers.PyTreeHandler
     if jax_compat.process_count() == 1:
         return plain
     members: dict[str, Any] = {"rounds": staticmethod(rounds)} if rounds else {}
-    # The checkpoint names who wrote it, and whoever reads it knows Orbax's handler alone.
+    # The checkpoint names its handler, and readers of it know only Orbax's own.
     members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    return type(plain.__name__, (_handler_of_shards(),), members)
+    return type(plain.__name__, (_shards_handler(),), members)
 
 
 @functools.cache
-def _handler_of_shards() -> type[Any]:
-    # Orbax documents handlers of leaves, and keeps them in a private place: a run of one process does without.
+def _shards_handler() -> type[Any]:
+    # Orbax documents handlers of leaves, but their modules are private: a run of one process does not import them.
     from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
     from orbax.checkpoint.experimental.v1._src.serialization.registry import StandardLeafHandlerRegistry
 
     plain: Any = ocp.handlers.PyTreeHandler
-    handler: Any = type("_ShardsHandler", (ArrayLeafHandler,), {})  # its own, for another type
+    handler: Any = type(
+        "_ShardsHandler", (ArrayLeafHandler,), {}
+    )  # a class of its own, because it is registered for another type
     nothing = type("_AbstractShards", (), {})  # nothing is restored as local shards
     leaves = StandardLeafHandlerRegistry()
     leaves.add(LocalShards, nothing, handler, secondary_typestrs=["jax.Array"])
@@ -90,16 +92,16 @@ def _handler_of_shards() -> type[Any]:
             return True
 
         async def _background_save(self, directory: Any, *, commit_futures: Sequence[Any], **_: Any) -> None:
-            """Orbax's own, with rounds in place of its barriers, where others would wait for a process that failed."""
+            """Orbax's method, with rounds instead of barriers, in which others would wait for a failed process."""
             folder = await directory.await_creation()
             await self._together(0, *[asyncio.to_thread(future.result) for future in commit_futures])
             await self._together(1, self._finalize(folder))
 
         async def _together(self, number: int, *work: Awaitable[Any]) -> None:
-            found = await asyncio.gather(*work, return_exceptions=True)
-            own = next((error for error in found if isinstance(error, BaseException)), None)
-            if joint := await asyncio.to_thread(self.rounds, number, cause(own) if own else ""):
-                raise RuntimeError(joint) from own
+            results = await asyncio.gather(*work, return_exceptions=True)
+            error = next((result for result in results if isinstance(result, BaseException)), None)
+            if problem := await asyncio.to_thread(self.rounds, number, cause(error) if error else ""):
+                raise RuntimeError(problem) from error
 
     if "_background_save" not in vars(plain) or "_finalize" not in vars(plain):
         raise RuntimeError("this version of Orbax finishes a save in another way: install the one that mmjax asks for")
@@ -107,7 +109,7 @@ def _handler_of_shards() -> type[Any]:
 
 
 def attend_commit(response: Any) -> None:
-    """Waits in Orbax's last barrier of a write in place of the write itself, which failed before it got there."""
+    """Waits in Orbax's last barrier of a write, for a write that has failed before that barrier."""
     from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
     key = multihost.unique_barrier_key("save_checkpointables_async:finalize", prefix=BARRIERS)
@@ -116,7 +118,7 @@ def attend_commit(response: Any) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Type and first line of the error at the bottom of the chain; Orbax wraps it several times."""
+    """Type and first line of the original error; Orbax wraps it several times."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = str(error).strip().splitlines()

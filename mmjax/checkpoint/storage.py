@@ -1,9 +1,8 @@
-"""Writes leaves and metadata into one directory with Orbax, and reads them. Only this module and those that it uses
-(`shards`, `quiet`) touch Orbax.
+"""Writes leaves and metadata into a directory with Orbax, and reads them.
 
-Several processes write a checkpoint together, or none does. In rounds each tells the others whether its part has
-failed: when leaves are written, when process 0 has joined them, and when it has renamed the directory. At the first
-round with a problem all stop alike, so none waits in a barrier for a process that does not come.
+Only this module, `shards` and `quiet` use Orbax. Several processes write a checkpoint together, or none does. In rounds
+they exchange problems: when leaves are written, when process 0 has merged them, and when it has renamed the directory.
+At the first round with a problem all stop, so none waits in a barrier for a failed process.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ class WriteError(Exception):
 
 
 class WriteRounds:
-    """In each round all processes learn whether one of them has a problem. A process answers a round once."""
+    """The rounds in which all processes learn of a problem of any. A process answers a round once."""
 
     def __init__(self) -> None:
-        """Has to be called by all processes at the same place."""
+        """All processes must call it at the same point."""
         self._agreements = [Agreement() for _ in range(COMMITTED + 1)]
         self._lock = threading.Lock()
         self._results: dict[int, str] = {}
 
     def __call__(self, number: int, problem: str = "") -> str:
-        """The problem of some process, "" if none has one; may be called from any thread."""
+        """Answers a round; returns the problem of a process, or "". May be called from any thread."""
         with self._lock:
             if number not in self._results:
                 self._results[number] = self._agreements[number](problem)
@@ -61,74 +60,75 @@ class WriteRounds:
 
 
 class Write:
-    """A checkpoint that is being written; made by all processes at the same place."""
+    """A checkpoint that is being written; all processes make it at the same point."""
 
-    def __init__(self, path: Path, leaves: Mapping[str, jax.Array], about: Unsealed):
-        """Starts the write; returns when the leaves' values are held on the host.
+    def __init__(self, path: Path, leaves: Mapping[str, jax.Array], metadata: Unsealed):
+        """Starts the write; returns when the leaves' values are on the host.
 
         Raises:
-          Exception: one of a dozen types; the write has not begun.
+          Exception: an error of a dozen possible types; the write has not begun.
         """
         self.path, self._rounds = path, WriteRounds()
         with _context(rounds=self._rounds):
-            items = {_STATE: nest(local_shards(leaves)), _METADATA: about}
+            items = {_STATE: nest(local_shards(leaves)), _METADATA: metadata}
             self._response = ocp.save_checkpointables_async(str(path), items)
 
     def finish(self) -> None:
-        """Waits until the directory is there.
+        """Waits until the directory exists.
 
         Raises:
-          WriteError: it was not written, by any process.
+          WriteError: no process has written it.
         """
         problem = ""
         try:
             self._response.result()
-        except BaseException as error:  # a cancelled save included: nobody above this thread would see it
+        except BaseException as error:  # also of a cancelled save: nothing above this thread would catch it
             problem = cause(error)
         if jax_compat.process_count() > 1:
-            problem = self._joint(problem)
+            problem = self._agree(problem)
         if problem:
             raise WriteError(problem)
 
-    def _joint(self, problem: str) -> str:
-        if joint := self._rounds.settle(problem):
-            return joint
-        if problem:  # the others wait for this one
-            with contextlib.suppress(Exception):  # it may have failed there
+    def _agree(self, problem: str) -> str:
+        """The problem of a process, or "" if none has one."""
+        if agreed := self._rounds.settle(problem):
+            return agreed
+        if problem:  # the other processes wait for this one
+            with contextlib.suppress(Exception):  # the barrier itself may have failed
                 attend_commit(self._response)
         return self._rounds(COMMITTED, problem)
 
 
 def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-    """Leaves of a checkpoint in the shardings of `leaves`, as nested dicts; no other process takes part.
+    """Reads leaves of a checkpoint into the shardings of `leaves`, as nested dicts, without other processes.
 
     Raises:
-      Exception: one of a dozen types, for a directory that is torn.
+      Exception: an error of a dozen possible types, for a torn directory.
     """
-    with _context(alone=True):
+    with _context(single_process=True):
         return ocp.load_checkpointables(str(path), {_STATE: nest(leaves)})[_STATE] if leaves else {}
 
 
 def read_metadata(path: Path) -> Any:
-    """The JSON value of the metadata that is stored beside the leaves.
+    """Reads the JSON value of the metadata beside the leaves.
 
     Raises:
       OSError, ValueError: it cannot be read.
     """
-    # Not by Orbax, which counts its operations: processes with different counts would never meet again.
+    # Not with Orbax, which numbers its operations: barriers of processes with different numbers would never match.
     return parse((path / _METADATA / _FILE).read_bytes())
 
 
-def export(leaves: Mapping[str, jax.Array], path: str | Path, *, about: Mapping[str, Any]) -> None:
-    """Writes parameters alone as an Orbax checkpoint: `ocp.load` gives them as a nested dict of numpy arrays.
+def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mapping[str, Any]) -> None:
+    """Writes parameters alone as an Orbax checkpoint: `ocp.load` returns them as a nested dict of numpy arrays.
 
-    The leaves are gathered on the host one after another, so the file fits any number of devices. The metadata beside
-    them are those of a checkpoint, checksums included.
+    The leaves are gathered on the host one after another, so the file fits any number of devices. It has the metadata
+    of a checkpoint, with checksums.
 
     Args:
       leaves: parameters by "/"-joined name, such as "llm/embed".
       path: the directory to make.
-      about: see `Metadata`, without the leaves; also kept as the Orbax checkpoint's custom metadata.
+      metadata: see `Metadata`, without the leaves; also kept as the Orbax checkpoint's custom metadata.
 
     Raises:
       CheckpointError: the path exists, or a leaf's name or ownership is wrong.
@@ -138,15 +138,15 @@ def export(leaves: Mapping[str, jax.Array], path: str | Path, *, about: Mapping[
         raise CheckpointError(f"{path} exists: remove it or export to another path")
     require_addressable(leaves)
     tree = nest({name: np.asarray(leaf) for name, leaf in leaves.items()})
-    held = Unsealed(body=about, leaves={name: HostLeaf(leaf) for name, leaf in leaves.items()})
+    unsealed = Unsealed(body=metadata, leaves={name: HostLeaf(leaf) for name, leaf in leaves.items()})
     with _context():
-        ocp.save_checkpointables(str(path), {_STATE: tree, _METADATA: held}, custom_metadata=dict(about))
+        ocp.save_checkpointables(str(path), {_STATE: tree, _METADATA: unsealed}, custom_metadata=dict(metadata))
 
 
 class _MetadataHandler:
-    """How Orbax writes and reads our JSON item: sealed in the background, while the leaves are being written.
+    """Orbax's handler of mmjax's JSON item, which is sealed in the background while leaves are being written.
 
-    The file is the one that Orbax's own JSON handler would write.
+    It writes the same file as Orbax's own JSON handler.
     """
 
     async def save(self, directory: Any, checkpointable: Unsealed) -> Awaitable[None]:
@@ -175,11 +175,11 @@ class _MetadataHandler:
         return None
 
 
-def _context(alone: bool = False, rounds: WriteRounds | None = None) -> ocp.Context:
-    """Orbax's options, with the reason for each that is not its default.
+def _context(*, single_process: bool = False, rounds: WriteRounds | None = None) -> ocp.Context:
+    """Orbax's options, with the reason for each that is not the default.
 
     Args:
-      alone: whether this process acts without the others.
+      single_process: whether this process acts without the others.
       rounds: the rounds of a write by several processes.
     """
     quieten()
@@ -187,19 +187,19 @@ def _context(alone: bool = False, rounds: WriteRounds | None = None) -> ocp.Cont
     handlers.add(state_handler(rounds), checkpointable_name=_STATE)
     handlers.add(_MetadataHandler, checkpointable_name=_METADATA)
     context = ocp.Context()
-    me, count = jax_compat.process_index(), jax_compat.process_count()
+    index, count = jax_compat.process_index(), jax_compat.process_count()
     if count > 1:
-        # Named, they meet at the coordinator; otherwise in a collective, which another thread may be dispatching.
-        context.multiprocessing.active_processes = {me} if alone else set(range(count))
-        context.multiprocessing.primary_host = me if alone else 0
-        context.multiprocessing.barrier_sync_key_prefix = f"process{me}" if alone else BARRIERS
+        # With names, barriers use the coordinator; else a collective, which another thread may be dispatching.
+        context.multiprocessing.active_processes = {index} if single_process else set(range(count))
+        context.multiprocessing.primary_host = index if single_process else 0
+        context.multiprocessing.barrier_sync_key_prefix = f"process{index}" if single_process else BARRIERS
     context.checkpointables.registry = handlers
-    # Made later, a directory that cannot be made leaves threads that wait for it for five minutes.
+    # Created in the background, a directory that cannot be created would make threads wait five minutes for it.
     context.asynchronous.create_directories_asynchronously = False
     saving = context.array.saving
     saving.use_ocdbt = True  # hundreds of tiny leaves share a few files
-    saving.use_replica_parallel = False  # it would compile a slicing program per shape, for one disk
-    saving.use_compression = False  # weights do not compress, and training wants the cores
-    saving.enable_write_sharding_file = False  # a leaf does not remember a layout
-    context.pytree.loading.partial_load = True  # `require_match` has compared the names, with better words
+    saving.use_replica_parallel = False  # would compile a slicing program per shape, for one disk
+    saving.use_compression = False  # weights do not compress, and training needs the cores
+    saving.enable_write_sharding_file = False  # leaves do not depend on a layout
+    context.pytree.loading.partial_load = True  # `require_match` has compared the names, with a better message
     return context

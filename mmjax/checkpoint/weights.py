@@ -1,4 +1,4 @@
-"""Parameters that modules start from: those of another run, of one of its checkpoints, or of an export."""
+"""Parameters of another run, a checkpoint or an export, from which modules start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmjax.checkpoint.config import CheckpointError
 from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.leaves import LeafInfo, as_stored
 from mmjax.checkpoint.metadata import Metadata
-from mmjax.checkpoint.reading import alike, metadata_of, read_leaves
+from mmjax.checkpoint.reading import in_all_processes, metadata_of, read_leaves
 
 PARAMETERS = "params/"
 """The prefix of parameters' names in a checkpoint; an export has none."""
@@ -26,7 +26,7 @@ class SavedParameters:
     Attributes:
       folder: the folder as it was named.
       path: the checkpoint or export in it.
-      metadata: the metadata of that.
+      metadata: the metadata of that checkpoint or export.
       prefix: the prefix of its parameters' names.
     """
 
@@ -37,15 +37,15 @@ class SavedParameters:
 
     @classmethod
     def find(cls, folder: str) -> SavedParameters:
-        """The parameters of a run's newest checkpoint, of a checkpoint or of an export; no leaf is read yet.
+        """Finds the parameters of a run's newest checkpoint, a checkpoint or an export; no leaf is read yet.
 
         Raises:
           CheckpointError: the directory is none of these, or cannot be read.
         """
-        given = Path(folder).absolute()
-        run = Folder(given / "checkpoints")
+        directory = Path(folder).absolute()
+        run = Folder(directory / "checkpoints")
         steps = run.steps()
-        path = run.find(steps[-1]) if steps else given
+        path = run.find(steps[-1]) if steps else directory
         try:
             metadata = metadata_of(path)
         except CheckpointError as error:
@@ -53,25 +53,25 @@ class SavedParameters:
                 raise CheckpointError(f"{error}; name an earlier one, such as {run.find(steps[-2])}") from None
             if steps or (path / "mmjax").is_dir():
                 raise
-            raise CheckpointError(_no_parameters(folder, given)) from None
-        inside = any(name.startswith(PARAMETERS) for name in metadata.leaves)
-        return cls(folder=folder, path=path, metadata=metadata, prefix=PARAMETERS if inside else "")
+            raise CheckpointError(_no_parameters(folder, directory)) from None
+        is_checkpoint = any(name.startswith(PARAMETERS) for name in metadata.leaves)
+        return cls(folder=folder, path=path, metadata=metadata, prefix=PARAMETERS if is_checkpoint else "")
 
     @functools.cached_property
     def leaves(self) -> dict[str, LeafInfo]:
         """The stored parameters by name, such as "llm/embed"."""
-        own = self.metadata.leaves.items()
-        return {name.removeprefix(self.prefix): leaf for name, leaf in own if name.startswith(self.prefix)}
+        stored = self.metadata.leaves.items()
+        return {name.removeprefix(self.prefix): leaf for name, leaf in stored if name.startswith(self.prefix)}
 
     def elsewhere(self, name: str) -> LeafInfo:
-        """The entry of a stored parameter in another checkpoint that does not copy it."""
+        """An entry for another checkpoint that refers to a stored parameter instead of copying it."""
         leaf = self.leaves[name]
-        folder, there = leaf.folder or str(self.path), leaf.name or f"{self.prefix}{name}"
-        return dataclasses.replace(leaf, folder=folder, name=there)
+        folder, stored_name = leaf.folder or str(self.path), leaf.name or f"{self.prefix}{name}"
+        return dataclasses.replace(leaf, folder=folder, name=stored_name)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of each parameter as it is stored, by name."""
+        """The stored dtype of each parameter, by name."""
         return {name: leaf.dtype for name, leaf in self.leaves.items()}
 
     @property
@@ -84,40 +84,43 @@ class SavedParameters:
         return f"{self.folder} after step {self.metadata.step}"
 
     def read(
-        self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Callable[[int, int], None] = lambda done, of: None
+        self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Callable[[int, int], None] | None = None
     ) -> dict[str, jax.Array]:
-        """Reads the leaves that this process has devices for, bit for bit as they were saved; all processes call it.
+        """Reads leaves for the devices of this process, bit for bit as they were saved; all processes call it.
 
         Args:
-          targets: shape and sharding by name, such as "llm/embed"; shapes as they are stored. The dtype is the stored
-            one, whatever is given.
-          report: is told the bytes read and those there are; once, since Orbax reads all leaves at the same time.
+          targets: the stored shape, and a sharding, by name such as "llm/embed". Their dtype is ignored.
+          report: called with the bytes read and the bytes to read; once, since Orbax reads all leaves together.
+
+        Returns:
+          The leaves by name, in their stored dtypes.
 
         Raises:
-          TornCheckpointError: leaves cannot be read, or their bytes are not those that were saved.
+          TornCheckpointError: leaves cannot be read, or their bytes have changed since they were saved.
         """
-        wanted = {f"{self.prefix}{name}": target for name, target in targets.items()}
-        stored = {name: self.metadata.leaves[name] for name in wanted}
-        found = read_leaves(self.path, stored, as_stored(stored, wanted))
-        size = sum(leaf.nbytes for leaf in found.values())
-        report(size, size)
-        return {name.removeprefix(self.prefix): leaf for name, leaf in found.items()}
+        targets = {f"{self.prefix}{name}": target for name, target in targets.items()}
+        stored = {name: self.metadata.leaves[name] for name in targets}
+        leaves = read_leaves(self.path, stored, as_stored(stored, targets))
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        if report:
+            report(size, size)
+        return {name.removeprefix(self.prefix): leaf for name, leaf in leaves.items()}
 
 
 def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:
-    """The `SavedParameters.find` of each folder, in all processes or in none; all call it with the same folders.
+    """Calls `SavedParameters.find` for each folder. It fails in all processes or in none; all have the same folders.
 
     Raises:
       CheckpointError: see `SavedParameters.find`.
     """
-    return {folder: alike(functools.partial(SavedParameters.find, folder)) for folder in folders}
+    return {folder: in_all_processes(functools.partial(SavedParameters.find, folder)) for folder in folders}
 
 
-def _no_parameters(folder: str, given: Path) -> str:
-    if not given.is_dir():
+def _no_parameters(folder: str, path: Path) -> str:
+    if not path.is_dir():
         return f"{folder} is no directory; name a run, one of its checkpoints, or what mmjax.export has written"
-    if (given / "config.gin").is_file():
+    if (path / "config.gin").is_file():
         return f"the run in {folder} has no checkpoint yet; name one that has"
-    if (given / "_CHECKPOINT_METADATA").is_file():
+    if (path / "_CHECKPOINT_METADATA").is_file():
         return f"{folder} was not written by this version of mmjax; name a run, or export it again"
     return f"{folder} is no run, checkpoint or export; name a run, such as runs/stage1"

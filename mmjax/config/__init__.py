@@ -1,16 +1,14 @@
 """Configuration: gin text and flags become one frozen, checked `Config`."""
 
 from mmjax.config.load import (
-    changed_values,
     config_of_values,
     config_that_fits,
     default_run_dir,
-    differences,
     load_config,
     load_run_config,
-    operative_config,
     require_devices,
 )
+from mmjax.config.operative import changed_values, differences, operative_config
 from mmjax.config.schema import Config, TrainConfig, scopes_of
 from mmjax.config.validate import advise, validate
 

@@ -9,7 +9,7 @@ _LOWER = ("loss", "perplexity")
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether less of a figure is better: of a loss and of a perplexity. All others are shares of what is right."""
+    """Whether lower is better, as for loss and perplexity. All other figures are shares of correct answers."""
     return metric in _LOWER
 
 

@@ -1,4 +1,4 @@
-"""Whether the modules of a run become one folder of a whole model: known before it trains. Imports no JAX."""
+"""Tells, before a run trains, whether its modules can be exported as one folder of a whole model. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from mmjax.models.composed import Composed, compose
 from mmjax.models.config import projector_name
 
 _ANY_ROWS = 2**20
-"""Stands for the rows of a table of embeddings: why there is no folder does not depend on them."""
+"""A placeholder for the rows of the embedding table: whether a folder can be made does not depend on them."""
 
 
 def compose_run(config: Config, vocab: int, image_token: int) -> tuple[Composed | None, str]:
-    """A new folder of a whole model that has all modules, or why there is none; "" where a folder had them all.
+    """Composes the folder of a whole model from a run's modules.
 
     Args:
       config: the run's.
-      vocab: rows of the language model's table of embeddings.
+      vocab: rows of the language model's embedding table.
       image_token: id of the token that stands for an image's.
+
+    Returns:
+      The folder and "", or None and the reason: "" if the modules come from one whole model's folder already.
     """
     if config.model.weights and all(config.pretrained(name) == config.model.weights for name in _modules(config)):
         return None, ""
@@ -28,15 +31,16 @@ def compose_run(config: Config, vocab: int, image_token: int) -> tuple[Composed 
 
 
 def export_advice(config: Config) -> tuple[str, ...]:
-    """A line for a run of modules from folders that will not be one folder again; none for other runs."""
+    """A line that says why a run with modules from folders cannot be exported as one folder; () if it can."""
     unwritten = [name for name in _modules(config) if not config.pretrained(name)]
     if len(unwritten) == len(_modules(config)):
         return ()
-    _, why = compose_run(config, _ANY_ROWS, 0)
-    if not why:
+    _, reason = compose_run(config, _ANY_ROWS, 0)
+    if not reason:
         return ()
-    left = f"--format=safetensors leaves {', '.join(unwritten)} out" if unwritten else "each module has its own folder"
-    return (f"an export is not one folder of a whole model, and {left}: {why}",)
+    left_out = f"--format=safetensors leaves {', '.join(unwritten)} out"
+    consequence = left_out if unwritten else "each module has its own folder"
+    return (f"an export is not one folder of a whole model, and {consequence}: {reason}",)
 
 
 def _modules(config: Config) -> list[str]:

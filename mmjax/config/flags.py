@@ -1,11 +1,12 @@
-"""Command lines of entry points with a configuration: `--gin_file=F`, `--gin.scope/Class.field=value`, `--help`.
+"""Command lines of commands with a configuration: `--gin_file=F`, `--gin.scope/Class.field=value`, `--help`.
 
-`mmjax.flags` has the flags of every entry point.
+`mmjax.flags` has the flags of every command.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from mmjax import flags as flags_of
+from mmjax import flags as base_flags
 from mmjax import sigterm
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import scopes_of
@@ -43,70 +44,76 @@ __all__ = [
 INCOMPLETE = 1
 """Exit status of a run that has ended, but could not write all files or evaluate the trained model."""
 NEWS = 2.0
-"""Seconds to wait for news of another process's end, which ends this one."""
+"""Seconds to wait for a message that another process has ended, which ends this one too."""
 
 PROCESS_FLAGS = (
     Flag(name="coordinator", doc="host:port of process 0, where the processes of a run meet; or MMJAX_COORDINATOR."),
     Flag(name="num_processes", doc="how many processes the run has; or MMJAX_NUM_PROCESSES. Default 1."),
     Flag(name="process_id", doc="which of them this is, from 0; or MMJAX_PROCESS_ID."),
 )
-"""Flags of an entry that may run as several processes; Slurm and Open MPI need none of them."""
+"""Flags of a command that may run as several processes. Slurm and Open MPI need none of them."""
 
 
 def parse_flags(
-    argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True
+    argv: Sequence[str], flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", *, gin: bool = True
 ) -> Flags:
-    """Parses `argv` (without the program's name); `usage` starts the help text.
+    """Parses a command line. Both `--flag=value` and `--flag value` are understood.
 
-    Without `gin`, `--gin_file` and `--gin.…` are no flags of the entry point.
-    Both `--flag=value` and `--flag value` are understood. `--help` prints every flag and every configurable with its
-    fields, defaults and documentation, and exits.
+    `--help` prints every flag and every configurable with its fields, defaults and documentation, and exits.
+
+    Args:
+      argv: the arguments, without the program's name.
+      flags: the command's flags.
+      usage: the beginning of the help text.
+      gin: whether the command has `--gin_file` and `--gin.…`.
 
     Raises:
       ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
       SystemExit: after `--help`.
     """
-    return flags_of.parse_flags(argv, flags, usage, gin=gin, helped=lambda: help_text(flags, usage, gin))
+    gin_help = functools.partial(help_text, flags, usage, gin=gin)
+    return base_flags.parse_flags(argv, flags, usage, gin=gin, make_help=gin_help)
 
 
-def require_gin_file(flags: Flags, what: str = "a configuration") -> None:
-    """Requires a `--gin_file`. The message of the ConfigError tells the user to name `what` with it."""
+def require_gin_file(flags: Flags, content: str = "a configuration") -> None:
+    """Requires a `--gin_file`, which the message of the ConfigError describes as `content`."""
     if not flags.gin_files:
-        raise ConfigError(f"--gin_file is missing: name {what}, such as --gin_file=digits_vlm")
+        raise ConfigError(f"--gin_file is missing: name {content}, such as --gin_file=digits_vlm")
 
 
 def join_processes(flags: Flags) -> None:
-    """Meets the other processes of the run, if the flags of `PROCESS_FLAGS` or the environment name any.
+    """Connects to the other processes of the run, if the flags of `PROCESS_FLAGS` or the environment name any.
 
     Raises:
       ConfigError: the flags contradict each other, or the processes do not meet.
     """
-    found = company.find_processes({name: str(flags.values[name]) for name in company.NAMES})
-    if found:
+    processes = company.find_processes({name: str(flags.values[name]) for name in company.NAMES})
+    if processes:
         with importing():
-            from mmjax.mesh.processes import join  # JAX, which nobody waits for who made a mistake
+            from mmjax.mesh.processes import join  # imports JAX, too slowly for a command line with a mistake
 
-        join(found)
+        join(processes)
 
 
 def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractContextManager[None]:
     """`mmjax.flags.one_line_errors` for a CheckpointError too."""
-    return flags_of.one_line_errors(interrupted, (CheckpointError,))
+    return base_flags.one_line_errors(interrupted, (CheckpointError,))
 
 
 def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
-    """Ends the process with the status of `main`. After Ctrl-C and SIGTERM at once: threads that compile are not waited
-    for.
+    """Runs a command and ends the process with its status.
+
+    After Ctrl-C and SIGTERM the process ends at once, without waiting for threads that compile.
 
     Args:
-      main: the command.
+      main: the command; returns the status.
       crashed: the status after an exception that no `one_line_errors` has caught.
     """
     with Sigterm(sigterm.leave_now) as ending:
         try:
             try:
                 status = main()
-                ending.react = lambda: None  # the process is ending by itself
+                ending.react = sigterm.ignore  # the process is ending by itself
                 company.leave()
             except SystemExit as end:
                 status = end.code
@@ -115,9 +122,9 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
             except Exception as error:
                 if isinstance(error, BrokenPipeError) and not company.in_company():
                     raise
-                _fallen(error)
+                _report_crash(error)
                 status = crashed
-            ending.react = lambda: None
+            ending.react = sigterm.ignore
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -127,8 +134,8 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
             sigterm.free_semaphores()
             sys.stderr.flush()
             os._exit(INTERRUPTED)
-        if company.in_company():  # left early: the others must not be waited for
-            # What is refused here is to be refused by all: who starts the command again asks for that status.
+        if company.in_company():  # this process ends early and must not wait for the others
+            # All processes end with the status of a refused command: whoever starts it again reads that status.
             company.abandon(f"exit status {status}", REFUSED if status == REFUSED else FOLLOWED)
             sys.stderr.flush()
             os._exit(status if isinstance(status, int) else 1)
@@ -136,9 +143,11 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
     sys.exit(status)
 
 
-def _fallen(error: Exception) -> None:
-    """Prints an exception, and tells the other processes of it; waits first for news of an end that may have caused
-    it."""
+def _report_crash(error: Exception) -> None:
+    """Prints an exception and reports it to the other processes.
+
+    Waits first for a message of another process's end, which may be the cause.
+    """
     if company.in_company():
         time.sleep(NEWS)
     traceback.print_exception(error)
@@ -146,19 +155,19 @@ def _fallen(error: Exception) -> None:
         company.abandon(traceback.format_exception_only(error)[0].strip())
 
 
-def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", gin: bool = True) -> str:
+def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", *, gin: bool = True) -> str:
     """The text that `--help` prints."""
     if not gin:
-        return flags_of.help_text(flags, usage)
+        return base_flags.help_text(flags, usage)
     example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."
-    of_gin = (
+    gin_entries = (
         entry(
             "  --gin_file",
             "a gin file, or one of mmjax's by name, such as digits_vlm; repeat it, later ones win.",
         ),
         entry("  --gin.KEY=VALUE", f"sets one field, {example}"),
     )
-    lines = [flags_of.help_text(flags, usage, gin=of_gin), ""]
+    lines = [base_flags.help_text(flags, usage, gin=gin_entries), ""]
     lines.append("Configurables. A scope is a module's name; a field bound without a scope is every module's default.")
     for cls, scopes in scopes_of(ModelConfig(), DataConfig()).items():
         lines += ["", *_class_help(cls, scopes)]

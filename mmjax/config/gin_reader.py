@@ -1,10 +1,9 @@
-"""Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks, and names of earlier versions. Knows no
-class and no type.
+"""Reads gin text into bindings: files, `include`, `%MACRO`, scopes and blocks, and names of earlier versions.
 
-gin-config is only the parser: its registry, its global state and its calls into user code are not used. So reading is
-repeatable in a notebook and runs no code. (A value may name code that runs later if the user allows it, see
-`mmjax.own_code`.) As in gin, a later binding of the same key replaces an earlier one, a scoped binding is more specific
-than an unscoped one, and macros are looked up after everything was read.
+It knows no class and no type. gin-config is only the parser: its registry, its global state and its calls into user
+code are not used, so reading is repeatable in a notebook and runs no code. (A value may name code that runs later if
+the user allows it, see `mmjax.user_code`.) As in gin, a later binding of the same key replaces an earlier one, a scoped
+binding is more specific than an unscoped one, and macros are looked up after everything was read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mmjax.configurable import ConfigError, near_misses, suggest
 
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
 _MOST_TEXT, _MOST_VALUES, _MOST_STRINGS, _MOST_SHOWN = 1 << 22, 100_000, 500, 300
-"""Characters of a file, literals of a value, strings that are joined to one, and characters of a line in messages."""
+"""Limits: characters of a file, literals of a value, strings joined to one, characters of a line in messages."""
 MOVED: Mapping[str, str] = {
     f"Data.{name}": f"Digits.{name}"
     for name in (
@@ -32,7 +31,7 @@ MOVED: Mapping[str, str] = {
         *("read", "count", "sum", "hear", "both", "same", "draw", "turns", "curriculum"),
     )
 }
-"""What settings are called now, by the names that earlier versions gave them."""
+"""Today's names of settings by their names in earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Binding:
       field: "tp"; "" for a macro.
       value: a Python literal, in which `Macro`s may occur before `resolve`.
       where: "configs/x.gin:3" or "--gin.vision/Layout.tp=2", for messages.
-      text: the value as written, where it came from the command line.
-      given: whether it came from the command line, or is made of a macro that did.
+      text: the value as written, if it came from the command line.
+      from_flag: whether it came from the command line, or contains a macro that did.
     """
 
     scope: str
@@ -69,7 +68,7 @@ class Binding:
     value: object
     where: str
     text: str | None = None
-    given: bool = False
+    from_flag: bool = False
 
     @property
     def key(self) -> str:
@@ -98,26 +97,26 @@ def _parser() -> tuple[Any, Any]:
 
 
 def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
-    """Bindings of the gin files, then those of `lines` ("vision/Layout.tp=2"), macros looked up.
+    """Reads the bindings of gin files and then of `lines` ("vision/Layout.tp=2"), and looks macros up.
 
-    A file may be the name of one of mmjax's, see `find_config`.
+    A file may be a path or the name of one of mmjax's, see `find_config`.
 
     Raises:
       ConfigError: a file or include is missing, the text is no gin, or a macro has no value.
     """
-    read: list[Binding] = []
+    bindings: list[Binding] = []
     for file in files:
-        read.extend(_read_file(find_config(file), f"--gin_file={file}", ()))
+        bindings.extend(_read_file(find_config(file), f"--gin_file={file}", ()))
     for line in lines:
-        read.append(_read_line(line))
-    return resolve(read)
+        bindings.append(_read_line(line))
+    return resolve(bindings)
 
 
 def resolve(bindings: Iterable[Binding]) -> list[Binding]:
-    """The bindings that are no macros, by today's names, with every `Macro` in their values replaced by its value.
+    """Replaces every `Macro` by its value, and names of earlier versions by today's; leaves definitions of macros out.
 
     Raises:
-      ConfigError: a macro has no value or is made of itself, or one from the command line is used by no value.
+      ConfigError: a macro has no value or contains itself, or no value uses a macro from the command line.
     """
     bindings = list(bindings)
     macros = {b.key: b for b in bindings if not b.field}
@@ -133,12 +132,12 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
             fix = f"its macros make more than {_MOST_VALUES} values; write fewer"
             raise ConfigError(f"{binding.key}: {fix} ({binding.where})")
     looked_up = [_renamed(replace(b, value=_look_up(b.value, b, macros, ()))) for b in bindings if b.field]
-    given = [b.text is not None or _is_given(b.value, macros) for b in bindings if b.field]
-    return [replace(b, given=own) for b, own in zip(looked_up, given, strict=True)]
+    from_flag = [b.text is not None or _uses_flag(b.value, macros) for b in bindings if b.field]
+    return [replace(binding, from_flag=is_flag) for binding, is_flag in zip(looked_up, from_flag, strict=True)]
 
 
 def renamed(key: str) -> str:
-    """A setting's name of today: "vision/Layout.tp"."""
+    """Returns a setting's name of today: "vision/Layout.tp"."""
     scope, slash, name = key.rpartition("/")
     return f"{scope}{slash}{MOVED.get(name, name)}"
 
@@ -148,9 +147,9 @@ def _renamed(binding: Binding) -> Binding:
     return replace(binding, cls=cls, field=field)
 
 
-def _is_given(value: object, macros: Mapping[str, Binding]) -> bool:
+def _uses_flag(value: object, macros: Mapping[str, Binding]) -> bool:
     """Whether a value contains a macro from the command line; all of its macros must have values."""
-    return any(macros[name].text is not None or _is_given(macros[name].value, macros) for name in _macros_in(value))
+    return any(macros[name].text is not None or _uses_flag(macros[name].value, macros) for name in _macros_in(value))
 
 
 def _macros_in(value: object) -> Iterator[str]:
@@ -164,12 +163,12 @@ def _macros_in(value: object) -> Iterator[str]:
 
 
 def _count(value: object, macros: Mapping[str, Binding], counts: dict[str, int]) -> int:
-    """How many literals a value has once its macros are looked up; `counts` remembers those of macros."""
+    """Counts the literals of a value with its macros looked up; `counts` caches the numbers of macros."""
     if isinstance(value, Macro):
         if value.name not in counts:
-            counts[value.name] = 1  # of a macro that is made of itself, which is an error of its own
-            known = macros.get(value.name)
-            counts[value.name] = _count(known.value, macros, counts) if known else 1
+            counts[value.name] = 1  # for a macro that contains itself, which `_look_up` refuses
+            macro = macros.get(value.name)
+            counts[value.name] = _count(macro.value, macros, counts) if macro else 1
         return counts[value.name]
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -192,20 +191,20 @@ def _look_up(value: object, user: Binding, macros: Mapping[str, Binding], inside
     return value
 
 
-def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterator[Binding]:
+def _read_file(path: Path, requester: str, parents: tuple[Path, ...]) -> Iterator[Binding]:
     if path.resolve() in parents:
-        raise ConfigError(f"{wanted_by}: the file includes itself; remove one of the includes")
+        raise ConfigError(f"{requester}: the file includes itself; remove one of the includes")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MOST_TEXT + 1)
     except IsADirectoryError:
-        raise ConfigError(f"{wanted_by}: that is a directory; {nearest_file(path / 'x.gin')}") from None
+        raise ConfigError(f"{requester}: that is a directory; {nearest_file(path / 'x.gin')}") from None
     except FileNotFoundError:
-        raise ConfigError(f"{wanted_by}: no such file; {nearest_file(path, parents)}") from None
+        raise ConfigError(f"{requester}: no such file; {nearest_file(path, parents)}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{wanted_by}: cannot be read as text ({error}); name a gin file") from None
+        raise ConfigError(f"{requester}: cannot be read as text ({error}); name a gin file") from None
     if len(text) > _MOST_TEXT:
-        raise ConfigError(f"{wanted_by}: has more than {_MOST_TEXT} characters; name a gin file")
+        raise ConfigError(f"{requester}: has more than {_MOST_TEXT} characters; name a gin file")
     config_parser, _ = _parser()
     for statement in _statements(text, str(path)):
         where = f"{path}:{statement.location.line_num}"
@@ -219,9 +218,9 @@ def _read_file(path: Path, wanted_by: str, parents: tuple[Path, ...]) -> Iterato
 
 
 def _included(parent: Path, name: str) -> Path:
-    """The path of an include: relative to the file that has it, else as `find_config` finds it."""
-    beside, named = parent.parent / name, find_config(name)
-    return beside if beside.exists() or not named.exists() else named
+    """The path of an include: relative to the including file if it exists there, else found by `find_config`."""
+    relative, shipped = parent.parent / name, find_config(name)
+    return relative if relative.exists() or not shipped.exists() else shipped
 
 
 def _read_line(line: str) -> Binding:
@@ -240,7 +239,7 @@ def _read_line(line: str) -> Binding:
 
 
 def _only_binding(text: str, where: str) -> Binding | None:
-    """The binding, if a text is a single one; None if it is no gin or anything else."""
+    """Parses text as a single binding; None if it is anything else."""
     try:
         (statement,) = _statements(text, where)
     except (ConfigError, ValueError):
@@ -255,7 +254,7 @@ def _binding(statement: Any, where: str) -> Binding:
 
 
 def _statements(text: str, name: str) -> list[Any]:
-    """All statements of gin text; `name` is the file's, for messages."""
+    """Parses all statements of gin text; `name` is the file's, for messages."""
     config_parser, delegate = _parser()
     try:
         _require_few_strings(text, name)
@@ -270,16 +269,16 @@ def _statements(text: str, name: str) -> list[Any]:
 
 
 def _require_few_strings(text: str, name: str) -> None:
-    """Raises ConfigError for very many strings side by side: gin reads all again for each."""
+    """Raises ConfigError for too many adjacent strings: gin's time grows with the square of their number."""
     if text.count('"') + text.count("'") < 2 * _MOST_STRINGS:
         return
-    beside = 0
+    adjacent = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
-            beside += 1
+            adjacent += 1
         elif token.type not in (tokenize.NL, tokenize.COMMENT):
-            beside = 0
-        if beside > _MOST_STRINGS:
+            adjacent = 0
+        if adjacent > _MOST_STRINGS:
             reason = f"it has more than {_MOST_STRINGS} strings side by side; write one"
             raise ConfigError(_syntax_message(text, name, token.start[0], reason))
 

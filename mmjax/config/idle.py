@@ -1,7 +1,7 @@
-"""Settings that change nothing in a configuration: each is named in a line, with the setting that would give it effect.
+"""Names the settings that change nothing in a configuration, each with the setting that switches it off.
 
-A dataclass knows which of its own settings others of its own switch off (`idle`, where it has that method); how parts
-of a configuration switch off each other's is known here. A value that is the default, or a preset's, is nobody's wish.
+A dataclass may have a method `idle`, which names the settings that others of its settings switch off. This module knows
+how parts of a configuration switch off settings of one another. Defaults and values of a preset are not reported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.schedule.schedules import NESTING, WINDOWED
 
 Reasons = Mapping[str, str]
-"""Why nothing reads a setting, by its name in a dataclass."""
+"""The reason why nothing reads a setting, by field of a dataclass."""
 
 
 def idle_lines(config: Config) -> Iterator[str]:
-    """A line for each setting that changes nothing.
+    """Yields a line for each setting that changes nothing.
 
-    A value that several modules share was given to all of them, so it is named where none of them reads it.
+    A value that several modules share was set for all of them, so it is reported only if no module reads it.
     """
     places_of: dict[tuple[type[Any], str, str], list[tuple[str, str]]] = {}
     for scope, values in config.walk():
@@ -41,9 +41,9 @@ def idle_lines(config: Config) -> Iterator[str]:
 
 def _reasons(config: Config, scope: str, values: Any) -> Reasons:
     """The settings of one object that nothing reads."""
-    if scope and _folder(config, scope):  # what a folder of weights says is taken as a whole
+    if scope and _folder(config, scope):  # the settings come from a folder of weights
         return {}
-    alone = values.idle() if hasattr(values, "idle") else {}
+    within = values.idle() if hasattr(values, "idle") else {}
     between = {
         "Train": _of_train,
         "World": _of_world,
@@ -54,8 +54,8 @@ def _reasons(config: Config, scope: str, values: Any) -> Reasons:
         "Offload": _of_offload,
         "Source": _of_source,
     }
-    look = between.get(gin_name(type(values)))
-    return {**alone, **(look(config, scope) if look else {})}
+    find = between.get(gin_name(type(values)))
+    return {**within, **(find(config, scope) if find else {})}
 
 
 def _folder(config: Config, scope: str) -> str:
@@ -64,7 +64,7 @@ def _folder(config: Config, scope: str) -> str:
 
 
 def _frozen(config: Config, module: str) -> bool:
-    """Whether nothing of a module is trained: neither its projector nor its adapters either."""
+    """Whether a module, its projector and its adapters are all frozen."""
     parts = (module, projector_name(module), lora_name(module))
     return all(config.optimizers[part].frozen for part in parts if part in config.optimizers)
 

@@ -1,4 +1,4 @@
-"""Where the modules of a configuration are in folders of safetensors."""
+"""Finds the modules of a configuration in folders of safetensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmjax.weights.table import Shape, View, expand, match
 
 
 def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
-    """The modules that start from each folder of safetensors."""
+    """Groups the modules by the folder of safetensors that they start from."""
     folders: dict[str, list[str]] = {}
     for module in config.optimizers:
         if folder := config.pretrained(module):
@@ -28,12 +28,12 @@ def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:
-    """The places, in a folder, of the leaves of the modules that start from it.
+    """Finds the tensors for the leaves of all modules that start from a folder.
 
     Args:
-      config: names the folder; see ``pretrained_folders``.
-      path: the folder.
-      shapes: of all leaves, by name such as "llm/embed".
+      config: the run's.
+      path: the folder; a key of ``pretrained_folders``.
+      shapes: shapes of all leaves, by name such as "llm/embed".
 
     Raises:
       ConfigError: the folder cannot be used, or does not fit; one line.
@@ -41,20 +41,27 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
     modules, families = pretrained_folders(config)[path], dict(config.model.families)
     if adapted := [name for name in config.loras if lora_name(name) in modules]:
         return _adapters(config, path, adapted, shapes)
-    projectors = {projector_name(name): own for name, own in config.projectors.items()}
+    projectors = {projector_name(name): projector for name, projector in config.projectors.items()}
     places: dict[str, tuple[str, View]] = {}
     copies: dict[str, tuple[str, View]] = {}
     try:
         folder = WeightsFolder.open(path)
         for module in modules:
-            found = find_pretrained(families.get(module, PROJECTOR), folder.config)
-            own = config.modules[module] if module in families else projectors[module]
-            wanted = {n.removeprefix(f"{module}/"): shape for n, shape in shapes.items() if n.startswith(f"{module}/")}
+            pretrained = find_pretrained(families.get(module, PROJECTOR), folder.config)
+            settings = config.modules[module] if module in families else projectors[module]
             if module == LLM and config.data.new_tokens:
-                folder = _with_rows(folder, found, own)
-            entries, unused = expand(found.rows(own), getattr(own, "layers", 0)), found.weights.unused(own)
-            keys = {"prefixes": found.begins, "others": found.others, "unused": unused}
-            places |= find_leaves(folder, module, entries, wanted, **keys)
+                folder = _with_token_rows(folder, pretrained, settings)
+            entries = expand(pretrained.rows(settings), getattr(settings, "layers", 0))
+            prefix = f"{module}/"
+            places |= find_leaves(
+                folder,
+                module,
+                entries,
+                {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)},
+                prefixes=pretrained.begins,
+                other_prefixes=pretrained.others,
+                unused=pretrained.weights.unused(settings),
+            )
             copies |= find_copies(folder, module, entries, places)
     except ConfigError as error:
         setting = folder_setting(config.weights[modules[0]], modules[0])
@@ -63,7 +70,7 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
 
 
 def adapted_module(config: Config, name: str) -> AdaptedModule:
-    """A module with adapters, as folders of PEFT name its weights."""
+    """A module with adapters, with the names that folders of PEFT give its weights."""
     settings, family = config.modules[name], dict(config.model.families)[name]
     return AdaptedModule(
         name=name,
@@ -75,7 +82,7 @@ def adapted_module(config: Config, name: str) -> AdaptedModule:
 
 
 def _adapters(config: Config, path: str, names: Sequence[str], shapes: Mapping[str, Shape]) -> FolderParameters:
-    """The places of the adapters of some modules in a folder of PEFT, which has no other ones."""
+    """Finds the adapters of these modules in a folder of PEFT, which must have no others."""
     places: dict[str, tuple[str, View]] = {}
     try:
         folder = WeightsFolder.open(path)
@@ -84,16 +91,16 @@ def _adapters(config: Config, path: str, names: Sequence[str], shapes: Mapping[s
             for name in names
             for entry in expand(adapter_rows(adapted_module(config, name)), config.modules[name].layers)
         ]
-        wanted = {entry.leaf: shapes[entry.leaf] for entry in entries}
-        places = find_leaves(folder, "", entries, wanted)
+        adapter_shapes = {entry.leaf: shapes[entry.leaf] for entry in entries}
+        places = find_leaves(folder, "", entries, adapter_shapes)
     except ConfigError as error:
         raise ConfigError(f"{names[0]}/Lora.path={path!r}: {error}") from None
     return FolderParameters(folder=folder, places={leaf.removeprefix("/"): place for leaf, place in places.items()})
 
 
-def _with_rows(folder: WeightsFolder, found: Pretrained, settings: Any) -> WeightsFolder:
-    """The folder with tables that have a row for each token of a language model with these settings."""
-    for leaf, (key, _) in match(expand(found.rows(settings), settings.layers), folder.tensors).found.items():
+def _with_token_rows(folder: WeightsFolder, pretrained: Pretrained, settings: Any) -> WeightsFolder:
+    """The folder, with a row in its embedding tables for each token of a language model with these settings."""
+    for leaf, (key, _) in match(expand(pretrained.rows(settings), settings.layers), folder.tensors).places.items():
         if leaf in TABLES:
             folder = folder.grown(key, settings.vocab)
     return folder

@@ -42,10 +42,10 @@ class TrainConfig:
         nested.
       inner: the LLM's own schedule inside a nested one: 1f1b, interleaved, eager-1f1b or zb-h1.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
-      lowering: what a step is compiled to: ops (a program per op), single (one program; modules share one rank set), or
-        auto (one program where all stages share their devices and microbatches follow one another, else ops).
+      lowering: programs that a step is compiled to: ops (a program per op), single (one program; modules share one rank
+        set), or auto (one program where all stages share their devices and microbatches follow one another, else ops).
       seed: of the parameters and of the data.
-      dtype: what is computed in, float32 or bfloat16; what is trained stays float32, with its moments.
+      dtype: dtype of the computation, float32 or bfloat16; trained parameters and their moments stay float32.
       unroll: compile layers one after another instead of as a loop over a stack: a loop copies every layer's weights
         twice a microbatch on a GPU, and compiles faster. Checkpoints are the same.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
@@ -119,7 +119,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run is configured by. Built by `load_config`, or by hand and checked with `validate`.
+    """All settings of a run. Built by `load_config`, or by hand and checked with `validate`.
 
     Attributes:
       train, world, data, checkpoint, model: settings of the whole run.
@@ -137,10 +137,10 @@ class Config:
       task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
         without settings, or where `data.sources` takes its place.
       sources: by the names in `data.sources`.
-      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. Given
-        with a command; not a setting.
-      fitted: a line for each setting that was fitted to the steps that a flag asks for; no setting either.
-      known: by dataset, its records as the run that goes on knows them; no setting either.
+      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. A flag
+        of commands, not a setting.
+      fitted: a line for each setting that was changed to fit the steps of a flag; not a setting either.
+      known: by dataset, the records that a continued run has stored; not a setting either.
     """
 
     train: TrainConfig
@@ -194,29 +194,29 @@ class Config:
     def walk(self) -> Iterator[tuple[str, Any]]:
         """Every configured object with its scope, "" for the run's own."""
         task = self.data.origin.settings(self.task)
-        for own in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model)):
-            yield "", own
+        for settings in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model)):
+            yield "", settings
         scoped = (self.modules, self.callbacks, self.loras, self.projectors, self.packing, self.layouts, self.offloads)
         for by_name in (*scoped, self.optimizers, self.weights, self.sources):
             yield from by_name.items()
 
 
 def pretrained_folder(model: ModelConfig, weights: WeightsConfig, module: str) -> str:
-    """The folder of safetensors that a module starts from, given its ``Weights``; "" for none."""
+    """The folder of safetensors that a module with these ``Weights`` starts from; "" for none."""
     if weights.path or weights.init_from:
         return weights.path
     adapters = [lora_name(name) for name, _, _ in model.placed]
-    own = (*model.generators, *map(projector_name, model.generators), *adapters)
-    return "" if module in own else model.weights
+    not_in_folder = (*model.generators, *map(projector_name, model.generators), *adapters)
+    return "" if module in not_in_folder else model.weights
 
 
 def folder_setting(weights: WeightsConfig, module: str) -> str:
-    """The setting that names the folder of safetensors that a module starts from, given its ``Weights``."""
+    """The setting that names the folder of safetensors of a module with these ``Weights``."""
     return f"{module}/Weights.path" if weights.path else "Model.weights"
 
 
 def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ()) -> dict[type[Any], tuple[str, ...]]:
-    """The scopes that each class takes; () for a class of the run's own.
+    """The scopes that each class takes; () for a class of the whole run.
 
     Args:
       model: the modules.

@@ -32,16 +32,16 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.exists() or path.is_absolute() or ".." in path.parts:
         return path
-    tail = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
-    here = CONFIGS / (tail if tail.suffix == ".gin" else f"{tail}.gin")
-    return here if here.is_file() else path
+    relative = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    shipped = CONFIGS / (relative if relative.suffix == ".gin" else f"{relative}.gin")
+    return shipped if shipped.is_file() else path
 
 
 def nearest_file(path: Path, parents: Sequence[Path] = ()) -> str:
     """A gin file to use instead of one that is missing; none of `parents`, which would include themselves."""
     folder = path.parent
-    beside = folder.glob("*.gin") if folder.is_dir() else ()
-    names = sorted(p.name for p in beside if p.resolve() not in parents)
+    neighbours = folder.glob("*.gin") if folder.is_dir() else ()
+    names = sorted(p.name for p in neighbours if p.resolve() not in parents)
     close = [str(folder / name) for name in near_misses(path.name, names)]
     if not close and not parents:
         close = near_misses(path.as_posix().removesuffix(".gin").removeprefix("configs/"), config_names())

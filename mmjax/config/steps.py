@@ -1,8 +1,8 @@
-"""Fits settings that are in steps to the number of steps that a flag asks for.
+"""Fits settings that count steps to the number of steps that a flag sets.
 
 A file's warm-up of 50 steps is meant for the file's 800 steps. `--gin.Train.steps=30` asks for a shorter run, not for
-another warm-up: a setting of the file that does not fit is fitted, and a line says so. Settings that are given as flags
-too have to fit as they are.
+another warm-up: a setting of the file that does not fit is changed, and a line says so. Settings that are flags
+themselves have to fit unchanged.
 """
 
 from __future__ import annotations
@@ -15,42 +15,49 @@ from mmjax.configurable import ConfigError
 
 STEPS = ("", "Train", "steps")
 Fit = Callable[[object, int, int], tuple[object, str] | None]
-"""A function of a value, the run's steps and the steps that the value was written for: a value that fits and words for
-it, or None if the value fits already."""
+"""A function of a value, the run's steps and the file's steps, for which the value was written. It returns a value that
+fits and a description of it, or None if the value fits already."""
 
 
-def fit_to_steps(bindings: Sequence[Binding], usual: Callable[[], int]) -> tuple[list[Binding], tuple[str, ...]]:
-    """The bindings, fitted where a flag's `Train.steps` leaves no room for them, and a line about each fitted one.
+def fit_to_steps(bindings: Sequence[Binding], file_steps: Callable[[], int]) -> tuple[list[Binding], tuple[str, ...]]:
+    """Changes the settings that do not fit into the `Train.steps` of a flag.
 
-    `usual` returns the steps without the flag. Raises ConfigError where flags give both steps and epochs.
+    Args:
+      bindings: all settings.
+      file_steps: returns the steps without the flag.
+
+    Returns:
+      The bindings, and a line for each changed one.
+
+    Raises:
+      ConfigError: flags set both steps and epochs.
     """
     last = {(binding.scope, binding.cls, binding.field): binding for binding in bindings}
     steps = last.get(STEPS)
-    if steps is None or not steps.given or type(steps.value) is not int or steps.value < 1:
+    if steps is None or not steps.from_flag or type(steps.value) is not int or steps.value < 1:
         return list(bindings), ()
     epochs = last.get(("", "Train", "epochs"))
-    if epochs and epochs.given and epochs.value:
+    if epochs and epochs.from_flag and epochs.value:
         raise ConfigError(
             f"Train.epochs={epochs.value!r}: it sets the steps; leave Train.steps={steps.value} out, or this"
         )
     fitted, lines = dict[int, Binding](), list[str]()
     for binding in last.values():
         fit = _FITS.get((binding.cls, binding.field))
-        if fit is None or binding.given or (found := fit(binding.value, steps.value, usual())) is None:
+        if fit is None or binding.from_flag or (fitting := fit(binding.value, steps.value, file_steps())) is None:
             continue
-        value, what = found
+        value, description = fitting
         fitted[id(binding)] = replace(binding, value=value)
-        lines.append(
-            f"Train.steps={steps.value}: {binding.key} is {value!r} and not {binding.value!r}, {what} ({binding.where})"
-        )
+        change = f"{binding.key} is {value!r} and not {binding.value!r}, {description}"
+        lines.append(f"Train.steps={steps.value}: {change} ({binding.where})")
     return [fitted.get(id(binding), binding) for binding in bindings], tuple(lines)
 
 
-def _warmup(value: object, steps: int, usual: int) -> tuple[object, str] | None:
+def _warmup(value: object, steps: int, file_steps: int) -> tuple[object, str] | None:
     if type(value) is not int or value < steps:
         return None
-    if value < usual:
-        return value * steps // usual, f"the same share as of {usual}"
+    if value < file_steps:
+        return value * steps // file_steps, f"the same share as of {file_steps}"
     return steps // 10, "a tenth"
 
 

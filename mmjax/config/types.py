@@ -17,7 +17,7 @@ _NAMES: Mapping[type, str] = {int: "an integer", float: "a number", bool: "True 
 
 
 class Mismatch(Exception):
-    """The value has the wrong type. The message says what is expected."""
+    """The value has the wrong type. The message names the expected one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,17 @@ class FieldInfo:
 def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
     """The fields of a configurable by name, in order."""
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
-    found = {}
+    infos = {}
     for field in dataclasses.fields(cls):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         annotation = hints[field.name]
         legal = field.metadata.get("example", example(annotation) if default in ((), {}, "") else default)
-        found[field.name] = FieldInfo(
+        infos[field.name] = FieldInfo(
             name=field.name, annotation=annotation, default=default, example=legal, doc=docs.get(field.name, "")
         )
-    return types.MappingProxyType(found)
+    return types.MappingProxyType(infos)
 
 
 def convert(value: object, annotation: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmjax.config import Config, load_config, load_run_config
 from mmjax.config.flags import PROCESS_FLAGS, Flag, Flags, join_processes, one_line_errors, parse_flags, run_command
-from mmjax.config.folder_alone import TOKENIZER, folder_bindings
+from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import parse_messages
 from mmjax.flags import importing

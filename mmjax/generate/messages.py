@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.build.assembly import open_source
 from mmjax.config import Config
-from mmjax.config.folder_alone import positions_of
+from mmjax.config.from_folder import positions_of
 from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source

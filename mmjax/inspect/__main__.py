@@ -1,8 +1,8 @@
-"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--text=3] [--out=DIR] [--json]`: what a configuration trains on.
+"""`python -m mmjax.inspect --gin_file=F [--steps=8] [--text=3] [--out=DIR] [--json]`: shows the training data.
 
-Samples, lengths, how well they fill the static shapes, and the simulated length of steps under each method of
-reordering; and the text of some samples, with what the model learns to say in colour. From metadata: few media are
-opened, nothing is compiled, and no device is needed. The status is 1 where more records of a dataset than
+Prints samples, lengths, how well they fill the static shapes, and the simulated time of steps under each method of
+reordering; then the text of some samples, with the answers that the model learns in colour. It reads metadata: few
+media are opened, nothing is compiled, and no device is needed. The status is 1 if more records of a dataset than
 `Data.max_broken` cannot be used, so that a run would be refused.
 """
 
@@ -19,18 +19,18 @@ from mmjax.configurable import ConfigError
 from mmjax.flags import importing
 
 FLAGS = (
-    Flag(name="steps", doc="training steps that are looked at.", default=8),
+    Flag(name="steps", doc="training steps to look at.", default=8),
     Flag(name="out", doc="folder for data.png, samples.png and mask.png; none by default.", default=""),
-    Flag(name="text", doc="samples whose text is printed, what is learned in colour; 0 prints none.", default=3),
+    Flag(name="text", doc="samples whose text is printed, learned answers in colour; 0 prints none.", default=3),
     Flag(name="json", doc="prints one line of JSON.", default=False),
 )
 
 MOSTLY_BROKEN = 1
-"""Exit status where too many records cannot be used."""
+"""Exit status if too many records cannot be used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the figures, and draws them where `--out` is given."""
+    """Prints the figures, and draws them into the folder `--out`."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.inspect")
         steps, out = int(flags.values["steps"]), str(flags.values["out"])
@@ -47,16 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mmjax.inspect.inspection import draw, draw_samples, inspect
             from mmjax.inspect.sample_text import write_samples
             from mmjax.viz.mask import draw_mask, first_row
-        found = inspect(config, steps)
-    print(json.dumps(found.numbers()) if flags.values["json"] else "\n".join(found.describe()))
+        report = inspect(config, steps)
+    print(json.dumps(report.numbers()) if flags.values["json"] else "\n".join(report.describe()))
     if text and not flags.values["json"]:
         write_samples(config, text)
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
-        draw(found, Path(out) / "data.png")
+        draw(report, Path(out) / "data.png")
         draw_samples(config, Path(out) / "samples.png")
         draw_mask(first_row(config), Path(out) / "mask.png")
-    return MOSTLY_BROKEN if found.mostly_broken else 0
+    return MOSTLY_BROKEN if report.mostly_broken else 0
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def enter(lifeline: Lifeline) -> None:
     """Keeps this process's lifeline: from now on other processes wait for this one."""
     global _lifeline
     _lifeline = lifeline
-    sigterm.tell_others(abandon)
+    sigterm.set_notifier(abandon)
 
 
 def give_up(reason: str) -> NoReturn:

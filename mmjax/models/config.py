@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
 from mmjax.models.families import Family, Place, families_for, family_of
-from mmjax.own_code import CODE, names_code
+from mmjax.user_code import CODE, names_code
 
 LLM = "llm"
 """The name of the module that reads text."""

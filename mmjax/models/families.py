@@ -17,7 +17,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
-from mmjax.own_code import import_named, names_code
+from mmjax.user_code import import_named, names_code
 
 Place = Literal["encoder", "llm", "generator", "projector"]
 """Where a family stands in the model that a configuration describes: before the LLM, as it, or behind it; or between

@@ -1,4 +1,4 @@
-"""Parity: a configuration's layouts against the dense reference, on samples made to be hard. `mmjax.check` uses it."""
+"""Compares a configuration's layouts with the dense reference, on samples of hard cases. `mmjax.check` uses it."""
 
 from mmjax.parity.engine import CheckReport, check
 

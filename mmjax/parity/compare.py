@@ -1,6 +1,6 @@
-"""Two runs side by side: relative norms of their differences, module by module and step by step.
+"""Compares two runs: relative norms of their differences by module and step.
 
-A leaf's name says its module and, in a whole state, its kind: "params/llm/embed", "adam_m/vision/norm/bias".
+A leaf's name starts with its module, in a complete state after its kind: "params/llm/embed", "adam_m/vision/norm/bias".
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Leaves = dict[str, np.ndarray]
 MOMENTS = ("adam_m", "adam_v")
 QUANTITIES = ("grad", "update", "moments", "leaf")
 LEAST_SHARE = 0.1
-"""A leaf's difference is relative to its gradient's norm, but at least to this share of its module's norm.
+"""A leaf's difference is relative to its gradient's norm, or to this share of its module's norm if that is larger.
 
-Some leaves have next to no gradient."""
+Some leaves have almost no gradient."""
 LIMITS = {
     "float32": {"loss": 1e-5, "grad": 1e-5, "update": 1e-4, "moments": 1e-4},
     "bfloat16": {"loss": 2e-2, "grad": 5e-2, "update": 2e-1, "moments": 5e-2, "leaf": 8e-2},
 }
-"""Limits on relative differences from the reference in fp32, by the dtype that stages compute in.
+"""Limits on relative differences from the fp32 reference, by the dtype in which stages compute.
 
-In bf16 they are at least twice what correct configurations show (docs/adr/0048 has the figures). There a module's
-gradient may hide a wrong leaf, so the largest difference of a single leaf counts too.
+In bf16 they are at least twice the differences of correct configurations (docs/adr/0048 has the figures). In bf16 a
+module's gradient may hide a wrong leaf, so the largest difference of a single leaf has a limit too.
 """
 
 
@@ -55,7 +55,7 @@ class Expected(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Relative norms of differences; infinite where a number is not finite or a frozen module moved.
+    """Relative norms of differences; infinite if a number is not finite or a frozen module changed.
 
     Attributes:
       loss: difference of the loss at each step.
@@ -87,17 +87,20 @@ class Comparison:
         return within and not any(self.initial.values())
 
     def first_off(self) -> tuple[int, list[str]] | None:
-        """The first step (from 1; 0 is the start) at which the runs differ, and what differs: "loss", "vision grad", …
+        """Finds the first step at which the runs differ.
 
-        Updates and moments are named only where loss and gradients are right: wrong gradients make wrong updates.
+        Returns:
+          The step (from 1; 0 is the start), and names of the quantities that differ: "loss", "vision grad", … Updates
+          and moments are named only if loss and gradients agree, because wrong gradients make wrong updates. None if
+          the runs agree.
         """
-        if found := [f"{module} parameters" for module, value in self.initial.items() if value]:
-            return 0, found
+        if quantities := [f"{module} parameters" for module, value in self.initial.items() if value]:
+            return 0, quantities
         for step in range(len(self.loss)):
-            found = [] if self.loss[step] <= self.limits["loss"] else ["loss"]
-            found += [*self._off("grad", step), *self._off("leaf", step)]
-            if found := found or [*self._off("update", step), *self._off("moments", step)]:
-                return step + 1, found
+            quantities = [] if self.loss[step] <= self.limits["loss"] else ["loss"]
+            quantities += [*self._off("grad", step), *self._off("leaf", step)]
+            if quantities := quantities or [*self._off("update", step), *self._off("moments", step)]:
+                return step + 1, quantities
         return None
 
     def _off(self, quantity: str, step: int) -> list[str]:
@@ -106,69 +109,86 @@ class Comparison:
 
 
 def compare(
-    got: Run, want: Expected, optimizers: Mapping[str, OptimizerConfig], clip_norm: float, dtype: str = "float32"
+    actual: Run,
+    expected: Expected,
+    optimizers: Mapping[str, OptimizerConfig],
+    *,
+    clip_norm: float,
+    dtype: str = "float32",
 ) -> Comparison:
-    """Compares a run with the reference's. A frozen module must not move at all, and has neither norm nor moments.
+    """Compares a run with the reference's. A frozen module must not change at all, and has neither norm nor moments.
 
-    ``dtype`` is what the run computes in.
+    Args:
+      actual: the run.
+      expected: the reference's run.
+      optimizers: by module.
+      clip_norm: largest norm of all modules' gradients together; 0 does not clip.
+      dtype: dtype in which the run computes.
     """
-    start = [of_kind(run.leaves[0], "params") for run in (got, want)]
+    start = [of_kind(run.leaves[0], "params") for run in (actual, expected)]
     modules: dict[str, dict[str, list[float]]] = {m: {q: [] for q in QUANTITIES} for m in optimizers}
-    gradients = recovered_gradients(got, optimizers, clip_norm)
-    for step in range(len(want.losses)):
+    gradients = recovered_gradients(actual, optimizers, clip_norm)
+    for step in range(len(expected.losses)):
         for module, optimizer in optimizers.items():
             table = modules[module]
-            table["grad"].append(_gradient_gap(module, got, want, gradients[step], step))
-            table["leaf"].append(_leaf_gap(of_module(gradients[step], module), of_module(want.gradients[step], module)))
-            table["update"].append(_update_gap(module, got, want, step, frozen=optimizer.frozen))
-            after, wanted = got.leaves[step + 1], want.leaves[step + 1]
-            gaps = [
-                relative(of_module(of_kind(after, k), module), of_module(of_kind(wanted, k), module)) for k in MOMENTS
-            ]
-            table["moments"].append(max(gaps))
+            pair = of_module(gradients[step], module), of_module(expected.gradients[step], module)
+            table["grad"].append(_gradient_gap(module, actual, expected, gradients[step], step))
+            table["leaf"].append(_leaf_gap(*pair))
+            table["update"].append(_update_gap(module, actual, expected, step, frozen=optimizer.frozen))
+            table["moments"].append(_moments_gap(module, actual, expected, step))
     return Comparison(
-        loss=[relative_number(a, b) for a, b in zip(got.losses, want.losses, strict=True)],
+        loss=[relative_number(a, b) for a, b in zip(actual.losses, expected.losses, strict=True)],
         modules=modules,
         initial={module: relative(*(of_module(leaves, module) for leaves in start)) for module in optimizers},
         limits=LIMITS[dtype],
     )
 
 
-def _gradient_gap(module: str, got: Run, want: Expected, gradients: Leaves, step: int) -> float:
+def _gradient_gap(module: str, actual: Run, expected: Expected, gradients: Leaves, step: int) -> float:
     """Relative difference of a module's gradient or of its norm, whichever is larger."""
-    norm_gap = relative_number(got.norms[step].get(module, 0.0), want.norms[step].get(module, 0.0))
-    if not want.norms[step].get(module, 0.0):
+    norms = [run.norms[step].get(module, 0.0) for run in (actual, expected)]
+    norm_gap = relative_number(*norms)
+    if not norms[1]:
         return norm_gap  # rounding of the moments would look like a gradient
-    return max(norm_gap, relative(of_module(gradients, module), of_module(want.gradients[step], module)))
+    return max(norm_gap, relative(of_module(gradients, module), of_module(expected.gradients[step], module)))
 
 
-def _leaf_gap(got: Leaves, want: Leaves) -> float:
+def _leaf_gap(actual: Leaves, expected: Leaves) -> float:
     """Relative difference of the gradient of the leaf that differs most (see ``LEAST_SHARE``)."""
-    if got.keys() != want.keys():
+    if actual.keys() != expected.keys():
         return math.inf
-    least = LEAST_SHARE * norm(want.values())
-    gaps = difference(got, want)
-    return max((_ratio(norm([gaps[n]]), max(norm([want[n]]), least)) for n in want), default=0.0)
+    least = LEAST_SHARE * norm(expected.values())
+    gaps = difference(actual, expected)
+    return max((_ratio(norm([gaps[n]]), max(norm([expected[n]]), least)) for n in expected), default=0.0)
 
 
-def _update_gap(module: str, got: Run, want: Run, step: int, *, frozen: bool) -> float:
-    pairs = [[of_module(of_kind(run.leaves[s], "params"), module) for s in (step, step + 1)] for run in (got, want)]
-    moved, wanted = (difference(after, before) for before, after in pairs)
-    if frozen and any(leaf.any() for leaf in moved.values()):
+def _update_gap(module: str, actual: Run, expected: Run, step: int, *, frozen: bool) -> float:
+    """Relative difference of a module's update; infinite for a frozen module that changed."""
+    updates = []
+    for run in (actual, expected):
+        before, after = (of_module(of_kind(run.leaves[s], "params"), module) for s in (step, step + 1))
+        updates.append(difference(after, before))
+    if frozen and any(leaf.any() for leaf in updates[0].values()):
         return math.inf
-    return relative(moved, wanted)
+    return relative(*updates)
+
+
+def _moments_gap(module: str, actual: Run, expected: Run, step: int) -> float:
+    """The larger relative difference of a module's two moments after a step."""
+    runs = (actual.leaves[step + 1], expected.leaves[step + 1])
+    return max(relative(*(of_module(of_kind(leaves, kind), module) for leaves in runs)) for kind in MOMENTS)
 
 
 def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], clip_norm: float) -> list[Leaves]:
-    """The gradients before clipping of every step, read off the first moments: g = (m − b1·m') / (1 − b1).
+    """Computes the gradients before clipping of every step from the first moments: g = (m − b1·m') / (1 − b1).
 
-    So the programs that train are checked as they are. Only the rounding of the moments is lost, about 1e-7 / (1 - b1)
-    of the moments' norm.
+    So the programs of training are checked unchanged. The error is the rounding of the moments, about 1e-7 / (1 - b1)
+    of their norm.
     """
     result = []
     for step, norms in enumerate(run.norms):
-        whole = math.sqrt(sum(value**2 for value in norms.values()))
-        scale = clip_norm / whole if clip_norm and whole > clip_norm else 1.0
+        total = math.sqrt(sum(value**2 for value in norms.values()))
+        scale = clip_norm / total if clip_norm and total > clip_norm else 1.0
         before, after = (of_kind(leaves, "adam_m") for leaves in run.leaves[step : step + 2])
         gradients = {}
         for name, m in after.items():
@@ -207,23 +227,23 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
     return math.sqrt(sum(float(np.sum(np.square(a.astype(np.float64)))) for a in arrays))
 
 
-def relative(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
-    """‖got − want‖ / ‖want‖ over all leaves; 0 where both are 0, infinite where it is not a finite number.
+def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """‖actual − expected‖ / ‖expected‖ over all leaves; 0 if both are 0, infinite if it is not a finite number.
 
-    Infinite too where only one side has a leaf, or shapes differ.
+    Infinite too if only one side has a leaf, or shapes differ.
     """
-    if got.keys() != want.keys() or any(got[name].shape != want[name].shape for name in want):
+    if actual.keys() != expected.keys() or any(actual[name].shape != expected[name].shape for name in expected):
         return math.inf
-    return _ratio(norm(difference(got, want).values()), norm(want.values()))
+    return _ratio(norm(difference(actual, expected).values()), norm(expected.values()))
 
 
-def relative_number(got: float, want: float) -> float:
-    """|got − want| / |want|, with the same exceptions."""
-    return _ratio(abs(got - want), abs(want))
+def relative_number(actual: float, expected: float) -> float:
+    """|actual − expected| / |expected|, with the same exceptions as ``relative``."""
+    return _ratio(abs(actual - expected), abs(expected))
 
 
-def _ratio(gap: float, whole: float) -> float:
-    if gap == 0 and math.isfinite(whole):
+def _ratio(gap: float, reference: float) -> float:
+    if gap == 0 and math.isfinite(reference):
         return 0.0
-    ratio = gap / whole if whole else math.inf
+    ratio = gap / reference if reference else math.inf
     return ratio if math.isfinite(ratio) else math.inf

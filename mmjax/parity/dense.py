@@ -1,4 +1,4 @@
-"""The reference's side of a comparison: the same samples through the dense reference, one by one on one device."""
+"""Trains the dense reference on the samples of a comparison, one by one on one device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,24 @@ def run_reference(
     initial: Mapping[str, np.ndarray],
     samples: Steps,
     clip_norm: float,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int], None] | None = None,
 ) -> Expected:
-    """Trains on ``samples``, from ``initial`` (by logical name); ``report`` is called with the number of steps done."""
+    """Trains a model with the reference.
+
+    Args:
+      model: the model.
+      optimizers: by module.
+      initial: initial parameters by logical name.
+      samples: the samples of every step.
+      clip_norm: largest norm of all modules' gradients together; 0 does not clip.
+      report: called with the number of steps done.
+    """
     state = reference.TrainState(leaves=dict(initial))
     factors = reference.rate_factors(initial, model, optimizers)
     result = Expected(losses=[], norms=[], leaves=[_named(state, optimizers)], gradients=[])
-    for step, chosen in enumerate(samples):
-        out = reference.step_loss_and_gradients(state.leaves, model, chosen)
-        # Frozen ones are dropped here and not before the differentiation, so that it compiles once for all.
+    for step, step_samples in enumerate(samples):
+        out = reference.step_loss_and_gradients(state.leaves, model, step_samples)
+        # Gradients of frozen modules are dropped after the differentiation, which then compiles only once.
         gradients = {name: g for name, g in out.gradients.items() if not optimizers[module_of(name)].frozen}
         rates = {module: reference.learning_rate(o, step, len(samples)) for module, o in optimizers.items()}
         state = reference.adamw_step(state, gradients, optimizers, rates, clip_norm=clip_norm, factors=factors)
@@ -35,12 +44,13 @@ def run_reference(
         result.norms.append({module: reference.global_norm(gradients, module) for module in optimizers})
         result.gradients.append(gradients)
         result.leaves.append(_named(state, optimizers))
-        report(step + 1)
+        if report:
+            report(step + 1)
     return result
 
 
 def _named(state: reference.TrainState, optimizers: Mapping[str, OptimizerConfig]) -> Leaves:
-    """The state under the names of checkpoint leaves; moments that do not exist yet are 0."""
+    """The state by names of checkpoint leaves; moments that do not exist yet are 0."""
     result = {f"params/{name}": np.asarray(leaf) for name, leaf in state.leaves.items()}
     for name, leaf in state.leaves.items():
         if not optimizers[module_of(name)].frozen:

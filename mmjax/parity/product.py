@@ -1,4 +1,4 @@
-"""The product's side of a comparison: a configuration assembled and fed as training does it, on given samples."""
+"""Runs a configuration on the samples of a comparison, with the code that training uses."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from mmjax.train.warm_up import Initializer
 def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
     """The packer of a check's samples, for a shrunk configuration."""
     packer = packer_for(config, tokenizer, samples, one_bucket(config))
-    return replace(packer, pad=0)  # the tokenizer's may lie outside of the small vocabulary
+    return replace(packer, pad=0)  # the tokenizer's padding id may be outside of the small vocabulary
 
 
 class Session:
-    """A configuration ready to run as `Trainer` runs it: placed, traced and, once something runs, compiled.
+    """A configuration that is ready to run as in `Trainer`: placed, traced and, after `start`, compiled.
 
     Attributes:
       config: the configuration.
       parts: see ``Assembly``.
-      placed, schedule, executor: those of ``parts``.
+      placed, schedule, executor: attributes of ``parts``.
       batches: the rows of this process, one batch for each step; empty without samples.
     """
 
@@ -62,14 +62,14 @@ class Session:
         return Initializer(self.config.world, self.parts.world, self.executor)
 
     def programs(self) -> list[Program]:
-        """All programs that are to be compiled."""
+        """All programs of a step and of the initialisation."""
         return [*self.executor.programs(), *self._initializer.programs()]
 
     def start(self, report: Callable[[int, int, str], None] | None = None) -> Self:
-        """Compiles, initialises, and tries boundaries and collectives where a run would.
+        """Compiles and initialises, and tries boundaries and collectives if a run would.
 
         Raises:
-          WarmUpError: one of them is down.
+          WarmUpError: a boundary or a collective does not work.
         """
         compile_all(self.programs(), report)
         self.executor.initialise(self.config.train.seed)
@@ -85,15 +85,16 @@ class Session:
         """Every logical leaf, on the host."""
         return logical_leaves(self.placed, self.executor.states)
 
-    def run(self, report: Callable[[int], None] = lambda done: None) -> Run:
-        """Runs every step; ``report`` is called with the number of steps done."""
+    def run(self, report: Callable[[int], None] | None = None) -> Run:
+        """Runs every step; calls ``report`` with the number of steps done."""
         result = Run(losses=[], norms=[], leaves=[self.leaves()])
         for index in range(len(self.batches)):
             loss, norms = self.step(index)
             result.losses.append(loss)
             result.norms.append(norms)
             result.leaves.append(self.leaves())
-            report(index + 1)
+            if report:
+                report(index + 1)
         return result
 
 
@@ -102,18 +103,18 @@ def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
 
     Args:
       placed: the model.
-      states: states of the stages that this process has devices of.
+      states: states of the stages on this process's devices.
     """
     result: Leaves = {}
     for name, stage in placed.stages.items():
-        for leaf, value in _whole(placed, stage, states.get(name)).items():
+        for leaf, value in _fetch_leaves(placed, stage, states.get(name)).items():
             assert leaf not in result, f"{leaf} is held by two stages"
             result[leaf] = value
     return result
 
 
-def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
-    """One stage's leaves. Other processes get them as one row of numbers from the stage's first device."""
+def _fetch_leaves(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
+    """A stage's leaves on the host. Other processes receive them as one flat array from the stage's first device."""
     named = stage.state.to_logical(state) if state else {}
     if placed.world.processes == 1:
         return {name: np.asarray(value, np.float32) for name, value in named.items()}
@@ -122,29 +123,36 @@ def _whole(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
     first = placed.world.submesh(Layout(rank_offset=stage.submesh.ranks[0]), 0)
     rows = []
     if named:
-        join = lambda named: jnp.concatenate([named[name].ravel().astype(row_N.dtype) for name in avals])  # noqa: E731
-        joined = jax.jit(join, out_shardings=stage.submesh.sharding(PartitionSpec()))(named)
-        rows = [joined]
-    (whole_N,) = Everywhere(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
+
+        def flatten(named: Leaves) -> jax.Array:
+            return jnp.concatenate([named[name].ravel().astype(row_N.dtype) for name in avals])
+
+        rows = [jax.jit(flatten, out_shardings=stage.submesh.sharding(PartitionSpec()))(named)]
+    (fetched_N,) = Everywhere(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
     ends = np.cumsum([aval.size for aval in avals.values()])[:-1]
-    parts = np.split(np.asarray(whole_N), ends)
+    parts = np.split(np.asarray(fetched_N), ends)
     return {name: part.reshape(aval.shape) for (name, aval), part in zip(avals.items(), parts, strict=True)}
 
 
 def initial_parameters(config: Config, packer: Packer, world: World | None = None) -> Leaves:
-    """The parameters that the configuration's seed gives on one device, by logical name without ``params/``.
+    """Initialises the parameters on one device from the configuration's seed.
 
-    Those of frozen modules are as they are held: rounded to the dtype that the run computes in.
+    Parameters of frozen modules are rounded to the dtype in which they are stored.
 
     Args:
       config: the run's configuration.
       packer: the packer of its samples.
-      world: the device; the first of all unless given.
+      world: the device; by default the first of all.
+
+    Returns:
+      The parameters by logical name without ``params/``.
     """
     layouts = dict.fromkeys(config.layouts, Layout())
-    train = replace(config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0)  # others may want a pipeline
-    alone = replace(config, layouts=layouts, train=train, offloads=dict.fromkeys(config.offloads, OffloadConfig()))
-    placed = place(alone, packer, world).placed
+    train = replace(
+        config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0
+    )  # other schedules may need a pipeline
+    one_device = replace(config, layouts=layouts, train=train, offloads=dict.fromkeys(config.offloads, OffloadConfig()))
+    placed = place(one_device, packer, world).placed
     key = jax.random.key(config.train.seed)
     states = {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
     return of_kind(logical_leaves(placed, states), "params")

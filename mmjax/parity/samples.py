@@ -1,9 +1,9 @@
-"""Synthetic samples that cover the cases of packing, boundaries and masks that data sets have.
+"""Synthetic samples that cover the cases of packing, boundaries and masks in real data.
 
-Media of uneven size, several in a sample, of several encoders, at its start, in the middle and at its end; text without
-media; a medium that no loss depends on; weights of 0; pictures to be drawn, also where no text is learned. There are
-few lengths and sizes, because the reference compiles once for each. All elements differ, so that a row in the wrong
-place shows.
+Media have uneven sizes; a sample has several, of several encoders, at its start, in the middle and at its end. There is
+text without media, a medium on which no loss depends, weights of 0, and pictures to be drawn, also without learned
+text. There are few lengths and sizes, because the reference compiles once for each. All elements differ, so that a row
+in the wrong place is noticed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mmjax.models.graph import MultimodalModel
 LENGTH, MEDIA = 20, 3
 """The most tokens and media of a sample, except for a text that repeats one token."""
 REPEATS = 128
-"""Tokens of a text that repeats one token: eight texts make a thousand; a sum of only 320 is hardly wrong in bf16."""
+"""Tokens of a text that repeats one token. Eight texts have a thousand; 320 terms have a small error in bf16."""
 LARGEST, ROOM = 4, 8
-"""LLM tokens of the largest medium, and of the row that an encoder's media are packed into."""
+"""LLM tokens of the largest medium, and of a row into which an encoder's media are packed."""
 GRIDS = ((2, 2), (1, 2), (1, 1), (0, 0))
 """Rows and columns of tiles that images may have."""
 
@@ -41,9 +41,9 @@ class SampleKind:
       length: number of tokens.
       media: for each medium, the position of its first token and its (rows, columns) in LLM tokens; a recording is as
         long as an image of that size.
-      learned: position from which on tokens have no loss weight; a medium there gets no gradient.
+      learned: number of first tokens that may have a loss weight; a medium behind them gets no gradient.
       turn: index of the first medium's encoder; the other media take the next encoders in turn.
-      drawn: whether the last medium is drawn, where the model has a generator.
+      drawn: whether the last medium is drawn, if the model has a generator.
     """
 
     length: int
@@ -87,7 +87,7 @@ class Maker:
 
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
-        """For a model whose vocabulary is known."""
+        """A maker for a model with a set vocabulary size."""
         media = {name: node.medium for name, node in model.nodes.items()}
         specs = {name: spec for name, spec in media.items() if spec}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
@@ -104,21 +104,21 @@ class Maker:
 
     def sample(self, rng: np.random.Generator, kind: int) -> Sample:
         """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, media and weights."""
-        what, ids = KINDS[kind % len(KINDS)], self.placeholders
-        tokens, weights = self._text(rng, what)
+        shape, ids = KINDS[kind % len(KINDS)], self.placeholders
+        tokens, weights = self._text(rng, shape)
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
         tiled: dict[str, tuple[Tiled, ...]] = {}
-        for name, (start, size) in zip(self._names(kind), what.media, strict=True):
+        for name, (start, size) in zip(self._names(kind), shape.media, strict=True):
             spec = self.encoders[name]
-            sides, own = _sides(size, spec), None
+            sides, tiles = _sides(size, spec), None
             if spec.newline:
-                own, sides = _tiled(size, spec), (1, 1)
-                tiled[name] = (*tiled.get(name, ()), own)
+                tiles, sides = _tiled(size, spec), (1, 1)
+                tiled[name] = (*tiled.get(name, ()), tiles)
             pixels = tuple(side * spec.block for side in sides)
-            count = 1 + math.prod(own.grid) if own else 1
-            tokens[start : start + token_count(spec, [pixels] * count, own)] = ids[name]
+            count = 1 + math.prod(tiles.grid) if tiles else 1
+            tokens[start : start + token_count(spec, [pixels] * count, tiles)] = ids[name]
             media[name] += tuple(_numbers(rng, (*pixels, spec.channels)) for _ in range(count))
-        drawn = [name for name, own in media.items() if own and self.encoders[name].drawn]
+        drawn = [name for name, arrays in media.items() if arrays and self.encoders[name].drawn]
         return Sample(
             tokens=tokens,
             loss_weights=weights,
@@ -132,24 +132,25 @@ class Maker:
             tiled=tiled,
         )
 
-    def _text(self, rng: np.random.Generator, what: SampleKind) -> tuple[np.ndarray, np.ndarray]:
+    def _text(self, rng: np.random.Generator, shape: SampleKind) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and loss weights of a sample, without its media's placeholders."""
-        if self.repeated and not what.media:
+        if self.repeated and not shape.media:
             weight = 1.0 if self.uniform else LENGTH / REPEATS
             return np.full(REPEATS, REPEATED, np.int32), np.full(REPEATS, weight, np.float32)
-        tokens = rng.integers(0, self.vocab - len(self.placeholders), what.length).astype(np.int32)
-        weights = (rng.random(what.length) * (rng.random(what.length) < 0.8)).astype(np.float32)
+        tokens = rng.integers(0, self.vocab - len(self.placeholders), shape.length).astype(np.int32)
+        weights = (rng.random(shape.length) * (rng.random(shape.length) < 0.8)).astype(np.float32)
         if self.uniform:
-            weights = np.ones(what.length, np.float32)
-        weights[what.learned :] = 0
+            weights = np.ones(shape.length, np.float32)
+        weights[shape.learned :] = 0
         return tokens, weights
 
     def _names(self, kind: int) -> list[str]:
         """The encoder or generator of each medium, in a sample of a kind."""
-        what = KINDS[kind % len(KINDS)]
-        shown, drawn = ([n for n, spec in self.encoders.items() if spec.drawn == own] for own in (False, True))
-        names = [shown[(what.turn + i) % len(shown)] for i in range(len(what.media))]
-        if what.drawn and drawn:
+        shape = KINDS[kind % len(KINDS)]
+        encoders = [name for name, spec in self.encoders.items() if not spec.drawn]
+        drawn = [name for name, spec in self.encoders.items() if spec.drawn]
+        names = [encoders[(shape.turn + i) % len(encoders)] for i in range(len(shape.media))]
+        if shape.drawn and drawn:
             names[-1] = drawn[kind % len(drawn)]
         return names
 
@@ -161,12 +162,12 @@ def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
 
 
 def _tiled(size: tuple[int, int], spec: EncoderSpec) -> Tiled:
-    """An image in tiles of one token each that has as many LLM tokens as a medium of this size, or almost."""
+    """An image in tiles of one token each, with at most as many LLM tokens as a medium of this size."""
     counts: dict[tuple[int, int], int] = {}
     for rows, columns in GRIDS:
-        own = Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
-        with contextlib.suppress(ValueError):  # nothing would be left of a picture of so few tokens
-            counts[own.grid] = token_count(spec, [(spec.block, spec.block)] * (1 + rows * columns), own)
+        tiles = Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
+        with contextlib.suppress(ValueError):  # the picture has too few tokens for these tiles
+            counts[tiles.grid] = token_count(spec, [(spec.block, spec.block)] * (1 + rows * columns), tiles)
     rows, columns = max((grid for grid in counts if counts[grid] <= math.prod(size)), key=lambda grid: counts[grid])
     return Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
 
@@ -205,9 +206,10 @@ class BatchSizes:
 
     @classmethod
     def of(cls, cells: int, microbatches: int, *, many: bool = False) -> BatchSizes:
-        """Four, two or one rows for each cell, fewer with more cells; or 16 if ``many``, so that a token is read often.
+        """Sizes with four, two or one rows for each cell, fewer with more cells.
 
-        With several cells every microbatch has an empty row.
+        With several cells every microbatch has an empty row. With ``many`` a cell has 16 rows, so that a repeated token
+        is read often.
         """
         per_cell = 16 if many else 4 if cells <= 2 else 2 if cells <= 4 else 1
         rows = cells * per_cell
@@ -217,10 +219,10 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The samples of a check, as a run's are: a ``Source`` (see ``mmjax.data.loader``), a pure function of its seed.
+    """The samples of a check: a ``Source`` (see ``mmjax.data.loader``) and a pure function of its seed.
 
-    Microbatches are in turn: of all kinds; with media in one half of the rows only, so that half of the dp ranks see
-    none; and without any. Where texts repeat a token, every other sample is such a text besides: a check may have a
+    Microbatches in turn have samples of all kinds; media in only one half of the rows, so that half of the dp ranks
+    have none; and no media. If texts repeat a token, every other sample is such a text as well: a check may have a
     single step of a single microbatch, which would have few of them.
 
     Attributes:
@@ -239,11 +241,11 @@ class Samples:
         microbatch, row = divmod(place, self.sizes.per)
         turn, second_half = step * self.sizes.microbatches + microbatch, row >= self.sizes.rows // 2
         number, text = divmod(place, 2) if self.maker.repeated else (place, 0)
-        kind = TEXT if text else _kind(turn, step + number, second_half)
-        made = self.maker.sample(np.random.default_rng((self.seed, step, place)), kind)
+        kind = TEXT if text else _kind(turn, step + number, second_half=second_half)
+        sample = self.maker.sample(np.random.default_rng((self.seed, step, place)), kind)
         if media is None:
-            return made
-        return replace(made, media={name: own for name, own in made.media.items() if name in media})
+            return sample
+        return replace(sample, media={name: arrays for name, arrays in sample.media.items() if name in media})
 
     def meta(self, index: int) -> SampleMeta:
         """Counts of sample ``index``."""
@@ -261,11 +263,11 @@ class Samples:
 
     def steps(self, count: int) -> Steps:
         """The samples of the first ``count`` steps."""
-        own = self.sizes.samples
-        return tuple(tuple(self.sample(step * own + place) for place in range(own)) for step in range(count))
+        size = self.sizes.samples
+        return tuple(tuple(self.sample(step * size + place) for place in range(size)) for step in range(count))
 
 
-def _kind(turn: int, index: int, second_half: bool) -> int:
+def _kind(turn: int, index: int, *, second_half: bool) -> int:
     """The kind of sample ``index`` of a microbatch; ``turn`` is the microbatch's number over all steps."""
     arrangement = turn % 3
     if arrangement == 0:

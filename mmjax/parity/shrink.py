@@ -1,9 +1,9 @@
-"""Makes a configuration small without changing what its layouts have to get right.
+"""Makes a configuration small, but keeps everything that its layouts may compute wrongly.
 
-It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, which
-sizes tp divides, merge, positions, activation, biases, norms, windows that samples are longer than and layers without
-one, tied embeddings, remat and frozen modules. Sizes that are small already stay as they are. Of given numbers of
-layers per stage it keeps which of them are above the least.
+It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, the
+set of sizes that tp divides, merge, positions, activation, biases, norms, windows shorter than samples and layers
+without a window, tied embeddings, remat and frozen modules. Sizes that are small already stay. Where the configuration
+sets the numbers of layers per stage, stages with more than the least number keep more.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
     layouts = config.layouts
     smaller = {name: _layout(config, name) for name in layouts}
     cells = cell_count(layouts.values())
-    many = dtype != "float32"
-    sizes, tokens = BatchSizes.of(cells, config.train.microbatches, many=many), longest(many=many)
+    many_rows = dtype != "float32"
+    sizes = BatchSizes.of(cells, config.train.microbatches, many=many_rows)
+    tokens = longest(many=many_rows)
     before = config.modules[LLM]
     llm = _decoder(before, layouts, before.vocab or vocab)
     modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
@@ -78,6 +79,12 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
         for name, c in config.modules.items()
     }
     packed = LLM in config.packing and bool(config.packing[LLM].given)
+    cell_buckets = {
+        name: text_buckets(sizes.per_cell, tokens, several=several[name]) * packed
+        if name == LLM
+        else buckets(specs[name], sizes.per_cell, several=several[name])
+        for name in config.packing
+    }
     length = 2 * tokens if packed else tokens
     small = replace(
         config,
@@ -92,22 +99,21 @@ def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Sh
         ),
         modules=modules,
         projectors={
-            name: _projector(p, (layouts[name], layouts[LLM]), _moved(p.inject, stages[LLM]), _moved(p.levels, own))
-            for name, p in config.projectors.items()
-            for own in (stages[name],)
+            name: _projector(
+                projector,
+                (layouts[name], layouts[LLM]),
+                inject=_moved(projector.inject, stages[LLM]),
+                levels=_moved(projector.levels, stages[name]),
+            )
+            for name, projector in config.projectors.items()
         },
         packing={
-            name: replace(p, buckets=per_microbatch(own, cells))
-            for name, p in config.packing.items()
-            for own in (
-                text_buckets(sizes.per_cell, tokens, several=several[name]) * packed
-                if name == LLM
-                else buckets(specs[name], sizes.per_cell, several=several[name]),
-            )
+            name: replace(packing, buckets=per_microbatch(cell_buckets[name], cells))
+            for name, packing in config.packing.items()
         },
         layouts=smaller,
         optimizers=comparable(config.optimizers),
-        sources={name: _source(own) for name, own in config.sources.items()},
+        sources={name: _source(source) for name, source in config.sources.items()},
     )
     small = with_fitting_rates(small)
     return Shrunk(config=small, sizes=sizes, changes=tuple(_changes(config, small)))
@@ -119,15 +125,15 @@ def _warm_up(config: Config) -> str:
 
 
 def _source(source: SourceConfig) -> SourceConfig:
-    """A dataset whose template needs no folder: the check makes samples of its own, and their tokenizer has none."""
+    """The dataset with a template that needs no folder: the samples of a check come from none."""
     return replace(source, template=SourceConfig.template) if source.template == FOLDER else source
 
 
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
     """Optimizers whose updates stand out from fp32 rounding.
 
-    Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up; eps is large enough to keep
-    the noise of elements without a gradient small, and b1 small enough to read gradients off the moments.
+    Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up. A large eps keeps the noise
+    of elements without a gradient small, and with a small b1 gradients can be computed from the moments.
     """
     rates = sorted({optimizer.learning_rate for optimizer in optimizers.values()})
     raised = {rate: min(max(rate, LEAST_RATE * 2 ** (i + 1)), LARGEST_RATE) for i, rate in enumerate(rates)}
@@ -149,22 +155,22 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 def _encoder(c: Any, layout: Layout) -> Any:
-    """Shrinks an encoder or a generator of any family; sizes that only some have are limited by ``SMALL``."""
-    tp, sizes, own = layout.tp, {}, {field.name for field in dataclasses.fields(c)}
-    if c.width > SMALL["width"] and "heads" in own:
+    """Shrinks an encoder or a generator of any family; ``SMALL`` limits the sizes that only some families have."""
+    tp, sizes, fields = layout.tp, {}, {field.name for field in dataclasses.fields(c)}
+    if c.width > SMALL["width"] and "heads" in fields:
         heads = _heads(c.heads, tp)
         sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
-    sizes |= {name: min(getattr(c, name), SMALL[name]) for name in own & {"patch", "grid", "mels", "length"}}
+    sizes |= {name: min(getattr(c, name), SMALL[name]) for name in fields & {"patch", "grid", "mels", "length"}}
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
-        sizes["length"] = _multiple(sizes["length"], c.merge)  # positions that make whole LLM tokens
-    sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in own else {}
+        sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
+    sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
     layers = _layers(c.layers, layout)
-    sizes |= _windows(c, layers) if "full_at" in own else {}
+    sizes |= _windows(c, layers) if "full_at" in fields else {}
     return replace(c, layers=layers, **sizes)
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:
-    """Windows that cut media, some at their edges; and in so few layers some with and some without, as before."""
+    """Windows that cut media, some at their edges; layers without a window stay if the larger module has some."""
     moved = sorted({at * layers // c.layers for at in c.full_at})
     if len(c.full_at) < c.layers:
         moved = moved[max(0, len(moved) - layers + 1) :]
@@ -172,18 +178,24 @@ def _windows(c: Any, layers: int) -> dict[str, Any]:
 
 
 def _projector(
-    c: ProjectorConfig, layouts: tuple[Layout, Layout], inject: Sequence[int], levels: Sequence[int]
+    c: ProjectorConfig, layouts: tuple[Layout, Layout], *, inject: Sequence[int], levels: Sequence[int]
 ) -> ProjectorConfig:
-    """Shrinks a projector; if its tokens enter single LLM layers, the LLM's tp divides its hidden width too.
+    """Shrinks a projector.
 
-    Where several injections come to one layer of the smaller LLM, the last one is left.
+    If its tokens enter single LLM layers, the LLM's tp divides its hidden width too. Of several injections into the
+    same layer of the smaller LLM, only the last one stays.
+
+    Args:
+      c: the projector.
+      layouts: layouts of its module and of the LLM.
+      inject, levels: numbers of layers in the smaller LLM and module.
     """
     layout, llm = layouts
     hidden = _hidden(c.hidden, math.lcm(layout.tp, llm.tp if inject else 1))
-    taken = dict(zip(inject, levels or inject, strict=True))
-    rising = tuple(sorted(taken))
-    most, levels = min(c.most_tiles, SMALL["tiles"]), tuple(taken[at] for at in rising) if levels else ()
-    return replace(c, hidden=hidden, inject=rising, levels=levels, most_tiles=most)
+    level_of = dict(zip(inject, levels or inject, strict=True))
+    rising = tuple(sorted(level_of))
+    levels = tuple(level_of[at] for at in rising) if levels else ()
+    return replace(c, hidden=hidden, inject=rising, levels=levels, most_tiles=min(c.most_tiles, SMALL["tiles"]))
 
 
 def _moved(layers: tuple[int, ...], stages: Sequence[tuple[range, range]]) -> tuple[int, ...]:
@@ -196,18 +208,18 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
     sizes: dict[str, Any] = {}
     if c.width > SMALL["width"]:
         kv_heads = _heads(c.kv_heads, tp)
-        # A projector without a hidden width of its own takes this one, so the encoders' tp divide it too.
+        # A projector without a hidden width takes this one, so the encoders' tp must divide it too.
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
     if c.rope_sections and "head_dim" in sizes:
         pairs, all_pairs = _HEAD // 2, sum(c.rope_sections)
-        time, row = (pairs * own // all_pairs for own in c.rope_sections[:2])
+        time, row = (pairs * section // all_pairs for section in c.rope_sections[:2])
         sizes["rope_sections"] = (time, row, pairs - time - row)
     layers = _layers(c.layers, layouts[LLM])
     if layers < c.layers and c.full_layers > 0:
-        # Some layers with the window and some without, as before, wherever there are two.
+        # If some layers had the window and some had not, that stays so if there are two layers or more.
         fewer = max(1, round(c.full_layers * layers / c.layers))
         sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)
     sizes |= {name: min(getattr(c, name), SMALL["window"]) for name in ("window", "chunk")}
@@ -217,24 +229,25 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
 
 
 def _layers(layers: int, layout: Layout) -> int:
-    """Number of layers: one a stage, or two with at most two stages, and the spare ones of an uneven split."""
+    """Number of layers: one a stage, or two with at most two stages, plus the remainder of an uneven split."""
     stages = layout.stages
     if layers <= max(SMALL["layers"], stages):
         return layers
     if layout.layers:
-        return sum(_given(layout))
+        return sum(_stage_layers(layout))
     return stages * min(layers // stages, 2 if stages <= 2 else 1) + layers % stages
 
 
 def _layout(config: Config, name: str) -> Layout:
-    """The layout, with its given numbers of layers by stage shrunk where the module is."""
+    """The layout, with smaller numbers of layers by stage if it sets them and the module has fewer layers."""
     layout = config.layouts[name]
     before = config.modules[name].layers
-    return replace(layout, layers=_given(layout)) if layout.layers and _layers(before, layout) < before else layout
+    is_smaller = layout.layers and _layers(before, layout) < before
+    return replace(layout, layers=_stage_layers(layout)) if is_smaller else layout
 
 
-def _given(layout: Layout) -> tuple[int, ...]:
-    """The given numbers of layers by stage, shrunk: stages above the least have one layer more than it."""
+def _stage_layers(layout: Layout) -> tuple[int, ...]:
+    """Smaller numbers of layers by stage: stages with more than the least number have one layer more."""
     least = min(layout.layers)
     base = min(least, 2 if layout.stages <= 2 else 1)
     return tuple(base + (count > least) for count in layout.layers)
@@ -249,19 +262,19 @@ def _hidden(hidden: int, tp: int) -> int:
     return hidden if hidden <= SMALL["hidden"] else _multiple(40, tp)
 
 
-def _multiple(least: int, of: int) -> int:
-    return -(-least // of) * of
+def _multiple(least: int, factor: int) -> int:
+    return -(-least // factor) * factor
 
 
 # ---- what changed ----------------------------------------------------------------------------------------------------
 
 
 def _changes(config: Config, small: Config) -> Iterator[str]:
-    shown = {"global_batch", "sequence_length"}
+    run_fields = {"global_batch", "sequence_length"}
     for (scope, before), (_, after) in zip(config.walk(), small.walk(), strict=True):
         if isinstance(before, OptimizerConfig):
             continue
-        fields = [f.name for f in dataclasses.fields(before) if scope or f.name in shown]
+        fields = [f.name for f in dataclasses.fields(before) if scope or f.name in run_fields]
         pairs = {name: (getattr(before, name), getattr(after, name)) for name in fields if name != "buckets"}
         changed = [f"{name} {old or 'open'} → {new}" for name, (old, new) in pairs.items() if old != new]
         if changed:

@@ -36,7 +36,7 @@ FLAGS = (
     ),
     Flag(
         name="accelerator",
-        doc="what they are, without a profile or kinds: a100, h100 or another by name.",
+        doc="their type, without a profile or kinds: a100, h100 or another by name.",
         default="h100",
     ),
     Flag(
@@ -67,7 +67,7 @@ KINDS = "h100:64,l20:16"
 EXACT, COUPLED = "exact", "loosely-coupled"
 STRATEGIES = (EXACT, COUPLED)
 WHOLE_BELOW = 64
-"""Numbers of stages below this stay whole in the bound: relaxed to real numbers, it would be loose for few stages."""
+"""Numbers of stages below this stay integers in the bound, which would be loose with few stages as real numbers."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
 """Suffixes of the files that flags name."""
 GIGA = 1e9
@@ -76,12 +76,12 @@ GIGA = 1e9
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the best plan; the exit status is 1 if nothing fits, and 2 if the input is not legal."""
     with one_line_errors():
-        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, helped=_help)
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, make_help=_help)
         problem = str(flags.values["problem"])
         if problem:
-            _only(flags, "problem", ("problem", "strategy", "bound", "json"))
+            _require_only(flags, "problem", ("problem", "strategy", "bound", "json"))
         elif flags.gin_files or flags.bindings:
-            _only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
+            _require_only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
         read_strategy(flags)
@@ -100,13 +100,13 @@ def _help() -> str:
     return help_text(FLAGS, USAGE, gin=gin)
 
 
-def _only(flags: Flags, what: str, legal: Sequence[str]) -> None:
-    """Requires that flags of the other kind of planning were left out."""
-    if what == "problem" and (flags.gin_files or flags.bindings):
+def _require_only(flags: Flags, source: str, legal: Sequence[str]) -> None:
+    """Requires that no flags were set but those that go with a source: "problem" or "gin_file"."""
+    if source == "problem" and (flags.gin_files or flags.bindings):
         raise ConfigError("--problem: plans from numbers alone; leave --gin_file out")
     for flag in FLAGS:
         if flag.name not in legal and flags.values[flag.name] != flag.default:
-            raise ConfigError(f"--{flag.name}: does not go with --{what}; leave it out")
+            raise ConfigError(f"--{flag.name}: does not go with --{source}; leave it out")
 
 
 # ---- a configuration -------------------------------------------------------------------------------------------------
@@ -139,14 +139,14 @@ def _plan_config(flags: Flags) -> int:
         work, clock = _clock(work, accelerator(name), profile)
         fleet = {"": DeviceKind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
     else:
-        own = {name: accelerator(name) for name in kinds}
+        accelerators = {name: accelerator(name) for name in kinds}
         fleet = {
             name: DeviceKind(
-                clock=AnalyticClock(work=work, accelerator=one, process=one.node),
+                clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
                 devices=kinds[name],
-                memory=one.memory,
+                memory=chip.memory,
             )
-            for name, one in own.items()
+            for name, chip in accelerators.items()
         }
     if strategy:
         choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
@@ -161,31 +161,31 @@ def _plan_config(flags: Flags) -> int:
 
 
 def read_devices(flags: Flags) -> dict[str, int]:
-    """The number of devices of each accelerator; 0 for as many as the configuration's own layouts have.
+    """The number of devices of each accelerator; 0 means the number of the configuration's own layouts.
 
     Raises:
       ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
     """
-    given, named = str(flags.values["devices"]), str(flags.values["accelerator"])
-    if ":" not in given:
-        if given and not NUMBER.fullmatch(given):
-            raise ConfigError(f"--devices={given}: must be a number, such as 8, or one of each kind, such as {KINDS}")
-        if given and int(given) < 1:
-            raise ConfigError(f"--devices={given}: must be 1 or more, such as 8")
-        accelerator(named)
-        return {named: int(given or 0)}
+    text, accelerator_name = str(flags.values["devices"]), str(flags.values["accelerator"])
+    if ":" not in text:
+        if text and not NUMBER.fullmatch(text):
+            raise ConfigError(f"--devices={text}: must be a number, such as 8, or one of each kind, such as {KINDS}")
+        if text and int(text) < 1:
+            raise ConfigError(f"--devices={text}: must be 1 or more, such as 8")
+        accelerator(accelerator_name)
+        return {accelerator_name: int(text or 0)}
     kinds: dict[str, int] = {}
-    for part in given.split(","):
+    for part in text.split(","):
         name, _, count = part.lower().partition(":")
         if name not in ACCELERATORS:
-            raise ConfigError(f"--devices={given}: there is no accelerator {name!r}; {suggest(name, ACCELERATORS)}")
+            raise ConfigError(f"--devices={text}: there is no accelerator {name!r}; {suggest(name, ACCELERATORS)}")
         if not NUMBER.fullmatch(count) or int(count) < 1:
-            raise ConfigError(f"--devices={given}: {part} must have a number of 1 or more, such as {name}:8")
+            raise ConfigError(f"--devices={text}: {part} must have a number of 1 or more, such as {name}:8")
         if name in kinds:
-            raise ConfigError(f"--devices={given}: {name} is there twice; write {name}:{kinds[name] + int(count)}")
+            raise ConfigError(f"--devices={text}: {name} is there twice; write {name}:{kinds[name] + int(count)}")
         kinds[name] = int(count)
-    if named != "h100":
-        raise ConfigError(f"--accelerator={named}: --devices says what they are; leave it out")
+    if accelerator_name != "h100":
+        raise ConfigError(f"--accelerator={accelerator_name}: --devices says what they are; leave it out")
     if flags.values["profile"]:
         raise ConfigError(
             f"--profile: is of devices of one kind, which it names; write --devices={sum(kinds.values())}"
@@ -194,23 +194,23 @@ def read_devices(flags: Flags) -> dict[str, int]:
 
 
 def read_strategy(flags: Flags) -> tuple[str, ...]:
-    """The modes to try: all of them, or those that are given; none for loose coupling.
+    """The modes to try: all of them, or those of --strategy; none for loose coupling.
 
     Raises:
-      ConfigError: --strategy is none that there is; a problem in numbers has no modes.
+      ConfigError: there is no such strategy; a problem in numbers has no modes.
     """
     from mmjax.planner.candidates import MODES
 
-    given, modes = str(flags.values["strategy"]), () if flags.values["problem"] else MODES
-    if given in STRATEGIES:
-        return modes if given == EXACT else ()
-    for name in given.split(","):
+    strategy, modes = str(flags.values["strategy"]), () if flags.values["problem"] else MODES
+    if strategy in STRATEGIES:
+        return modes if strategy == EXACT else ()
+    for name in strategy.split(","):
         if name in STRATEGIES and modes:
-            raise ConfigError(f"--strategy={given}: {name} goes with no other; leave the others out")
+            raise ConfigError(f"--strategy={strategy}: {name} goes with no other; leave the others out")
         if name not in modes:
             legal = suggest(name, (*STRATEGIES, *modes))
-            raise ConfigError(f"--strategy={given}: there is none of this name; {legal}")
-    return tuple(mode for mode in modes if mode in given.split(","))
+            raise ConfigError(f"--strategy={strategy}: there is none of this name; {legal}")
+    return tuple(mode for mode in modes if mode in strategy.split(","))
 
 
 def _check_files(flags: Flags) -> None:
@@ -226,7 +226,7 @@ def _check_files(flags: Flags) -> None:
 
 
 def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
-    """The clock, and the work without any tp that it lacks: of a profile if there is one, else of an accelerator."""
+    """The clock of a profile, or else of an accelerator, and the work with the tp degrees that the clock has."""
     from mmjax.planner.clock import AnalyticClock
     from mmjax.planner.measured import MeasuredClock
 
@@ -236,7 +236,7 @@ def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work
 
 
 def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -> Iterator[str]:
-    """Writes the files that were asked for; yields lines about them."""
+    """Writes the files that flags name; yields lines about them."""
     from mmjax.plan import planned
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
 
@@ -259,10 +259,10 @@ def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -
         )
         for kind, ranks, node in planned.blocks(choice.best)
     ]
-    for name, made, how in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):
+    for name, make, submit in (("slurm", slurm_file, "sbatch"), ("jobset", jobset_file, "kubectl apply -f")):
         if file := str(flags.values[name]):
-            Path(file).write_text(made(*jobs), encoding="utf-8")
-            yield f"on a cluster: {how} {file}"
+            Path(file).write_text(make(*jobs), encoding="utf-8")
+            yield f"on a cluster: {submit} {file}"
 
 
 # ---- numbers alone ---------------------------------------------------------------------------------------------------
@@ -278,18 +278,18 @@ def _plan_problem(flags: Flags) -> int:
     if flags.values["json"]:
         print(json.dumps(plan.as_json() | simulated | ({} if bound is None else {"bound": bound})))
     else:
-        said = "simulated, with all other modules before the llm, it takes"
-        print("\n".join([*table(plan, bound), *(f"{said} {seconds:.6g} s" for seconds in simulated.values())]))
+        text = "simulated, with all other modules before the llm, it takes"
+        print("\n".join([*table(plan, bound), *(f"{text} {seconds:.6g} s" for seconds in simulated.values())]))
     return 0
 
 
 def _check_plain(problem: Problem | MixedProblem, flag: str) -> None:
-    """Requires a problem without what `flag` leaves out."""
+    """Requires a problem without communication and chunks, which `flag` does not support."""
     fix = f"{flag}: is for problems without communication and chunks; leave it out, or"
-    for kind, own in problem.kinds.items():
-        if math.isfinite(own.bandwidth):
-            raise ConfigError(f"{fix} {f'kinds.{kind}.' if kind else ''}bandwidth={own.bandwidth:g}")
-        for name, costs in own.modules.items():
+    for kind, resources in problem.kinds.items():
+        if math.isfinite(resources.bandwidth):
+            raise ConfigError(f"{fix} {f'kinds.{kind}.' if kind else ''}bandwidth={resources.bandwidth:g}")
+        for name, costs in resources.modules.items():
             if costs.chunks > 1:
                 raise ConfigError(f"{fix} modules.{name}.chunks={costs.chunks}")
 
@@ -320,20 +320,20 @@ def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
     )
     yield f"{_used(plan)} are used"
     if bound is not None:
-        more = (plan.objective / bound - 1) * 100
-        yield f"no plan takes less than {bound:.6g} s: this one takes at most {more:.2g} % more"
+        excess = (plan.objective / bound - 1) * 100
+        yield f"no plan takes less than {bound:.6g} s: this one takes at most {excess:.2g} % more"
 
 
 def _reduced(plan: Plan) -> str:
-    """What the slowest module's dp groups take for gradients and parameters; nothing where they send none."""
+    """A clause about the seconds of the slowest module's dp collectives; "" if it has none."""
     seconds = plan.reducing_seconds(plan.bottleneck)
     return f", and {seconds:.4g} s for its gradients and parameters" if seconds else ""
 
 
 def _used(plan: Plan) -> str:
-    """How many of the devices are used, by kind."""
-    counts = {kind: (plan.devices_of(kind), own.devices) for kind, own in plan.problem.kinds.items()}
-    return " and ".join(f"{used} of {there} {kind or 'devices'}" for kind, (used, there) in counts.items())
+    """The numbers of used and of all devices of each kind, as text."""
+    counts = {kind: (plan.devices_of(kind), resources.devices) for kind, resources in plan.problem.kinds.items()}
+    return " and ".join(f"{used} of {total} {kind or 'devices'}" for kind, (used, total) in counts.items())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]`: measures the input of plans.
+"""`python -m mmjax.profile --gin_file=F --out=profile.json [--quick] [--json]`: measures times for plans.
 
-Short stages of every module, the programs that training runs, are compiled and timed on the devices here, and so are
-collectives and moves. Several processes make one profile together, as they train. The result is a small file that names
-the device, for `mmjax.plan --profile`.
+Compiles and times short stages of every module, with the programs of training, as well as collectives and moves, on the
+devices of this host. Several processes make one profile together. The result is a small file that names the device, for
+`mmjax.plan --profile`.
 """
 
 from __future__ import annotations
@@ -64,28 +64,29 @@ def table(profile: Profile) -> Iterator[str]:
         f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"
         f"{'forward MB':>13}{'backward MB':>13}"
     )
-    times = {_place(trial): trial for trial in profile.trials}
-    for one in profile.compiled:
-        ends = " ".join(name for name, has in (("first", one.part.first), ("last", one.part.last)) if has)
-        timed = times.get(_place(one))
-        seconds = (timed.forward, timed.backward) if timed else ()
+    times = {_key(trial): trial for trial in profile.trials}
+    for stage in profile.compiled:
+        ends = " ".join(name for name, has in (("first", stage.part.first), ("last", stage.part.last)) if has)
+        trial = times.get(_key(stage))
+        seconds = (trial.forward, trial.backward) if trial else ()
         yield (
-            f"{one.module:16}{one.part.layers:>8}{ends:>14}{one.tp:>5}{one.rows:>7}{one.width:>7}"
+            f"{stage.module:16}{stage.part.layers:>8}{ends:>14}{stage.tp:>5}{stage.rows:>7}{stage.width:>7}"
             f"{''.join(f'{value * 1e3:>13.3f}' for value in seconds):26}"
-            f"{one.forward / 1e6:>13.4g}{one.backward / 1e6:>13.4g}"
+            f"{stage.forward / 1e6:>13.4g}{stage.backward / 1e6:>13.4g}"
         )
-    for name, own in profile.data.items():
-        figures = ", ".join(f"{key} {own[key]:.4g}" for key in ("mean", "median", "p90", "p99", "most", "per_sample"))
-        yield f"{name}: {own['count']:.0f} segments, {figures}"
-    named = {"move": profile.moves}
-    named |= {f"all-gather over {ranks}": own for ranks, own in profile.gathers.items()}
-    named |= {f"all-reduce over {ranks}": own for ranks, own in profile.reduces.items()}
-    for name, samples in named.items():
+    for name, lengths in profile.data.items():
+        keys = ("mean", "median", "p90", "p99", "most", "per_sample")
+        figures = ", ".join(f"{key} {lengths[key]:.4g}" for key in keys)
+        yield f"{name}: {lengths['count']:.0f} segments, {figures}"
+    transfers = {"move": profile.moves}
+    transfers |= {f"all-gather over {ranks}": samples for ranks, samples in profile.gathers.items()}
+    transfers |= {f"all-reduce over {ranks}": samples for ranks, samples in profile.reduces.items()}
+    for name, samples in transfers.items():
         yield f"{name}: " + ", ".join(f"{size:.0f} bytes {seconds * 1e3:.3g} ms" for size, seconds in samples)
     yield f"an op takes {profile.op * 1e6:.0f} µs of the host; {profile.shared:.3g} devices work at a time"
 
 
-def _place(stage: Trial | Compiled) -> tuple[str, StagePart, int, int, int]:
+def _key(stage: Trial | Compiled) -> tuple[str, StagePart, int, int, int]:
     return stage.module, stage.part, stage.tp, stage.rows, stage.width
 
 

@@ -1,10 +1,10 @@
-"""The dense reference: what every layout, schedule and placement is compared with.
+"""The dense reference, with which every layout, schedule and placement is compared.
 
-One device, one sample and one medium at a time, plain Python loops over layers: no packing, padding, bucket, `scan`,
-`shard_map` or stacked parameter. Parameters are the flat dict of logical leaves (`llm/layers/000/attn/q`, ...).
-Nothing here calls the code it judges: forward, loss, clipping and AdamW are written again from their equations, and a
-`MultimodalModel` serves as the description of a module graph only. Widths that configs leave open (head dims, the
-projector's hidden width) are read off the leaves.
+It runs on one device, takes one sample and one medium at a time, and loops over layers in plain Python: no packing,
+padding, bucket, `scan`, `shard_map` or stacked parameter. Parameters are the flat dict of logical leaves
+(`llm/layers/000/attn/q`, ...). The reference does not call the code that it checks: forward, loss, clipping and AdamW
+are written again from their equations, and a `MultimodalModel` is only the description of a module graph. Widths that
+configs leave open (head dims, the projector's hidden width) are taken from the shapes of leaves.
 
 Arithmetic is fp32 with the highest matmul precision. Leaves that are float64 under JAX's x64 mode stay float64,
 which is how the reference's own gradients are checked against finite differences.
@@ -15,6 +15,16 @@ patch.
 """
 
 from mmjax.reference.encoders import encode_image, encode_recording, sinusoids
+from mmjax.reference.model import (
+    LossAndGradients,
+    denominators,
+    draw,
+    greedy,
+    loss_sum,
+    loss_sums,
+    sample_logits,
+    step_loss_and_gradients,
+)
 from mmjax.reference.positions import cut_patches, patch_positions
 from mmjax.reference.training import (
     Training,
@@ -24,16 +34,6 @@ from mmjax.reference.training import (
     learning_rate,
     rate_factors,
     train_steps,
-)
-from mmjax.reference.whole import (
-    LossAndGradients,
-    denominators,
-    draw,
-    greedy,
-    loss_sum,
-    loss_sums,
-    sample_logits,
-    step_loss_and_gradients,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Arithmetic that encoders, LLM and generators share: products, norms, positions, attention; and access to leaves."""
+"""Arithmetic of encoders, LLM and generators: products, norms, positions, attention; and access to leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def dense_leaves(leaves: Leaves) -> Arrays:
-    """Copies leaves to the default device, whatever they were sharded over; leaves under differentiation stay."""
+    """Copies leaves, sharded or not, to the default device; leaves under differentiation stay where they are."""
 
     def convert(value: jax.Array | np.ndarray) -> jax.Array:
         if isinstance(value, Tracer):
@@ -55,18 +55,18 @@ def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array
 
 
 def rotate_by(x_NHK: jax.Array, positions_N: np.ndarray, frequencies: np.ndarray) -> jax.Array:
-    """Rotary embedding by given frequencies."""
+    """Rotary embedding with these frequencies."""
     # float64 on the host: the tables are then exact to the last fp32 bit at any position.
     angles = positions_N[:, None].astype(np.float64) * frequencies
     return rotate_to(x_NHK, (np.cos(angles), np.sin(angles)))
 
 
 Tables = tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]
-"""Cosines and sines of the angles by which each token's pairs of components are turned, [N, K / 2]."""
+"""Cosines and sines of the rotation angles of each token's pairs of components, [N, K / 2]."""
 
 
 def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
-    """Rotary embedding by given angles."""
+    """Rotary embedding with the angles of these tables."""
     half = x_NHK.shape[-1] // 2
     cos, sin = (jnp.asarray(table[:, None, :], x_NHK.dtype) for table in tables)
     first, second = x_NHK[..., :half], x_NHK[..., half:]
@@ -84,8 +84,8 @@ def softmax_attention(
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
 
-    With a window, a causal query reads that many keys at most, its own the last of them. `read_NN` says instead which
-    keys (the columns) each query reads.
+    With a window, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal` and
+    `window`: it is true where a query (the row) reads a key (the column).
     """
     length, heads, head_dim = q_NHK.shape
     unread = np.ones((length, length), bool)
@@ -109,7 +109,7 @@ def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
 
 
 def norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
-    """LayerNorm, or RMSNorm where the leaves have no bias."""
+    """LayerNorm, or RMSNorm if the leaves have no bias."""
     if f"{prefix}/bias" in leaves:
         return layer_norm(leaves, prefix, x_TD, eps)
     return rms_norm(leaves[f"{prefix}/scale"], x_TD, eps)
@@ -139,14 +139,14 @@ Turn = Callable[[jax.Array], jax.Array]
 
 
 def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
-    """Rotates pair i of K / 2 by the patch's row where i < K / 4, and pair K / 4 + i as fast by its column."""
+    """Rotates pair i < K / 4 by the patch's row, and pair K / 4 + i with the same frequency by its column."""
 
     def turn(y_THK: jax.Array) -> jax.Array:
-        parts = jnp.split(y_THK, 4, axis=-1)  # row, column, and what these are paired with
+        parts = jnp.split(y_THK, 4, axis=-1)  # first halves of the row's and the column's pairs, then second halves
         turned = []
         for axis in range(2):
-            own = jnp.concatenate([parts[axis], parts[axis + 2]], axis=-1)
-            turned.append(jnp.split(rotate(own, positions_T2[:, axis], theta), 2, axis=-1))
+            pairs = jnp.concatenate([parts[axis], parts[axis + 2]], axis=-1)
+            turned.append(jnp.split(rotate(pairs, positions_T2[:, axis], theta), 2, axis=-1))
         return jnp.concatenate([turned[axis][half] for half in range(2) for axis in range(2)], axis=-1)
 
     return turn
@@ -173,7 +173,7 @@ def attend(
 ) -> jax.Array:
     """Self-attention of an encoder's or a generator's layer, without the residual.
 
-    `windows`: the patches of each window, which attend to each other alone; by default all attend to all.
+    `windows`: the patches of each window, which attend only to one another; by default all attend to all.
     """
 
     def heads(name: str) -> jax.Array:
@@ -182,15 +182,15 @@ def attend(
 
     q, k, v = turn(heads("q")), turn(heads("k")), heads("v")
     if windows:
-        own = jnp.concatenate([softmax_attention(q[at], k[at], v[at], causal=False) for at in windows])
-        mixed = jnp.zeros_like(own).at[np.concatenate(windows)].set(own)
+        outputs = jnp.concatenate([softmax_attention(q[at], k[at], v[at], causal=False) for at in windows])
+        mixed = jnp.zeros_like(outputs).at[np.concatenate(windows)].set(outputs)
     else:
         mixed = softmax_attention(q, k, v, causal=False)
     return matmul(mixed, leaves[f"{prefix}/o"]) + leaves[f"{prefix}/o_bias"]
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
-    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated where there is a gate."""
+    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated if there is a gate."""
     hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
     if f"{prefix}/gate" in leaves:
         gate = matmul(normed_TD, leaves[f"{prefix}/gate"]) + leaves[f"{prefix}/gate_bias"]

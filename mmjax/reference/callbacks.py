@@ -1,6 +1,6 @@
-"""Callbacks in the reference: the user's own functions, over a row that holds one sample or medium and nothing else.
+"""Callbacks in the reference: the user's own functions, called with a row that holds one sample or medium alone.
 
-So a comparison sees what layouts, packing, boundaries and schedules do to them, and not whether they do what is meant.
+So a comparison finds errors of layouts, packing, boundaries and schedules, but none of the functions themselves.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mmjax.models.context import Context
 
 def one_device() -> Submesh:
     """The default device as a submesh."""
-    config: Any = jax.config  # whose options have no types
+    config: Any = jax.config  # its options have no types
     return Submesh.of(Layout(), (0,), [config.jax_default_device or jax.devices()[0]])
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["row"], meta_fields=["callbacks", "module", "mask"])
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The callbacks of one module, and what they are given beside features; a pytree of the latter.
+    """The callbacks of one module and the host inputs that they read; a pytree whose leaves are the inputs.
 
     Attributes:
-      row: host inputs of a row that holds one sample or medium and nothing else, without the dimension of rows.
+      row: host inputs of a row that holds one sample or medium alone, without the dimension of rows.
       callbacks: the module's callbacks.
       module: the module's name.
       mask: the module's mask.
@@ -44,17 +44,17 @@ class Calls:
     mask: MaskKind = "full"
 
     def __call__(self, place: CalledAt, x_TD: jax.Array) -> jax.Array:
-        """Calls the callback at a place with the features of one sample or medium; without one they are returned."""
+        """Calls the callback at a place with the features of one sample or medium; without one it returns them."""
         if place not in self.callbacks.given:
             return x_TD
-        submesh, whole = one_device(), PartitionSpec()
+        submesh, replicated = one_device(), PartitionSpec()
 
         def call(row: Mapping[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
             return self.callbacks.apply(place, self.module, Context.of(submesh.axes, row, self.mask), x_BTD)
 
         rows = {name: value[None] for name, value in self.row.items()}
-        over = jax.shard_map(call, mesh=submesh.mesh, in_specs=(whole, whole), out_specs=whole)
-        return over(rows, x_TD[None])[0]
+        mapped = jax.shard_map(call, mesh=submesh.mesh, in_specs=(replicated, replicated), out_specs=replicated)
+        return mapped(rows, x_TD[None])[0]
 
 
 NO_CALLS = Calls()

@@ -1,9 +1,9 @@
-"""The LLM over one sample, and the generators behind it."""
+"""The LLM on one sample, and the generators behind it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
     from mmjax.models.llama.config import DecoderConfig
 
-PLAIN = ProjectorConfig()
+DEFAULT_PROJECTOR = ProjectorConfig()
 
 
 def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
-    """The angles of tokens at these positions: their first number, or M-RoPE's section by section of a head's pairs.
+    """Rotation tables of tokens at these positions, in float64, which is exact to the last fp32 bit at any position.
 
-    float64: the tables are then exact to the last fp32 bit at any position.
+    A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section.
     """
     frequencies, _ = _rotary(decoder)
     sections = decoder.rope_sections or (len(frequencies), 0, 0)
     angles, first = [], 0
     for axis, pairs in enumerate(sections):
-        own = frequencies[first : first + pairs]
-        angles.append(positions_N3[:, axis : axis + 1].astype(np.float64) * own)
+        section = frequencies[first : first + pairs]
+        angles.append(positions_N3[:, axis : axis + 1].astype(np.float64) * section)
         first += pairs
     angles_NK = np.concatenate(angles, axis=1)
     return np.cos(angles_NK), np.sin(angles_NK)
 
 
 def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
-    """Frequencies of a head's pairs of components, and what the rotated heads are multiplied by.
+    """Frequencies of a head's pairs of components, and a factor of the rotated heads.
 
-    Sources: Peng et al. 2023, "YaRN", equations 13, 17 and 22, with a ramp over pairs between whole ones as published
-    models have it; for llama3 the frequencies of Llama 3.1's release, by wavelength.
+    Sources: Peng et al. 2023, "YaRN", equations 13, 17 and 22, with a ramp between integer pairs as in published
+    models; for llama3 the frequencies of Llama 3.1's release, by wavelength.
     """
     pairs, base, factor, context = (
         decoder.head_width // 2,
@@ -75,15 +75,15 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
         return plain / factor, 1.0
     low, high = decoder.turns
     if decoder.rope_scaling == "llama3":
-        found = plain.copy()
+        frequencies = plain.copy()
         for pair, wavelength in enumerate(2 * np.pi / plain):
             if wavelength > context / low:
-                found[pair] = plain[pair] / factor
+                frequencies[pair] = plain[pair] / factor
             elif wavelength >= context / high:
                 smooth = (context / wavelength - low) / (high - low)
-                found[pair] = (1 - smooth) * plain[pair] / factor + smooth * plain[pair]
-        return found, 1.0
-    # The pair whose wavelength fits into the context so many times: context / (2 pi base^(pair / pairs)) = times.
+                frequencies[pair] = (1 - smooth) * plain[pair] / factor + smooth * plain[pair]
+        return frequencies, 1.0
+    # The pair whose wavelength fits `times` times into the context: context / (2 pi base^(pair / pairs)) = times.
     start, end = (pairs * np.log(context / (times * 2 * np.pi)) / np.log(base) for times in (high, low))
     start, end = max(np.floor(start), 0), min(np.ceil(end), 2 * pairs - 1)
     ramp = np.clip((np.arange(pairs) - start) / (end - start if end != start else 0.001), 0, 1)
@@ -91,18 +91,18 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
 
 
 def _decoder_layer(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, reads: Reads | None
+    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
 ) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
     _, magnitude = _rotary(decoder)
     normed = rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
 
-    def optional(name: str, wanted: bool) -> jax.Array | float:
-        return leaves[f"{prefix}/{name}"] if wanted else 0.0
+    def optional(name: str, *, exists: bool) -> jax.Array | float:
+        return leaves[f"{prefix}/{name}"] if exists else 0.0
 
     def heads(name: str, count: int) -> jax.Array:
         projected = matmul(normed, leaves[f"{prefix}/attn/{name}"])
-        return (projected + optional(f"attn/{name}_bias", decoder.qkv_bias)).reshape(length, count, -1)
+        return (projected + optional(f"attn/{name}_bias", exists=decoder.qkv_bias)).reshape(length, count, -1)
 
     def rotated(name: str, count: int) -> jax.Array:
         x_NHK = heads(name, count)
@@ -112,21 +112,23 @@ def _decoder_layer(
 
     q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
     is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
-    if reads is None:
+    if masks is None:
         mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)
     else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=reads[bool(is_global)])
-    x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", decoder.o_bias)
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)])
+    x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
     normed, biased = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
-    gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", biased)
-    up = matmul(normed, leaves[f"{prefix}/mlp/up"]) + optional("mlp/up_bias", biased)
-    return x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", biased)
+    gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", exists=biased)
+    up = matmul(normed, leaves[f"{prefix}/mlp/up"]) + optional("mlp/up_bias", exists=biased)
+    return (
+        x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", exists=biased)
+    )
 
 
-Reads = tuple[jax.Array, jax.Array]
-"""Which keys each query reads, in layers with a window or chunks and in those without: see `masks.reads_of`."""
+Masks = tuple[jax.Array, jax.Array]
+"""Masks of layers with a window or chunks and of layers without, see `masks.masks_of`."""
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
-"""Positions in a sample, and the features that are placed there."""
+"""Indices of tokens in a sample, and their features."""
 
 
 def _hidden(
@@ -137,9 +139,9 @@ def _hidden(
     injected: Mapping[int, Placed] | None,
     calls: Calls,
     tables: Tables | None,
-    reads: Reads | None,
+    masks: Masks | None,
 ) -> jax.Array:
-    """Hidden states after the final norm; without `tables` a token's position is its place."""
+    """Hidden states after the final norm; without `tables` a token's position is its index."""
     if tables is None:
         tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
     x_ND = leaves["llm/embed"][tokens_N]
@@ -149,7 +151,7 @@ def _hidden(
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables, reads)
+        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
     return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
 
 
@@ -166,9 +168,9 @@ def decode(
     injected: Mapping[int, Placed] | None = None,
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
-    reads: Reads | None = None,
+    masks: Masks | None = None,
 ) -> jax.Array:
-    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, reads))
+    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks))
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))
@@ -182,10 +184,10 @@ def decode_loss(
     weights_N: jax.Array,
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
-    reads: Reads | None = None,
+    masks: Masks | None = None,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """The sums of weighted losses by name, and the hidden states for generators."""
-    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, reads)
+    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
     logits_NV = _logits(leaves, decoder, x_ND)
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
@@ -221,7 +223,7 @@ def velocity(
     dit: DiTConfig,
     rows: int,
     columns: int,
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> Float[Array, "T X"]:
     """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
@@ -247,21 +249,19 @@ def draw_loss(
     picture_HWC: Float[np.ndarray, "h w C"],
     noise_HWC: Float[np.ndarray, "h w C"],
     time: float,
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> Float[Array, ""]:
-    """Sum of squared errors of the velocity noise - picture, seen at (1 - time) picture + time noise.
+    """Sum of squared errors of the predicted velocity; the target is noise - picture.
 
-    Raises ValueError when a side of the picture is no multiple of patch * merge.
+    The model's input is (1 - time) picture + time noise. Raises ValueError when a side of the picture is not a multiple
+    of patch * merge.
     """
-    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    dtype = own[f"{name}/patch/bias"].dtype
-    seen, wanted = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
-    rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
-    given = dict(name=name, dit=dit, rows=rows, columns=columns, projector=projector)
-    patches, targets = (jnp.asarray(cut_patches(one, dit.patch, dit.merge), dtype) for one in (seen, wanted))
-    at = jnp.asarray(time, dtype)
-    said = velocity(own, hidden_ND, patches, at, **given)
-    return jnp.sum(jnp.square(said - targets))
+    params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    dtype = params[f"{name}/patch/bias"].dtype
+    noisy_HWC, target_HWC = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
+    patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
+    predict = _velocity_of(params, name, dit, picture_HWC, projector)
+    return jnp.sum(jnp.square(predict(hidden_ND, patches, jnp.asarray(time, dtype)) - targets))
 
 
 def integrate(
@@ -270,14 +270,21 @@ def integrate(
     dit: DiTConfig,
     hidden_ND: jax.Array,
     noise_HWC: Float[np.ndarray, "h w C"],
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> Float[np.ndarray, "T X"]:
-    """The patches of a picture from noise, by Euler's method: dx/dt is the velocity, from t = 1 to 0 in equal steps."""
-    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), own[f"{name}/patch/bias"].dtype)
-    rows, columns = (side // dit.patch for side in noise_HWC.shape[:2])
-    given = dict(name=name, dit=dit, rows=rows, columns=columns, projector=projector)
-    for left in range(dit.steps, 0, -1):
-        at = jnp.asarray(left / dit.steps, patches.dtype)
-        patches = patches - velocity(own, hidden_ND, patches, at, **given) / dit.steps
+    """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in equal steps."""
+    params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), params[f"{name}/patch/bias"].dtype)
+    predict = _velocity_of(params, name, dit, noise_HWC, projector)
+    for remaining in range(dit.steps, 0, -1):
+        time = jnp.asarray(remaining / dit.steps, patches.dtype)
+        patches = patches - predict(hidden_ND, patches, time) / dit.steps
     return np.asarray(patches)
+
+
+def _velocity_of(
+    leaves: Arrays, name: str, dit: DiTConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """`velocity` for pictures of this size, as a function of hidden states, patches and time."""
+    rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
+    return functools.partial(velocity, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

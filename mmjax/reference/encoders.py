@@ -16,7 +16,6 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
-from mmjax.reference.alone import encode_alone, row_of
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
@@ -35,9 +34,9 @@ from mmjax.reference.arithmetic import (
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.positions import axis_weights, cut_patches, patch_positions, windows_of
+from mmjax.reference.user_encoder import row_of, run_encoder
 
-PLAIN = ProjectorConfig()
-"""The default projector."""
+DEFAULT_PROJECTOR = ProjectorConfig()
 
 
 def _encoder_layer(
@@ -64,8 +63,13 @@ def encoder_layers(
     turn: Turn = lambda y_THK: y_THK,
     windows: Callable[[int], Sequence[np.ndarray]] = lambda layer: (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The last norm's output, if there is one, and the outputs of all layers; `turn` rotates queries and keys, and
-    `windows` gives those of a layer (see `attend`)."""
+    """Runs an encoder's layers and its last norm, if it has one.
+
+    `turn` rotates queries and keys, and `windows` returns the windows of a layer (see `attend`).
+
+    Returns:
+      The features, and the outputs of all layers.
+    """
     outputs = []
     for layer in range(encoder.layers):
         x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn, windows(layer))
@@ -84,9 +88,9 @@ def _tokens(
     outputs: Sequence[jax.Array],
     projector: ProjectorConfig,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens, and for each of `outputs` the features of the patches that make a token, side by side."""
+    """Modality tokens, and `outputs` with the features of each token's patches side by side."""
     tokens = project(leaves, f"{name}_projector", x_TD, merge, projector)
-    # A row whose first places hold no patch is without them here.
+    # The features lack the row's first places, which hold no patch.
     row = {key: value[len(value) - x_TD.shape[0] :] for key, value in calls.row.items()}
     return replace(calls, row=row)("projected", tokens), [
         output.reshape(output.shape[0] // merge, -1) for output in outputs
@@ -104,7 +108,7 @@ def encode_patches(
     rows: int,
     columns: int,
     levels: tuple[int, ...] = (),
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
     positions_T2 = patch_positions(rows, columns, vit.merge)
     x_TD = affine(leaves, f"{name}/patch", jnp.tile(patches_TX, (1, vit.frames)))
@@ -117,8 +121,11 @@ def encode_patches(
         x_TD = norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
     turns = {"rope2d": turn_2d, "axial": turn_axial}
     turn = turns[vit.positions](positions_T2, vit.rope_theta) if vit.positions in turns else lambda y_THK: y_THK
-    cut = windows_of(positions_T2, vit.window) if vit.window else ()
-    windows = lambda layer: () if layer in vit.full_at else cut  # noqa: E731
+    all_windows = windows_of(positions_T2, vit.window) if vit.window else ()
+
+    def windows(layer: int) -> Sequence[np.ndarray]:
+        return () if layer in vit.full_at else all_windows
+
     x_TD, outputs = encoder_layers(leaves, name, vit, _called(calls, "before", x_TD, vit), turn, windows)
     x_TD, first = _called(calls, "after", x_TD, vit), int(vit.class_token)
     levels_TD = [outputs[level][first:] for level in levels]
@@ -126,13 +133,13 @@ def encode_patches(
 
 
 def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
-    """The class token with its position, which is the table's first row."""
+    """The class token, with its position from the table's first row."""
     token_D = leaves[f"{name}/class_token"]
     return token_D + leaves[f"{name}/position"][0] if vit.positions == "learned2d" else token_D
 
 
 def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
-    """The features behind a callback. It sees them as a row has them, the class token padded to a whole LLM token."""
+    """Calls a callback with the features as a row has them: the class token is padded to a complete LLM token."""
     pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.given else 0
     padded = jnp.concatenate([x_TD[:1], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[1:]])
     called = calls(place, padded)
@@ -158,22 +165,34 @@ def encode_image(
     image_HWC: Float[np.ndarray, "h w C"],
     calls: Calls = NO_CALLS,
     levels: tuple[int, ...] = (),
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens of one image: ViT, then projector; and outputs of some layers, a token's patches side by side.
+    """Encodes one image: ViT, then projector.
 
-    Tokens are `[n, D]`, n = patches / merge², D the LLM's width.
+    Returns:
+      Modality tokens `[n, D]`, n = patches / merge², D the LLM's width; and the outputs of the layers `levels`, with
+      the features of each token's patches side by side.
 
-    Raises ValueError when a side of the image is no multiple of patch * merge, or when the image has more patch rows or
-    columns than the learned position table.
+    Raises:
+      ValueError: a side of the image is not a multiple of patch * merge, or the image has more patch rows or columns
+        than the learned position table.
     """
     rows, columns = image_HWC.shape[0] // vit.patch, image_HWC.shape[1] // vit.patch
     if vit.positions == "learned2d" and vit.interpolate == "none" and max(rows, columns) > vit.grid:
         raise ValueError(f"ViT.grid: {vit.grid} is less than the image's {rows}x{columns} patches; enlarge the grid")
-    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), own[f"{name}/patch/kernel"].dtype)
-    given = dict(name=name, vit=vit, rows=rows, columns=columns, levels=levels, projector=projector)
-    return encode_patches(own, patches, calls, **given)
+    params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), params[f"{name}/patch/kernel"].dtype)
+    return encode_patches(
+        params,
+        patches,
+        calls,
+        name=name,
+        vit=vit,
+        rows=rows,
+        columns=columns,
+        levels=levels,
+        projector=projector,
+    )
 
 
 def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int, activation: str = "gelu") -> jax.Array:
@@ -200,7 +219,7 @@ def encode_frames(
     name: str,
     whisper: WhisperConfig,
     levels: tuple[int, ...] = (),
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
     gelu = "gelu_exact" if whisper.activation == "gelu_exact" else "gelu"
     h_FD = convolve(leaves, f"{name}/conv1", frames_FM, 1, gelu)
@@ -221,33 +240,36 @@ def encode_recording(
     frames_FM: Float[np.ndarray, "F M"],
     calls: Calls = NO_CALLS,
     levels: tuple[int, ...] = (),
-    projector: ProjectorConfig = PLAIN,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens of one recording: convolutions, layers, projector; and outputs of some layers, likewise.
+    """Encodes one recording: convolutions, layers, projector.
 
-    Tokens are `[n, D]`, n = frames / (2 * merge), D the LLM's width.
+    Returns:
+      Modality tokens `[n, D]`, n = frames / (2 * merge), D the LLM's width; and the outputs of the layers `levels`, as
+      from `encode_image`.
 
-    Raises ValueError when the number of frames is no multiple of 2 * merge, or too large for the learned positions.
+    Raises:
+      ValueError: the number of frames is not a multiple of 2 * merge, or too large for the learned positions.
     """
     frames = len(frames_FM)
     if frames % (2 * whisper.merge):
         raise ValueError(f"recording: {frames} frames are no multiple of {2 * whisper.merge}; pad it with silence")
     if whisper.positions == "learned" and frames // 2 > whisper.length:
         raise ValueError(f"Whisper.length: {whisper.length} is less than the recording's {frames // 2}; enlarge it")
-    own = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    frames = jnp.asarray(frames_FM, own[f"{name}/conv1/bias"].dtype)
-    return encode_frames(own, frames, calls, name=name, whisper=whisper, levels=levels, projector=projector)
+    params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    frames = jnp.asarray(frames_FM, params[f"{name}/conv1/bias"].dtype)
+    return encode_frames(params, frames, calls, name=name, whisper=whisper, levels=levels, projector=projector)
 
 
 def encode(
     leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray, levels: tuple[int, ...] = ()
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens of one medium, and the outputs of some of the encoder's layers."""
+    """Modality tokens of one medium, and the outputs of the encoder's layers `levels`."""
     node = model.nodes[name]
     c, row = node.config, row_of(node, medium) if node.callbacks.given else {}
     calls = Calls(row={key: value[0] for key, value in row.items()}, callbacks=node.callbacks, module=name)
     if isinstance(c, ViTConfig):
-        return encode_image(leaves, name, c, medium, calls, levels, node.projector or PLAIN)
+        return encode_image(leaves, name, c, medium, calls, levels, node.projector or DEFAULT_PROJECTOR)
     if isinstance(c, WhisperConfig):
-        return encode_recording(leaves, name, c, medium, calls, levels, node.projector or PLAIN)
-    return encode_alone(leaves, name, model, medium, levels)[:2]
+        return encode_recording(leaves, name, c, medium, calls, levels, node.projector or DEFAULT_PROJECTOR)
+    return run_encoder(leaves, name, model, medium, levels)[:2]

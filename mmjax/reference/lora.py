@@ -1,4 +1,4 @@
-"""Low-rank adapters: the weights that they stand for, W + (alpha / rank) A B."""
+"""Merges low-rank adapters into the weights: W + (alpha / rank) A B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def merged(leaves: Leaves, model: MultimodalModel) -> tuple[Leaves, MultimodalModel]:
-    """The leaves of a model without adapters that computes the same, and that model; differentiable."""
+    """An equivalent model without adapters, as its leaves and the model; differentiable in the leaves."""
     adapted = {f"{name}_lora": name for name, node in model.nodes.items() if node.lora.rank}
     if not adapted:
         return leaves, model

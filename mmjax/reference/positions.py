@@ -1,4 +1,4 @@
-"""Patches of an image, and where they are in it."""
+"""Patches of an image, and positions of patches and tokens."""
 
 from __future__ import annotations
 
@@ -23,40 +23,44 @@ def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2
 
 
 def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.ndarray, " W"]]:
-    """The patches of each window of `side` x `side` patches; those at the right and lower edge may be smaller."""
+    """Indices of the patches in each window of `side` x `side` patches; windows at the edges may be smaller."""
     rows, columns = positions_T2.max(axis=0) + 1
-    found = []
+    windows = []
     for top in range(0, rows, side):
         for left in range(0, columns, side):
-            inside = [
+            patches = [
                 patch
                 for patch, (row, column) in enumerate(positions_T2)
                 if top <= row < top + side and left <= column < left + side
             ]
-            found.append(np.array(inside))
-    return found
+            windows.append(np.array(patches))
+    return windows
 
 
 def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[np.ndarray, "N 3"]:
     """(time, row, column) of every token of a sample by M-RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
 
-    images: of each image the place of its first token, and its rows and columns of tokens.
+    images: for each image, the index of its first token, and its rows and columns of tokens.
     """
     starts = {first: (rows, columns) for first, rows, columns in images}
-    found: list[tuple[int, int, int]] = []
-    while len(found) < length:
-        following = max((max(position) for position in found), default=-1) + 1
-        rows, columns = starts.get(len(found), (1, 1))
-        found += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
-    return np.array(found[:length], np.int32).reshape(-1, 3)
+    positions: list[tuple[int, int, int]] = []
+    while len(positions) < length:
+        next_position = max((max(position) for position in positions), default=-1) + 1
+        rows, columns = starts.get(len(positions), (1, 1))
+        positions += [
+            (next_position, next_position + row, next_position + column)
+            for row in range(rows)
+            for column in range(columns)
+        ]
+    return np.array(positions[:length], np.int32).reshape(-1, 3)
 
 
 def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
-    """How a table of `grid` places is resized to `side` along one axis: each place of the result over the table's.
+    """Weights [S, G] that resize a table of `grid` entries to `side` entries along one axis.
 
-    "bicubic": a cubic polynomial through four places, slopes at the inner two (p[i+1] - p[i-1]) * 3/4, which is
-    Keys' convolution with a = -3/4; the table's last places go on beyond it. "bilinear": a tent over the table's
-    places, as wide as two of them or as two places of the result.
+    "bicubic": a cubic polynomial through four entries, with slopes (p[i+1] - p[i-1]) * 3/4 at the inner two, which is
+    Keys' convolution with a = -3/4; the first and last entries are repeated beyond the table. "bilinear": a tent over
+    the table's entries, as wide as two of them or as two entries of the result, whichever is wider.
     """
     ratio, rows = grid / side, np.zeros((side, grid))
     for place in range(side):
@@ -68,7 +72,7 @@ def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
         at = (place + 0.5) * ratio - 0.5
         left = int(np.floor(at))
         t, slope = at - left, 0.75
-        # Hermite's basis: values at both ends of the interval, and slopes made of their neighbours.
+        # Hermite's basis: values at both ends of the interval, and slopes computed from their neighbours.
         value0, value1 = 2 * t**3 - 3 * t**2 + 1, 3 * t**2 - 2 * t**3
         slope0, slope1 = (t**3 - 2 * t**2 + t) * slope, (t**3 - t**2) * slope
         shares = (-slope0, value0 - slope1, value1 + slope0, slope1)
@@ -80,7 +84,7 @@ def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
 def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:
     """Patches of an image in `patch_positions` order, each flattened as (row, column, channel).
 
-    Raises ValueError when a side is no multiple of patch * merge.
+    Raises ValueError when a side is not a multiple of patch * merge.
     """
     height, width, channels = image_HWC.shape
     if height % (patch * merge) or width % (patch * merge):

@@ -1,4 +1,4 @@
-"""Images in tiles: their tokens put together to a picture, as arrays, without a thought of places.
+"""Images in tiles: puts the arrays of their tokens together to a picture.
 
 Letters: N tokens, D width, H and W rows and columns of the picture.
 """
@@ -24,15 +24,16 @@ def in_rows(
     newline_D: Float[Array, " D"],
     most_tiles: int,
 ) -> Float[Array, "N D"]:
-    """The LLM's tokens of an image: the whole image's, then the picture that its tiles make, a newline after each row.
+    """The LLM's tokens of an image: those of its thumbnail, then of its tiles as one picture, a newline after each row.
 
     Args:
-      tokens: of the whole image, then of each tile, row by row.
-      tile: rows and columns of each of them.
+      tokens: tokens of the thumbnail, then of each tile, row by row.
+      tile: rows and columns of tokens of the thumbnail and of each tile.
       grid: rows and columns of tiles; an image without tiles has one newline at its end.
       original: height and width of the image.
       newline_D: the newline.
-      most_tiles: a picture of more tokens than this many tiles by over 1.1² is resized to about as many; 0 for never.
+      most_tiles: a picture with over 1.1² times the tokens of this many tiles is resized to about as many; 0 never
+        resizes.
     """
     if grid == (0, 0):
         return jnp.concatenate([tokens[0], newline_D[None]])
@@ -49,7 +50,7 @@ def in_rows(
 
 
 def _trimmed(picture_HWD: jax.Array, original: tuple[int, int]) -> jax.Array:
-    """The picture without the bars that its aspect adds to the image's, of equal whole rows or columns."""
+    """The picture without the padding that fits the image's aspect: equal numbers of rows or columns on both sides."""
     height, width = picture_HWD.shape[:2]
     if original[1] / original[0] > width / height:
         bar = (height - math.floor(round(original[0] * (width / original[1]), 7))) // 2
@@ -59,7 +60,7 @@ def _trimmed(picture_HWD: jax.Array, original: tuple[int, int]) -> jax.Array:
 
 
 def _shrunk(picture_HWD: jax.Array, height: int, width: int) -> jax.Array:
-    """The picture resized by linear interpolation along rows and columns between the middles of tokens."""
+    """Resizes the picture by linear interpolation along rows and columns between the centres of tokens."""
     H, W, D = picture_HWD.shape
     by_row, by_column = (jnp.asarray(_tents(*sides), picture_HWD.dtype) for sides in ((height, H), (width, W)))
     along = matmul(by_row, picture_HWD.reshape(H, -1)).reshape(height, W, D)
@@ -67,6 +68,6 @@ def _shrunk(picture_HWD: jax.Array, height: int, width: int) -> jax.Array:
 
 
 def _tents(side: int, before: int) -> Float[np.ndarray, "side before"]:
-    """Rows of weights of ``before`` tokens for each of ``side``: those of its two neighbours by their distance."""
+    """For each of ``side`` tokens, the weights of ``before`` old tokens: the two nearest ones, by distance."""
     middles = np.clip((np.arange(side) + 0.5) * before / side - 0.5, 0, before - 1)
     return np.maximum(0.0, 1.0 - np.abs(middles[:, None] - np.arange(before)))

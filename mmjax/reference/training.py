@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmjax.reference.arithmetic import Leaves, dense_leaves, module_of
-from mmjax.reference.whole import step_loss_and_gradients
+from mmjax.reference.model import step_loss_and_gradients
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Leaves with AdamW's moments (of leaves that have been updated) and the number of updates made, skips excluded."""
+    """Leaves, AdamW's moments of all leaves that were updated, and the number of updates without skipped ones."""
 
     leaves: dict[str, np.ndarray]
     first: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -49,8 +49,8 @@ def global_norm(gradients: Leaves, module: str | None = None) -> float:
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of step `step` (from 0) of a run of `total_steps`.
 
-    `warmup` steps rise linearly ((step + 1) / (warmup + 1) of `learning_rate`); step `warmup` has all of it, and the
-    schedule keeps it or leads to `final_learning_rate` at `total_steps`.
+    The first `warmup` steps rise linearly ((step + 1) / (warmup + 1) of `learning_rate`). Step `warmup` has
+    `learning_rate`, which the schedule keeps or decays to `final_learning_rate` at `total_steps`.
     """
     peak, final = optimizer.learning_rate, optimizer.final_learning_rate
     if step < optimizer.warmup:
@@ -66,8 +66,8 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 def rate_factors(
     names: Iterable[str], model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]
 ) -> dict[str, float]:
-    """The multiple of its module's learning rate that each leaf has: by pattern, and by layer (``OptimizerConfig``)."""
-    found = {}
+    """The factor of each leaf's learning rate, from patterns of names and from its layer (see ``OptimizerConfig``)."""
+    factors = {}
     for leaf in names:
         module, _, name = leaf.partition("/")
         optimizer = optimizers[module]
@@ -78,9 +78,9 @@ def rate_factors(
         else:
             first = node.module.parts(True, False) if node and module in model.nodes else ()
             power = node.config.layers + 1 if node and any(name in part.shapes for part in first) else 0
-        fits = [factor for pattern, factor in optimizer.rates.items() if fnmatch.fnmatchcase(name, pattern)]
-        found[leaf] = (fits[0] if fits else 1.0) * optimizer.layer_decay**power
-    return found
+        matches = [factor for pattern, factor in optimizer.rates.items() if fnmatch.fnmatchcase(name, pattern)]
+        factors[leaf] = (matches[0] if matches else 1.0) * optimizer.layer_decay**power
+    return factors
 
 
 def adamw_step(
@@ -95,9 +95,9 @@ def adamw_step(
     """One AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning rate.
 
     Gradients are scaled by min(1, clip_norm / norm) with the norm over all modules (clip_norm 0: no clipping). Decay
-    is decoupled, times the learning rate, and spares leaves with one dimension. A step whose gradients are not finite
-    changes nothing. Leaves without a gradient (frozen modules) stay as they are. A leaf in ``factors`` has that
-    multiple of its module's learning rate.
+    is decoupled, multiplied by the learning rate, and not applied to leaves with one dimension. Gradients that are not
+    finite change nothing. Leaves without a gradient (frozen modules) do not change. ``factors`` multiply the learning
+    rates of single leaves.
     """
     norm = global_norm(gradients)
     if not math.isfinite(norm):
@@ -134,7 +134,7 @@ def train_steps(
         nor counted in the norm, nor decayed.
       steps: the samples of every step.
       clip_norm: bound of the global gradient norm; 0 for none.
-      total_steps: length of the run that the learning rate schedules see, by default the steps given.
+      total_steps: length of the run for the learning rate schedules; by default the number of `steps`.
 
     Raises:
       ValueError: a module has no optimizer, or as `step_loss_and_gradients` does.

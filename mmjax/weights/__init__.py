@@ -1,1 +1,1 @@
-"""Parameters in folders of safetensors files, as Hugging Face models have them: tables of names, reading, writing."""
+"""Parameters in folders of safetensors files, like Hugging Face models: tables of names, reading, writing."""

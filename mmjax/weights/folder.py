@@ -1,4 +1,4 @@
-"""A folder as ``save_pretrained`` writes it: ``config.json``, and tensors in one safetensors file or in several."""
+"""Folders that ``save_pretrained`` writes: ``config.json``, and tensors in one safetensors file or in several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mmjax.weights.table import Shape, Tensor
 
 CONFIG = "config.json"
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
-"""Files that say how media become inputs; today's first. The first has its part for recordings in a dictionary."""
+"""Files with the preprocessing of media, today's first, which has the part for recordings in a dictionary."""
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a folder of PEFT, which has adapters alone."""
+"""Files of a folder of PEFT, which has only adapters."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -35,7 +35,7 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Names of dtypes in a file, and numpy's."""
+"""Numpy's names of dtypes by their names in a file."""
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -58,13 +58,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFolder:
-    """A folder whose headers have been read.
+    """A folder whose headers were read.
 
     Attributes:
       path: the folder as it was named.
       config: its ``config.json``.
       tensors: its tensors by key.
-      fresh: by key of a tensor that has more rows here than in the folder, how many; see ``grown``.
+      fresh: numbers of rows that are added to tensors of the folder, by key; see ``grown``.
     """
 
     path: str
@@ -77,19 +77,19 @@ class WeightsFolder:
         """Reads the headers of a folder's files, and no tensor.
 
         Raises:
-          ConfigError: it is no such folder, or a file is missing, torn or of another kind; one line that names the file
-            and the fix.
+          ConfigError: the folder is of another kind, or a file is missing, torn or of another kind; one line that names
+            the file and the fix.
         """
         config, tensors = read_config(path), {}
         for file, keys in _files(Path(path)).items():
-            found = _headers(path, file)
-            if lacking := sorted(keys - found.keys()):
+            infos = _headers(path, file)
+            if lacking := sorted(keys - infos.keys()):
                 raise ConfigError(f"{Path(path) / file} lacks {lacking[0]}, which {INDEX} says is in it; get it again")
-            tensors |= found
+            tensors |= infos
         return cls(path=path, config=config, tensors=tensors)
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor of a key, of which slices are read as they are asked for."""
+        """The tensor of a key; indexing it reads a slice from the file."""
         tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
         if not (rows := self.fresh.get(key, 0)):
             return tensor
@@ -97,7 +97,7 @@ class WeightsFolder:
         return GrownTensor(tensor, key, (shape[0] - rows, *shape[1:]), rows)
 
     def grown(self, key: str, rows: int) -> WeightsFolder:
-        """The folder with a tensor that has at least so many rows; rows behind the folder's are fresh."""
+        """The folder with at least `rows` rows in a tensor; rows behind the folder's are fresh."""
         info = self.tensors[key]
         added = rows - info.shape[0]
         if added <= 0:
@@ -125,23 +125,23 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_extractor(path: str) -> dict[str, Any]:
-    """What a folder says of how recordings become frames, ``{}`` where it says nothing.
+    """A folder's settings for turning recordings into frames; ``{}`` if it has none.
 
     Raises:
       ConfigError: its file is no JSON object.
     """
     for file in (Path(path) / name for name in EXTRACTORS):
         if is_there(file):
-            found = read_object(file)
-            part = found.get("feature_extractor")
-            return part if isinstance(part, dict) and part else found
+            settings = read_object(file)
+            part = settings.get("feature_extractor")
+            return part if isinstance(part, dict) and part else settings
     return {}
 
 
 def _files(folder: Path) -> dict[str, set[str]]:
-    """Names of the files with tensors, and by file the keys that the index promises.
+    """The files with tensors, each with the keys that the index lists for it.
 
-    A single file counts before an index beside it, which an earlier save may have left: ``transformers`` takes it too.
+    A single file has precedence over an index beside it, which an earlier save may have left, as in ``transformers``.
     """
     if is_there(folder / SINGLE):
         return {SINGLE: set()}
@@ -188,7 +188,7 @@ def _headers(path: str, file: str) -> dict[str, TensorInfo]:
         return {key: _info(file, key, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118
     except ConfigError:
         raise
-    except Exception as error:  # the library has a type of its own for a torn file
+    except Exception as error:  # the library has an error type of its own for a torn file
         raise ConfigError(f"{place} is no safetensors file ({error}); get it again") from None
 
 
@@ -200,12 +200,12 @@ def _info(file: str, key: str, tensor: Any) -> TensorInfo:
 
 
 def _opened(place: str) -> Any:
-    """A file, mapped into memory; kept open while it is the same, since a model's tensors are read one by one."""
+    """A file mapped into memory; it stays open while it is unchanged, since a model's tensors are read one by one."""
     return _mapped(place, Path(place).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(place: str, changed: int) -> Any:
+def _mapped(place: str, modified: int) -> Any:
     from safetensors import safe_open
 
     return safe_open(place, framework="numpy")

@@ -1,4 +1,4 @@
-"""Tensors with more rows than their folder has, such as a table of embeddings for new tokens."""
+"""Tensors with more rows than in their folder, such as a table of embeddings for new tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from mmjax.weights.table import Shape, Tensor
 
 _PART = 4096
-"""Rows that are read at once."""
+"""Number of rows to read at a time."""
 _SPREAD = 0.01
-"""Deviation of fresh rows, in that of the folder's."""
+"""Deviation of fresh rows, relative to the deviation of the folder's rows."""
 
 
 class GrownTensor:
     """A tensor of a folder with fresh rows behind its own.
 
-    Fresh rows lie close to the mean of the others, so that none of their tokens begins as the likeliest, and differ
-    from each other. They depend on the folder and the tensor's key alone.
+    Fresh rows are close to the mean of the folder's rows, so that none of their tokens starts as the likeliest, but
+    differ from one another. They depend only on the folder and the tensor's key.
     """
 
     def __init__(self, tensor: Tensor, key: str, shape: Shape, rows: int):

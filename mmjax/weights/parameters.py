@@ -1,4 +1,4 @@
-"""Parameters of modules in a folder of safetensors files: whether they fit, and their values on the devices."""
+"""Parameters of modules in a folder of safetensors files: checks that they fit, and reads them onto devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmjax.weights.folder import CONFIG, WeightsFolder
 from mmjax.weights.table import Entry, Index, Shape, View, match
 
 _STRIP = 16
-"""Columns that are copied together: their numbers in fp32 fill a cache line."""
+"""Columns to copy at a time: their numbers in fp32 fill a cache line."""
 _COMPARED = 4096
-"""Rows of two tensors that are compared at once."""
+"""Rows of two tensors to compare at a time."""
 Report = Callable[[int, int], None]
-"""Is told the bytes that have been read, and those that there are to read."""
+"""Called with the number of bytes read, and of bytes to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class FolderParameters:
     Attributes:
       folder: the folder.
       places: by leaf, such as "llm/embed", the key of its tensor and its view.
-      copies: by key of a tensor that the folder has once more, the leaf and the view.
+      copies: by key of a duplicate of a tensor, the leaf and the view.
     """
 
     folder: WeightsFolder
@@ -43,55 +43,54 @@ class FolderParameters:
         return {leaf: self.folder.tensors[key].dtype for leaf, (key, _) in self.places.items()}
 
     def describe(self) -> str:
-        """One line: the folder, how much it holds of these modules, and in which dtypes."""
+        """One line: the folder, and the size and dtypes of these modules in it."""
         tensors = [self.folder.tensors[key] for key in {key for key, _ in self.places.values()}]
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
         return f"{self.folder.path} ({sum(tensor.bytes for tensor in tensors) / 2**20:,.1f} MiB of {dtypes})"
 
-    def read(
-        self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Report = lambda done, of: None
-    ) -> dict[str, jax.Array]:
-        """Reads the leaves that this process has devices for, each device's shard from the slices that it needs.
+    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], report: Report | None = None) -> dict[str, jax.Array]:
+        """Reads leaves for the devices of this process, for each shard only the slices that it needs.
 
         Args:
           targets: shape, dtype and sharding by leaf; values are rounded to the dtype.
-          report: is told of the progress after each leaf.
+          report: called after each leaf.
         """
-        own = {leaf: target for leaf, target in targets.items() if has_local_devices(target.sharding)}
-        sizes = {leaf: target.size * np.dtype(target.dtype).itemsize for leaf, target in own.items()}
+        local = {leaf: target for leaf, target in targets.items() if has_local_devices(target.sharding)}
+        sizes = {leaf: target.size * np.dtype(target.dtype).itemsize for leaf, target in local.items()}
         done, total, result = 0, sum(sizes.values()), {}
-        for leaf, target in own.items():
+        for leaf, target in local.items():
             result[leaf] = self._leaf(leaf, target)
             done += sizes[leaf]
-            report(done, total)
+            if report:
+                report(done, total)
         return result
 
     def checksum(self, leaf: str, shape: Shape, dtype: Any) -> int:
-        """CRC-32 of the bytes of a whole leaf in this dtype, which are read for it."""
+        """Reads a leaf, and returns the CRC-32 of its bytes in this dtype."""
         key, view = self.places[leaf]
-        whole = view.read(self.folder.tensor(key), shape, tuple(slice(0, size) for size in shape))
-        return zlib.crc32(_packed(whole, dtype).reshape(-1).view(np.uint8).data)
+        values = view.read(self.folder.tensor(key), shape, tuple(slice(0, size) for size in shape))
+        return zlib.crc32(_packed(values, dtype).reshape(-1).view(np.uint8).data)
 
     def _leaf(self, leaf: str, target: jax.ShapeDtypeStruct) -> jax.Array:
         key, view = self.places[leaf]
         shape = tuple(target.shape)
-        tensor, read = self.folder.tensor(key), {}
+        tensor, parts = self.folder.tensor(key), {}
 
         def part(index: Index | None) -> np.ndarray:
-            whole = tuple(slice(*own.indices(size)[:2]) for own, size in zip(index or (), shape, strict=True))
-            bounds = tuple((own.start, own.stop) for own in whole)
-            if bounds not in read:  # devices that hold the same part share it
-                read[bounds] = _packed(view.read(tensor, shape, whole), target.dtype)
-            return read[bounds]
+            slices = tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(index or (), shape, strict=True))
+            bounds = tuple((axis.start, axis.stop) for axis in slices)
+            if bounds not in parts:  # devices with the same part share it
+                parts[bounds] = _packed(view.read(tensor, shape, slices), target.dtype)
+            return parts[bounds]
 
         return jax.make_array_from_callback(shape, target.sharding, part)
 
 
 def _packed(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """The values in another dtype, row by row in memory.
+    """The values in another dtype and in row-major order.
 
-    A matrix that lies column by column is copied in strips of a few columns. Copied at once, every number would need a
-    cache line of its own, which takes five times as long.
+    A column-major matrix is copied in strips of a few columns. Copied at once, every number would need a cache line of
+    its own, which takes five times as long.
     """
     if values.ndim != 2 or values.strides[0] >= values.strides[1]:
         return np.ascontiguousarray(values.astype(dtype))
@@ -109,18 +108,18 @@ def find_leaves(
     shapes: Mapping[str, Shape],
     *,
     prefixes: Sequence[str] = ("",),
-    others: Sequence[str] = (),
+    other_prefixes: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, tuple[str, View]]:
-    """The key and the view of each of a module's leaves, by name such as "llm/embed".
+    """Finds the key and the view of each of a module's leaves, by name such as "llm/embed".
 
     Args:
       folder: the folder.
       module: the module's name.
       entries: its table.
       shapes: the shape of each of its leaves, by name in the module.
-      prefixes: what keys of this module begin with.
-      others: what keys of the folder's other modules begin with; of two that fit a key the longer one counts.
+      prefixes: prefixes of this module's keys.
+      other_prefixes: prefixes of the other modules' keys; a key belongs to the module with its longest prefix.
       unused: see ``table.match``.
 
     Raises:
@@ -128,38 +127,44 @@ def find_leaves(
         line with all of them.
       ValueError: the table lacks a leaf of the module, or has one too many.
     """
-    named = {entry.leaf for entry in entries}
-    if named != shapes.keys():
-        raise ValueError(f"the table of {module} and its leaves differ: {sorted(named ^ shapes.keys())[:5]}")
-    length = lambda key, begins: max((len(one) for one in begins if key.startswith(one)), default=-1)  # noqa: E731
-    found = match(entries, [key for key in folder.tensors if length(key, prefixes) > length(key, others)], unused)
+    names = {entry.leaf for entry in entries}
+    if names != shapes.keys():
+        raise ValueError(f"the table of {module} and its leaves differ: {sorted(names ^ shapes.keys())[:5]}")
+    keys = [key for key in folder.tensors if _prefix_length(key, prefixes) > _prefix_length(key, other_prefixes)]
+    matches = match(entries, keys, unused)
     wrong = []
-    for leaf, (key, view) in found.found.items():
+    for leaf, (key, view) in matches.places.items():
         try:
             require_shape(folder, leaf, shapes[leaf], key, view)
         except ConfigError as error:
             wrong.append(str(error))
-    problems = [f"missing {some(found.missing)}"] if found.missing else []
-    problems += [f"unexpected {some(found.unexpected)}"] if found.unexpected else []
+    problems = [f"missing {some(matches.missing)}"] if matches.missing else []
+    problems += [f"unexpected {some(matches.unexpected)}"] if matches.unexpected else []
     problems += [f"of another shape {some(wrong, '; ')}"] if wrong else []
     if problems:
         raise ConfigError(f"its tensors are not those of {module}: {' | '.join(problems)}")
-    return {f"{module}/{leaf}": place for leaf, place in found.found.items()}
+    return {f"{module}/{leaf}": place for leaf, place in matches.places.items()}
+
+
+def _prefix_length(key: str, prefixes: Sequence[str]) -> int:
+    """The length of a key's longest prefix; -1 if it has none of them."""
+    return max((len(prefix) for prefix in prefixes if key.startswith(prefix)), default=-1)
 
 
 def find_copies(
     folder: WeightsFolder, module: str, entries: Sequence[Entry], places: Mapping[str, tuple[str, View]]
 ) -> dict[str, tuple[str, View]]:
-    """Tensors that a folder has once more, by key, with the module's leaf and its view.
+    """Finds duplicates of tensors in a folder, by key, with the module's leaf and its view.
 
     Args:
       folder: the folder.
       module: the module's name.
       entries: its table.
-      places: of the module's leaves; see ``find_leaves``.
+      places: places of the module's leaves; see ``find_leaves``.
 
     Raises:
-      ConfigError: a copy has other values than the tensor; ``transformers`` reads such a folder as another model.
+      ConfigError: a duplicate and its tensor have different values; ``transformers`` reads such a folder as another
+        model.
     """
     copies = {key: (f"{module}/{leaf}", view) for key, (leaf, view) in match(entries, folder.tensors).copies.items()}
     for key, (leaf, _) in copies.items():
@@ -171,7 +176,7 @@ def find_copies(
 
 
 def _equal(folder: WeightsFolder, first: str, second: str) -> bool:
-    """Whether two tensors have the same values; no more than a part of them is in memory."""
+    """Whether two tensors have the same values; reads them part by part."""
     shape = folder.tensors[first].shape
     if folder.tensors[second].shape != shape:
         return False
@@ -189,13 +194,13 @@ def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view
     Raises:
       ConfigError: the tensor has another shape.
     """
-    have, want = folder.tensors[key].shape, view.shape_of(shape)
-    fits = have == want if view.rows is None else have[1:] == want[1:] and view.rows[1] <= have[0]
-    if not fits:
-        raise ConfigError(f"{key} is {list(have)}, where {leaf} needs {list(want)}")
+    actual, expected = folder.tensors[key].shape, view.shape_of(shape)
+    is_view = actual == expected if view.rows is None else actual[1:] == expected[1:] and view.rows[1] <= actual[0]
+    if not is_view:
+        raise ConfigError(f"{key} is {list(actual)}, where {leaf} needs {list(expected)}")
 
 
 def some(names: Sequence[str], joint: str = ", ", limit: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return joint.join(names[:limit]) + more
+    """The first `limit` names, and the number of further ones."""
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return joint.join(names[:limit]) + suffix

@@ -1,7 +1,7 @@
-"""Tables between the parameters of a module and the tensors of a folder, declared once and used both ways.
+"""Tables that map the parameters of a module to the tensors of a folder, for reading and for writing.
 
-A *leaf* is one of our parameters, of one layer, such as "layers/000/attn/q". A *key* is the name of a tensor in a
-folder, such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table with a ``Row`` for each leaf.
+A *leaf* is a parameter of one layer in mmjax, such as "layers/000/attn/q". A *key* is the name of a tensor in a folder,
+such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table with a ``Row`` for each leaf.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Index = tuple[slice, ...]
 
 
 class Tensor(Protocol):
-    """A tensor of which a part can be read: an array, or a tensor in a file."""
+    """A tensor that can be read in parts: an array, or a tensor in a file."""
 
     def __getitem__(self, index: Any, /) -> Any:
-        """A part of it, by a slice for each dimension."""
+        """Reads a part; `index` has a slice for each dimension."""
         ...
 
 
 @dataclass(frozen=True)
 class View:
-    """A leaf as a view of a tensor, which can be undone: dimensions in another order, then joined.
+    """A leaf as an invertible view of a tensor: dimensions are transposed, then joined.
 
     Attributes:
-      order: the tensor's dimensions in our order, such as (1, 0) for a transposed matrix; () keeps them.
-      theirs: the tensor's shape, needed where the leaf joins dimensions of it or drops some of length 1.
-      rows: first and one past the last row of the tensor that the leaf is, where a tensor holds several leaves, one
-        behind the other along its first dimension; ``theirs`` is then the shape of these rows.
+      order: permutation of the tensor's dimensions, such as (1, 0) for a transposed matrix; () keeps them.
+      theirs: the tensor's shape, needed if the leaf joins dimensions or drops dimensions of length 1.
+      rows: for a tensor with several leaves behind one another along its first dimension, the first row of this leaf
+        and the row after its last; ``theirs`` is then the shape of these rows.
     """
 
     order: tuple[int, ...] = ()
@@ -42,36 +42,38 @@ class View:
     rows: tuple[int, int] | None = None
 
     def shape_of(self, leaf: Shape) -> Shape:
-        """The shape of the tensor, or of its rows, that a leaf of this shape is a view of."""
+        """The shape of the tensor, or of its rows, for a leaf of this shape."""
         return self.theirs or tuple(leaf[place] for place in np.argsort(self._order(len(leaf))))
 
     def read(self, tensor: Tensor, leaf: Shape, index: Index) -> np.ndarray:
-        """A part of a leaf, from no more of the tensor than it needs.
+        """Reads a part of a leaf, with as little of the tensor as possible.
 
         Args:
-          tensor: gives slices of itself.
-          leaf: the leaf's whole shape.
+          tensor: the tensor.
+          leaf: the complete leaf's shape.
           index: the part, a slice of step 1 for each dimension of the leaf.
         """
-        theirs = self.shape_of(leaf)
-        order = self._order(len(theirs))
-        wanted = [slice(0, size) for size in theirs]
-        left, got = list(index), list(leaf)
-        for place, source in enumerate(_sources([theirs[o] for o in order], leaf)):
+        tensor_shape = self.shape_of(leaf)
+        order = self._order(len(tensor_shape))
+        tensor_index = [slice(0, size) for size in tensor_shape]
+        # Dimensions that are not joined are cut when the tensor is read, and the others afterwards.
+        leaf_index, read_shape = list(index), list(leaf)
+        for place, source in enumerate(_sources([tensor_shape[o] for o in order], leaf)):
             if source is not None:
                 start, stop, _ = index[place].indices(leaf[place])
-                wanted[order[source]], left[place], got[place] = slice(start, stop), slice(None), stop - start
+                tensor_index[order[source]] = slice(start, stop)
+                leaf_index[place], read_shape[place] = slice(None), stop - start
         if self.rows:
             first = self.rows[0]
-            wanted[0] = slice(first + wanted[0].start, first + wanted[0].stop)
-        part = np.asarray(tensor[tuple(wanted)])
-        return part.transpose(order).reshape(got)[tuple(left)]
+            tensor_index[0] = slice(first + tensor_index[0].start, first + tensor_index[0].stop)
+        part = np.asarray(tensor[tuple(tensor_index)])
+        return part.transpose(order).reshape(read_shape)[tuple(leaf_index)]
 
     def undo(self, leaf: np.ndarray) -> np.ndarray:
-        """The tensor, or its rows, of a whole leaf."""
-        theirs = self.shape_of(leaf.shape)
-        order = self._order(len(theirs))
-        return leaf.reshape([theirs[o] for o in order]).transpose(np.argsort(order))
+        """Makes the tensor, or its rows, from a complete leaf."""
+        tensor_shape = self.shape_of(leaf.shape)
+        order = self._order(len(tensor_shape))
+        return leaf.reshape([tensor_shape[o] for o in order]).transpose(np.argsort(order))
 
     def _order(self, dimensions: int) -> tuple[int, ...]:
         return self.order or tuple(range(dimensions))
@@ -80,24 +82,24 @@ class View:
 SAME = View()
 """The tensor itself."""
 TRANSPOSED = View(order=(1, 0))
-"""A matrix ``[outputs, inputs]``, as torch's linear layers have it, as our ``[inputs, outputs]``."""
+"""A matrix ``[inputs, outputs]`` as a view of ``[outputs, inputs]`` of torch's linear layers."""
 
 
 def third(number: int, width: int, view: View = TRANSPOSED) -> View:
-    """One of query, key and value, numbered from 0, of a tensor of ``[3 * width, ...]``."""
+    """The query, key or value (number 0, 1 or 2) in a tensor of ``[3 * width, ...]``."""
     return replace(view, rows=(number * width, (number + 1) * width))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A leaf of each layer, or a single one, and where a folder has it.
+    """A leaf of each layer, or a single leaf, and its tensor in a folder.
 
     Attributes:
-      leaf: our name inside the module, with "{}" for a layer's number, such as "layers/{}/attn/q".
-      keys: their names, today's first, then those of older folders; "{}" is the layer's number.
+      leaf: the leaf's name in the module, with "{}" for a layer's number, such as "layers/{}/attn/q".
+      keys: the tensor's possible keys, today's first, then those of older folders; "{}" is the layer's number.
       view: the leaf as a view of the tensor.
-      copies: keys under which a folder may have the tensor once more, such as the head of tied embeddings. One of them
-        stands for the tensor where the folder does not have it under its keys.
+      copies: keys under which a folder may have a duplicate of the tensor, such as the head of tied embeddings. A
+        duplicate is read if the folder has the tensor under none of `keys`.
     """
 
     leaf: str
@@ -108,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row for one leaf: its name in the module, its possible keys, its view, and the keys of copies."""
+    """A row for one leaf: its name in the module, its possible keys, its view, and the keys of duplicates."""
 
     leaf: str
     keys: tuple[str, ...]
@@ -118,27 +120,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Matches:
-    """A table held against the keys of a folder.
+    """The result of comparing a table with the keys of a folder.
 
     Attributes:
-      found: by leaf, the key that the folder has, and the view.
-      missing: keys, by today's name, of leaves that the folder does not have.
-      unexpected: keys of the folder that no leaf is a view of.
-      copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
+      places: by leaf, the key in the folder, and the view.
+      missing: today's keys of leaves that the folder does not have.
+      unexpected: keys of the folder without a leaf.
+      copies: by key of a duplicate of a tensor, the leaf that is a view of it, and the view.
     """
 
-    found: Mapping[str, tuple[str, View]] = field(default_factory=dict)
+    places: Mapping[str, tuple[str, View]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     copies: Mapping[str, tuple[str, View]] = field(default_factory=dict)
 
 
 def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple[Row, ...]:
-    """The rows in a model that contains the module: each key's prefix becomes any of several.
+    """The rows of a module in a model that contains it: replaces the prefix of each key by one or several others.
 
     Args:
-      rows: a module's rows, with keys as a folder of that module alone has them.
-      prefixes: by a key's prefix, the prefixes that take its place, today's first. The longest that fits counts.
+      rows: a module's rows, with the keys of a folder of that module alone.
+      prefixes: by a key's prefix, the new prefixes, today's first. The longest prefix of a key counts.
 
     Raises:
       ValueError: a key has none of the prefixes.
@@ -147,14 +149,14 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
     def new_keys(old: Sequence[str]) -> Iterator[str]:
         names = []
         for key in old:
-            fitting = [prefix for prefix in prefixes if key.startswith(prefix)]
-            if not fitting:
+            matching = [prefix for prefix in prefixes if key.startswith(prefix)]
+            if not matching:
                 raise ValueError(f"{key} begins with none of {list(prefixes)}")
-            prefix = max(fitting, key=len)
+            prefix = max(matching, key=len)
             names.append([new + key.removeprefix(prefix) for new in prefixes[prefix]])
         # Today's prefix before older ones, and under each the keys in their order.
         for number in range(max(map(len, names), default=0)):
-            yield from (own[number] for own in names if number < len(own))
+            yield from (alternatives[number] for alternatives in names if number < len(alternatives))
 
     def several(old: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(new_keys(old)))
@@ -163,13 +165,13 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
 
 
 def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
-    """The rows for each of so many layers."""
-    found = []
+    """The entries of all rows for a number of layers."""
+    entries = []
     for row in rows:
         for number in range(layers if "{}" in row.leaf else 1):
             keys, copies = (tuple(key.replace("{}", str(number)) for key in keys) for keys in (row.keys, row.copies))
-            found.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
-    return tuple(found)
+            entries.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
+    return tuple(entries)
 
 
 def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str] = ()) -> Matches:
@@ -178,26 +180,26 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
     Args:
       entries: the table.
       keys: the folder's keys.
-      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as a table that is
-        computed here.
+      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as a table that mmjax
+        computes.
     """
-    found, missing, taken = {}, [], set()
+    places, missing, used = {}, [], set()
     copies: dict[str, tuple[str, View]] = {}
     for entry in entries:
         key = next((key for key in (*entry.keys, *entry.copies) if key in keys), None)
         if key is None:
             missing.append(entry.keys[0])
             continue
-        found[entry.leaf] = key, entry.view
+        places[entry.leaf] = key, entry.view
         copies |= {copy: (entry.leaf, entry.view) for copy in entry.copies if copy in keys and copy != key}
-        taken |= {key, *entry.copies}
+        used |= {key, *entry.copies}
     ignored = re.compile(rf"(?:.*\.)?(?:{'|'.join(unused)})") if unused else None
-    unexpected = [key for key in keys if key not in taken and not (ignored and ignored.fullmatch(key))]
-    return Matches(found, tuple(dict.fromkeys(missing)), tuple(unexpected), copies)
+    unexpected = [key for key in keys if key not in used and not (ignored and ignored.fullmatch(key))]
+    return Matches(places, tuple(dict.fromkeys(missing)), tuple(unexpected), copies)
 
 
 def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a folder, by today's keys, from whole leaves.
+    """Makes the tensors of a folder, by today's keys, from complete leaves.
 
     Raises:
       ValueError: the rows of a tensor overlap or leave gaps.
@@ -211,7 +213,7 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
         else:
             tensors[entry.keys[0]] = tensor
     for key, several in parts.items():
-        ordered = [part for _, part in sorted(several, key=lambda own: own[0])]
+        ordered = [part for _, part in sorted(several, key=lambda start_and_part: start_and_part[0])]
         starts = np.cumsum([0, *(len(part) for part in ordered[:-1])])
         if list(starts) != sorted(start for start, _ in several):
             raise ValueError(f"{key}: its leaves have the rows {sorted(start for start, _ in several)} and leave gaps")
@@ -220,7 +222,7 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
 
 
 def _sources(dimensions: Sequence[int], leaf: Shape) -> Iterator[int | None]:
-    """Yields, for each dimension of a leaf, the tensor's dimension that it is, or ``None`` where it joins several.
+    """Yields the tensor's dimension of each dimension of a leaf, or ``None`` for one that joins several.
 
     Raises:
       ValueError: the leaf is no view of such a tensor.

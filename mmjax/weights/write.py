@@ -16,9 +16,9 @@ from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE
 from mmjax.weights.table import Entry, View, assemble
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
-"""Gives leaves by name."""
+"""Returns leaves by name."""
 SHARD_BYTES = 5 * 2**30
-"""Largest file of a new folder, as save_pretrained makes it."""
+"""Largest file of a new folder, the same as of save_pretrained."""
 _METADATA = {"format": "pt"}
 """Without it ``transformers`` refuses a file."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -36,43 +36,43 @@ def rewrite(
     """Copies a folder with other parameters, file by file; tensors keep their keys, dtypes and files.
 
     Args:
-      folder: the folder; what no leaf is a view of, and files other than weights, are copied as they are.
+      folder: the folder; tensors of which no leaf is a view, and files other than weights, are copied unchanged.
       places: by leaf, the key of its tensor and its view.
-      read: gives whole leaves.
+      read: returns whole leaves.
       out: the directory to make.
-      copies: by key of a tensor that the folder has once more, the leaf that it is a view of, and the view.
-      files: by name, files that take the place of the folder's.
+      copies: by key of a duplicate of a tensor, the leaf that is a view of it, and the view.
+      files: files that replace the folder's, by name.
 
     Returns:
-      How many tensors are made of leaves.
+      The number of tensors made from leaves.
     """
     by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
         by_key.setdefault(key, []).append((leaf, view))
     shards = {tensor.file for tensor in folder.tensors.values()}
     stale = {INDEX} if shards == {SINGLE} else set()
-    with _new(out) as made:
+    with _new_directory(out) as directory:
         for file in sorted(shards):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
-            _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, made / file)
-        for other in sorted(Path(folder.path).iterdir()):
-            if other.is_file() and other.suffix not in _NOT_COPIED and other.name not in stale:
-                shutil.copyfile(other, made / other.name)
+            _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, directory / file)
+        for source in sorted(Path(folder.path).iterdir()):
+            if source.is_file() and source.suffix not in _NOT_COPIED and source.name not in stale:
+                shutil.copyfile(source, directory / source.name)
         for name, content in (files or {}).items():
-            (made / name).write_bytes(content)
+            (directory / name).write_bytes(content)
     return len(by_key)
 
 
 def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[tuple[str, View]], read: Read) -> np.ndarray:
-    """A tensor of the folder with the values of leaves; its own are read where leaves leave any."""
+    """A tensor of the folder with the values of leaves; rows without a leaf keep the folder's values."""
     info = folder.tensors[key]
     rows = [view.rows or (0, info.shape[0]) for _, view in leaves]
     if leaves and sum(end - first for first, end in rows) == info.shape[0]:
         tensor = np.empty(info.shape, info.dtype)
     else:
         tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in info.shape)])
-    for (leaf, view), own in zip(leaves, rows, strict=True):
-        tensor[slice(*own)] = view.undo(np.asarray(read([leaf])[leaf])).astype(tensor.dtype)
+    for (leaf, view), bounds in zip(leaves, rows, strict=True):
+        tensor[slice(*bounds)] = view.undo(np.asarray(read([leaf])[leaf])).astype(tensor.dtype)
     return tensor
 
 
@@ -91,14 +91,14 @@ def write(
     Args:
       config: its ``config.json``.
       entries: its table.
-      read: gives whole leaves.
+      read: returns whole leaves.
       out: the directory to make.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
       shard_bytes: the largest file, unless a single tensor is larger.
-      files: other files by name.
+      files: further files by name.
 
     Returns:
-      How many tensors are written.
+      The number of tensors written.
     """
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     by_key: dict[str, list[Entry]] = {}
@@ -106,27 +106,27 @@ def write(
         by_key.setdefault(entry.keys[0], []).append(entry)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for key, own in by_key.items():
-            (tensor,) = assemble(own, read([entry.leaf for entry in own])).values()
+        for key, key_entries in by_key.items():
+            (tensor,) = assemble(key_entries, read([entry.leaf for entry in key_entries])).values()
             yield key, tensor.astype(kind)
 
-    with _new(out) as made:
-        (made / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    with _new_directory(out) as directory:
+        (directory / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
         for name, content in (files or {}).items():
-            (made / name).write_bytes(content)
-        _save_shards(tensors(), made, shard_bytes)
+            (directory / name).write_bytes(content)
+        _save_shards(tensors(), directory, shard_bytes)
     return len(by_key)
 
 
 def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:
     """Writes a folder of PEFT: its ``adapter_config.json`` and its tensors by key."""
-    with _new(out) as made:
-        (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _save(tensors, made / ADAPTERS)
+    with _new_directory(out) as directory:
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _save(tensors, directory / ADAPTERS)
 
 
 def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
-    """Writes tensors as they come, in one file or in several with an index."""
+    """Writes tensors in their order, in one file or in several with an index."""
     shards: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
 
@@ -137,7 +137,7 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit:
 
     total = 0
     for key, tensor in tensors:
-        if waiting and sum(own.nbytes for own in waiting.values()) + tensor.nbytes > limit:
+        if waiting and sum(array.nbytes for array in waiting.values()) + tensor.nbytes > limit:
             flush()
         waiting[key] = tensor
         total += tensor.nbytes
@@ -155,21 +155,21 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit:
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     from safetensors.numpy import save_file
 
-    path.touch()  # the library makes its files for their owner alone
+    path.touch()  # the library would make a file that only its owner can read
     mode = path.stat().st_mode
     save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, path, metadata=_METADATA)
     path.chmod(mode)
 
 
 @contextmanager
-def _new(out: Path) -> Iterator[Path]:
-    """A directory that gets its name when all of it is written."""
-    made = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory that gets its name when it is complete."""
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        yield made
+        yield partial
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
-    made.rename(out)
+    partial.rename(out)

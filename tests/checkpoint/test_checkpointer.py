@@ -332,7 +332,7 @@ def test_hundreds_of_tiny_leaves_share_a_few_files(tmp_path):
 def test_export_is_a_plain_orbax_checkpoint_of_nested_numpy_arrays(tmp_path):
     parameters = {name.removeprefix("params/"): a for name, a in values().items() if name.startswith("params/")}
     about = {"step": 5, "seed": 0, "config": "", "versions": {}, "extra": {}}
-    export(put(parameters), tmp_path / "out", about=about)
+    export(put(parameters), tmp_path / "out", metadata=about)
     tree = ocp.load(tmp_path / "out")
     assert sorted(tree) == ["llm", "vision"] and sorted(tree["llm"]["layers"]) == ["000", "001"]
     for name, array in parameters.items():
@@ -342,7 +342,7 @@ def test_export_is_a_plain_orbax_checkpoint_of_nested_numpy_arrays(tmp_path):
         assert leaf.dtype == array.dtype and np.asarray(leaf).tobytes() == array.tobytes(), name
     assert ocp.metadata(tmp_path / "out").custom_metadata == about
     with pytest.raises(CheckpointError, match="exists"):
-        export(put(parameters), tmp_path / "out", about=about)
+        export(put(parameters), tmp_path / "out", metadata=about)
 
 
 @pytest.mark.parametrize(("field", "value"), [("every", -1), ("keep", 0)])

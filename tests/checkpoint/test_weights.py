@@ -20,7 +20,7 @@ def test_of_a_run_a_checkpoint_and_an_export(tmp_path: Path) -> None:
     save(tmp_path / "run" / "checkpoints", 2, 4)
     checkpoint = tmp_path / "run" / "checkpoints" / "00000002"
     about = {"step": 9, "seed": 0, "config": "", "versions": {}, "extra": {}}
-    export(put(parameters(9)), tmp_path / "out", about=about)
+    export(put(parameters(9)), tmp_path / "out", metadata=about)
     folders = {str(tmp_path / "run"): 4, str(checkpoint): 2, str(tmp_path / "out"): 9}
     for layout in ("eight", "one"):
         for folder, saved in find_parameters(folders).items():

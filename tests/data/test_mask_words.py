@@ -23,7 +23,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
-from mmjax.reference.masks import reads_of
+from mmjax.reference.masks import masks_of
 
 LINES = (
     *PRESETS.values(),
@@ -104,7 +104,7 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
         at = np.arange(len(one.tokens))
         causal = np.subtract.outer(at, at) >= 0
         near = causal & (np.subtract.outer(at, at) < (config.window or LENGTH))
-        for far, reads in enumerate(reads_of(model, one) or (near, causal)):
+        for far, reads in enumerate(masks_of(model, one) or (near, causal)):
             span = slice(start, start + len(at))
             dense[bool(far)][row, span, span] = reads
     for (_, mask), (_, is_near) in zip(llm.masks, config.runs, strict=True):

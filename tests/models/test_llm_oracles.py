@@ -62,8 +62,8 @@ def load(folder: Path) -> Oracle:
     shapes = {
         name.removeprefix("llm/"): own.logical_shape for own in jax.tree.leaves(part.leaves()) for name in own.names
     }
-    assert matches.found.keys() == shapes.keys()
-    for leaf, (key, view) in matches.found.items():
+    assert matches.places.keys() == shapes.keys()
+    for leaf, (key, view) in matches.places.items():
         whole = tuple(slice(0, n) for n in shapes[leaf])
         leaves[leaf] = view.read(tensors[key], shapes[leaf], whole).astype(np.float32)
     return Oracle(c, leaves, tensors, values)
@@ -153,7 +153,7 @@ def test_what_older_folders_have_beside_the_tensors() -> None:
     alone = match(
         expand(rows(tied), tied.layers), [*oracle("qwen2").tensors.keys() - {"model.embed_tokens.weight"}, more[1]]
     )
-    assert alone.found["embed"] == ("lm_head.weight", SAME) and not alone.missing and not alone.copies
+    assert alone.places["embed"] == ("lm_head.weight", SAME) and not alone.missing and not alone.copies
     keys = oracle("qwen3").tensors.keys() - {"lm_head.weight"}
     matches = match(expand(rows(untied), untied.layers), [*keys, more[0], "model.new.weight"], unused(untied))
     assert (matches.missing, matches.unexpected) == (("lm_head.weight",), ("model.new.weight",))

@@ -57,10 +57,10 @@ def loaded() -> dict[str, np.ndarray]:
     found = match(expand(rows(c, "whisper"), c.layers), tensors, unused(c))
     assert not found.missing and not found.unexpected
     shapes = {name: leaf.logical_shape for leaf in leaves(c) for name in leaf.names}
-    assert {f"m/{name}" for name in found.found} == shapes.keys()
+    assert {f"m/{name}" for name in found.places} == shapes.keys()
     assert sum(math.prod(shape) for shape in shapes.values()) == Whisper(c).parameters()
     read = {}
-    for name, (key, view) in found.found.items():
+    for name, (key, view) in found.places.items():
         shape = shapes[f"m/{name}"]
         read[name] = view.read(tensors[key], shape, tuple(slice(None) for _ in shape))
     return read

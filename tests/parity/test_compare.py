@@ -52,7 +52,7 @@ def spoilt(change: Callable[[Run], None], dtype: str = "float32") -> Comparison:
     """The comparison of a run that differs by `change`."""
     got = Run(losses=list(WANT.losses), norms=copy.deepcopy(WANT.norms), leaves=copy.deepcopy(WANT.leaves))
     change(got)
-    return compare(got, WANT, MODULES, CLIP, dtype)
+    return compare(got, WANT, MODULES, clip_norm=CLIP, dtype=dtype)
 
 
 def test_the_same_run_is_equal() -> None:

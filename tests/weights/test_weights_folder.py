@@ -252,7 +252,7 @@ def test_a_copy_of_a_tensor_follows_its_leaf(tmp_path: Path) -> None:
     for tensor in load_file(tmp_path / "out" / SINGLE).values():
         np.testing.assert_array_equal(tensor, learned)
     alone = match(entries, ["head.weight"])
-    assert alone.found == {"embed": ("head.weight", SAME)} and not alone.missing and not alone.copies
+    assert alone.places == {"embed": ("head.weight", SAME)} and not alone.missing and not alone.copies
 
 
 @pytest.mark.parametrize("head", [lambda table: table + 1, lambda table: table[:-1]], ids=["values", "shape"])

@@ -130,7 +130,7 @@ def test_out_of_in_is_the_identity(norm: str) -> None:
     assert not found.missing and not found.unexpected
     leaves = {
         leaf: view.read(tensors[key], shape_of(leaf), whole(shape_of(leaf)))
-        for leaf, (key, view) in found.found.items()
+        for leaf, (key, view) in found.places.items()
     }
     assert len(leaves) == 2 + 4 * 11
     written = assemble(entries, leaves)

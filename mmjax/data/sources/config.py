@@ -9,7 +9,7 @@ from typing import ClassVar
 from mmjax.configurable import ConfigError, configurable, not_negative, one_of, positive, require
 from mmjax.data.chat import TEMPLATES, Template
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.own_code import CODE, names_code
+from mmjax.user_code import CODE, names_code
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
 PROMPTS = "messages"

@@ -8,7 +8,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.record import Reader, Unusable
-from mmjax.own_code import import_named, names_code
+from mmjax.user_code import import_named, names_code
 
 
 def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:

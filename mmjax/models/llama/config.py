@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import ClassVar
@@ -83,6 +83,9 @@ class DecoderConfig:
         ),
     }
 
+    replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
+    """Sizes that may be smaller than tp: each rank holds one key/value head, and tp / kv_heads ranks the same one."""
+
     preset: str = "tiny"
     layers: int = 4
     width: int = 64
@@ -126,6 +129,10 @@ class DecoderConfig:
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()
+
+    def check_media(self, modules: Sequence[str], field: str) -> None:
+        """Requires that `mask`, the value of `field`, names no media but those of these modules. Raises ConfigError."""
+        Rules.parse(self.mask, field).require_kinds(modules, field, self.mask)
 
     def _check_window(self) -> None:
         rules = Rules.parse(self.mask, "Decoder.mask")

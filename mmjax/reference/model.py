@@ -1,4 +1,4 @@
-"""Whole samples: media, text and drawings together; the losses of a step and their gradients."""
+"""The whole model on one sample, with media, text and drawings; the losses of a step and their gradients."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.reference.alone import encode_alone, patches_of
 from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
-from mmjax.reference.masks import reads_of
+from mmjax.reference.masks import masks_of
 from mmjax.reference.positions import token_positions
 from mmjax.reference.tiles import in_rows
+from mmjax.reference.user_encoder import patches_of, run_encoder
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
 
 
 _LENGTHS = 16
-"""Sequences that are continued are padded to a multiple of this length."""
+"""Prompts are padded to a multiple of this length."""
 
 
 def _modality_tokens(
     leaves: Leaves, model: MultimodalModel, sample: Sample
 ) -> tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]:
-    """Placeholder positions and the modality tokens that are placed there, for each encoder with media.
+    """Encodes the media of a sample.
 
-    Then, by LLM layer, the same for the features that are added to the layer's input.
+    Returns:
+      For each encoder with media, the indices of its placeholders and its modality tokens; and by LLM layer, indices
+      and features that are added to the layer's input.
     """
     unknown = set(sample.media) - {*model.encoders, *model.generators}
     if unknown:
@@ -48,7 +50,7 @@ def _modality_tokens(
         positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
         levels = tuple(level for edge in model.out_of(name) for level in edge.levels)
         features = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
-        if (own := model.nodes[name].projector) and own.newline:
+        if (projector := model.nodes[name].projector) and projector.newline:
             features = _in_rows(leaves, model.nodes[name], name, sample, [tokens for tokens, _ in features])
         count = sum(tokens.shape[0] for tokens, _ in features)
         if count != len(positions):
@@ -62,9 +64,9 @@ def _modality_tokens(
                 prefix, x_ND = f"{name}_projector/inject{layer:03d}", pieces[-1][1]
                 if levels:
                     x_ND = jnp.concatenate([outputs[number] for _, outputs in features])
-                own = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
+                params = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
                 injected.setdefault(layer, []).append(
-                    (positions, project(own, prefix, x_ND, 1, model.nodes[name].projector or ProjectorConfig()))
+                    (positions, project(params, prefix, x_ND, 1, projector or ProjectorConfig()))
                 )
     return pieces, injected
 
@@ -72,20 +74,20 @@ def _modality_tokens(
 def _in_rows(
     leaves: Leaves, node: Node, name: str, sample: Sample, tokens: Sequence[jax.Array]
 ) -> list[tuple[jax.Array, list[jax.Array]]]:
-    """The LLM's tokens of each image, from those of the whole image and of its tiles; no outputs of layers."""
+    """The LLM's tokens of each image, from the tokens of its thumbnail and its tiles; without outputs of layers."""
     assert node.projector
-    left, found, sides = list(tokens), [], [medium.shape[:2] for medium in sample.media.get(name, ())]
+    remaining, images, sides = list(tokens), [], [medium.shape[:2] for medium in sample.media.get(name, ())]
     newline_D, side = jnp.asarray(leaves[f"{name}_projector/newline"]), node.config.patch * node.config.merge
     for tiled in sample.tiled.get(name, ()):
         count = 1 + tiled.grid[0] * tiled.grid[1]
-        tile, own, left = sides[len(tokens) - len(left)], left[:count], left[count:]
+        tile, parts, remaining = sides[len(tokens) - len(remaining)], remaining[:count], remaining[count:]
         shape = tile[0] // side, tile[1] // side
-        found.append((in_rows(own, shape, tiled.grid, tiled.size, newline_D, node.projector.most_tiles), []))
-    return found
+        images.append((in_rows(parts, shape, tiled.grid, tiled.size, newline_D, node.projector.most_tiles), []))
+    return images
 
 
 def _lookup_ids(model: MultimodalModel, tokens_N: np.ndarray, used_N: np.ndarray) -> np.ndarray:
-    """Token ids for a lookup; unused ones become 0, so that a placeholder may lie outside the vocabulary."""
+    """Token ids for a lookup; unused ones become 0, so that a placeholder may be outside the vocabulary."""
     wrong = tokens_N[used_N & ((tokens_N < 0) | (tokens_N >= model.llm.vocab))]
     if wrong.size:
         raise ValueError(f"Decoder.vocab: {model.llm.vocab} does not hold token {wrong[0]}; enlarge the vocabulary")
@@ -100,10 +102,7 @@ def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
 
 
 def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.ndarray, "N 3"]:
-    """The positions of the sample's tokens, and of text behind them up to `room`.
-
-    An image's tokens have their places in it where the LLM has M-RoPE.
-    """
+    """Positions of the sample's tokens, padded with text up to `room` tokens; M-RoPE's if the LLM has it."""
     images = []
     for name in model.encoders if model.llm.rope_sections else ():
         spec, places = model.encoders[name].module.medium, np.flatnonzero(sample.placeholders(name)).tolist()
@@ -116,12 +115,12 @@ def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.
 
 
 def _tables(model: MultimodalModel, sample: Sample, room: int = 0) -> Tables | None:
-    """The angles of M-RoPE; ``None`` where positions are places."""
+    """The rotation tables of M-RoPE; ``None`` for an LLM without it."""
     return rotary_tables(model.llm, _positions(model, sample, room)) if model.llm.rope_sections else None
 
 
 def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), room: int = 0) -> Calls:
-    """The LLM's callbacks over a row with the sample alone, continued with `tokens` and padded to `room` tokens."""
+    """The LLM's callbacks for a row with the sample alone, continued with `tokens` and padded to `room` tokens."""
     node, length = model.nodes["llm"], len(sample.tokens) + len(tokens)
     if not node.callbacks.given:
         return Calls()
@@ -137,20 +136,21 @@ def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), r
 
 
 def _placed(node: Node, name: str, sample: Sample) -> dict[str, np.ndarray]:
-    """The host inputs that say which tokens of an encoder stand where, of the sample's own tokens."""
+    """The host inputs that assign an encoder's tokens to tokens of the sample."""
     assert node.medium
-    spec, own = node.medium, sample.placeholders(name)
+    spec, placeholders = node.medium, sample.placeholders(name)
     grids = [spec.grid(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
     places = arrange(spec, grids, sample.tiled.get(name, ()))
-    index, shares = np.full((len(own), spec.blended), -1), np.zeros((len(own), spec.blended), np.float32)
-    index[own], shares[own] = places
+    shape = (len(placeholders), spec.blended)
+    index, shares = np.full(shape, -1), np.zeros(shape, np.float32)
+    index[placeholders], shares[placeholders] = places
     return {f"{name}_index": index[:, 0]} if spec.blended == 1 else {f"{name}_index": index, f"{name}_shares": shares}
 
 
 def _padded(values: np.ndarray, room: int, value: int) -> np.ndarray:
     dtype = np.float32 if values.dtype == np.float32 else np.int32
-    more = [(0, room - len(values))] + [(0, 0)] * (values.ndim - 1)
-    return np.pad(values, more, constant_values=value).astype(dtype)
+    widths = [(0, room - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, widths, constant_values=value).astype(dtype)
 
 
 def _llm_leaves(leaves: Leaves) -> Arrays:
@@ -165,13 +165,14 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
     leaves, model = merged(leaves, model)
     placed = _modality_tokens(leaves, model, sample)
     ids, calls, tables = _embedded_ids(model, sample), _calls(model, sample), _tables(model, sample)
-    return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls, tables, reads_of(model, sample))
+    masks = masks_of(model, sample)
+    return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls=calls, tables=tables, masks=masks)
 
 
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
-    """Sum over t >= 1 of loss_weights[t] * cross-entropy of tokens[t] given tokens[:t]; not divided by anything.
+    """Sum over t >= 1 of loss_weights[t] * cross-entropy of tokens[t] given tokens[:t], without a denominator.
 
-    Nothing predicts tokens[0], so loss_weights[0] counts neither here nor in a denominator. Raises ValueError as
+    tokens[0] is not predicted, so loss_weights[0] counts neither here nor in a denominator. Raises ValueError as
     `sample_logits` does.
     """
     return _text(*merged(leaves, model), sample)[0]["loss"]
@@ -181,16 +182,26 @@ def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[
     weights = np.append(sample.loss_weights[1:], np.float32(0))
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
     placed = _modality_tokens(leaves, model, sample)
-    ids, calls = _embedded_ids(model, sample), _calls(model, sample)
-    more = _tables(model, sample), reads_of(model, sample)
-    return decode_loss(_llm_leaves(leaves), model.llm, ids, *placed, targets, weights, calls, *more)
+    return decode_loss(
+        _llm_leaves(leaves),
+        model.llm,
+        _embedded_ids(model, sample),
+        *placed,
+        targets_N=targets,
+        weights_N=weights,
+        calls=_calls(model, sample),
+        tables=_tables(model, sample),
+        masks=masks_of(model, sample),
+    )
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
-    """The sums of all losses: `loss_sum` as "llm/loss"; of each generator that the sample has noise for, the sum of its
-    `draw_loss`es, such as "painter/loss"; the losses of encoders of the user's own.
+    """The sums of all losses by name.
 
-    Raises ValueError as `sample_logits` does, or where placeholders do not match the pictures to be drawn.
+    "llm/loss" is `loss_sum`; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if
+    the sample has noise for it; encoders of the user's own may have losses too.
+
+    Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """
     leaves, model = merged(leaves, model)
     text, hidden_ND = _text(leaves, model, sample)
@@ -200,11 +211,12 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
         projector = model.generators[name].projector or ProjectorConfig()
         losses[key] = jnp.zeros((), hidden_ND.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
-        for own, (picture, noise, time) in zip(_conditions(model, sample, name, hidden_ND), drawn, strict=True):
-            losses[key] = losses[key] + draw_loss(leaves, name, dit, own, picture, noise, time, projector)
+        conditions = _conditions(model, sample, name, hidden_ND)
+        for condition, (picture, noise, time) in zip(conditions, drawn, strict=True):
+            losses[key] = losses[key] + draw_loss(leaves, name, dit, condition, picture, noise, time, projector)
     for name in (name for name, node in model.encoders.items() if node.module.losses):
         for medium in sample.media.get(name, ()):
-            for key, value in encode_alone(leaves, name, model, medium)[2].items():
+            for key, value in run_encoder(leaves, name, model, medium)[2].items():
                 losses[f"{name}/{key}"] = losses.get(f"{name}/{key}", 0.0) + value
     return losses
 
@@ -212,7 +224,7 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
 def _conditions(
     model: MultimodalModel, sample: Sample, name: str, hidden_ND: jax.Array
 ) -> Iterator[Float[Array, "M D"]]:
-    """The hidden states of the placeholders of each picture that generator `name` is to draw."""
+    """The hidden states of the placeholders of each picture that the generator `name` draws."""
     dit = model.generators[name].config
     positions, first = np.flatnonzero(sample.placeholders(name)), 0
     for picture in sample.media[name]:
@@ -224,48 +236,51 @@ def _conditions(
 
 
 def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> list[Float[np.ndarray, "T X"]]:
-    """The patches of each picture that generator `name` makes of the sample's noise, by Euler's method.
+    """Makes each picture of the generator `name` from the sample's noise, as patches, by Euler's method.
 
     Raises ValueError as `loss_sums` does.
     """
     leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
     hidden_ND = _text(leaves, model, sample)[1]
-    for own, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
-        pictures.append(integrate(leaves, name, dit, own, noise, projector))
+    for condition, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
+        pictures.append(integrate(leaves, name, dit, condition, noise, projector))
     return pictures
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
-    """Counts that a step's losses are divided by: the sum of loss weights as "llm", the number of drawn values by
-    generator, that of patches by encoder with a loss; "samples", "llm_tokens" and "media"."""
+    """Denominators of a step's losses.
+
+    "llm" is the sum of loss weights; a generator's name has the number of drawn values, and the name of an encoder with
+    a loss its number of patches; "samples", "llm_tokens" and "media" are numbers of these.
+    """
     text = float(sum(sample.loss_weights[1:].sum(dtype=np.float64) for sample in samples))
     media = {name: [m for s in samples for m in s.media.get(name, ())] for name in (*model.encoders, *model.generators)}
     counts = {"samples": len(samples), "llm_tokens": sum(len(sample.tokens) for sample in samples)}
-    counts["media"] = sum(len(own) for own in media.values())
+    counts["media"] = sum(map(len, media.values()))
     counts |= {name: sum(m.size for m in media[name]) for name in model.generators}
-    judged = {name: node for name, node in model.encoders.items() if node.module.losses}
-    counts |= {name: sum(patches_of(node, m) for m in media[name]) for name, node in judged.items()}
+    with_loss = {name: node for name, node in model.encoders.items() if node.module.losses}
+    counts |= {name: sum(patches_of(node, m) for m in media[name]) for name, node in with_loss.items()}
     return {"llm": text} | {name: float(count) for name, count in counts.items()}
 
 
 def _weights_and_counts(model: MultimodalModel, samples: Sequence[Sample]) -> tuple[dict[str, float], dict[str, float]]:
-    """The weights of all losses, and what each is divided by."""
-    found = denominators(model, samples)
-    weights, counts = {"llm/loss": 1.0}, {"llm/loss": found["llm"]}
+    """The weights and the denominators of all losses."""
+    totals = denominators(model, samples)
+    weights, counts = {"llm/loss": 1.0}, {"llm/loss": totals["llm"]}
     if model.llm.z_loss:
-        weights["llm/z_loss"], counts["llm/z_loss"] = model.llm.z_loss, found["llm"]
+        weights["llm/z_loss"], counts["llm/z_loss"] = model.llm.z_loss, totals["llm"]
     for name, generator in model.generators.items():
-        weights[f"{name}/loss"], counts[f"{name}/loss"] = generator.config.loss_weight, found[name]
+        weights[f"{name}/loss"], counts[f"{name}/loss"] = generator.config.loss_weight, totals[name]
     for name, encoder in model.encoders.items():
         for key, loss in encoder.module.losses.items():
-            weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, found[loss.per or name]
+            weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, totals[loss.per or name]
     return weights, counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossAndGradients:
-    """Loss of a step, its parts by name, and the gradient of every leaf that is not of a frozen module."""
+    """Loss of a step, its parts by name, and the gradients of all leaves of modules that are not frozen."""
 
     loss: float
     losses: dict[str, float]
@@ -278,16 +293,17 @@ def step_loss_and_gradients(
     """Loss of a step and its gradients, unclipped.
 
     The loss is the text's (weighted cross-entropies over the sum of the weights), plus each generator's (squared errors
-    over the numbers drawn) times its `loss_weight`, and further losses with their weights (see `denominators`); one
-    whose denominator is 0 counts nothing. Samples are
-    differentiated one by one and summed in float64; gradients come back in the leaves' dtype, frozen modules are left
-    out. Raises ValueError when every denominator is 0, and as `loss_sums` does.
+    over the number of drawn values) times its `loss_weight`, plus further losses with their weights (see
+    `denominators`). A loss with the denominator 0 counts as 0. Samples are differentiated one by one and summed in
+    float64. Gradients have the leaves' dtype; frozen modules have none.
+
+    Raises ValueError when every denominator is 0, and as `loss_sums` does.
     """
-    weights, wholes = _weights_and_counts(model, samples)
-    if not any(wholes[name] for name, weight in weights.items() if weight):
+    weights, counts = _weights_and_counts(model, samples)
+    if not any(counts[name] for name, weight in weights.items() if weight):
         raise ValueError("Sample.loss_weights: they sum to 0 over the step; give at least one token a weight")
-    base = wholes["llm/loss"] or 1.0  # so that a single loss is differentiated as it is
-    factors = {name: weights[name] * base / whole if whole else 0.0 for name, whole in wholes.items()}
+    base = counts["llm/loss"] or 1.0  # so that a single loss has the factor 1
+    factors = {name: weights[name] * base / count if count else 0.0 for name, count in counts.items()}
     leaves = dense_leaves(leaves)
     trained = {name: leaf for name, leaf in leaves.items() if module_of(name) not in frozen}
 
@@ -296,36 +312,36 @@ def step_loss_and_gradients(
         return jnp.sum(jnp.stack([factors[name] * value for name, value in sums.items()])), sums
 
     differentiate = jax.value_and_grad(weighted, has_aux=True)
-    sums, total = dict.fromkeys(wholes, 0.0), {name: np.zeros(leaf.shape, np.float64) for name, leaf in trained.items()}
+    sums, total = dict.fromkeys(counts, 0.0), {name: np.zeros(leaf.shape, np.float64) for name, leaf in trained.items()}
     for sample in samples:
-        (_, found), gradients = differentiate(trained, sample)
-        for name, value in found.items():
+        (_, sample_sums), gradients = differentiate(trained, sample)
+        for name, value in sample_sums.items():
             sums[name] += float(value)
         for name, gradient in gradients.items():
             total[name] += np.asarray(gradient, np.float64)
-    losses = {name: value / wholes[name] if wholes[name] else 0.0 for name, value in sums.items()}
+    losses = {name: value / counts[name] if counts[name] else 0.0 for name, value in sums.items()}
     mean = {name: (value / base).astype(trained[name].dtype) for name, value in total.items()}
     loss = sum(weights[name] * value for name, value in losses.items())
     return LossAndGradients(loss=loss, losses=losses, gradients=mean)
 
 
 def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: int, eos: int) -> list[int]:
-    """Greedy, free-running continuation of tokens[:sample.prompt]: at most `max_new` ids, without `eos`.
+    """Greedy continuation of tokens[:sample.prompt]: at most `max_new` ids, without `eos`.
 
-    The whole sequence is computed again for every token, padded to one of few lengths, so that few programs are
-    compiled: no position sees those after it. A placeholder id that the model itself emits is embedded like any other
-    token. Raises ValueError as `sample_logits` does.
+    Every token computes the complete sequence again, padded to one of few lengths so that few programs are compiled; no
+    position sees later ones. A placeholder id that the model emits is embedded like any other token. Raises ValueError
+    as `sample_logits` does.
     """
     leaves, model = merged(leaves, model)
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
     llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
     new: list[int] = []
     room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
-    more = _tables(model, prompt, room), reads_of(model, prompt, room)
+    tables, masks = _tables(model, prompt, room), masks_of(model, prompt, room)
     while len(new) < max_new:
         tokens = np.append(ids, new).astype(np.int32)
         padded, calls = np.pad(tokens, (0, room - len(tokens))), _calls(model, prompt, new, room)
-        logits = decode(llm, model.llm, padded, *placed, calls, *more)
+        logits = decode(llm, model.llm, padded, *placed, calls=calls, tables=tables, masks=masks)
         best = int(np.argmax(logits[len(tokens) - 1]))
         if best == eos:
             break

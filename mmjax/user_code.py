@@ -23,8 +23,8 @@ def names_code(value: object) -> bool:
     return isinstance(value, str) and ":" in value
 
 
-def require_allowed(field: str, value: object, allowed: bool) -> None:
-    """Requires that `value` names no code, or that code is `allowed`. Raises ConfigError."""
+def require_allowed(field: str, value: object, *, allowed: bool) -> None:
+    """Requires that `value` names no code, unless code is `allowed`. Raises ConfigError."""
     if names_code(value) and not allowed:
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
@@ -38,7 +38,7 @@ def import_named(field: str, value: str) -> Any:
     except (ImportError, ValueError) as error:
         fix = f"give {SHAPE!r} of a module that Python finds (PYTHONPATH)"
         raise ConfigError(f"{field}={value!r}: {' '.join(str(error).split())}; {fix}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
+    target = getattr(module, name, None)
+    if not callable(target):
         raise ConfigError(f"{field}={value!r}: {module_name} has no function or class {name!r}; name one that it has")
-    return found
+    return target

@@ -1,6 +1,6 @@
-"""An encoder that the reference does not know, such as a user's own: its own code, over one medium on one device.
+"""Runs an encoder that the reference does not know, such as a user's own, with its own code on one medium and device.
 
-So a comparison sees what layouts, packing, boundaries and schedules do to it, and not an error in its own arithmetic.
+So a comparison finds errors of layouts, packing, boundaries and schedules, but none in the encoder's arithmetic.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from mmjax.reference.callbacks import one_device
 from mmjax.reference.positions import cut_patches, patch_positions
 
 
-def encode_alone(
+def run_encoder(
     leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray, levels: tuple[int, ...] = ()
 ) -> tuple[jax.Array, list[jax.Array], dict[str, jax.Array]]:
-    """The encoder's stage with its projector, over a row that holds one medium and nothing else.
+    """Runs the encoder's stage with its projector on a row that holds one medium alone.
 
     Returns:
-      Its modality tokens, the outputs of some of its layers, and the sums of its losses by name.
+      Modality tokens, the outputs of the layers `levels`, and the sums of its losses by name.
 
     Raises:
-      ValueError: the encoder reads host inputs that are not made of a medium.
+      ValueError: the encoder reads host inputs that `row_of` does not make.
     """
     stage, run = _program(name, model.nodes[name], model.nodes[LLM], tuple(sorted({*levels})))
-    given = row_of(model.nodes[name], medium)
-    if unknown := set(stage.inputs) - set(given):
-        raise ValueError(f"{name}: its first stage reads {sorted(unknown)}; the data side makes {sorted(given)}")
-    named: Any = leaves  # of numpy too, which a traceable function takes as well
+    row = row_of(model.nodes[name], medium)
+    if unknown := set(stage.inputs) - set(row):
+        raise ValueError(f"{name}: its first stage reads {sorted(unknown)}; the data side makes {sorted(row)}")
+    named: Any = leaves  # may be NumPy arrays, which a traceable function takes too
     params = {}
     for part in stage.slices:
         flat, tree = jax.tree.flatten(part.leaves())
         params[part.module] = jax.tree.unflatten(tree, join_logical(flat, named))
-    found, losses = run(params, {key: given[key] for key in stage.inputs})
-    width, each, rising = model.token_width(name), model.nodes[name].module.merged_width, sorted({*levels})
-    starts = (width + each * rising.index(level) for level in levels)
+    features, losses = run(params, {key: row[key] for key in stage.inputs})
+    width, level_width, rising = model.token_width(name), model.nodes[name].module.merged_width, sorted({*levels})
+    starts = (width + level_width * rising.index(level) for level in levels)
     spec = model.nodes[name].module.medium
     assert spec
-    first = -(-spec.special // spec.patches_per_token)  # these tokens hold no patch
-    return found[0, first:, :width], [found[0, first:, start : start + each] for start in starts], losses
+    first = -(-spec.special // spec.patches_per_token)  # the tokens before hold no patch
+    level_outputs = [features[0, first:, start : start + level_width] for start in starts]
+    return features[0, first:, :width], level_outputs, losses
 
 
 def patches_of(node: Node, medium: np.ndarray) -> int:
@@ -65,18 +66,20 @@ def _program(name: str, node: Node, llm: Node, levels: tuple[int, ...]) -> tuple
     edge = Edge(name, LLM, f"{name}_index", tuple(range(len(levels))), levels)
     model = MultimodalModel({name: node, LLM: llm}, (edge,))
     stage = model.stages({name: Layout(), LLM: Layout()})[0]
-    submesh, whole = one_device(), PartitionSpec()
+    submesh, replicated = one_device(), PartitionSpec()
 
     def forward(params: Any, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         features, axes = stage.forward(params, inputs, {}, submesh.axes, 1), submesh.axes
         losses = stage.loss(params, inputs, features, axes) if stage.loss else {}
         return stage.give(params, inputs, features, axes) if stage.give else features, losses
 
-    return stage, jax.jit(jax.shard_map(forward, mesh=submesh.mesh, in_specs=(whole, whole), out_specs=whole))
+    return stage, jax.jit(
+        jax.shard_map(forward, mesh=submesh.mesh, in_specs=(replicated, replicated), out_specs=replicated)
+    )
 
 
 def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
-    """Host inputs of one row that holds this medium; places without a patch come first, up to a whole LLM token."""
+    """Host inputs of a row that holds this medium alone; special places fill complete LLM tokens before its patches."""
     spec = node.module.medium
     assert spec
     if spec.axes == 1:
@@ -86,10 +89,10 @@ def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
         patches = cut_patches(medium, spec.patch, spec.merge)
         rows, columns = (side // spec.patch for side in medium.shape[:2])
         positions = patch_positions(rows, columns, spec.merge)
-    whole = -(-spec.special // spec.patches_per_token) * spec.patches_per_token
-    first = np.arange(whole) < spec.special
+    special = -(-spec.special // spec.patches_per_token) * spec.patches_per_token
+    first = np.arange(special) < spec.special
     segments = np.concatenate([first, np.ones(len(patches), bool)]).astype(np.int32)
-    patches = np.concatenate([np.zeros((whole, patches.shape[1])), patches]).astype(np.float32)
-    numbers = np.where(first, -1 - np.arange(whole), 0).astype(np.int32)
+    patches = np.concatenate([np.zeros((special, patches.shape[1])), patches]).astype(np.float32)
+    numbers = np.where(first, -1 - np.arange(special), 0).astype(np.int32)
     positions = np.concatenate([np.stack([numbers] * spec.axes, axis=1), positions])
     return {"patches": patches[None], "segments": segments[None], "positions": positions[None]}

@@ -1,0 +1,274 @@
+"""Builds the dataclasses of a `Config` from bindings: finds classes and scopes, checks names and types."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
+from mmjax.config.gin_reader import MOVED, Binding, RawText
+from mmjax.config.processor import data_settings, grown_tables, source_settings
+from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
+from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
+from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
+from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.processor.image_rules import FREE
+from mmjax.data.sources.config import SourceConfig
+from mmjax.mesh.config import WorldConfig
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
+from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.names import with_our_names
+from mmjax.models.lora.peft import adapter_settings
+from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
+from mmjax.optimizer_config import HELD, OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
+from mmjax.user_code import names_code, require_allowed
+from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
+
+FIELD = re.compile(r"(\w+)\.(\w+)")
+"""A setting's class and field: "Layout.tp"."""
+
+
+class ConfigBuilder:
+    """Builds the dataclasses from bindings. Remembers where each value was set, for messages."""
+
+    def __init__(self, bindings: Sequence[Binding], *, allow_code: bool = False):
+        self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
+        self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig(), DataConfig())}
+        model = [binding for binding in bindings if binding.cls == "Model"]
+        self._add(model)
+        # A user's own modules bring settings, so their code is loaded before the other bindings are read.
+        for cls in _user_classes(self._build(ModelConfig), allow_code=allow_code) if model else ():
+            self._infos[cls] = fields_of(cls)
+        self._add([binding for binding in bindings if binding.cls != "Model"])
+
+    def _add(self, bindings: Iterable[Binding]) -> None:
+        for binding in bindings:
+            cls = self._check_name(binding)
+            value = self._check_type(binding, self._infos[cls][binding.field])
+            by_field = self._bound.setdefault(binding.cls, {})
+            by_field[binding.scope, binding.field] = dataclasses.replace(binding, value=value)
+
+    def config(self) -> Config:
+        """Builds the `Config`. Each dataclass has checked itself, and every scope exists."""
+        model, data = self._build(ModelConfig), self._build(DataConfig)
+        adapters = {n: adapter_settings(n, self._values(LoraConfig, n), family) for n, family in model.families}
+        loras = {name: self._build(LoraConfig, name, decided) for name, decided in adapters.items()}
+        scopes = scopes_of(model, data, [name for name, lora in loras.items() if lora.rank])
+        self._check_scopes(scopes)
+        weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
+        # Settings come from the folder of a whole model even if a module's parameters come from another run.
+        folders = {
+            name: pretrained_folder(model, dataclasses.replace(start, init_from=""), name)
+            for name, start in weights.items()
+        }
+        tokens = data_settings(self._values(DataConfig, ""), folders[LLM], model.weights, weights)
+        data = self._build(DataConfig, "", tokens)
+        families = dict(model.families)
+        modules = {name: self._module(family, name, folders[name], data) for name, family in families.items()}
+        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)], data) for name in model.media}
+        settings = modules | {projector_name(name): projector for name, projector in projectors.items()}
+        image_folder = folders.get(data.image_encoder, "")
+        return Config(
+            train=self._build(TrainConfig),
+            world=self._build(WorldConfig),
+            data=data,
+            task=self._build(data.origin.config) if data.origin.config else None,
+            checkpoint=self._build(CheckpointConfig),
+            model=model,
+            modules=modules,
+            callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
+            loras={
+                name: with_our_names(name, lora, families[name], modules[name], folders[name])
+                for name, lora in loras.items()
+            },
+            projectors=projectors,
+            packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
+            layouts={name: self._build(Layout, name) for name in scopes[Layout]},
+            optimizers={
+                name: self._optimizer(
+                    name,
+                    pretrained_folder(model, weights[name], name),
+                    families.get(name, PROJECTOR),
+                    settings.get(name),
+                )
+                for name in scopes[OptimizerConfig]
+            },
+            offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
+            sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
+            weights=weights,
+        )
+
+    def steps(self) -> int:
+        """The steps of the run."""
+        return self._build(TrainConfig).steps
+
+    def located(self, error: ConfigError, scope: str = "") -> ConfigError:
+        """Returns the error with the scope in front of its field and, at its end, the place where the field was set."""
+        message = str(error)
+        setting = FIELD.match(message.removeprefix(f"{scope}/"))
+        if setting and scope and not message.startswith(f"{scope}/"):
+            message = f"{scope}/{message}"
+        if not setting:
+            scope, _, unscoped = message.partition("/")
+            setting = FIELD.match(unscoped)
+        bound = self._bound.get(setting[1], {}) if setting else {}
+        binding = (bound.get((scope, setting[2])) or bound.get(("", setting[2]))) if setting else None
+        return ConfigError(f"{message} ({binding.where})" if binding else message)
+
+    def _module(self, family: Family, name: str, folder: str, data: DataConfig) -> Any:
+        """The settings of a module, or of its projector; its folder of weights decides some."""
+        decided = self._from_folder(family, name, folder, data) if folder else {}
+        return self._build(family.config, name, decided)
+
+    def _from_folder(self, family: Family, name: str, folder: str, data: DataConfig) -> dict[str, Any]:
+        """The fields that a folder of weights decides.
+
+        {} if all fields are bound, as in a run directory: the run may have been moved away from the folder.
+        """
+        cls = family.config
+        values = self._values(cls, name)
+        if values.keys() >= self._infos[cls].keys():
+            return {}
+        module = projector_name(name) if family is PROJECTOR else name
+        weights = self._build(WeightsConfig, module)
+        try:
+            folder_config = {**read_config(folder), "extractor": read_extractor(folder)}
+            if not weights.path:
+                require_whole(folder_config)
+            decided = find_pretrained(family, folder_config, weights.layer).fields()
+            decided |= grown_tables(decided, data) if module == LLM else {}
+        except ConfigError as error:
+            setting = folder_setting(weights, module)
+            raise ConfigError(f"{setting}={folder!r}: {error}") from None
+        proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
+        for field in (decided.keys() & values.keys()) - proposed:
+            if values[field] != decided[field] and not weights.init_from:
+                fix = f"{folder} has {decided[field]!r}; leave the setting out"
+                error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
+                raise self.located(error)
+        return decided
+
+    def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
+        """The optimizer of a module. A frozen module keeps the dtype of the tensors in its folder of weights."""
+        optimizer = self._build(OptimizerConfig, name)
+        if not (optimizer.frozen and folder) or "frozen_dtype" in self._values(OptimizerConfig, name):
+            return optimizer
+        try:
+            dtypes = stored_dtypes(WeightsFolder.open(folder), family, settings)
+        except ConfigError:  # reading the tensors will report the error
+            return optimizer
+        # The one dtype of all tensors; float32, which holds the others exactly, for several and for float64.
+        dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(HELD) else HELD[0]
+        return self._build(OptimizerConfig, name, {"frozen_dtype": dtype})
+
+    def _source(self, name: str, data: DataConfig, folder: str) -> SourceConfig:
+        """A dataset. The tokenizer's folder decides its template, the image encoder's folder its image rules."""
+        values = self._values(SourceConfig, name)
+        try:
+            preset = preset_values(SourceConfig, str(values.get("preset", "")))
+        except ConfigError as error:
+            raise self.located(error, name) from None
+        values = {**preset, **values}
+        decided = source_settings(values, name, data.tokenizer, folder)
+        for field in (field for field in decided if field in values and field not in FREE):
+            if values[field] != decided[field]:
+                fix = f"{folder} has {decided[field]!r}; leave the setting out, or set {name}/Source.resize too"
+                raise self.located(ConfigError(f"{name}/Source.{field}={values[field]!r}: {fix}"))
+        return self._build(SourceConfig, name, decided)
+
+    def _build(self, cls: type[Any], scope: str = "", decided: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """The settings of a class under a scope. Bound values override ``decided`` values, and these a preset's."""
+        values = self._values(cls, scope)
+        try:
+            preset = preset_values(cls, str(values.get("preset", "")))
+            return cls(**{**preset, **decided, **values})
+        except ConfigError as error:
+            raise self.located(error, scope) from None
+
+    def _values(self, cls: type[Any], scope: str) -> dict[str, Any]:
+        """The bound fields of a class under a scope."""
+        bound = self._bound.get(gin_name(cls), {})
+        values = {field: b.value for (bound_scope, field), b in bound.items() if not bound_scope}
+        return values | {field: b.value for (bound_scope, field), b in bound.items() if bound_scope == scope != ""}
+
+    def _check_name(self, binding: Binding) -> type[Any]:
+        classes = {gin_name(cls): cls for cls in self._infos}
+        if binding.cls not in classes:
+            hint = suggest(binding.cls, classes)
+            raise ConfigError(f"{_shown(binding)}: no configurable {binding.cls!r}; {hint} ({binding.where})")
+        cls = classes[binding.cls]
+        if binding.field not in self._infos[cls]:
+            moved = {old.partition(".")[2]: new for old, new in MOVED.items() if old.startswith(f"{binding.cls}.")}
+            (near,) = near_misses(binding.field, [*self._infos[cls], *moved])[:1] or [""]
+            hint = f"did you mean {moved[near]!r}?" if near in moved else suggest(binding.field, self._infos[cls])
+            unknown = f"{binding.cls} has no field {binding.field!r}"
+            raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
+        return cls
+
+    def _check_type(self, binding: Binding, info: FieldInfo) -> Any:
+        value = binding.value
+        if info.annotation is str and binding.text is not None and not isinstance(value, str):
+            value = RawText(binding.text)  # --gin.Data.folder=2024 means the text, without quotes
+        try:
+            return convert(value, info.annotation)
+        except Mismatch as error:
+            raise ConfigError(f"{_shown(binding)}: {error}, such as {info.example!r} ({binding.where})") from None
+
+    def _check_scopes(self, scopes: Mapping[type[Any], tuple[str, ...]]) -> None:
+        for cls, legal in scopes.items():
+            for binding in self._bound.get(gin_name(cls), {}).values():
+                if cls is SourceConfig and not legal:
+                    name = binding.scope or "mine"
+                    fix = f"no dataset is named; add Data.sources = {{{name!r}: 1.0}}"
+                    raise ConfigError(f"{_shown(binding)}: {fix} ({binding.where})")
+                if not binding.scope:
+                    self._check_effect(binding, legal)
+                    continue
+                if binding.scope in legal:
+                    continue
+                hint = _hint(cls, binding, legal, scopes[LoraConfig])
+                unknown = f"{binding.cls} has no scope {binding.scope!r}"
+                raise ConfigError(f"{_shown(binding)}: {unknown}; {hint} ({binding.where})")
+
+    def _check_effect(self, binding: Binding, scopes: Sequence[str]) -> None:
+        """Refuses a flag without a scope that changes nothing, because every module has a value under its own scope."""
+        bound = self._bound[binding.cls]
+        scoped = [bound.get((scope, binding.field)) for scope in scopes]
+        if binding.text is not None and scoped and scoped[0] and all(scoped):
+            fix = f"write --gin.{scoped[0].key}={binding.text}"
+            raise ConfigError(f"{binding.where} changes nothing: {scoped[0].key} is set ({scoped[0].where}); {fix}")
+
+
+def _user_classes(model: ModelConfig, *, allow_code: bool) -> Iterator[type[Any]]:
+    """Yields the configurable classes of the user's own modules. Imports their code, if that is allowed."""
+    for name, kind, place in model.placed:
+        if names_code(kind):
+            require_allowed(setting_of(name, place), kind, allowed=allow_code)
+            yield family_of(setting_of(name, place), kind, place).config
+
+
+def _hint(cls: type[Any], binding: Binding, legal: Sequence[str], adaptable: Iterable[str]) -> str:
+    """The fix for a scope that a class does not have; ``adaptable`` are the modules that may have adapters."""
+    for name in adaptable if legal else ():
+        if binding.scope == lora_name(name):
+            return f"{name} has no adapters; set {name}/Lora.rank, such as to 8"
+    return suggest(binding.scope, legal) if legal else _without_scopes(cls, binding)
+
+
+def _without_scopes(cls: type[Any], binding: Binding) -> str:
+    """The fix for a scope of a class without scopes: a class of the whole run, or of a family that no module has."""
+    for kind, family in FAMILIES.items():
+        if family.config is cls:
+            return f"add {binding.scope!r}: {kind!r} to Model.{family.place}s"
+    return f"it takes no scope; write {binding.cls}.{binding.field}"
+
+
+def _shown(binding: Binding) -> str:
+    value = binding.value.text if isinstance(binding.value, RawText) else repr(binding.value)
+    return f"{binding.key}={value}"

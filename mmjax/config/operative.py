@@ -1,0 +1,51 @@
+"""The settings of a `Config` as text and as values, and the differences between two such texts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mmjax.config.gin_reader import renamed
+from mmjax.config.processor import DECIDED
+from mmjax.config.schema import Config
+from mmjax.config.types import fields_of
+from mmjax.configurable import gin_name
+
+
+def operative_config(config: Config) -> str:
+    """Returns gin text with every field of every module; loading it gives an equal `Config`."""
+    blocks = ["# Every setting of the run. Loading this file gives the same configuration."]
+    for prefix, settings in _settings_by_prefix(config):
+        names = [field.name for field in dataclasses.fields(settings)]
+        blocks.append("\n".join(f"{prefix}.{name} = {getattr(settings, name)!r}" for name in names))
+    return "\n\n".join(blocks) + "\n"
+
+
+def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
+    """Compares two operative configs: the two values of each setting that differs, "?" where one text lacks it.
+
+    Names of earlier versions appear under today's names. They are left out if today's run has no such setting.
+    """
+    old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
+    old = {renamed(name): value for name, value in old.items() if renamed(name) in (name, *new)}
+    pairs = {name: (old.get(name, "?"), new.get(name, "?")) for name in {**old, **new}}
+    return {name: values for name, values in pairs.items() if values[0] != values[1]}
+
+
+def changed_values(config: Config) -> dict[str, Any]:
+    """Returns every value that is not its field's default, by key; `config_of_values` makes an equal `Config`."""
+    values: dict[str, Any] = {}
+    for prefix, settings in _settings_by_prefix(config):
+        decided = DECIDED.get(type(settings), ())  # a folder would decide these if they were left out
+        for name, info in fields_of(type(settings)).items():
+            if (value := getattr(settings, name)) != info.default or (name in decided and config.folders):
+                values[f"{prefix}.{name}"] = value
+    return values
+
+
+def _settings_by_prefix(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yields every configured object with the beginning of its keys, such as "vision/Layout"."""
+    for scope, settings in config.walk():
+        name = gin_name(type(settings))
+        yield (f"{scope}/{name}" if scope else name), settings
