@@ -8,6 +8,7 @@
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
 #   make studies    simulated figures beside those of papers    FLAGS=nvidia
+#   make docs    the documentation as a site, in site/  FLAGS=serve shows it in a browser while pages change
 #   make notebook    run notebooks/quickstart.ipynb and keep its outputs in it
 #   make gpu     what one GPU says, in under nine minutes   PYTHON=... (python3 unless given)  OUT=runs/gpu  FLAGS=--small
 #   make gpu-wheels     what such a machine often lacks, for Python 3.12 on Linux x86-64, into .whl/
@@ -50,7 +51,7 @@ WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy o
 WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
-.PHONY: help train sample-data test test-long test-slow test-all test-newest lint bench studies notebook gpu gpu-wheels mutants lock clean install install-dev
+.PHONY: help train sample-data test test-long test-slow test-all test-newest lint bench studies docs notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -93,6 +94,18 @@ bench: $(VENV)/installed
 
 studies: $(VENV)/installed
 	$(BIN)/python -m studies $(FLAGS)
+
+# An environment of its own: the site needs nothing of mmjax, whose docstrings are read and not run.
+docs: .docs-venv/installed
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs $(or $(FLAGS),build)
+
+.docs-venv/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer with venv: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .docs-venv
+	@.docs-venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> .docs-venv/requirements.txt
+	@.docs-venv/bin/python $(PIP) install --requirement .docs-venv/requirements.txt
+	@touch $@
 
 notebook: $(VENV)/installed-dev
 	$(BIN)/python tests/notebook_runs.py
@@ -147,5 +160,5 @@ lock:
 	rm -rf .lock-venv
 
 clean:
-	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv .newest-venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(WHEELS) $(SITE) .lock-venv .newest-venv .docs-venv site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find mmjax benchmarks studies tests -name __pycache__ -type d -prune -exec rm -rf {} +
