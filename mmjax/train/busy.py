@@ -25,6 +25,8 @@ Busy = Mapping[str, Mapping[int, float]]
 SLOW, NOTICEABLE, IN_A_ROW = 1.5, 0.05, 3
 """A rank is named as slow if it takes more than so many times the median of its module's other ranks, loses more than
 this share of the busiest rank's time by it, and does so in so many measured steps in a row."""
+_PINNED = 8
+"""Newest measured steps that a process shows the others, which may read them some steps later."""
 SILENCE = 50
 """Measured steps until a rank is named again."""
 
@@ -103,24 +105,27 @@ class BusyTimes:
         """
         self._schedule, self._board, self._processes = schedule, board, processes
         self._parts: dict[int, dict[int, Busy]] = {}  # by step and process, of steps that are not joined yet
+        self._measured = deque[dict[str, Any]](maxlen=_PINNED)
         self._report, self._slow = report, SlowRanks() if names_slow else None
         self._lock, self._step, self._busy = threading.Lock(), 0, dict[str, dict[int, float]]()
 
     def add(self, times: OpTimes) -> None:
-        """Takes this process's times of a step; joins the newest step that all processes have measured."""
+        """Takes this process's times of a step; joins the steps that all processes have measured by now."""
         graph = self._schedule.graph
         busy = busy_seconds(times, self._schedule.dependencies, lambda op: graph.stage(op.stage).module)
+        self._measured.append({"step": times.step, "busy": busy})
         notes: Mapping[int, str] = {}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be gone
-            self._board.pin(json.dumps({"step": times.step, "busy": busy}))
+            self._board.pin(json.dumps([*self._measured]))
             notes = self._board.read()
         for process, note in notes.items():
-            part: dict[str, Any] = json.loads(note)
-            numbered = {name: {int(rank): time for rank, time in ranks.items()} for name, ranks in part["busy"].items()}
-            self._parts.setdefault(part["step"], {})[process] = numbered
-        complete = [step for step, parts in self._parts.items() if len(parts) == self._processes and step > self._step]
-        if complete:
-            self._join(max(complete))
+            for part in json.loads(note):
+                if part["step"] > self._step:
+                    by_module = part["busy"].items()
+                    ranks_of = {name: {int(rank): time for rank, time in ranks.items()} for name, ranks in by_module}
+                    self._parts.setdefault(part["step"], {})[process] = ranks_of
+        for step in sorted(step for step, parts in self._parts.items() if len(parts) == self._processes):
+            self._join(step)
 
     def _join(self, step: int) -> None:
         busy: dict[str, dict[int, float]] = {}

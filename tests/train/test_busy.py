@@ -88,15 +88,30 @@ class Notes:
         return dict(self.shared)
 
 
-def test_processes_join_their_times() -> None:
-    """Whoever is first finds the other's times a measured step later; nobody waits."""
+def two_processes(shared: dict[int, str], lines: list[str]) -> list[BusyTimes]:
+    """Two processes that have measured nothing: vision is on ranks of the first, the LLM on those of the second."""
     stages = [SimpleNamespace(module="vision"), SimpleNamespace(module="llm")]
     graph = SimpleNamespace(stage=lambda name: stages[name == "llm.0"], stages=stages)
     schedule: Any = SimpleNamespace(graph=graph, dependencies=DEPENDENCIES.__getitem__)
+    return [BusyTimes(schedule, Notes(shared, process), 2, lines.append, names_slow=True) for process in range(2)]
+
+
+def test_a_process_that_is_steps_behind_joins_them_all() -> None:
+    """A fast process writes several steps before another reads its notes."""
+    lines = list[str]()
+    first, second = two_processes({}, lines)
+    for step in (1, 2, 3):
+        first.add(OpTimes(step, [SEES], {SEES: 0.0}, {SEES: {2: 2.0, 3: 9.0}}))
+    for step in (1, 2, 3):
+        assert lines == []
+        second.add(OpTimes(step, [READS], {READS: 0.0}, {READS: {0: 3.0}}))
+    assert lines == ["step 3: rank 3 (vision) takes 4.5 × the median of its module"]
+
+
+def test_processes_join_their_times() -> None:
+    """Whoever is first finds the other's times a measured step later; nobody waits."""
     shared, lines = dict[int, str](), list[str]()
-    first, second = (
-        BusyTimes(schedule, Notes(shared, process), 2, lines.append, names_slow=True) for process in range(2)
-    )
+    first, second = two_processes(shared, lines)
     assert first.columns() == {"imbalance": None, "vision/busy_s": None, "llm/busy_s": None}
     own = OpTimes(1, [SEES], {SEES: 0.0}, {SEES: {2: 2.0, 3: 9.0}})
     other = OpTimes(1, [READS], {READS: 0.0}, {READS: {0: 3.0}})
@@ -114,5 +129,5 @@ def test_processes_join_their_times() -> None:
             "llm/busy_s": 3.0,
         }
     )
-    assert json.loads(shared[0])["step"] == 4
+    assert [note["step"] for note in json.loads(shared[0])] == [1, 2, 3, 4]
     assert "step 3: rank 3 (vision) takes 4.5 × the median of its module" in lines

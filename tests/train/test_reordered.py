@@ -149,7 +149,7 @@ def test_they_are_those_of_the_dense_reference(session, runs):
     initial = initial_parameters(config, session.parts.packer)
     want = run_reference(session.placed.model, config.optimizers, initial, samples, config.train.clip_norm)
     for method in METHODS:
-        found = compare(runs[0][method], want, config.optimizers, config.train.clip_norm)
+        found = compare(runs[0][method], want, config.optimizers, clip_norm=config.train.clip_norm)
         assert found.ok, (method, {quantity: found.largest(quantity) for quantity in found.limits})
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
@@ -107,11 +108,13 @@ def _after_waiting(x: jax.Array) -> jax.Array:
         time.sleep(SLOWNESS)
         return part
 
+    assert isinstance(x.sharding, NamedSharding)
+    mesh, spec = x.sharding.mesh, x.sharding.spec
     waiting = jax.shard_map(
         lambda part: jax.pure_callback(wait, part, part),
-        mesh=x.sharding.mesh,
-        in_specs=x.sharding.spec,
-        out_specs=x.sharding.spec,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
         check_vma=False,
     )
     return jax.jit(waiting)(x)
