@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A promise about a result: it must be "≤" or "≥" ``value``, as ``bound`` says."""
+    """A promise about a result, which must be at most ("≤") or at least ("≥") ``value``."""
 
     bound: Literal["≤", "≥"]
     value: float
@@ -39,11 +39,10 @@ class Row:
 
     Attributes:
       bench: name of the benchmark.
-      case: what was measured.
+      case: the measured case, in words.
       value: the result.
       unit: unit of the result.
       target: the promise about it; ``None`` where there is none.
-      ok: whether the promise is kept; true without one.
     """
 
     bench: str
@@ -54,7 +53,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the target is met."""
+        """Whether the target is met; true without one."""
         return self.target is None or self.target.met_by(self.value)
 
     def as_json(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def saying(trial: FaultTrial, *lines: str) -> None:
 def test_only_a_line_after_the_fault_names_it(tmp_path: Path) -> None:
     trial = FaultTrial(processes=2, folder=tmp_path)
     saying(trial, "process 1 is there", "process 1 is gone")
-    trial._said_before = trial.command.text.index("is there")
+    trial._text_before_fault = trial.command.text.index("is there")
     assert trial.wait_for_line(r"process 1\b", 0.0)[0] == "process 1 is gone"
     with pytest.raises(FaultFailure, match="ended before a line like 'process 2'"):
         trial.wait_for_line("process 2", 0.0)

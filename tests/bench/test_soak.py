@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mmjax.bench.soak.draws import Draw, drawn
-from mmjax.bench.soak.forked import FELL, Process, program
+from mmjax.bench.soak.draws import Draw, make_draw
+from mmjax.bench.soak.forked import CRASHED, Process, program
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
 from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.config import load_config
@@ -30,30 +30,30 @@ DRAW = Draw(
     number=1,
     shared=("Train.eval_samples=4", "Train.eval_every=2", "Train.dtype='float32'"),
     layout=("llm/Layout.dp=1",),
-    other=("llm/Layout.dp=2",),
+    other_layout=("llm/Layout.dp=2",),
     steps=3,
     processes=1,
-    served=False,
-    killed=1,
+    data_server=False,
+    stop_after=1,
     ending="kill",
     delay=0.0,
-    grows=False,
-    folder=False,
-    restored=0,
-    moved=False,
+    data_grow=False,
+    from_folder=False,
+    restore_up_to=0,
+    eval_elsewhere=False,
 )
 
 
 def test_draws_are_legal_different_and_the_same_again() -> None:
-    draws = [drawn(3, number, DATA) for number in range(8)]
+    draws = [make_draw(3, number, DATA) for number in range(8)]
     for draw in draws:
-        assert draw.layout != draw.other
-        for layout in (draw.layout, draw.other):
+        assert draw.layout != draw.other_layout
+        for layout in (draw.layout, draw.other_layout):
             config = load_config([], [*draw.shared, *layout], allow_code=True)
-            assert config.train.steps == draw.steps > draw.killed
+            assert config.train.steps == draw.steps > draw.stop_after
     assert len({draw.shared for draw in draws}) == len(draws)
-    assert not any(draw.folder for draw in draws)
-    assert drawn(3, 5, DATA) == draws[5] != drawn(4, 5, DATA)
+    assert not any(draw.from_folder for draw in draws)
+    assert make_draw(3, 5, DATA) == draws[5] != make_draw(4, 5, DATA)
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_ten_draws_are_refused_or_have_a_plan_for_every_step(tmp_path: Path) -> 
     """Needs no device: finds data that cannot be read or packed under a drawn layout, as a soak would first."""
     data, planned = write_all(tmp_path, digit_dialogues(24, seed=0), per_shard=10), 0
     for number in range(10):
-        draw = drawn(7, number, data)
+        draw = make_draw(7, number, data)
         config = load_config([], [*draw.shared, *draw.layout], allow_code=True)
         source, tokenizer = open_source(config, split="train"), make_tokenizer("", config.model.media)
         try:
@@ -154,13 +154,13 @@ def test_an_evaluation_that_failed_is_a_failure(tmp_path: Path) -> None:
 def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> None:
     trial = SoakTrial(DRAW, tmp_path)
     one = rows(3.0, 2.0, 1.0)
-    trial._require_same(one, rows(3.0, 2.001, 1.0005), 0)
+    trial._require_same_losses(one, rows(3.0, 2.001, 1.0005), 0)
     changes = [{"loss": 3.001}, {"grad_norm": 2.01}, {"llm/learning_rate": 0.2}]
     for step, change in ((1, changes[0]), (2, changes[1]), (3, changes[2])):
         other = [row | change if row["step"] == step else row for row in one]
         with pytest.raises(Failure, match=f"^step {step} under another layout"):
-            trial._require_same(one, other, 0)
-        trial._require_same(one, other, step)  # it went on from a later checkpoint
+            trial._require_same_losses(one, other, 0)
+        trial._require_same_losses(one, other, step)  # it went on from a later checkpoint
 
 
 def test_scores_are_those_of_the_run(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_scores_are_those_of_the_run(tmp_path: Path) -> None:
     trial._require_same_scores(row, row, 4)
     with pytest.raises(Failure, match=r"exact_match 0\.25, the run 0\.5"):
         trial._require_same_scores(row, {**row, "exact_match": 0.25}, 4)
-    moved = SoakTrial(dataclasses.replace(DRAW, moved=True), tmp_path)
+    moved = SoakTrial(dataclasses.replace(DRAW, eval_elsewhere=True), tmp_path)
     moved._require_same_scores(row, {**row, "exact_match": 0.25}, 4)  # a tie in one sample
     with pytest.raises(Failure):
         moved._require_same_scores(row, {**row, "exact_match": 0.0}, 4)
@@ -205,7 +205,7 @@ def test_a_forked_process_has_a_log_a_status_and_a_group(tmp_path: Path) -> None
         raise ValueError("fallen")
 
     fallen = Process(fall, tmp_path / "fallen.log")
-    assert fallen.wait(60) == FELL and "ValueError: fallen" in fallen.text
+    assert fallen.wait(60) == CRASHED and "ValueError: fallen" in fallen.text
     seen = Process(lambda: print(os.environ["SEEN"], flush=True) or 3, tmp_path / "seen.log", {"SEEN": "yes"})
     assert seen.wait(60) == 3 and seen.text == "yes\n"
 
@@ -222,7 +222,7 @@ def test_a_forked_process_has_a_log_a_status_and_a_group(tmp_path: Path) -> None
 
 
 def test_a_trial_writes_configurations_that_can_be_read(tmp_path: Path) -> None:
-    draw = drawn(0, 3, DATA)
+    draw = make_draw(0, 3, DATA)
     SoakTrial(draw, tmp_path)
     read = load_config([tmp_path / "draw.gin", tmp_path / "other.gin"], allow_code=True)
-    assert read == load_config([], [*draw.shared, *draw.other], allow_code=True)
+    assert read == load_config([], [*draw.shared, *draw.other_layout], allow_code=True)

@@ -1,6 +1,6 @@
-"""Faults injected into runs of several real processes: who names each, how soon, and how many steps are lost.
+"""Faults injected into runs of several real processes: the line that names each, its delay, and lost steps.
 
-Whatever happens, a run ends with the losses of a run without a fault, bit for bit.
+Every run must end with the losses of a run without a fault, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mmjax.configurable import ConfigError, require, suggest
 
 
 def bench_faults(rounds: int, *, processes: str, only: str, out: str) -> Iterator[Row]:
-    """For each fault and number of processes: seconds until it is named, steps lost, and the difference of the losses.
+    """Yields for each fault and number of processes: seconds until it is named, steps lost, difference of losses.
 
     Args:
       rounds: not used; every fault happens once.
       processes: numbers of processes, with commas between them.
       only: faults by name, with commas between them; all where it is empty.
-      out: folder for the files of runs; those of a run that came through are removed.
+      out: folder for the files of runs; those of a run that survived are removed.
     """
     del rounds
     counts = [int(text) if text.isdecimal() else 0 for text in processes.split(",")]
@@ -57,9 +57,9 @@ def _faults(count: int, names: Sequence[str], folder: Path) -> Iterator[Row]:
         survived += 1
         shutil.rmtree(folder / name, ignore_errors=True)
         yield Row(bench="faults", case=f"{case}: named ({result.line})", value=result.seconds, unit="s")
-        most = at_most(2 * EVERY if KINDS[name].restarted else 0)
+        most_lost = at_most(2 * EVERY if KINDS[name].restarted else 0)
         text = f"{case}: {result.ending}, steps lost"
-        yield Row(bench="faults", case=text, value=result.steps_lost, unit="steps", target=most)
+        yield Row(bench="faults", case=text, value=result.steps_lost, unit="steps", target=most_lost)
         gap = f"{case}: difference of losses"
         yield Row(bench="faults", case=gap, value=result.loss_gap, unit="", target=at_most(0))
     yield Row(bench="faults", case=f"{count} processes: faults survived of {len(names)}", value=survived, unit="")
@@ -81,19 +81,19 @@ def try_fault(fault: Fault, trial: FaultTrial, undisturbed: FaultTrial) -> Fault
     with fault.around(trial) if fault.around else contextlib.nullcontext(()) as settings:
         trial.settings += settings
         trial.start()
-        since = fault.inject(trial) if fault.inject else _happened(trial)
-        before = trial.last_step()
-        line, seconds = trial.wait_for_line(fault.line, since)
+        fault_time = fault.inject(trial) if fault.inject else _wait_for_inside_fault(trial)
+        step_before_fault = trial.last_step()
+        line, seconds = trial.wait_for_line(fault.line, fault_time)
         ending = trial.finish()
-        losses, wanted = trial.losses(), undisturbed.losses()
+        losses, undisturbed_losses = trial.losses(), undisturbed.losses()
         resumed = trial.resumed_after()
-    lost = 0 if resumed is None else max(0, before - resumed)
-    gap = max(abs(losses[step] - wanted[step]) for step in range(1, STEPS + 1))
-    return FaultResult(ending=ending, line=line, seconds=seconds, steps_lost=lost, loss_gap=gap)
+    steps_lost = 0 if resumed is None else max(0, step_before_fault - resumed)
+    loss_gap = max(abs(losses[step] - undisturbed_losses[step]) for step in range(1, STEPS + 1))
+    return FaultResult(ending=ending, line=line, seconds=seconds, steps_lost=steps_lost, loss_gap=loss_gap)
 
 
-def _happened(trial: FaultTrial) -> float:
-    """Waits for a fault from inside; its time."""
+def _wait_for_inside_fault(trial: FaultTrial) -> float:
+    """Waits for a fault from inside; returns its time."""
     trial.wait_for(trial.mark.exists, "the fault happened")
     time.sleep(0.1)  # the file is written after it is made
     return float(trial.mark.read_text())

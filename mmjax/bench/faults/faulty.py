@@ -1,7 +1,7 @@
 """``python -m mmjax.bench.faults.faulty FLAGS``: ``mmjax.train`` whose process 1 has a fault, once.
 
-The environment says which: ``MMJAX_FAULT`` is its name in ``FAULTS``, ``MMJAX_FAULT_MARK`` the path of a file that is
-made when it happens. Where the file exists the fault is over: a run that starts again has none.
+``MMJAX_FAULT`` in the environment is the fault's name in ``FAULTS``; ``MMJAX_FAULT_MARK`` is the path of a file that is
+written when it happens. A run that starts when the file exists has no fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOR_EVER = 10_000.0
 
 
 def hang() -> None:
-    """An op that never returns."""
+    """Installs an op that never returns."""
     step, dispatch = Executor.step, Walker.dispatch
 
     def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
@@ -69,16 +69,16 @@ def slow() -> None:
 
 
 def nan() -> None:
-    """One parameter that is not a number any more."""
-    plain = Executor.step
+    """Installs a parameter that becomes NaN."""
+    original_step = Executor.step
 
     def step(self: Executor, *args: Any, **kwargs: Any) -> Any:
         if _happens():
             name = next(name for name, stage in self.placed.stages.items() if stage.submesh.local)
-            first, *others = jax.tree.leaves(self.states[name]["master"])
-            shape = jax.tree.structure(self.states[name]["master"])
-            self.states[name]["master"] = jax.tree.unflatten(shape, [first + jnp.nan, *others])
-        return plain(self, *args, **kwargs)
+            first_leaf, *later_leaves = jax.tree.leaves(self.states[name]["master"])
+            structure = jax.tree.structure(self.states[name]["master"])
+            self.states[name]["master"] = jax.tree.unflatten(structure, [first_leaf + jnp.nan, *later_leaves])
+        return original_step(self, *args, **kwargs)
 
     Executor.step = step
 

@@ -1,4 +1,4 @@
-"""The faults: how each is brought about in a run that trains, and the line by which it is named."""
+"""The faults: how each is caused in a run that trains, and the pattern of the line that names it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Fault:
     """A fault.
 
     Attributes:
-      doc: what happens, in words.
+      doc: the fault in words.
       line: pattern of the line that names it; ``{process}`` stands for the faulty process.
-      inside: fault in ``faulty.FAULTS`` that the faulty process brings about itself; empty where it comes from outside.
-      inject: brings about a fault from outside; returns when it has happened, as a time of ``time.time``.
-      around: a context in which the run is trained, such as a disk; gives further bindings.
+      inside: name in ``faulty.FAULTS`` of a fault inside the faulty process; empty for a fault from outside.
+      inject: causes a fault from outside; returns its time, by ``time.time``.
+      around: a context in which the run is trained, such as a small disk; yields further bindings.
       settings: further bindings of the run.
       layout: further bindings on which its losses depend: the run without a fault has them too.
       restarted: whether steps after the last checkpoint may be lost.
@@ -120,7 +120,7 @@ def small_disk(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
 
 
 def fill_disk(trial: FaultTrial) -> float:
-    """Takes all the room that the run directory's file system has, until the run has noticed and gone on."""
+    """Fills the file system of the run directory until the run has noticed it and gone on."""
     trial.wait_for_step(AT)
     now, ballast = trial.now(), trial.run / "ballast"
     with contextlib.suppress(OSError), open(ballast, "ab", buffering=0) as file:
@@ -135,7 +135,7 @@ def fill_disk(trial: FaultTrial) -> float:
 
 @contextlib.contextmanager
 def data_server(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
-    """A data server; gives the binding that names it."""
+    """A data server; yields the binding with its address."""
     trial.port = free_port()
     start_server(trial)
     try:
@@ -157,7 +157,7 @@ def start_server(trial: FaultTrial) -> None:
 
 
 def kill_server(trial: FaultTrial) -> float:
-    """SIGKILL to the data server, and another one in its place when the run has noticed."""
+    """SIGKILL to the data server; another one starts when the run has noticed."""
     trial.wait_for_step(AT)
     now = trial.now()
     trial.servers[-1].signal(signal.SIGKILL)

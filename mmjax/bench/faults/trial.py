@@ -1,4 +1,4 @@
-"""One fault in a run of several processes: who names it, how soon, how many steps are lost, and how the run ends."""
+"""One fault in a run of several processes: the line that names it, its delay, lost steps, and the end of the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ vision/Layout.rank_offset = 2
 
 
 class FaultFailure(Exception):
-    """A run did not survive its fault, or nobody named it."""
+    """A run did not survive its fault, or no line named it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class FaultTrial:
 
     Attributes:
       processes: number of processes.
-      folder: where everything is written.
-      inside: fault in ``faulty.FAULTS`` that process 1 brings about itself; empty where it comes from outside.
+      folder: folder of all files.
+      inside: name in ``faulty.FAULTS`` of a fault inside process 1; empty for a fault from outside.
       settings: further bindings.
       run: the run directory.
-      commands: commands so far, the last one may be running.
+      commands: commands so far; the last one may be running.
       servers: data servers of the run, the newest one last.
       port: port of the data servers.
     """
@@ -102,7 +102,7 @@ class FaultTrial:
     commands: list[Process] = field(default_factory=list)
     servers: list[Process] = field(default_factory=list)
     port: int = 0
-    _said_before: int = 0
+    _text_before_fault: int = 0
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class FaultTrial:
 
     @property
     def mark(self) -> Path:
-        """The file that a fault from inside makes when it happens."""
+        """The file that marks that a fault from inside has happened."""
         return self.folder / "happened"
 
     @property
@@ -120,13 +120,15 @@ class FaultTrial:
         return self.commands[-1]
 
     def start(self) -> None:
-        """Gives the command; it is the same every time."""
+        """Starts the command, which is the same every time."""
         module = "mmjax.bench.faults.faulty" if self.inside else "mmjax.train"
         flags = [f"--gin_file={self.folder / 'run.gin'}", f"--run_dir={self.run}"]
         flags += [f"--gin.{setting}" for setting in self.settings]
-        again = ["--max_restarts=3"] if self.inside else []  # the default where the module is mmjax.train itself
-        launch = ["-m", "mmjax.launch", "-n", str(self.processes), *again, "-m", module, *flags]
-        log, self._said_before = self.folder / f"{len(self.commands)}.log", 0
+        restart_flags = (
+            ["--max_restarts=3"] if self.inside else []
+        )  # the default where the module is mmjax.train itself
+        launch = ["-m", "mmjax.launch", "-n", str(self.processes), *restart_flags, "-m", module, *flags]
+        log, self._text_before_fault = self.folder / f"{len(self.commands)}.log", 0
         self.commands.append(Process(program(launch), log, self._environment))
 
     @property
@@ -158,16 +160,16 @@ class FaultTrial:
         self.wait_for(lambda: self.last_step() >= step, f"step {step}")
 
     def now(self) -> float:
-        """The time of a fault, of ``time.time``; lines that are written later may name it."""
-        self._said_before = len(self.command.text)
+        """The time of a fault, by ``time.time``. Lines written from now on may name the fault."""
+        self._text_before_fault = len(self.command.text)
         return time.time()
 
     def wait_for_line(self, pattern: str, since: float) -> tuple[str, float]:
-        """The first line after ``now`` that matches, and the seconds from ``since``, a time of ``time.time``, to it."""
+        """Waits for a line after ``now`` that matches; returns it, and the seconds from ``since`` to it."""
         matches, line = list[str](), re.compile(f"^.*(?:{pattern}).*$", flags=re.MULTILINE)
 
         def appears() -> bool:
-            matches.extend(line.findall(self.command.text, self._said_before))
+            matches.extend(line.findall(self.command.text, self._text_before_fault))
             return bool(matches)
 
         self.wait_for(appears, f"a line like {pattern!r}")
@@ -183,7 +185,7 @@ class FaultTrial:
         return status
 
     def finish(self) -> str:
-        """Gives the same command until the run is at its end; says how often it had to be given."""
+        """Starts the same command until the run is at its end; returns a summary in words."""
         statuses = [self.wait_for_end()]
         while statuses[-1] != 0 and len(statuses) < COMMANDS:
             self.start()
@@ -206,7 +208,7 @@ class FaultTrial:
         raise FaultFailure(f"process {number} is not running: see {self.command.log}")
 
     def members(self) -> list[int]:
-        """The process ids of all that belongs to the run and lives."""
+        """Ids of all living processes of the run."""
         mark = f"MMJAX_FAULT_MARK={self.mark}"
         return [pid for pid, _, environment in _living() if mark in environment]
 
@@ -231,18 +233,18 @@ class FaultTrial:
 
     def newest_checkpoint(self) -> Path:
         """The newest whole checkpoint."""
-        found = [path for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal()]
-        return max(found)
+        checkpoints = [path for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal()]
+        return max(checkpoints)
 
     def resumed_after(self) -> int | None:
-        """The step after which the last start went on; ``None`` where nothing was started again."""
+        """The step after which the last restart continued; ``None`` without a restart."""
         text = "".join(command.text for command in self.commands)
         starts = re.findall(r"continuing after step (\d+)", text)
         return int(starts[-1]) if starts else None
 
 
 def _living() -> Iterator[tuple[int, int, list[str]]]:
-    """Process id, parent's id and environment of every process that may be looked at."""
+    """Process id, parent's id and environment of every process that this one may inspect."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]

@@ -1,5 +1,5 @@
-"""``python -m mmjax.bench gpu --out=DIR``: what one GPU says, in one command that ends before a deadline.
+"""``python -m mmjax.bench gpu --out=DIR``: measures one GPU, and ends before a deadline.
 
-The driver starts no backend. Every section is a process of its own: what crashes, hangs or runs out of memory ends
-alone, and each can have XLA's flags as it wants them. A section writes down each figure as soon as it is known.
+The driver starts no backend. Every section is a process of its own, with its own XLA flags: one that crashes,
+hangs or runs out of memory stops no other. A section writes each figure to its file as soon as it is known.
 """

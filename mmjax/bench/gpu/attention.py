@@ -1,4 +1,4 @@
-"""The ways of attention side by side, forward and backward: values, times and memory.
+"""The attention backends side by side, forward and backward: values, times and memory.
 
 ``dense``, ``blockwise``, ``cudnn`` and ``tokamax`` are values of the setting ``attention``; ``xla`` is
 ``jax.nn.dot_product_attention``. A case is one shape and one mask: whole rows, packed segments, a window.
@@ -30,8 +30,18 @@ LIMIT = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Shapes of queries ``[rows, length, heads, width]``, and of keys and values with ``groups`` heads, 0 for as many;
-    the mask, and the segments of a row."""
+    """A shape and a mask.
+
+    Attributes:
+      rows: rows.
+      length: tokens of a row.
+      heads: heads of the queries ``[rows, length, heads, width]``.
+      width: width of a head.
+      kind: "causal" or "full".
+      segments: number of segments in a row, of equal length.
+      groups: heads of keys and values; 0 stands for ``heads``.
+      window: tokens that a query attends to at most; 0 is no limit.
+    """
 
     rows: int
     length: int
@@ -44,7 +54,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        """Which tokens of a segment see which."""
+        """The mask between tokens of one segment."""
         return Mask("causal" if self.kind == "causal" else "full", self.window)
 
     @property
@@ -58,9 +68,13 @@ class Case:
     @property
     def flops(self) -> float:
         """FLOPs of the two products of a forward, over the pairs that the mask allows."""
-        each = self.length / self.segments
-        seen = min(self.window or each, each)
-        pairs = self.segments * (seen * (seen + 1) / 2 + (each - seen) * seen if self.kind == "causal" else each * each)
+        segment_length = self.length / self.segments
+        window = min(self.window or segment_length, segment_length)
+        pairs = self.segments * (
+            window * (window + 1) / 2 + (segment_length - window) * window
+            if self.kind == "causal"
+            else segment_length * segment_length
+        )
         return 4.0 * self.rows * self.heads * self.width * pairs
 
 
@@ -89,29 +103,29 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def run(job: Job) -> None:
-    """Measures one case after another; an implementation that is not available is noted with its error."""
-    found: dict[str, Any] = {}
-    spent = 0.0
+    """Measures one case after another. A backend that is not available is noted with its error."""
+    by_case: dict[str, Any] = {}
+    last_seconds = 0.0
     for case in SMALL if job.small else CASES:
-        begun = time.perf_counter()
-        if not job.has_time(case.name, 1.5 * spent):
+        start = time.perf_counter()
+        if not job.has_time(case.name, 1.5 * last_seconds):
             break
-        found[case.name] = own = _measure(case)
-        job.note(cases=found)
-        for name, result in own.items():
+        by_case[case.name] = results = _measure(case)
+        job.note(cases=by_case)
+        for name, result in results.items():
             if name in ATTENTIONS and "error" not in result:
                 job.check(f"{case.name}: {name}", max(result["forward_gap"], result["backward_gap"]) <= LIMIT)
-        spent = time.perf_counter() - begun
+        last_seconds = time.perf_counter() - start
 
 
 def _measure(case: Case) -> dict[str, Any]:
     q, k, v, cotangent = (_numbers(case, seed) for seed in range(4))
     segments = _segments(case)
     # In fp32 scores of longer rows would take too much memory.
-    oracle = _way("dense" if case.length <= 2048 else "blockwise", case)
+    oracle = _backend("dense" if case.length <= 2048 else "blockwise", case)
     with matmul_precision("highest"):
-        whole = [x.astype(jnp.float32) for x in (q, k, v, cotangent)]
-        exact = jax.device_get(jax.jit(partial(_both, oracle))(*whole, segments))
+        arrays = [x.astype(jnp.float32) for x in (q, k, v, cotangent)]
+        exact = jax.device_get(jax.jit(partial(_forward_and_backward, oracle))(*arrays, segments))
     results: dict[str, Any] = {}
     for name, attend in implementations(case).items():
         try:
@@ -124,13 +138,16 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def implementations(case: Case) -> Mapping[str, Attend]:
-    """Implementations by name."""
-    ways = {name: _way(name, case) for name in ATTENTIONS if name != AUTO}
-    return ways if case.window else ways | {"xla": partial(_of_jax, case=case)}
+    """The attention functions that are compared for a case, by name."""
+    backends = {name: _backend(name, case) for name in ATTENTIONS if name != AUTO}
+    return backends if case.window else backends | {"xla": partial(_of_jax, case=case)}
 
 
-def _way(name: str, case: Case) -> Attend:
-    return lambda q, k, v, segments: Way(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
+def _backend(name: str, case: Case) -> Attend:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return Way(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
+
+    return attend
 
 
 def _of_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, case: Case) -> jax.Array:
@@ -139,22 +156,24 @@ def _of_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *, ca
 
 
 def _timed(attend: Attend, arrays: tuple[jax.Array, ...], case: Case) -> tuple[dict[str, Any], Any]:
-    """Figures, and the compiled forward and backward."""
+    """Figures of one backend for a case; and its compiled forward and backward."""
     q, k, v, _, segments = arrays
     forward = jax.jit(attend).lower(q, k, v, segments).compile()
-    both = jax.jit(partial(_both, attend)).lower(*arrays).compile()
-    ahead, whole = seconds(lambda: forward(q, k, v, segments)), seconds(lambda: both(*arrays))
+    both = jax.jit(partial(_forward_and_backward, attend)).lower(*arrays).compile()
+    forward_seconds, both_seconds = seconds(lambda: forward(q, k, v, segments)), seconds(lambda: both(*arrays))
     figures = {
-        "forward_seconds": ahead,
-        "both_seconds": whole,
-        "forward_tflops": case.flops / ahead / 1e12,
-        "both_tflops": 3 * case.flops / whole / 1e12,
+        "forward_seconds": forward_seconds,
+        "both_seconds": both_seconds,
+        "forward_tflops": case.flops / forward_seconds / 1e12,
+        "both_tflops": 3 * case.flops / both_seconds / 1e12,
         "temporary_bytes": both.memory_analysis().temp_size_in_bytes,  # pyright: ignore[reportOptionalMemberAccess]
     }
     return figures, both
 
 
-def _both(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, segments: jax.Array) -> Any:
+def _forward_and_backward(
+    attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, segments: jax.Array
+) -> Any:
     """The output, and the gradients of queries, keys and values."""
     out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
     return out, back(cotangent.astype(out.dtype))
@@ -167,5 +186,5 @@ def _numbers(case: Case, seed: int) -> jax.Array:
 
 
 def _segments(case: Case) -> jax.Array:
-    each = np.arange(case.length) * case.segments // case.length + 1
-    return jnp.asarray(np.broadcast_to(each, (case.rows, case.length)).astype(np.int32))
+    row = np.arange(case.length) * case.segments // case.length + 1
+    return jnp.asarray(np.broadcast_to(row, (case.rows, case.length)).astype(np.int32))

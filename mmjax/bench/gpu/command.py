@@ -13,23 +13,23 @@ from mmjax.configurable import ConfigError, suggest
 
 
 def bench_gpu(rounds: int, *, out: str, only: str, small: bool, seconds: int, keep: bool) -> Iterator[Row]:
-    """Runs the sections, or makes the kept results again; ``rounds`` does not count.
+    """Runs the sections, or computes the kept results again; ``rounds`` is not used.
 
     Raises:
-      ConfigError: a section is not known, or there is no accelerator and shapes are not small.
+      ConfigError: a section is unknown, or there is no accelerator and shapes are not small.
     """
-    known = {section.name: section for section in SECTIONS}
+    sections = {section.name: section for section in SECTIONS}
     names = [name for name in only.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--only={only}: there is no section {unknown[0]!r}; {suggest(unknown[0], known)}")
+    if unknown := [name for name in names if name not in sections]:
+        raise ConfigError(f"--only={only}: there is no section {unknown[0]!r}; {suggest(unknown[0], sections)}")
     if seconds < 1:
         raise ConfigError(f"--seconds={seconds}: must be at least 1, such as 540")
     if keep:
         yield Row(bench="gpu", case=f"kept results: {_keep()}", value=1.0, unit="file")
         return
     driver = Driver(Path(out), small=small, seconds=float(seconds))
-    for name, found in driver.run([section for section in SECTIONS if not names or section.name in names]):
-        yield _row(name, found)
+    for name, findings in driver.run([section for section in SECTIONS if not names or section.name in names]):
+        yield _row(name, findings)
     yield Row(bench="gpu", case=f"everything: see {Path(out) / RESULTS}", value=driver.elapsed, unit="s")
 
 
@@ -45,11 +45,11 @@ def _keep() -> Path:
     return KEPT
 
 
-def _row(name: str, found: Mapping[str, Any]) -> Row:
-    """Whether a section was right; one that was left out has promised nothing."""
-    wrong = [what for what, passed in found.get("checks", {}).items() if not passed]
-    why = found.get("error") or ", ".join(wrong or found.get("missing", ()))
-    case = f"{name}: {found['status']} in {found.get('seconds', 0.0):.0f} s" + (f": {why}" if why else "")
-    left_out = found["status"] == "left out"
-    about: Any = {"value": float(found["status"] == "ok"), "target": None if left_out else at_least(1.0)}
-    return Row(bench="gpu", case=case, unit="right", **about)
+def _row(name: str, findings: Mapping[str, Any]) -> Row:
+    """A row with 1 for a section whose checks passed, else 0. A section that was left out has no target."""
+    failed_checks = [check for check, passed in findings.get("checks", {}).items() if not passed]
+    reason = findings.get("error") or ", ".join(failed_checks or findings.get("missing", ()))
+    case = f"{name}: {findings['status']} in {findings.get('seconds', 0.0):.0f} s" + (f": {reason}" if reason else "")
+    left_out = findings["status"] == "left out"
+    target = None if left_out else at_least(1.0)
+    return Row(bench="gpu", case=case, value=float(findings["status"] == "ok"), unit="right", target=target)

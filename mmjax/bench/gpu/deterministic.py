@@ -15,27 +15,30 @@ TIMES = 2
 
 
 def run(job: Job) -> None:
-    """Starts no backend itself: each process has to, with XLA's flags and without compiled programs of another."""
-    found = list[dict[str, Any]]()
+    """Trains in each process. This one starts no backend: each has XLA's flags, and compiles its own programs."""
+    processes = list[dict[str, Any]]()
     for index in range(TIMES):
         file = job.folder / f"deterministic_{index}.json"
-        command = [sys.executable, "-m", "mmjax.bench.gpu.one", f"{__name__}:train", str(file), "600"]
+        command = [sys.executable, "-m", "mmjax.bench.gpu.section_process", f"{__name__}:train", str(file), "600"]
         subprocess.run(command, env=dict(os.environ), check=True)
-        found.append(_read(file))
-        job.note(processes=found)
-    job.check("bit for bit", len({one["state"] for one in found}) == 1 and found[0]["losses"] == found[1]["losses"])
+        processes.append(_read(file))
+        job.note(processes=processes)
+    job.check(
+        "bit for bit",
+        len({process["state"] for process in processes}) == 1 and processes[0]["losses"] == processes[1]["losses"],
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:
     import json
 
-    found = json.loads(file.read_text(encoding="utf-8"))
+    findings = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
-    return found
+    return findings
 
 
 def train(job: Job) -> None:
-    """Some steps in bf16, and a digest of every bit of the state."""
+    """Trains a few steps in bf16, and notes a digest of every bit of the state."""
     from dataclasses import replace
 
     from mmjax.bench.gpu.kept import kept
@@ -44,9 +47,9 @@ def train(job: Job) -> None:
 
     config = config_of_values(next(iter(kept()["parity"].values()))["config"])
     config = replace(config, world=replace(config.world, compilation_cache="none"))
-    one = session(config, "bfloat16", deterministic=True).start()
-    found = one.run()
+    traced = session(config, "bfloat16", deterministic=True).start()
+    outcome = traced.run()
     digest = hashlib.sha256()
-    for name, leaf in sorted(found.leaves[-1].items()):
+    for name, leaf in sorted(outcome.leaves[-1].items()):
         digest.update(name.encode() + leaf.tobytes())
-    job.note(losses=found.losses, state=digest.hexdigest(), xla_flags=os.environ.get("XLA_FLAGS", ""))
+    job.note(losses=outcome.losses, state=digest.hexdigest(), xla_flags=os.environ.get("XLA_FLAGS", ""))

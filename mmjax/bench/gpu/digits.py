@@ -25,25 +25,25 @@ def run(job: Job) -> None:
     expected = kept()["digits"]
     config = config_of_values(expected["config"])
     steps = 2 if job.small else STEPS
-    spent = 0.0
+    last_seconds = 0.0
     for precision in ("highest",) if job.small else ("highest", ""):
-        begun = time.perf_counter()
-        if not job.has_time(precision or "as XLA chooses", 1.2 * spent):
+        start = time.perf_counter()
+        if not job.has_time(precision or "as XLA chooses", 1.2 * last_seconds):
             break
         with matmul_precision(precision):
-            losses, took = train(config, steps)
-        spent = time.perf_counter() - begun
+            losses, timings = train(config, steps)
+        last_seconds = time.perf_counter() - start
         gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=False)]
         within = {str(few): max(gaps[:few]) for few in LIMITS if few <= steps}
         way = precision or "as XLA chooses"
-        job.note(**{way: {"losses": losses, "within": within or {str(steps): max(gaps)}, **took}})
+        job.note(**{way: {"losses": losses, "within": within or {str(steps): max(gaps)}, **timings}})
         if precision:
             for few, limit in LIMITS.items():
                 job.check(f"losses of {min(few, steps)} steps", max(gaps[:few]) <= limit)
 
 
 def train(config: Config, steps: int) -> tuple[list[float], dict[str, float]]:
-    """Losses; and seconds of the first step, compilation included, and of a later one."""
+    """Trains; returns losses, and the seconds of the first step, compilation included, and of a later one."""
     start, ends = time.perf_counter(), list[float]()
     with Trainer(config, style="silent") as trainer:
         losses = list[float]()
@@ -61,7 +61,7 @@ def expected() -> dict[str, Any]:
 
 
 def trained_config() -> Config:
-    """The file's, without evaluation and on whatever device is there."""
+    """The configuration of the file, without evaluation, on one device of any platform."""
     config = load_config([CONFIGS / FILE])
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention for the cases of section ``attention``: its values, and seconds forward and of both."""
+"""PyTorch's FlexAttention for the cases of section ``attention``: values, seconds forward and of both passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmjax.bench.gpu.attention import Case
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Figures of one case; the mask is found once, outside of what is timed."""
+    """Figures of one case. The block mask is computed once, before the timed calls."""
     rows, length, groups = case.rows, case.length, case.groups or case.heads
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -27,13 +27,13 @@ def measure(case: Case) -> dict[str, Any]:
     inputs = [x.requires_grad_(device == "cuda") for x in (q, k, v)]  # on a CPU it has no backward
     segments = torch.arange(length, device=device) * case.segments // length
 
-    def seen(row: Any, head: Any, query: Any, key: Any) -> Any:
+    def allowed_pairs(row: Any, head: Any, query: Any, key: Any) -> Any:
         allowed = segments[query] == segments[key]
         if case.kind == "causal":
             allowed = allowed & (key <= query)
         return allowed & (query - key < case.window) if case.window else allowed
 
-    mask = create_block_mask(seen, None, None, length, length, device=device)
+    mask = create_block_mask(allowed_pairs, B=None, H=None, Q_LEN=length, KV_LEN=length, device=device)
     compiled = torch.compile(flex_attention) if device == "cuda" else flex_attention
 
     def forward() -> Any:
@@ -43,20 +43,20 @@ def measure(case: Case) -> dict[str, Any]:
         return torch.autograd.grad(forward(), inputs, cotangent)
 
     index = torch.arange(length, device=device)
-    found = {"gap": _gap(forward(), seen(0, 0, index[:, None], index), *inputs)} if length <= 2048 else {}
-    found["forward_seconds"] = ahead = _seconds(forward)
-    found["forward_tflops"] = case.flops / ahead / 1e12
+    figures = {"gap": _gap(forward(), allowed_pairs(0, 0, index[:, None], index), *inputs)} if length <= 2048 else {}
+    figures["forward_seconds"] = forward_seconds = _seconds(forward)
+    figures["forward_tflops"] = case.flops / forward_seconds / 1e12
     if device == "cuda":
-        found["both_seconds"] = whole = _seconds(both)
-        found["both_tflops"] = 3 * case.flops / whole / 1e12
-    return found
+        figures["both_seconds"] = both_seconds = _seconds(both)
+        figures["both_tflops"] = 3 * case.flops / both_seconds / 1e12
+    return figures
 
 
-def _gap(out: Any, seen: Any, q: Any, k: Any, v: Any) -> float:
+def _gap(out: Any, allowed: Any, q: Any, k: Any, v: Any) -> float:
     """Relative difference from attention of all pairs in fp32."""
     with torch.no_grad():
         k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        exact = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen)
+        exact = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=allowed)
         return float((out.float() - exact).norm() / exact.norm())
 
 

@@ -29,28 +29,28 @@ class Job:
         self.small, self.folder, self.values = small, path.parent, dict[str, Any]()
         self._path, self._end = path, time.monotonic() + seconds
 
-    def has_time(self, what: str, seconds: float) -> bool:
-        """Whether ``seconds`` are left; if not, ``what`` is noted as not measured."""
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Whether ``seconds`` are left; if not, ``name`` is noted as not measured."""
         if time.monotonic() + seconds < self._end:
             return True
-        self.note(no_time_for=[*self.values.get("no_time_for", ()), what])
+        self.note(no_time_for=[*self.values.get("no_time_for", ()), name])
         return False
 
     def note(self, **values: Any) -> None:
-        """Adds figures, and writes all of them down at once."""
+        """Adds figures, and writes all figures to the file at once."""
         self.values |= values
         write_json(self._path, self.values)
 
-    def check(self, what: str, passed: bool) -> None:
+    def check(self, name: str, passed: bool) -> None:
         """Notes whether a check has passed; a section with a failed check is wrong."""
-        self.note(checks={**self.values.get("checks", {}), what: bool(passed)})
+        self.note(checks={**self.values.get("checks", {}), name: bool(passed)})
 
 
 def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:
-    """Replaces the file as a whole: nobody ever reads half of it, even if the process ends meanwhile."""
+    """Writes the file by renaming a complete one: a reader never sees half of it, even if this process is killed."""
     new = path.with_name(path.name + ".new")
     text = json.dumps(plain(values, digits), indent=1, ensure_ascii=False)
-    text = _LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = _LIST.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     new.write_text(text + "\n", encoding="utf-8")
     os.replace(new, path)
 

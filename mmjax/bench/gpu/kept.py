@@ -1,6 +1,6 @@
-"""Results that are kept in the repository: those that a GPU has to reproduce, computed on a CPU.
+"""The reference results of a CPU, kept in the package, which a GPU has to reproduce.
 
-``python -m mmjax.bench gpu --keep`` makes them again. They hold their configurations as values, so that a machine
+``python -m mmjax.bench gpu --keep`` computes them again. They hold their configurations as values, so that a machine
 without gin-config can read them. For every parameter they hold a *digest*: its norm, and its products with a few
 vectors of random signs. The expected mean square of a difference of such products is the difference's squared norm.
 """
@@ -32,7 +32,7 @@ def kept() -> dict[str, Any]:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """The values of a configuration as they are kept: no platform, one device."""
+    """The values of a configuration in the file's form: no platform, one device."""
     return changed_values(replace(config, world=replace(config.world, platform="", devices=1)))
 
 
@@ -53,13 +53,13 @@ def relative(got: Digests, want: Digests) -> float:
     if got.keys() != want.keys():
         return math.inf
     gap = sum(float(np.mean(np.square(np.subtract(got[name][1:], want[name][1:])))) for name in want)
-    whole = sum(own[0] ** 2 for own in want.values())
-    if not whole:
+    norm = sum(leaf_digest[0] ** 2 for leaf_digest in want.values())
+    if not norm:
         return 0.0 if not gap else math.inf
-    ratio = math.sqrt(gap / whole)
+    ratio = math.sqrt(gap / norm)
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def of_module(found: Digests, module: str) -> Digests:
+def of_module(leaf_digests: Digests, module: str) -> Digests:
     """Digests of one module's leaves."""
-    return {name: own for name, own in found.items() if name.partition("/")[0] == module}
+    return {name: leaf_digest for name, leaf_digest in leaf_digests.items() if name.partition("/")[0] == module}

@@ -19,19 +19,19 @@ PACKAGES = {
     "matplotlib": "matplotlib", "torch": "torch", "triton": "triton",
     "transformers": "transformers", "pytest": "pytest",
 }  # fmt: skip
-"""Import name by distribution; "" where it is not imported."""
+"""Import name by distribution; "" for a distribution that has no module to import."""
 GIB = 2**30
 
 
 def describe(job: Job) -> None:
     """Notes the host and packages, then JAX's devices, which come last since JAX may fail."""
-    found = {name: installed for name in PACKAGES if (installed := _installed(name))}
+    packages = {name: installed for name in PACKAGES if (installed := _installed(name))}
     missing = [name for name, module in PACKAGES.items() if module and not _is_there(module)]
     job.note(
         python=platform.python_version(),
         system=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
-        packages=found,
+        packages=packages,
         missing=[name for name in missing if not name.startswith("jax-cuda")],
         nvidia_smi=_nvidia_smi(),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
@@ -41,13 +41,13 @@ def describe(job: Job) -> None:
     from jax.extend.backend import get_backend
 
     devices = jax.devices()
-    held = (devices[0].memory_stats() or {}).get("bytes_limit")
+    memory_limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     job.note(
         platform=devices[0].platform,
         device=devices[0].device_kind,
         devices=len(devices),
         backend=get_backend().platform_version,
-        memory_gib=held and round(held / GIB, 1),
+        memory_gib=memory_limit and round(memory_limit / GIB, 1),
     )
 
 

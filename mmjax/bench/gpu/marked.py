@@ -16,7 +16,7 @@ _MARK = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 
 
 def run(job: Job) -> None:
-    """Collects only the files that have such tests; their own process picks the accelerator.
+    """Runs pytest on the files that have such tests, in a process that picks the accelerator itself.
 
     Raises:
       RuntimeError: pytest could not run them.
@@ -38,5 +38,5 @@ def run(job: Job) -> None:
 
 
 def marked_files(folder: Path) -> list[Path]:
-    """The files with a marked test."""
+    """The test files with a test that is marked ``gpu``."""
     return [path for path in sorted(folder.rglob("test_*.py")) if _MARK.search(path.read_text(encoding="utf-8"))]

@@ -22,19 +22,26 @@ DTYPES = ("float32", "bfloat16", "int32")
 
 
 def run(job: Job) -> None:
-    """Raises ConfigError where the device has no pinned host memory."""
+    """Copies arrays, then trains with the optimizer offloaded and without.
+
+    Raises:
+      ConfigError: the device has no pinned host memory.
+    """
     require_host_memory("Offload.optimizer", jax.devices()[:1])
     size = 1 << (16 if job.small else 28)
     rates: dict[str, Any] = {}
     for dtype in DTYPES:
         array = (jax.random.normal(jax.random.key(0), (size,)) * 1e3).astype(jnp.dtype(dtype))
         before = np.asarray(array)
-        there, away = _timed(array, HOST)
-        back, again = _timed(there, DEVICE)
-        same = there.sharding.memory_kind == HOST and np.array_equal(
+        on_host, seconds_to_host = _timed(array, HOST)
+        back, seconds_to_device = _timed(on_host, DEVICE)
+        same = on_host.sharding.memory_kind == HOST and np.array_equal(
             before.view(np.uint8), np.asarray(back).view(np.uint8)
         )
-        rates[dtype] = {"to_host_gb_per_s": array.nbytes / away / 1e9, "to_device_gb_per_s": array.nbytes / again / 1e9}
+        rates[dtype] = {
+            "to_host_gb_per_s": array.nbytes / seconds_to_host / 1e9,
+            "to_device_gb_per_s": array.nbytes / seconds_to_device / 1e9,
+        }
         job.note(rates=rates)
         job.check(f"{dtype} there and back", same)
     config = config_of_values(next(iter(kept()["parity"].values()))["config"])
@@ -45,7 +52,10 @@ def run(job: Job) -> None:
 
 
 def _timed(array: jax.Array, kind: str) -> tuple[jax.Array, float]:
-    """The second copy is timed: the first also takes the memory."""
+    """Copies an array to a kind of memory; returns the copy and its seconds.
+
+    The second copy is timed: the first one also allocates the memory.
+    """
     jax.block_until_ready(moved(array, kind))
     start = time.perf_counter()
     copy = jax.block_until_ready(moved(array, kind))
@@ -54,14 +64,14 @@ def _timed(array: jax.Array, kind: str) -> tuple[jax.Array, float]:
 
 def _trained(config: Config) -> Run:
     """Trains with a program per op, so that runs differ only in their offloading."""
-    one = session(config, "float32", lowering="ops")
-    return one.start().run()
+    return session(config, "float32", lowering="ops").start().run()
 
 
-def _same(one: Run, other: Run) -> bool:
-    leaves = [
-        np.array_equal(mine[name], theirs[name])
-        for mine, theirs in zip(one.leaves, other.leaves, strict=True)
-        for name in mine
+def _same(run: Run, reference: Run) -> bool:
+    """Whether losses and the leaves of every step are equal, bit for bit."""
+    equal_leaves = [
+        np.array_equal(leaves[name], reference_leaves[name])
+        for leaves, reference_leaves in zip(run.leaves, reference.leaves, strict=True)
+        for name in leaves
     ]
-    return one.losses == other.losses and all(leaves)
+    return run.losses == reference.losses and all(equal_leaves)

@@ -48,40 +48,42 @@ WAYS = (("float32", "highest"), ("bfloat16", ""), ("float32", ""))
 
 
 def run(job: Job) -> None:
-    """Every case in one way after another, compiled side by side."""
-    expected, found = kept()["parity"], dict[str, Any]()
+    """Runs all cases in one precision after another; the programs of a precision are compiled side by side."""
+    expected, results = kept()["parity"], dict[str, Any]()
     cases = dict(list(expected.items())[: 1 if job.small else None])
-    ways, took = WAYS[: 2 if job.small else None], 0.0
-    for dtype, precision in ways:
-        way, begun = f"{dtype} {precision}".strip(), time.perf_counter()
-        if not job.has_time(way, 1.2 * took):
+    precisions, last_seconds = WAYS[: 2 if job.small else None], 0.0
+    for dtype, precision in precisions:
+        way, start = f"{dtype} {precision}".strip(), time.perf_counter()
+        if not job.has_time(way, 1.2 * last_seconds):
             break
         with matmul_precision(precision):
             sessions = {name: session(config_of_values(case["config"]), dtype) for name, case in cases.items()}
-            start = time.perf_counter()
-            compile_all([program for one in sessions.values() for program in one.executor.programs()])
-            found[way] = {"compile_seconds": time.perf_counter() - start}
-            for name, one in sessions.items():
-                found[way][name] = distances(outcome(one), expected[name]["results"])
-                job.note(**{way: found[way]})
-                _check(job, way, name, found[way][name], expected[name])
-        took = time.perf_counter() - begun
+            compile_start = time.perf_counter()
+            compile_all([program for traced in sessions.values() for program in traced.executor.programs()])
+            results[way] = {"compile_seconds": time.perf_counter() - compile_start}
+            for name, traced in sessions.items():
+                results[way][name] = distances(outcome(traced), expected[name]["results"])
+                job.note(**{way: results[way]})
+                _check(job, way, name, gaps=results[way][name], case=expected[name])
+        last_seconds = time.perf_counter() - start
 
 
-def _check(job: Job, way: str, name: str, got: Mapping[str, float], case: Mapping[str, Any]) -> None:
+def _check(job: Job, way: str, name: str, *, gaps: Mapping[str, float], case: Mapping[str, Any]) -> None:
+    """Checks the distances of a case from its kept results, in a precision."""
     job.check(f"{name}: same samples", samples_of(config_of_values(case["config"]))[1] == case["samples"])
     if way == "float32 highest":
-        job.check(f"{name}: {way}", all(got[what] <= limit for what, limit in LIMITS.items()))
+        job.check(f"{name}: {way}", all(gaps[quantity] <= limit for quantity, limit in LIMITS.items()))
     elif way == "bfloat16":
         job.note(cpu_bfloat16={**job.values.get("cpu_bfloat16", {}), name: case["bfloat16"]})
-        job.check(f"{name}: {way}", all(got[what] <= COARSE * case["bfloat16"][what] + 1e-3 for what in LIMITS))
+        limits = {quantity: COARSE * case["bfloat16"][quantity] + 1e-3 for quantity in LIMITS}
+        job.check(f"{name}: {way}", all(gaps[quantity] <= limit for quantity, limit in limits.items()))
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 def samples_of(config: Config) -> tuple[Samples, int]:
-    """The samples of a configuration, and a checksum over all steps."""
+    """The samples of a configuration, and a checksum of those of all steps."""
     maker = Maker.of(build_model(config, tokenizer_of(config.data, config.model.media)))
     samples = Samples(maker=maker, sizes=BatchSizes.of(1, config.train.microbatches), seed=config.train.seed)
     steps = samples.steps(STEPS)
@@ -93,54 +95,59 @@ def samples_of(config: Config) -> tuple[Samples, int]:
 
 
 def session(config: Config, dtype: str, **train: Any) -> Session:
-    """The traced run on one device; its batches are packed here, since a run's loader needs Grain."""
+    """A traced run on one device. Its batches are packed here, since a run's loader needs Grain."""
     config = replace(config, train=replace(config.train, dtype=dtype, **train))
     samples = samples_of(config)[0]
-    one = Session(config, sample_packer(config, tokenizer_of(config.data, config.model.media), samples))
-    one.batches = [one.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
-    for program in one.executor.programs():
+    traced = Session(config, sample_packer(config, tokenizer_of(config.data, config.model.media), samples))
+    traced.batches = [traced.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
+    for program in traced.executor.programs():
         program.lower()  # here, where the precision is set
-    return one
+    return traced
 
 
-def outcome(one: Session) -> dict[str, Any]:
-    """Losses, norms by module, and digests of the first gradients and of the update by all steps."""
-    one.executor.initialise(one.config.train.seed)
-    found = one.run()
-    gradients = recovered_gradients(found, one.config.optimizers, one.config.train.clip_norm)
-    return _outcome(found.losses, found.norms, gradients[0], found.leaves)
+def outcome(traced: Session) -> dict[str, Any]:
+    """Runs it: losses, norms by module, and digests of the first gradients and of the update by all steps."""
+    traced.executor.initialise(traced.config.train.seed)
+    run = traced.run()
+    gradients = recovered_gradients(run, traced.config.optimizers, traced.config.train.clip_norm)
+    return _outcome(run.losses, run.norms, gradients[0], run.leaves)
 
 
-def _outcome(losses: Sequence[float], norms: Sequence[Mapping[str, float]], first: Any, leaves: Any) -> dict[str, Any]:
+def _outcome(
+    losses: Sequence[float], norms: Sequence[Mapping[str, float]], first_gradients: Any, leaves: Any
+) -> dict[str, Any]:
     before, after = (of_kind(leaves[place], "params") for place in (0, -1))
     return {
         "losses": list(map(float, losses)),
-        "norms": [{module: float(value) for module, value in own.items()} for own in norms],
-        "gradient": digests(first),
+        "norms": [{module: float(value) for module, value in by_module.items()} for by_module in norms],
+        "gradient": digests(first_gradients),
         "update": digests(difference(after, before)),
     }
 
 
 def distances(got: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest relative differences over the steps, and of gradients and updates by module."""
-    norms = [(own[m], wanted[m]) for own, wanted in zip(got["norms"], want["norms"], strict=True) for m in wanted]
+    """The largest relative differences over the steps, and those of gradients and updates by module."""
+    norms = [(a[module], b[module]) for a, b in zip(got["norms"], want["norms"], strict=True) for module in b]
     pairs = {"loss": list(zip(got["losses"], want["losses"], strict=True)), "norm": norms}
-    found: dict[str, Any] = {
-        what: max(abs(a - b) / abs(b) if b else abs(a) for a, b in own) for what, own in pairs.items()
+    gaps: dict[str, Any] = {
+        quantity: max(abs(a - b) / abs(b) if b else abs(a) for a, b in values) for quantity, values in pairs.items()
     }
-    for what in ("gradient", "update"):
-        modules = sorted({name.partition("/")[0] for name in want[what]})
-        own = {module: relative(*(of_module(side[what], module) for side in (got, want))) for module in modules}
-        found |= {
-            what: max(own.values()),
-            f"{what} by module": own,
-            f"{what}, worst leaf": _worst(got[what], want[what]),
+    for quantity in ("gradient", "update"):
+        modules = sorted({name.partition("/")[0] for name in want[quantity]})
+        by_module = {
+            module: relative(of_module(got[quantity], module), of_module(want[quantity], module)) for module in modules
         }
-    return found
+        gaps |= {
+            quantity: max(by_module.values()),
+            f"{quantity} by module": by_module,
+            f"{quantity}, worst leaf": _worst(got[quantity], want[quantity]),
+        }
+    return gaps
 
 
 def _worst(got: Digests, want: Digests) -> list[Any]:
-    gaps = {name: relative({name: got.get(name, [0.0])}, {name: own}) for name, own in want.items() if own[0]}
+    """The name of the leaf that differs most, and its relative difference."""
+    gaps = {name: relative({name: got.get(name, [0.0])}, {name: leaf}) for name, leaf in want.items() if leaf[0]}
     worst = max(gaps, key=lambda name: gaps[name])
     return [worst, gaps[worst]]
 
@@ -156,7 +163,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
         jax.config.update("jax_default_matmul_precision", before)
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- kept results ----------------------------------------------------------------------------------------------------
 
 
 def expected() -> dict[str, Any]:
@@ -165,12 +172,14 @@ def expected() -> dict[str, Any]:
 
 
 def small_config(file: str) -> Config:
-    """A configuration of the repository as ``mmjax.check`` shrinks it, on one device."""
+    """A shipped configuration as ``mmjax.check`` shrinks it, on one device."""
     config = load_config([CONFIGS / file])
     alone = replace(config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
     config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
     small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
-    packing = {name: replace(own, buckets=own.given[-1:]) for name, own in small.packing.items()}  # one program
+    packing = {
+        name: replace(packing, buckets=packing.given[-1:]) for name, packing in small.packing.items()
+    }  # one program
     return replace(small, packing=packing, world=replace(small.world, platform="", devices=1))
 
 
@@ -179,12 +188,13 @@ def _expected(config: Config) -> dict[str, Any]:
     packer = sample_packer(config, tokenizer_of(config.data, config.model.media), samples)
     initial = initial_parameters(config, packer, World(jax.devices()[:1]))
     model = build_model(config, tokenizer_of(config.data, config.model.media))
-    found = run_reference(model, config.optimizers, initial, samples.steps(STEPS), config.train.clip_norm)
-    results = _outcome(found.losses, found.norms, found.gradients[0], found.leaves)
+    steps, clip_norm = samples.steps(STEPS), config.train.clip_norm
+    reference = run_reference(model, config.optimizers, initial, steps, clip_norm)
+    results = _outcome(reference.losses, reference.norms, reference.gradients[0], reference.leaves)
     coarse = distances(outcome(session(config, "bfloat16")), results)
     return {
         "config": values_of(config),
         "samples": checksum,
         "results": results,
-        "bfloat16": {what: coarse[what] for what in LIMITS},
+        "bfloat16": {quantity: coarse[quantity] for quantity in LIMITS},
     }

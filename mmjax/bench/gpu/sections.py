@@ -12,14 +12,14 @@ MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the whole that is a process of its own.
+    """A section: one process of ``bench gpu``.
 
     Attributes:
-      name: in the results.
-      where: "module:function" of what it runs, called with a ``Job``.
-      seconds: that are set aside for it; what earlier sections leave of theirs comes on top.
+      name: its key in the results.
+      where: "module:function"; the function is called with a ``Job``.
+      seconds: reserved for it; seconds that earlier sections did not use come on top.
       doc: one sentence for ``--help``.
-      needs: packages, by the names that they are imported by, without which it is left out.
+      needs: import names of packages; the section is left out if one is not installed.
       environment: variables of its process.
     """
 

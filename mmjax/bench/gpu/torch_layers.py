@@ -2,7 +2,7 @@
 
 First values in fp32, at a size that a CPU computes too: times mean something only if both compute the same. Then times
 in bf16. PyTorch's attention is ``scaled_dot_product_attention`` (its fused kernels), with and without
-``torch.compile``. Rows are one segment each, so that both need no mask but the causal one.
+``torch.compile``. Every row is one segment, so that both sides need no mask but the causal one.
 """
 
 from __future__ import annotations
@@ -76,37 +76,37 @@ CASES = (
 
 
 def run(job: Job) -> None:
-    """Compares values of both kinds of layers first, then times."""
+    """Compares values of both kinds of layers, then times."""
     job.note(torch=torch.__version__, cuda=torch.version.cuda, torch_device=_torch_device())
     small = {case.name: _small(case) for case in CASES}
-    found: dict[str, Any] = {name: {"fp32": compare(case)} for name, case in small.items()}
-    job.note(cases=found)
-    for name, own in found.items():
-        job.check(f"{name}: the same values in fp32", max(own["fp32"].values()) <= LIMIT)
+    results: dict[str, Any] = {name: {"fp32": compare(case)} for name, case in small.items()}
+    job.note(cases=results)
+    for name, result in results.items():
+        job.check(f"{name}: the same values in fp32", max(result["fp32"].values()) <= LIMIT)
     for case in small.values() if job.small else CASES:
-        for way, took in (("ours", time_ours), ("torch", time_torch), ("torch compiled", time_compiled)):
+        for library, measure in (("ours", time_ours), ("torch", time_torch), ("torch compiled", time_compiled)):
             try:
-                found[case.name][way] = took(case)
+                results[case.name][library] = measure(case)
             except Exception as error:  # of a compiler that is not here, for instance: the other times still count
-                found[case.name][way] = {
+                results[case.name][library] = {
                     "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
                 }
-            job.note(cases=found)
-        best = [found[case.name][way].get("seconds") for way in ("torch", "torch compiled")]
-        ours, best = found[case.name]["ours"].get("seconds"), [one for one in best if one]
-        if ours and best:
-            found[case.name]["ours over the better torch"] = ours / min(best)
-        job.note(cases=found)
+            job.note(cases=results)
+        seconds_ours = results[case.name]["ours"].get("seconds")
+        seconds_torch = [results[case.name][library].get("seconds") for library in ("torch", "torch compiled")]
+        if seconds_ours and any(seconds_torch):
+            results[case.name]["ours over the better torch"] = seconds_ours / min(filter(None, seconds_torch))
+        job.note(cases=results)
     _run_flex(job)
 
 
 def _run_flex(job: Job) -> None:
     """FlexAttention by case of section ``attention``, as long as there is time."""
     flex: dict[str, Any] = {}
-    spent = 0.0
+    last_seconds = 0.0
     for case in attention.SMALL if job.small else attention.CASES:
-        begun = time.perf_counter()
-        if not job.has_time(f"FlexAttention: {case.name}", 1.5 * spent):
+        start = time.perf_counter()
+        if not job.has_time(f"FlexAttention: {case.name}", 1.5 * last_seconds):
             break
         try:
             from mmjax.bench.gpu.flex import measure  # an older PyTorch has none
@@ -115,11 +115,11 @@ def _run_flex(job: Job) -> None:
         except Exception as error:
             flex[case.name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
         job.note(flex=flex)
-        spent = time.perf_counter() - begun
+        last_seconds = time.perf_counter() - start
 
 
 def _small(case: Case) -> Case:
-    """The same case with small sizes."""
+    """The case with small sizes."""
     sizes: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "mlp": 96}
     if case.causal:
         sizes |= {"kv_heads": 4, "vocab": 64}
@@ -127,7 +127,7 @@ def _small(case: Case) -> Case:
 
 
 def weights(case: Case) -> Leaves:
-    """Random stacked weights as numpy arrays in fp32, of the shapes that the models' layers have."""
+    """Random stacked weights in fp32, with the shapes of the models' layers."""
     c, rng = case.config, np.random.default_rng(0)
     d, f, n = c.width, c.mlp, c.layers
     shapes = {f"attn/{name}": (d, d) for name in "qkvo"} | {"mlp/up": (d, f), "mlp/down": (f, d)}
@@ -157,7 +157,7 @@ def numbers(case: Case, seed: int) -> np.ndarray:
 
 
 def ours(case: Case) -> Any:
-    """Output, and gradients of weights and input, given a cotangent: a compiled function of global arrays."""
+    """A jitted function of weights, input and cotangent; it returns output and gradients of weights and input."""
     submesh = World(jax.devices()[:1]).submesh(Layout(), 0)
     B, T, module = case.rows, case.length, module_of(case.config)
 
@@ -173,8 +173,8 @@ def ours(case: Case) -> Any:
         y_BTD, back = jax.vjp(layers, leaves, x_BTD)
         return y_BTD, *back(cotangent_BTD)
 
-    whole = PartitionSpec()
-    return jax.jit(Spmd(body, submesh.mesh, (whole, whole, whole), (whole, whole, whole)))
+    replicated = PartitionSpec()
+    return jax.jit(Spmd(body, submesh.mesh, (replicated, replicated, replicated), (replicated, replicated, replicated)))
 
 
 def _nested(leaves: Leaves) -> Mapping[str, Any]:
@@ -194,8 +194,8 @@ def time_ours(case: Case) -> dict[str, float]:
     leaves, x, cotangent = cast(weights(case)), cast(numbers(case, 1)), cast(numbers(case, 2))
     start = time.perf_counter()
     compiled = ours(case).lower(leaves, x, cotangent).compile()
-    took = time.perf_counter() - start
-    return {"compile_seconds": took, "seconds": seconds(lambda: compiled(leaves, x, cotangent))}
+    compile_seconds = time.perf_counter() - start
+    return {"compile_seconds": compile_seconds, "seconds": seconds(lambda: compiled(leaves, x, cotangent))}
 
 
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
@@ -206,13 +206,16 @@ def _torch_device() -> str:
 
 
 def torch_layers(case: Case) -> Callable[[Sequence[Leaves], Any], Any]:
-    """The same layers on torch tensors."""
+    """The same layers as a function of torch tensors: of the weights of each layer, and the input."""
     c = case.config
     H, K = c.heads, c.head_width
 
     def rms_norm(x: Any, scale: Any) -> Any:
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + c.norm_eps)).to(x.dtype) * scale
+
+    def layer_norm(x: Any, p: Leaves, name: str) -> Any:
+        return F.layer_norm(x, (c.width,), weight=p[f"{name}/scale"], bias=p[f"{name}/bias"], eps=EPS)
 
     def rotated(x: Any) -> Any:
         """``x [B, H, T, K]``: component i is paired with i + K/2."""
@@ -237,16 +240,15 @@ def torch_layers(case: Case) -> Callable[[Sequence[Leaves], Any], Any]:
         return x + (F.silu(h @ p["mlp/gate"]) * (h @ p["mlp/up"])) @ p["mlp/down"]
 
     def encoder_layer(x: Any, p: Leaves) -> Any:
-        norm = lambda x, n: F.layer_norm(x, (c.width,), p[f"{n}/scale"], p[f"{n}/bias"], EPS)  # noqa: E731
-        x = x + attend(norm(x, "attn_norm"), p)
-        h = _affine(norm(x, "mlp_norm"), p, "mlp/up")
+        x = x + attend(layer_norm(x, p, "attn_norm"), p)
+        h = _affine(layer_norm(x, p, "mlp_norm"), p, "mlp/up")
         return x + _affine(h * torch.sigmoid(1.702 * h), p, "mlp/down")
 
     layer = decoder_layer if case.causal else encoder_layer
 
     def layers(leaves: Sequence[Leaves], x: Any) -> Any:
-        for own in leaves:
-            x = layer(x, own)
+        for layer_leaves in leaves:
+            x = layer(x, layer_leaves)
         return x
 
     return layers
@@ -260,48 +262,58 @@ def _affine(x: Any, p: Leaves, name: str) -> Any:
 def _tensors(case: Case, dtype: Any) -> tuple[list[Leaves], Any, Any]:
     """Weights of each layer, input and cotangent, as tensors on torch's device."""
 
-    def made(array: np.ndarray, wanted: bool) -> Any:
-        return torch.from_numpy(array).to(_torch_device(), dtype).requires_grad_(wanted)
+    def tensor(array: np.ndarray, *, requires_grad: bool = True) -> Any:
+        return torch.from_numpy(array).to(_torch_device(), dtype).requires_grad_(requires_grad)
 
     stacked = weights(case)
-    leaves = [{name: made(leaf[i], True) for name, leaf in stacked.items()} for i in range(case.config.layers)]
-    return leaves, made(numbers(case, 1), True), made(numbers(case, 2), False)
+    leaves = [{name: tensor(leaf[i]) for name, leaf in stacked.items()} for i in range(case.config.layers)]
+    return leaves, tensor(numbers(case, 1)), tensor(numbers(case, 2), requires_grad=False)
 
 
-def _both(layers: Callable[..., Any], leaves: Sequence[Leaves], x: Any, cotangent: Any) -> tuple[Any, Any]:
+def _forward_and_backward(
+    layers: Callable[..., Any], leaves: Sequence[Leaves], x: Any, cotangent: Any
+) -> tuple[Any, Any]:
     y = layers(leaves, x)
-    return y, torch.autograd.grad(y, [*(leaf for own in leaves for leaf in own.values()), x], cotangent)
+    return y, torch.autograd.grad(
+        y, [*(leaf for layer_leaves in leaves for leaf in layer_leaves.values()), x], cotangent
+    )
 
 
 def compare(case: Case) -> dict[str, float]:
     """Relative differences of outputs and gradients in fp32, products in fp32 on both sides."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     leaves, x, cotangent = _tensors(case, torch.float32)
-    y, gradients = _both(torch_layers(case), leaves, x, cotangent)
+    y, gradients = _forward_and_backward(torch_layers(case), leaves, x, cotangent)
     with matmul_precision("highest"):
-        out, own, to_x = jax.device_get(ours(case)(weights(case), numbers(case, 1), numbers(case, 2)))
-    theirs = [tensor.detach().cpu().numpy() for tensor in gradients]
-    count = len(leaves[0])
-    named = {name: np.stack(theirs[i:-1:count]) for i, name in enumerate(leaves[0])}
-    # What a bias of keys changes cancels in the softmax: its gradient is rounding on both sides.
-    named.pop("attn/k_bias", None)
-    worst = max(apart(own[name], gradient) for name, gradient in named.items())
-    return {"output": apart(out, y.detach().cpu().numpy()), "input": apart(to_x, theirs[-1]), "worst weight": worst}
+        out, gradients_ours, gradient_to_x = jax.device_get(
+            ours(case)(weights(case), numbers(case, 1), numbers(case, 2))
+        )
+    torch_gradients = [tensor.detach().cpu().numpy() for tensor in gradients]
+    leaves_per_layer = len(leaves[0])
+    by_name = {name: np.stack(torch_gradients[i:-1:leaves_per_layer]) for i, name in enumerate(leaves[0])}
+    # The softmax cancels the bias of keys: its gradient is rounding on both sides.
+    by_name.pop("attn/k_bias", None)
+    worst = max(apart(gradients_ours[name], gradient) for name, gradient in by_name.items())
+    return {
+        "output": apart(out, y.detach().cpu().numpy()),
+        "input": apart(gradient_to_x, torch_gradients[-1]),
+        "worst weight": worst,
+    }
 
 
-def time_torch(case: Case, compiled: bool = False) -> dict[str, float]:
+def time_torch(case: Case, *, compiled: bool = False) -> dict[str, float]:
     """Times of PyTorch's layers in bf16."""
     layers = torch_layers(case)
     leaves, x, cotangent = _tensors(case, torch.bfloat16)
     run = torch.compile(layers) if compiled else layers
     start = time.perf_counter()
     for _ in range(3):
-        _both(run, leaves, x, cotangent)
+        _forward_and_backward(run, leaves, x, cotangent)
     _wait()
     first, times = time.perf_counter() - start, list[float]()
     for _ in range(2 if x.device.type == "cpu" else 10):
         start = time.perf_counter()
-        _both(run, leaves, x, cotangent)
+        _forward_and_backward(run, leaves, x, cotangent)
         _wait()
         times.append(time.perf_counter() - start)
     return {"compile_seconds": first, "seconds": statistics.median(times)}

@@ -1,4 +1,4 @@
-"""A profiler's trace of one step: device time by kernel, and by the line of source that a kernel was made from."""
+"""A profiler's trace of one step: device time by kernel, and by the line of source of a kernel."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
     """
     origin = origins(hlo)
     by_kernel = {name.replace(".", "_").replace("-", "_"): name for name in origin}  # as XLA names its own kernels
-    whole, tables = 0.0, {name: defaultdict[str, float](float) for name in ("by_kernel", "by_place", "by_op")}
+    total, tables = 0.0, {name: defaultdict[str, float](float) for name in ("by_kernel", "by_place", "by_op")}
     for event in _on_device(list(events)):
-        seconds, own = event.get("dur", 0.0) / 1e6, event.get("args", {})
-        instruction = str(own.get("hlo_op") or by_kernel.get(str(event["name"]), ""))
-        made_from = origin.get(instruction, {})
-        whole += seconds
+        seconds, arguments = event.get("dur", 0.0) / 1e6, event.get("args", {})
+        instruction = str(arguments.get("hlo_op") or by_kernel.get(str(event["name"]), ""))
+        source = origin.get(instruction, {})
+        total += seconds
         tables["by_kernel"][str(event["name"])[:120]] += seconds
-        tables["by_place"][made_from.get("place", "other")] += seconds
-        tables["by_op"][made_from.get("op", instruction or "other")] += seconds
-    return {"seconds": whole, **{name: most(table, MOST) for name, table in tables.items()}}
+        tables["by_place"][source.get("place", "other")] += seconds
+        tables["by_op"][source.get("op", instruction or "other")] += seconds
+    return {"seconds": total, **{name: most(table, MOST) for name, table in tables.items()}}
 
 
 def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, float]:
@@ -62,7 +62,7 @@ def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, fl
 
 
 def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Events of kernels. Loops and calls, which contain the events of what they run, are left out."""
+    """Events of kernels, without loops and calls, whose events contain those of the kernels inside."""
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and e.get("ph") == "M"}
     lines = {
         (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name" and e.get("ph") == "M"
@@ -80,23 +80,23 @@ def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def origins(hlo: str) -> dict[str, dict[str, str]]:
-    """The JAX operation and the line of source of each HLO instruction, as far as the text has them."""
+    """The JAX operation and the line of source of each HLO instruction, where the text has them."""
     frames = _frames(hlo)
-    found: dict[str, dict[str, str]] = {}
+    by_instruction: dict[str, dict[str, str]] = {}
     for name, metadata in _metadata(hlo).items():
         fields = dict(_FIELD.findall(metadata))
         place = frames.get(fields.get("stack_frame_id", ""), "")
         if "source_file" in fields:
             place = f"{_short(fields['source_file'])}:{fields.get('source_line', '?')}"
         op = fields.get("op_name", "").rsplit("/", 1)[-1]
-        way = "again " if "rematted" in metadata else "backward " if "transpose(jvp" in metadata else ""
-        found[name] = {"op": way + op if op else name, "place": way + place if place else "other"}
-    return found
+        direction = "again " if "rematted" in metadata else "backward " if "transpose(jvp" in metadata else ""
+        by_instruction[name] = {"op": direction + op if op else name, "place": direction + place if place else "other"}
+    return by_instruction
 
 
 def _metadata(hlo: str) -> dict[str, str]:
-    """Metadata by HLO instruction; a fusion without any takes that of the last instruction inside it that has some."""
-    own, calls, last = dict[str, str](), dict[str, str](), dict[str, str]()
+    """Metadata by HLO instruction. A fusion without any takes the last metadata inside it."""
+    by_instruction, calls, last_inside = dict[str, str](), dict[str, str](), dict[str, str]()
     computation = ""
     for line in hlo.splitlines():
         if opened := _COMPUTATION.match(line):
@@ -104,10 +104,10 @@ def _metadata(hlo: str) -> dict[str, str]:
         elif op := _OP.match(line):
             metadata, called = _METADATA.search(line), _CALLS.search(line)
             if metadata and "op_name" in metadata[1]:
-                own[op[1]] = last[computation] = metadata[1]
+                by_instruction[op[1]] = last_inside[computation] = metadata[1]
             elif called:
                 calls[op[1]] = called[1]
-    return own | {name: last[inner] for name, inner in calls.items() if inner in last}
+    return by_instruction | {name: last_inside[inner] for name, inner in calls.items() if inner in last_inside}
 
 
 def _frames(hlo: str) -> dict[str, str]:
@@ -124,41 +124,41 @@ def _frames(hlo: str) -> dict[str, str]:
         location = dict(re.findall(r"(\w+)=(\d+)", places.get(fields.get("file_location_id", ""), "")))
         where[key] = f"{files.get(location.get('file_name_id', ''), '?')}:{location.get('line', '?')}"
         parents[key] = fields.get("parent_frame_id", "0")
-    return {key: _short(_own(key, where, parents)) for key in where}
+    return {key: _short(_innermost_frame(key, where, parents)) for key in where}
 
 
-def _own(key: str, where: Mapping[str, str], parents: Mapping[str, str]) -> str:
+def _innermost_frame(key: str, where: Mapping[str, str], parents: Mapping[str, str]) -> str:
     """The innermost frame that is not in a framework."""
-    seen = set[str]()
-    while key in where and key not in seen:
+    visited = set[str]()
+    while key in where and key not in visited:
         if not any(part in where[key] for part in _FRAMEWORK):
             return where[key]
-        seen.add(key)
+        visited.add(key)
         key = parents[key]
     return "?"
 
 
 def _short(path: str) -> str:
-    """A path from the package on."""
+    """A path, shortened to begin at the package; or a file name."""
     return "mmjax/" + path.split("/mmjax/")[-1] if "/mmjax/" in path else path.rsplit("/", 1)[-1]
 
 
-def draw_profile(found: Mapping[str, Any], path: Path, title: str) -> None:
+def draw_profile(kernels: Mapping[str, Any], path: Path, title: str) -> None:
     """Bars of the places and kernels that take most time, as shares of all device time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 10), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, table) in zip(figure.subplots(2, 1), list(_tables(found)), strict=True):
+    for axes, (name, table) in zip(figure.subplots(2, 1), list(_tables(kernels)), strict=True):
         rows = list(table.items())[:18][::-1]
-        shares = [100 * seconds / found["seconds"] for _, seconds in rows]
+        shares = [100 * seconds / kernels["seconds"] for _, seconds in rows]
         axes.barh([label[-90:] for label, _ in rows], shares, color="#4477aa")
-        axes.set_xlabel(f"% of {1e3 * found['seconds']:.3g} ms on the device, {name}")
+        axes.set_xlabel(f"% of {1e3 * kernels['seconds']:.3g} ms on the device, {name}")
         axes.tick_params(axis="y", labelsize=7)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
 
-def _tables(found: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, float]]]:
-    return (("by line of source", found["by_place"]), ("by kernel", found["by_kernel"]))
+def _tables(kernels: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, float]]]:
+    return (("by line of source", kernels["by_place"]), ("by kernel", kernels["by_kernel"]))

@@ -101,7 +101,7 @@ ALWAYS: dict[str, Any] = {
 
 
 def run_few(job: Job) -> None:
-    """Measures few layers in every way: one program, then a program per op, then a profile of the one program."""
+    """Measures few layers: the one program, its profile, then a program per op."""
     parts, batch = _measure(job, layers=2 if job.small else FEW)
     _profile(job, parts, batch)
     config, world = job_config(job, 2 if job.small else FEW, lowering="ops"), parts.world
@@ -112,7 +112,7 @@ def run_few(job: Job) -> None:
 
 
 def run_unrolled(job: Job) -> None:
-    """Measures few layers held by themselves, beside the stack of ``run_few``."""
+    """Measures few layers that are not stacked, beside the stack of ``run_few``."""
     _measure(job, layers=2 if job.small else FEW, unroll=True)
 
 
@@ -179,22 +179,31 @@ def make_packer(job: Job, config: Config, tokenizer: Tokenizer) -> Packer:
 def make_batch(job: Job, config: Config, packer: Packer, tokenizer: Tokenizer) -> StepBatch:
     """A batch of random images and tokens: an image is in the middle of its text, whose later half is learned."""
     shape, rng = SMALL if job.small else REAL, np.random.default_rng(0)
-    return packer.step(0, [_sample(rng, shape.image, n, packer, tokenizer) for own in shape.texts for n in own])
+    lengths = [length for texts in shape.texts for length in texts]
+    return packer.step(0, [_sample(packer, tokenizer, rng, side=shape.image, text=length) for length in lengths])
 
 
-def _sample(rng: np.random.Generator, side: int, text: int, packer: Packer, tokenizer: Tokenizer) -> Sample:
+def _sample(packer: Packer, tokenizer: Tokenizer, rng: np.random.Generator, *, side: int, text: int) -> Sample:
+    """A sample of an image ``[side, side]`` and ``text`` tokens."""
     name, spec = next(iter(packer.encoders.items()))
     mark, image = tokenizer.media_token(name), spec.tokens(side, side)
     words, before = rng.integers(0, 250, text).astype(np.int32), text // 4
     tokens = np.concatenate([words[:before], np.full(image, mark, np.int32), words[before:]])
     weights = (np.arange(len(tokens)) >= len(tokens) - text // 2).astype(np.float32)
     media = {name: (rng.standard_normal((side, side, spec.channels)).astype(np.float32),)}
-    about: Any = {"question": "", "answer": "", "prompt": len(tokens), "media_tokens": {name: mark}}
-    return Sample(tokens=tokens, loss_weights=weights, media=media, **about)
+    return Sample(
+        tokens=tokens,
+        loss_weights=weights,
+        media=media,
+        question="",
+        answer="",
+        prompt=len(tokens),
+        media_tokens={name: mark},
+    )
 
 
 def placed(job: Job, config: Config, world: World | None = None) -> tuple[Assembly, StepBatch]:
-    """The traced run and its one batch."""
+    """The traced run, and its one batch."""
     tokenizer = tokenizer_of(config.data, config.model.media)
     packer = make_packer(job, config, tokenizer)
     return assemble(config, packer, world), make_batch(job, config, packer, tokenizer)
@@ -202,8 +211,8 @@ def placed(job: Job, config: Config, world: World | None = None) -> tuple[Assemb
 
 def estimated_bytes(parts: Assembly) -> dict[str, int]:
     """Bytes of the fullest device as a dry run estimates them, by kind and in all."""
-    held = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
-    fullest = most_loaded(parts.placed, held)[1]
+    by_stage = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
+    fullest = most_loaded(parts.placed, by_stage)[1]
     kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries", "total")
     return {kind: getattr(fullest, kind) for kind in kinds}
 
@@ -215,17 +224,17 @@ def bytes_by_layers(job: Job) -> dict[int, int]:
 
 
 def layers_within(room: float, bytes_of: Mapping[int, int]) -> int:
-    """Number of layers that fit by the estimate, from 1 to Vicuna-7B's 32: every layer takes the same bytes."""
-    (few, held), (more, held_then) = bytes_of.items()
-    each = (held_then - held) / (more - few)
-    return max(1, min(32, few + int((room - held) // each)))
+    """Number of layers that fit into ``room`` bytes, from 1 to Vicuna-7B's 32: every layer takes the same bytes."""
+    (few, bytes_of_few), (many, bytes_of_many) = bytes_of.items()
+    bytes_per_layer = (bytes_of_many - bytes_of_few) / (many - few)
+    return max(1, min(32, few + int((room - bytes_of_few) // bytes_per_layer)))
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
-    """Times whole steps of the one program; ``train`` are settings of the run."""
+    """Times whole steps of the one program, with the settings ``train`` of the run; returns the run and its batch."""
     start = time.perf_counter()
     config = job_config(job, layers, **train)
     parts, batch = placed(job, config)
@@ -251,7 +260,7 @@ def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
 
 
 def stepper(executor: Any, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
-    """One step, waited for: its result, and the seconds until its call returned."""
+    """A function that runs one step and waits for it: the step's result, and the seconds until its call returned."""
     microbatches = [signed(part) for part in batch.microbatches]
 
     def step() -> tuple[Any, float]:
@@ -273,14 +282,14 @@ def _timed(step: Callable[[], tuple[Any, float]]) -> tuple[float, float]:
 def _planned(parts: Assembly) -> dict[str, int]:
     """Bytes that the compiler has planned for the step's one program, by kind."""
     (program,) = parts.executor.programs()
-    found = program.compiled.memory_analysis()
+    analysis = program.compiled.memory_analysis()
     kinds = {"arguments": "argument", "results": "output", "shared": "alias", "temporaries": "temp"}
-    sizes = {name: int(getattr(found, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
+    sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
     return sizes | {"total": sizes["arguments"] + sizes["results"] - sizes["shared"] + sizes["temporaries"]}
 
 
 def _time_ops(job: Job, config: Config, world: World) -> None:
-    """Seconds of every op of a step, each waited for; by op and stage, and by module."""
+    """Notes seconds of every op of a step, each waited for; by op and stage, and by module."""
     parts, batch = placed(job, config, world)
     executor = parts.executor
     assert isinstance(executor, Executor)
@@ -291,10 +300,10 @@ def _time_ops(job: Job, config: Config, world: World) -> None:
     step = stepper(executor, batch)
     step()
     job.note(ops_step_seconds=float(np.median([_timed(step)[0] for _ in range(2 if job.small else STEPS)])))
-    with op_seconds(executor) as seen:
+    with op_seconds(executor) as timed_ops:
         step()
     by_op, by_module = defaultdict[str, float](float), defaultdict[str, float](float)
-    for op, seconds in seen:
+    for op, seconds in timed_ops:
         by_op[f"{op.kind} {op.edge or op.stage}"] += seconds
         by_module[op.edge or op.stage.partition(".")[0]] += seconds
     job.note(seconds_by_op=most(by_op), seconds_by_module=most(by_module))
@@ -303,26 +312,26 @@ def _time_ops(job: Job, config: Config, world: World) -> None:
 @contextmanager
 def op_seconds(executor: Executor) -> Iterator[list[tuple[Op, float]]]:
     """A context in which every op is waited for and timed."""
-    seen: list[tuple[Op, float]] = []
+    timed_ops: list[tuple[Op, float]] = []
 
     @contextmanager
     def around(op: Op) -> Iterator[None]:
         start = time.perf_counter()
         yield
         jax.block_until_ready(jax.live_arrays())
-        seen.append((op, time.perf_counter() - start))
+        timed_ops.append((op, time.perf_counter() - start))
 
     with watched(executor.walker, around, in_order=True):
-        yield seen
+        yield timed_ops
 
 
 def _profile(job: Job, parts: Assembly, batch: StepBatch) -> None:
-    """Kernels of one step of the one program, by name and by line of source."""
+    """Notes kernels of one step of the one program, by name and by line of source."""
     step = stepper(parts.executor, batch)
     events = traced_events(step, job.folder / "trace")
     (program,) = parts.executor.programs()
-    found = kernels_of(events, program.compiled.as_text())
-    job.note(kernels=found)
-    if found["seconds"]:
+    kernels = kernels_of(events, program.compiled.as_text())
+    job.note(kernels=kernels)
+    if kernels["seconds"]:
         title = f"one step, {job.values['layers']} layers: kernels by line of source"
-        draw_profile(found, job.folder / "vlm_profile.png", title)
+        draw_profile(kernels, job.folder / "vlm_profile.png", title)

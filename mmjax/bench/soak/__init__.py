@@ -1,6 +1,6 @@
 """A soak: configurations drawn at random, each trained, stopped, resumed, moved, evaluated and exported.
 
-What single tests hold fixed varies here together. A failure is a row that misses its target; it names the command that
+Settings that single tests fix vary here together. A failure is a row that misses its target; it names the command that
 repeats it, and its folder stays.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmjax.bench.rows import Row, at_most
-from mmjax.bench.soak.draws import drawn
+from mmjax.bench.soak.draws import make_draw
 from mmjax.bench.soak.forked import Process, preload
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
 from mmjax.configurable import require
@@ -35,7 +35,7 @@ class Outcome:
       number: number of the draw.
       end: "passed", "refused" or "failed".
       text: details.
-      seconds: seconds that it took.
+      seconds: duration.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, jobs: int, out: str) -> Iterator[Row]:
-    """A row for each draw, then how many passed, were refused and failed.
+    """Yields a row for each draw, then the numbers of draws that passed, were refused and failed.
 
     Args:
       rounds: not used; every draw is made once.
@@ -67,7 +67,8 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
     preload()
     ends = {"passed": 0, "refused": 0, "failed": 0}
     works = (
-        _Work(seed, number, data, weights, folder / f"seed{seed}-draw{number}") for number in itertools.count(first)
+        _Work(seed=seed, number=number, data=data, weights=weights, folder=folder / f"seed{seed}-draw{number}")
+        for number in itertools.count(first)
     )
     if draws:
         works = itertools.islice(works, draws)
@@ -82,10 +83,10 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
 
 
 def write_data(folder: Path) -> dict[str, Path]:
-    """Dialogues in every layout, by `Source.kind`, written by a process of its own.
+    """Writes dialogues in every layout, in a process of its own; returns the paths by `Source.kind`.
 
-    ArrayRecord's writer starts threads. Processes that are forked after that lack these threads, and end with a
-    segmentation fault when their own ArrayRecord readers wait for one.
+    ArrayRecord's writer starts threads. A process that is forked later lacks them, and ends with a segmentation fault
+    when its own ArrayRecord reader waits for one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "paths.json"
@@ -100,7 +101,7 @@ def write_data(folder: Path) -> dict[str, Path]:
 
 
 def write_weights(folder: Path) -> Path:
-    """A folder of safetensors of a small language model with random numbers in bf16."""
+    """Writes a folder of safetensors of a small language model, random numbers in bf16; returns its path."""
 
     def write() -> int:
         from mmjax.bench.soak.weights import write_folder
@@ -128,22 +129,22 @@ def _outcomes(works: Iterator[_Work], jobs: int, minutes: int) -> Iterator[Outco
     try:
         while True:
             while len(running) < jobs and time.monotonic() < end and (work := next(works, None)):
-                shutil.rmtree(work.place, ignore_errors=True)
-                work.place.mkdir(parents=True)
-                running.append((work, Process(work, work.place / "soak.log")))
+                shutil.rmtree(work.folder, ignore_errors=True)
+                work.folder.mkdir(parents=True)
+                running.append((work, Process(work, work.folder / "soak.log")))
             if not running:
                 return
             for work, process in [*running]:
                 if process.poll() is not None:
                     running.remove((work, process))
-                    yield _outcome(work.number, process, work.place)
+                    yield _outcome(work.number, process, work.folder)
             time.sleep(_POLL)
     finally:
         for _, process in running:
             process.signal(signal.SIGTERM)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Work:
     """One draw, in a process of its own that forks the commands."""
 
@@ -151,19 +152,20 @@ class _Work:
     number: int
     data: dict[str, Path]
     weights: Path
-    place: Path
+    folder: Path
 
     def __call__(self) -> int:
         signal.signal(signal.SIGTERM, _exit)
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            text, end = SoakTrial(drawn(self.seed, self.number, self.data, self.weights), self.place).ask(), "passed"
+            draw = make_draw(self.seed, self.number, data=self.data, folder=self.weights)
+            text, end = SoakTrial(draw, self.folder).run_all(), "passed"
         except Refused as refused:
             text, end = str(refused), "refused"
         except Failure as failure:
             text, end = str(failure), "failed"
-        outcome = {"number": self.number, "end": end, "text": text, "seconds": time.monotonic() - began}
-        (self.place / "outcome.json").write_text(json.dumps(outcome))
+        outcome = {"number": self.number, "end": end, "text": text, "seconds": time.monotonic() - start}
+        (self.folder / "outcome.json").write_text(json.dumps(outcome))
         return 0
 
 
@@ -172,12 +174,14 @@ def _exit(*_: object) -> None:
     raise SystemExit(1)
 
 
-def _outcome(number: int, process: Process, place: Path) -> Outcome:
-    path = place / "outcome.json"
+def _outcome(number: int, process: Process, folder: Path) -> Outcome:
+    path = folder / "outcome.json"
     if not path.exists():
-        last = (process.text.strip().splitlines() or [f"exit status {process.status}"])[-1]
-        return Outcome(number=number, end="failed", text=f"the soak itself: {last}; see {process.log}", seconds=0.0)
+        last_line = (process.text.strip().splitlines() or [f"exit status {process.status}"])[-1]
+        return Outcome(
+            number=number, end="failed", text=f"the soak itself: {last_line}; see {process.log}", seconds=0.0
+        )
     outcome = Outcome(**json.loads(path.read_text()))
     if outcome.end != "failed":
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     return outcome

@@ -23,7 +23,7 @@ from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULE
 DEVICES = 8
 TRIES = 400
 ENDINGS = {"kill": 4, "interrupt": 2, "terminate": 3, "pause": 1}
-"""How a run is stopped, and how often: by SIGKILL, by Ctrl-C, by SIGTERM, or SIGSTOP and SIGCONT after a while."""
+"""Weights of the ways to stop a run: SIGKILL, Ctrl-C, SIGTERM, or SIGSTOP and SIGCONT after a while."""
 GROWING = "llava"
 """The kind of source whose data may grow."""
 Bindings = tuple[str, ...]
@@ -31,45 +31,45 @@ Bindings = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """A drawn run, and what happens to it.
+    """A drawn run, and the events of its trial.
 
     Attributes:
       seed: the seed of the draw.
       number: the number of the draw.
       shared: bindings that both layouts share.
       layout: bindings of the run's layout.
-      other: bindings of another layout.
+      other_layout: bindings of another layout.
       steps: steps of the run.
       processes: number of processes that share the devices.
-      served: whether a data server prepares the batches.
-      killed: the step after which the run is stopped; 0 is before the first.
-      ending: how it is stopped, one of ``ENDINGS``; a pause stops nothing.
-      delay: seconds from that step to the end.
-      grows: whether its data grow before it is resumed.
-      folder: whether its LLM starts from a folder of safetensors.
-      restored: the other layout goes on from the last checkpoint up to this step; where there is none, from the
-        beginning.
-      moved: whether it is evaluated under the other layout.
+      data_server: whether a data server prepares the batches.
+      stop_after: the step after which the run is stopped; 0 is before the first.
+      ending: how it is stopped, one of ``ENDINGS``; after a pause it goes on.
+      delay: seconds from that step to the ending.
+      data_grow: whether records are added to its data before it is resumed.
+      from_folder: whether its LLM starts from a folder of safetensors.
+      restore_up_to: the run under the other layout starts from the newest checkpoint up to this step, or from the
+        beginning where there is none.
+      eval_elsewhere: whether it is evaluated under the other layout.
     """
 
     seed: int
     number: int
     shared: Bindings
     layout: Bindings
-    other: Bindings
+    other_layout: Bindings
     steps: int
     processes: int
-    served: bool
-    killed: int
+    data_server: bool
+    stop_after: int
     ending: str
     delay: float
-    grows: bool
-    folder: bool
-    restored: int
-    moved: bool
+    data_grow: bool
+    from_folder: bool
+    restore_up_to: int
+    eval_elsewhere: bool
 
 
-def drawn(seed: int, number: int, data: Mapping[str, Path], folder: Path | None = None) -> Draw:
+def make_draw(seed: int, number: int, data: Mapping[str, Path], folder: Path | None = None) -> Draw:
     """Draws run `number` of a seed.
 
     Args:
@@ -85,30 +85,30 @@ def drawn(seed: int, number: int, data: Mapping[str, Path], folder: Path | None 
     for _ in range(TRIES):
         modules = draw_modules(rng)
         steps = rng.randint(3, 5)
-        starts = folder if modules.layers["llm"] == FOLDER_LAYERS and rng.random() < 0.4 else None
-        model = from_folder(model_bindings(rng, modules), starts) if starts else model_bindings(rng, modules)
+        weights = folder if modules.layers["llm"] == FOLDER_LAYERS and rng.random() < 0.4 else None
+        model = from_folder(model_bindings(rng, modules), weights) if weights else model_bindings(rng, modules)
         shared = (*model, *_data(rng, modules, data), *_run(rng, steps), *_training(rng, modules))
         layouts = list(_accepted(rng, modules, shared))
         if len(layouts) == 2:
-            served, killed = rng.random() < 0.08, rng.randint(0, steps - 1)
-            may_grow = killed and not served and f"{GROWING}/Source.kind={GROWING!r}" in shared
-            grows = bool(may_grow) and rng.random() < 0.5
+            data_server, stop_after = rng.random() < 0.08, rng.randint(0, steps - 1)
+            may_grow = stop_after and not data_server and f"{GROWING}/Source.kind={GROWING!r}" in shared
+            data_grow = bool(may_grow) and rng.random() < 0.5
             return Draw(
                 seed=seed,
                 number=number,
                 shared=shared,
                 layout=layouts[0],
-                other=layouts[1],
+                other_layout=layouts[1],
                 steps=steps,
                 processes=2 if rng.random() < 0.08 else 1,
-                served=served,
-                killed=killed,
+                data_server=data_server,
+                stop_after=stop_after,
                 ending=rng.choices([*ENDINGS], weights=[*ENDINGS.values()])[0],
                 delay=rng.choice((0.0, rng.uniform(0, 2))),
-                grows=grows,
-                folder=starts is not None,
-                restored=steps - 1 if grows else rng.choice((0, rng.randint(1, steps - 1))),
-                moved=rng.random() < 0.5,
+                data_grow=data_grow,
+                from_folder=weights is not None,
+                restore_up_to=steps - 1 if data_grow else rng.choice((0, rng.randint(1, steps - 1))),
+                eval_elsewhere=rng.random() < 0.5,
             )
     raise RuntimeError(f"draw {number} of seed {seed}: {TRIES} models without two legal layouts")
 
@@ -122,11 +122,11 @@ def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Ite
     if sees and not draws and rng.random() < 0.4:
         yield from _sources(rng, data)
     else:
-        yield from _digits(rng, sees, "audio" in modules.encoders, draws)
+        yield from _digits(rng, sees=sees, hears="audio" in modules.encoders, draws=draws)
 
 
 def _buckets(rng: random.Random, names: Sequence[str], *, reordered: bool) -> Iterator[str]:
-    """Several buckets for at most one module, seldom for two: a stage has a program for each combination before it.
+    """Several buckets for at most one module, seldom for two: a stage has a program for each combination of buckets.
 
     Microbatches of one bucket take the same time: with these alone there would be nothing to reorder.
     """
@@ -136,7 +136,8 @@ def _buckets(rng: random.Random, names: Sequence[str], *, reordered: bool) -> It
         yield f"{name}/Packing.buckets={rng.choice(('2', '3') if name in several else ('()', '1'))}"
 
 
-def _digits(rng: random.Random, sees: bool, hears: bool, draws: bool) -> Iterator[str]:
+def _digits(rng: random.Random, *, sees: bool, hears: bool, draws: bool) -> Iterator[str]:
+    """Bindings of the digits task, with questions about images and sounds, and drawings."""
     least = 0 if sees and hears else 1
     yield f"Digits.images={(rng.choice((least, 1)), rng.choice((1, 2))) if sees else (0, 0)!r}"
     yield f"Digits.calls={(rng.choice((least, 1)), 1) if hears else (0, 0)!r}"
@@ -149,7 +150,7 @@ def _digits(rng: random.Random, sees: bool, hears: bool, draws: bool) -> Iterato
     yield f"Digits.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
     yield f"Digits.{DRAW}={float(draws)}"
     yield f"Digits.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
-    # Some that ranks of cp cannot share as they are.
+    # Some lengths are not divisible by cp.
     yield f"Data.sequence_length={96 + 40 * hears + 40 * draws + rng.choice((0, 1, 2))}"
 
 
@@ -174,7 +175,9 @@ def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
 
 def _run(rng: random.Random, steps: int) -> Iterator[str]:
     microbatches = rng.choice((1, 2, 2, 2, 3, 4))
-    schedule = rng.choice([*SCHEDULES, *NESTING])  # as it wants modules with lanes, one of two is refused otherwise
+    schedule = rng.choice(
+        [*SCHEDULES, *NESTING]
+    )  # nesting needs modules with lanes: half of the draws would be refused otherwise
     yield f"Train.steps={steps}"
     yield f"Train.microbatches={microbatches}"
     yield f"Train.global_batch={microbatches * rng.randint(1, 4)}"
@@ -218,9 +221,9 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Optimizer.schedule={rng.choice(('constant', 'cosine', 'linear'))!r}"
     yield f"Optimizer.warmup={rng.choice((0, 1, 2))}"
     yield f"Optimizer.weight_decay={rng.choice((0.0, 0.1))}"
-    some = 0.25 if rng.random() < 0.5 else 0.0
+    frozen_share = 0.25 if rng.random() < 0.5 else 0.0
     for name in modules.trained:
-        yield f"{name}/Optimizer.frozen={rng.random() < some}"
+        yield f"{name}/Optimizer.frozen={rng.random() < frozen_share}"
     yield from _adapters(rng, modules)
     if rng.random() < 0.3:
         yield f"llm/Optimizer.rates={rng.choice(({'embed': 0.1}, {'layers/*/attn/*': 0.5, 'layers/*': 2.0}))!r}"
@@ -231,7 +234,7 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:
     """Yields up to two different layouts that `load_config` accepts."""
-    found: list[Bindings] = []
+    layouts: list[Bindings] = []
     for _ in range(30):
         layout = tuple(_layouts(rng, modules, shared))
         try:
@@ -240,19 +243,19 @@ def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> It
             if "\n" in str(error):
                 raise RuntimeError(f"a refusal of several lines: {error}") from error
             continue
-        if layout not in found:
-            found.append(layout)
+        if layout not in layouts:
+            layouts.append(layout)
             yield layout
-        if len(found) == 2:
+        if len(layouts) == 2:
             return
 
 
-def _cp(rng: random.Random) -> int:
+def _cp_degree(rng: random.Random) -> int:
     return rng.choice((1, 1, 1, 2, 2, 3, 4))
 
 
 def _shared_tokens(rng: random.Random, name: str, cp: int) -> Iterator[str]:
-    """Bindings of how ranks of cp and of tp share a module's tokens."""
+    """Bindings of sequence parallelism and context parallelism of a module."""
     shared = rng.random() < 0.8
     yield from (f"{name}/Layout.sp={shared}", f"{name}/Layout.overlap={shared and rng.random() < 0.3}")
     yield f"{name}/Layout.cp={cp}"
@@ -261,7 +264,7 @@ def _shared_tokens(rng: random.Random, name: str, cp: int) -> Iterator[str]:
 
 
 def _instances(rng: random.Random, dp: int) -> int:
-    """Groups that dp is cut into: mostly one, else any number that divides it."""
+    """Number of optimizer instances of dp ranks: mostly one, else any divisor of dp."""
     return rng.choice((1, rng.choice([n for n in range(1, dp + 1) if dp % n == 0])))
 
 
@@ -303,7 +306,7 @@ def _replicated(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 
 def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
-    """Bindings of layouts that all have the same ranks, each with degrees and optimizer instances of its own."""
+    """Bindings of layouts on the same ranks, each module with degrees and optimizer instances of its own."""
     size = rng.choice((4, 6, 8))
     for name in modules.layers:
         pp = rng.choice((1, 1, 2)) if name == "llm" and modules.layers["llm"] > 1 else 1
@@ -317,8 +320,11 @@ def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 
 def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[str]:
-    """Bindings of layouts: modules after one another, all from rank 0 on, or anywhere; spread over the ranks of the LLM
-    where the schedule knows lanes; encoders replicated on them; and of stacked layers or not."""
+    """Bindings of the modules' layouts.
+
+    Modules are on ranks after one another, all from rank 0 on, or anywhere. Where the schedule has lanes, encoders and
+    generators may be spread over the LLM's ranks; encoders may also be replicated on them.
+    """
     if any(f"Train.schedule={name!r}" in shared for name in NESTING) or (
         rng.random() < 0.4 and any(f"Train.schedule={name!r}" in shared for name in LANED)
     ):
@@ -335,7 +341,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
     for name, layers in modules.layers.items():
         pp = rng.choice([pp for pp in (1, 1, 2, 3) if pp <= layers])
         chunks = 2 if pp > 1 and pp * 2 <= layers and rng.random() < 0.5 else 1
-        dp, tp, cp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2)), _cp(rng)
+        dp, tp, cp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2)), _cp_degree(rng)
         offset = {"apart": end, "together": 0}.get(style, rng.randrange(DEVICES))
         size = dp * tp * pp * cp
         end += size

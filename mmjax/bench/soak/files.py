@@ -1,4 +1,4 @@
-"""Files of a drawn run: data that grow, and exports beside the checkpoint that they are of."""
+"""Files of a drawn run: data that grow, and exports beside their checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from mmjax.bench.soak.draws import GROWING
 
 GROWTH = 7
-"""Records that are added to data that grow."""
+"""Number of records that are added to data."""
 
 
-def with_data_of_its_own(bindings: Iterable[str], folder: Path) -> Iterator[str]:
-    """The bindings, with a copy of the data that may grow in ``folder``."""
+def with_copied_data(bindings: Iterable[str], folder: Path) -> Iterator[str]:
+    """Yields the bindings with the path of a copy, in ``folder``, of the data that grow."""
     for binding in bindings:
         name, _, value = binding.partition("=")
         if name != f"{GROWING}/Source.path":
@@ -28,7 +28,7 @@ def with_data_of_its_own(bindings: Iterable[str], folder: Path) -> Iterator[str]
 
 
 def grow(folder: Path) -> None:
-    """Adds records to the run's copy of the data: its first ones once more, under other names."""
+    """Adds records to the run's copy of the data: its first records once more, under other names."""
     (path,) = (folder / "data").glob("*.json")
     records = json.loads(path.read_text())
     new = [{**record, "id": f"new{record['id']}"} for record in records[:GROWTH]]
@@ -36,12 +36,12 @@ def grow(folder: Path) -> None:
 
 
 def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
-    """Exit status 0 where an export has the bits of the newest checkpoint's parameters.
+    """Compares an export with the newest checkpoint's parameters; returns exit status 0 if they are equal bit for bit.
 
     Args:
       run_dir: the run directory.
       out: the exported parameters.
-      folder: the run's LLM exported as a folder of safetensors, if it was; one tensor of it is compared.
+      folder: the run's LLM exported as a folder of safetensors, or None; one tensor of it is compared.
     """
     import jax
     import numpy as np
@@ -51,9 +51,9 @@ def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
 
     checkpointer = Checkpointer(run_dir / "checkpoints")
     step = checkpointer.steps()[-1]
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     stored = checkpointer.metadata(step).leaves
-    targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in stored.items()}
+    targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in stored.items()}
     leaves = {name: np.asarray(leaf) for name, leaf in checkpointer.restore(step, targets).items()}
     tree: Any = ocp.load(str(out.absolute()))
     for name, leaf in leaves.items():
@@ -70,7 +70,7 @@ def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
 
 
 def _compare_folder(leaves: dict[str, Any], folder: Path) -> int:
-    """Exit status 0 where a tensor of the folder is the leaf, or has adapters of it merged into it."""
+    """Compares a tensor of the folder with its leaf; exit status 0 if they are equal, or adapters are merged."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import load_file

@@ -21,24 +21,24 @@ from mmjax import jax_compat
 
 ENTRIES = ("train", "eval", "export")
 HEAVY = ("mmjax.train.trainer", "mmjax.eval.evaluator", "mmjax.viz.predictions", "matplotlib.pyplot", "grain.python")
-FELL = 70
+CRASHED = 70
 """Exit status after an unhandled exception."""
 _POLL = 0.02
 
 
 def preload() -> None:
-    """Imports what forked processes need. Programs are compiled cheaply: they run a few times."""
+    """Imports the modules of forked processes, and has programs compiled cheaply: they run a few times."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("MPLBACKEND", "agg")
     jax_compat.compile_cheaply()
     for name in ENTRIES:
         importlib.import_module(f"mmjax.{name}")
-    for name in HEAVY:  # entries import them when they have read their flags
+    for name in HEAVY:  # entries import them after parsing flags
         importlib.import_module(name)
 
 
 def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
-    """``python -m mmjax.<name>`` with these flags, in this process."""
+    """A function that runs ``python -m mmjax.<name>`` with these flags in this process."""
     from mmjax.config.flags import run_command
 
     main = importlib.import_module(f"mmjax.{name}").main
@@ -46,7 +46,7 @@ def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
 
 
 def program(flags: Sequence[str]) -> Callable[[], object]:
-    """Python with these flags, in place of this process: for programs that start processes of their own."""
+    """A function that replaces this process by Python with these flags: for programs that start processes."""
     return lambda: os.execv(sys.executable, [sys.executable, *flags])
 
 
@@ -54,20 +54,20 @@ class Process:
     """A forked process.
 
     Attributes:
-      log: where its output goes.
+      log: file of its output.
       pid: its process id, and that of its group.
       status: its exit status once it has ended, negative after a signal.
     """
 
     def __init__(self, work: Callable[[], object], log: Path, environment: Mapping[str, str] | None = None):
-        """Starts ``work``; what it returns or raises by ``SystemExit`` is the exit status."""
+        """Forks a process that calls ``work``; its result, or the code of its ``SystemExit``, is the exit status."""
         self.log, self.status = log, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks; no backend has been started in this process
             self.pid = os.fork()
         if not self.pid:
-            _be(work, log, environment or {})
-        with contextlib.suppress(OSError):  # both sides do it: whichever comes first
+            _run_forked(work, log, environment or {})
+        with contextlib.suppress(OSError):  # parent and child both do it: one of them is first
             os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
@@ -81,7 +81,7 @@ class Process:
         """The exit status, or ``None`` as soon as ``until`` holds.
 
         Raises:
-          TimeoutError: neither came to pass in time; the process is ended.
+          TimeoutError: neither happened in time; the process is killed.
         """
         end = time.monotonic() + seconds
         while self.poll() is None and not until():
@@ -104,9 +104,9 @@ class Process:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
+def _run_forked(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
     """Runs ``work`` in the forked process and ends the process; never returns."""
-    status: object = FELL
+    status: object = CRASHED
     try:
         os.setpgid(0, 0)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -116,7 +116,7 @@ def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the soak has a handler of its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the soak's handler
         status = work() or 0
     except SystemExit as end:
         status = end.code or 0
@@ -126,4 +126,4 @@ def _be(work: Callable[[], object], log: Path, environment: Mapping[str, str]) -
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else FELL)
+        os._exit(status if isinstance(status, int) else CRASHED)

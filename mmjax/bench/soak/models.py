@@ -44,6 +44,7 @@ class Modules:
 
 
 def draw_modules(rng: random.Random) -> Modules:
+    """Draws encoders, generators and numbers of layers."""
     encoders = rng.choice(
         ({"vision": "vit"},) * 6 + ({"audio": "whisper"},) * 2 + ({"vision": "vit", "audio": "whisper"},)
     )
@@ -54,6 +55,7 @@ def draw_modules(rng: random.Random) -> Modules:
 
 
 def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
+    """Draws the settings of all modules and projectors."""
     yield f"Model.encoders={dict(modules.encoders)!r}"
     yield f"Model.generators={dict(modules.generators)!r}"
     classes = {"vit": "ViT", "whisper": "Whisper", "dit": "DiT"}
@@ -73,7 +75,7 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
     decoder = tuple(_decoder(rng, modules.layers["llm"]))
     yield from decoder
-    turned = any("rope_sections" in binding for binding in decoder)
+    uses_mrope = any("rope_sections" in binding for binding in decoder)
     for name, kind in kinds.items():
         linear = rng.random() < 0.2
         yield f"{name}/Projector.kind={'linear' if linear else 'mlp'!r}"
@@ -97,13 +99,13 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Projector.inject={inject!r}"
             if rng.random() < 0.5:
                 yield f"{name}/Projector.levels={tuple(rng.randrange(modules.layers[name]) for _ in inject)!r}"
-        elif kind == "vit" and not turned and rng.random() < 0.3:
+        elif kind == "vit" and not uses_mrope and rng.random() < 0.3:
             yield f"{name}/Projector.newline=True"
             yield f"{name}/Projector.most_tiles={rng.choice((0, 2))}"
 
 
 def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
-    """Bindings of a model whose LLM starts from a folder, which has its shapes."""
+    """Bindings of the model with an LLM that starts from a folder; shapes are the folder's."""
     yield f"llm/Weights.path={str(folder)!r}"
     for binding in bindings:
         if not binding.startswith("llm/Decoder.") or binding.startswith(("llm/Decoder.remat", "llm/Decoder.z_loss")):
@@ -111,11 +113,11 @@ def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
 
 
 def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
-    """Settings in which families of language models differ."""
+    """Draws settings in which families of language models differ."""
     for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
         yield f"llm/Decoder.{name}={rng.random() < 0.25}"
-    turned = rng.random() < 0.25
-    if turned:
+    uses_mrope = rng.random() < 0.25
+    if uses_mrope:
         yield from ("llm/Decoder.head_dim=8", f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}")
     else:
         yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
@@ -123,7 +125,7 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
         yield f"llm/Decoder.mask={rng.choice(_MASKS)!r}"
     if rng.random() < 0.3:
         sizes = {"window": (1, 5, 16, 1000), "chunk": (3, 16)}
-        for name in ("window",) if turned else rng.choice((("window",), ("chunk",), ("window", "chunk"))):
+        for name in ("window",) if uses_mrope else rng.choice((("window",), ("chunk",), ("window", "chunk"))):
             yield f"llm/Decoder.{name}={rng.choice(sizes[name])}"
         which = rng.choice(("full_layers", "full_every"))
         yield f"llm/Decoder.{which}={rng.randint(0, layers)}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.bench.soak.draws import Draw
-from mmjax.bench.soak.files import compare_export, grow, with_data_of_its_own
+from mmjax.bench.soak.files import compare_export, grow, with_copied_data
 from mmjax.bench.soak.forked import Process, entry, program
 from mmjax.flags import INTERRUPTED
 
@@ -27,7 +27,7 @@ ORPHANED = 120.0
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Relative tolerance of losses and norms under another layout: Adam enlarges rounding from step to step."""
 FIRST = {"float32": 2e-5, "bfloat16": 0.05}
-"""Relative tolerance of those of the first step, before any update."""
+"""Relative tolerance of losses and norms of the first step, before any update."""
 STOPPED = {INTERRUPTED, 128 + signal.SIGTERM}
 """Exit statuses of a run that was asked to stop."""
 REFUSED = 2
@@ -56,51 +56,51 @@ class SoakTrial:
     def __init__(self, draw: Draw, folder: Path):
         """Writes the draw's configuration into ``folder``."""
         self.draw, self.folder, self.run = draw, folder, folder / "run"
-        self._grown_after: int | None = None
-        shared = with_data_of_its_own(draw.shared, folder) if draw.grows else draw.shared
-        for name, bindings in (("draw", shared), ("layout", draw.layout), ("other", draw.other)):
+        self._steps_before_growth: int | None = None
+        shared = with_copied_data(draw.shared, folder) if draw.data_grow else draw.shared
+        for name, bindings in (("draw", shared), ("layout", draw.layout), ("other", draw.other_layout)):
             (folder / f"{name}.gin").write_text("".join(f"{line.replace('=', ' = ', 1)}\n" for line in bindings))
-        self._said = {key: value for key, _, value in (line.partition("=") for line in draw.shared)}
+        self._settings = {key: value for key, _, value in (line.partition("=") for line in draw.shared)}
         self._server: Process | None = None
         self._processes: list[Process] = []
 
-    def ask(self) -> str:
-        """Runs the whole trial; returns what was done, in words.
+    def run_all(self) -> str:
+        """Runs the trial from training to export; returns a summary in words.
 
         Raises:
           Failure: something else happened.
           Refused: the run was refused at start.
         """
         try:
-            if self.draw.served:
+            if self.draw.data_server:
                 self._serve()
-            done = [self._interrupted(), self._resumed(), self._elsewhere()]
-            return ", ".join([*done, self._evaluated(), self._exported()])
+            summary = [self._interrupted(), self._resumed(), self._elsewhere()]
+            return ", ".join([*summary, self._evaluated(), self._exported()])
         finally:
             for process in self._processes:
                 if process.poll() is None:
                     process.signal(signal.SIGKILL)
 
-    # ---- what is asked -----------------------------------------------------------------------------------------------
+    # ---- parts of the trial ------------------------------------------------------------------------------------------
 
     def _interrupted(self) -> str:
         """Trains until the run is stopped; then its data may grow."""
         draw, ready = self.draw, self.run / "config.gin"
         process = self._start_training(self.run, "layout")
-        reached = (lambda: len(_rows(self.run)) >= draw.killed) if draw.killed else ready.exists
+        reached = (lambda: len(_rows(self.run)) >= draw.stop_after) if draw.stop_after else ready.exists
         if self._wait(process, reached) is None and self._wait(process, _passed(draw.delay)) is None:
             self._end(process)
         else:  # a short run may end by itself
             self._require_end(process, {0})
         steps = len(_rows(self.run))
-        if draw.grows:
-            self._grown_after = steps
+        if draw.data_grow:
+            self._steps_before_growth = steps
             grow(self.folder)
         stopped = "trained" if process.status == 0 else f"stopped by {draw.ending} after step {steps}"
-        return f"{stopped}, data grew" if draw.grows else stopped
+        return f"{stopped}, data grew" if draw.data_grow else stopped
 
     def _end(self, process: Process) -> None:
-        """Ends a run as the draw says, and waits for its end."""
+        """Sends the signals of the draw's ending, and waits for the end of the run."""
         ending = self.draw.ending
         for number in ENDINGS[ending]:
             process.signal(number)
@@ -116,19 +116,19 @@ class SoakTrial:
 
     def _resumed(self) -> str:
         """Resumes to the end by the same command; every step and every evaluation must be recorded once."""
-        trained = bool(_rows(self.run))
+        has_trained = bool(_rows(self.run))
         process = self._started_again()
         try:
             self._require_end(process, {0})
         except Refused as refused:
-            if not trained:  # it was stopped while it started
+            if not has_trained:  # it was stopped while it started
                 raise
             raise Failure(f"what has trained is refused when it is to go on: {refused}; see {process.log}") from None
         self._require_rows(self.run)
         return "resumed"
 
     def _started_again(self) -> Process:
-        """Runs the same command again, until the processes of a killed launcher have noticed its end."""
+        """Runs the same command again, repeatedly as long as processes of a killed launcher still hold the run."""
         end = time.monotonic() + ORPHANED
         while True:
             process = self._start_training(self.run, "layout")
@@ -137,44 +137,44 @@ class SoakTrial:
             time.sleep(1)
 
     def _elsewhere(self) -> str:
-        """Trains under the other layout, from a checkpoint or from the beginning; losses must agree."""
-        other, start = self.folder / "other", 0
-        kept = [step for step in _checkpoints(self.run) if step <= self.draw.restored]
-        if kept:
-            start = max(kept)
-            shutil.copytree(self.run, other)
-            for step, path in _checkpoints(other).items():
-                if step > start:
+        """Trains under the other layout, from a checkpoint or from the beginning; losses must be the same."""
+        run_dir, first_step = self.folder / "other", 0
+        restorable = [step for step in _checkpoints(self.run) if step <= self.draw.restore_up_to]
+        if restorable:
+            first_step = max(restorable)
+            shutil.copytree(self.run, run_dir)
+            for step, path in _checkpoints(run_dir).items():
+                if step > first_step:
                     shutil.rmtree(path)
-        process = self._start_training(other, "other")
+        process = self._start_training(run_dir, "other")
         self._wait(process)
         try:
             self._require_end(process, {0})
         except Refused as refused:
             return f"refused under another layout ({refused})"
-        self._require_rows(other)
-        if self._grown_after is not None and start < self._grown_after:
-            return f"trained under another layout from step {start}, on other data"
-        self._require_same(_rows(self.run), _rows(other), start)
-        return f"the same under another layout from step {start}"
+        self._require_rows(run_dir)
+        if self._steps_before_growth is not None and first_step < self._steps_before_growth:
+            return f"trained under another layout from step {first_step}, on other data"
+        self._require_same_losses(_rows(self.run), _rows(run_dir), first_step)
+        return f"the same under another layout from step {first_step}"
 
     def _evaluated(self) -> str:
-        """Evaluates the last checkpoint; scores must be the run's."""
-        samples = int(self._said["Train.eval_samples"])
+        """Evaluates the last checkpoint; scores must be equal to those of the run's own evaluation."""
+        samples = int(self._settings["Train.eval_samples"])
         flags = [f"--run_dir={self.run}", "--json", "--allow_code", *([] if samples else ["--samples=4"])]
-        if self.draw.moved:
+        if self.draw.eval_elsewhere:
             flags.append(f"--gin_file={self.folder / 'other.gin'}")
         process = self._start("eval", flags)
         self._wait(process)
         try:
             self._require_end(process, {0})
         except Refused as refused:
-            if not self.draw.moved:
+            if not self.draw.eval_elsewhere:
                 raise Failure(f"a run that evaluates itself cannot be evaluated: {refused}") from None
             return f"not evaluated under another layout ({refused})"
-        found = json.loads(process.text.strip().splitlines()[-1])
+        scores = json.loads(process.text.strip().splitlines()[-1])
         if samples:
-            self._require_same_scores(_lines(self.run / "eval.jsonl")[-1], found, samples)
+            self._require_same_scores(_lines(self.run / "eval.jsonl")[-1], scores, samples)
         return "evaluated"
 
     def _exported(self) -> str:
@@ -183,7 +183,7 @@ class SoakTrial:
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}"])
         self._wait(process)
         self._require_export(process, {0})
-        folder = self._exported_folder() if self.draw.folder else None
+        folder = self._exported_folder() if self.draw.from_folder else None
         compared = self._fork("compare", lambda: compare_export(self.run, out, folder))
         self._wait(compared)
         self._require_end(compared, {0})
@@ -201,8 +201,8 @@ class SoakTrial:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def _start_training(self, run_dir: Path, layout: str, *more: str) -> Process:
-        flags = [*self._files(layout), f"--run_dir={run_dir}", *more]
+    def _start_training(self, run_dir: Path, layout: str) -> Process:
+        flags = [*self._files(layout), f"--run_dir={run_dir}"]
         if self._server:
             flags.append(f"--gin.Data.servers=({self._address!r},)")
         if self.draw.processes == 1:
@@ -222,11 +222,11 @@ class SoakTrial:
     def _serve(self) -> None:
         command = ["-u", "-m", "mmjax.serve", *self._files("layout"), "--port=0", "--workers=1"]
         self._server = server = self._fork("serve", program(command))
-        found: list[str] = []
-        self._wait(server, lambda: bool(found.extend(re.findall(r"serving on (\S+)", server.text)) or found))
-        if not found:
+        addresses: list[str] = []
+        self._wait(server, lambda: bool(addresses.extend(re.findall(r"serving on (\S+)", server.text)) or addresses))
+        if not addresses:
             self._require_end(server, set())
-        self._address = found[0]
+        self._address = addresses[0]
 
     def _files(self, layout: str) -> list[str]:
         return [*(f"--gin_file={self.folder / name}.gin" for name in ("draw", layout)), "--allow_code"]
@@ -244,7 +244,7 @@ class SoakTrial:
         except TimeoutError as error:
             raise Failure(f"{process.log.stem}: {error}; see {process.log}") from None
 
-    # ---- what is required --------------------------------------------------------------------------------------------
+    # ---- requirements ------------------------------------------------------------------------------------------------
 
     def _require_end(self, process: Process, legal: set[int]) -> None:
         """Requires a legal exit status; raises `Refused` for a refusal in one line before the first step."""
@@ -252,7 +252,7 @@ class SoakTrial:
         if process.status in legal:
             return
         errors = [line for line in process.text.splitlines() if "error: " in line]
-        errors.sort(key=lambda line: "this one ends too" in line)  # who only follows another says nothing of the reason
+        errors.sort(key=lambda line: "this one ends too" in line)  # a process that follows another names no reason
         if process.status == REFUSED and (len(errors) == 1 or (self.draw.processes > 1 and errors)):
             if len(_rows(self.run)) and process.log.name.startswith("1."):
                 raise Failure(f"refused after {len(_rows(self.run))} steps: {errors[0]}; see {process.log}")
@@ -279,9 +279,9 @@ class SoakTrial:
             raise Failure(f"metrics.jsonl has the steps {[row['step'] for row in rows]}, not 1 to {steps}")
         if not all(math.isfinite(row["loss"]) for row in rows):
             raise Failure(f"losses are not finite: {[row['loss'] for row in rows]}")
-        if not int(self._said["Train.eval_samples"]):
+        if not int(self._settings["Train.eval_samples"]):
             return
-        every = int(self._said["Train.eval_every"])
+        every = int(self._settings["Train.eval_every"])
         due = [step for step in range(1, steps + 1) if step == steps or (every and step % every == 0)]
         scores = _lines(run_dir / "eval.jsonl")
         if failed := [row for row in scores if "failure" in row]:
@@ -290,33 +290,35 @@ class SoakTrial:
         if evaluated != due:
             raise Failure(f"eval.jsonl of {run_dir.name} has the steps {evaluated}, not {due}")
 
-    def _require_same(self, rows: list[dict[str, Any]], others: list[dict[str, Any]], start: int) -> None:
-        dtype = self._said["Train.dtype"].strip("'")
-        for one, other in zip(rows[start:], others[start:], strict=True):
-            limit = FIRST[dtype] if one["step"] == 1 else TOLERANCE[dtype]
+    def _require_same_losses(
+        self, rows: list[dict[str, Any]], elsewhere_rows: list[dict[str, Any]], start: int
+    ) -> None:
+        dtype = self._settings["Train.dtype"].strip("'")
+        for row, elsewhere in zip(rows[start:], elsewhere_rows[start:], strict=True):
+            limit = FIRST[dtype] if row["step"] == 1 else TOLERANCE[dtype]
             for name in ("loss", "grad_norm"):
-                if abs(one[name] - other[name]) > limit * max(abs(one[name]), 1e-3):
-                    raise Failure(f"step {one['step']} under another layout: {name} {other[name]}, not {one[name]}")
-            rates = [name for name in one if name.endswith("learning_rate")]
-            if any(one[name] != other.get(name) for name in rates):
-                raise Failure(f"step {one['step']} under another layout: other learning rates")
+                if abs(row[name] - elsewhere[name]) > limit * max(abs(row[name]), 1e-3):
+                    raise Failure(f"step {row['step']} under another layout: {name} {elsewhere[name]}, not {row[name]}")
+            rates = [name for name in row if name.endswith("learning_rate")]
+            if any(row[name] != elsewhere.get(name) for name in rates):
+                raise Failure(f"step {row['step']} under another layout: other learning rates")
 
-    def _require_same_scores(self, row: dict[str, Any], found: dict[str, Any], samples: int) -> None:
+    def _require_same_scores(self, row: dict[str, Any], scores: dict[str, Any], samples: int) -> None:
         """Requires the scores of the run's last evaluation. Another layout may round one tie differently."""
         for name, value in row.items():
-            if not isinstance(value, int | float) or not isinstance(found.get(name), int | float):
+            if not isinstance(value, int | float) or not isinstance(scores.get(name), int | float):
                 continue
-            limit = 1e-6 * max(1, abs(value)) if not self.draw.moved else max(1 / samples, 0.05 * abs(value))
+            limit = 1e-6 * max(1, abs(value)) if not self.draw.eval_elsewhere else max(1 / samples, 0.05 * abs(value))
             if name == "step":
                 limit = 0
-            if abs(value - found[name]) > limit:
-                raise Failure(f"mmjax.eval says {name} {found[name]}, the run {value}")
+            if abs(value - scores[name]) > limit:
+                raise Failure(f"mmjax.eval says {name} {scores[name]}, the run {value}")
 
 
 def _checkpoints(run_dir: Path) -> dict[int, Path]:
     """Paths of a run's checkpoints, by step."""
-    found = (path for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal())
-    return {int(path.name): path for path in sorted(found)}
+    paths = (path for path in (run_dir / "checkpoints").glob("*") if path.name.isdecimal())
+    return {int(path.name): path for path in sorted(paths)}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -331,6 +333,6 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _passed(seconds: float) -> Callable[[], bool]:
-    """Whether so many seconds have passed from now on."""
+    """A condition that holds after ``seconds`` from now on."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end

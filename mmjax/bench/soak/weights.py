@@ -22,14 +22,14 @@ SETTINGS = DecoderConfig(
 )
 """The model of the folder, of Qwen2's family."""
 SAMPLE = "model.layers.1.self_attn.k_proj.weight", "params/llm/layers/001/attn/k"
-"""A tensor of the folder, stored transposed, and the leaf of a checkpoint that it is."""
+"""A tensor of the folder, which is stored transposed, and its leaf in a checkpoint."""
 
 
 def write_folder(folder: Path) -> None:
     """Writes ``config.json`` and ``model.safetensors``."""
     module, generator = Llama(SETTINGS), np.random.default_rng(0)
     runs = tuple(run for run, _ in layer_runs(module, range(SETTINGS.layers)))
-    leaves = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(True, True)).leaves())
+    leaves = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(first=True, last=True)).leaves())
     shapes = {name.removeprefix("llm/"): leaf.logical_shape for leaf in leaves for name in leaf.names}
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""``python -m mmjax.bench.gpu.one module:function FILE SECONDS [small]``: runs a section in this process."""
+"""``python -m mmjax.bench.gpu.section_process module:function FILE SECONDS [small]``: runs one section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmjax.bench.gpu.job import Job
 
 
 def main(where: str, file: str, seconds: str, size: str = "") -> int:
-    """The exit status is 1 where the section failed, with its error in the file."""
+    """Runs the section, and returns the exit status: 1 where it failed; its error is then in the file."""
     job = Job(Path(file), small=size == "small", seconds=float(seconds))
     try:
         module, _, function = where.partition(":")
