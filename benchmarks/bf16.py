@@ -1,7 +1,7 @@
-"""Whether bf16 runs under different layouts stay together, and close to fp32 on one device.
+"""Losses of bf16 runs under different layouts, beside each other and beside fp32 on one device.
 
 Layouts sum in different orders and bf16 rounds every sum to three digits, so curves part, and training amplifies the
-differences. The limits: the difference stays a small part of the fall of the loss, and two layouts differ from each
+differences. Two limits: the difference stays a small part of the fall of the loss, and two layouts differ from each
 other hardly more than bf16 differs from fp32. A layout must not cost accuracy.
 """
 
@@ -54,7 +54,7 @@ RATIO = 1.5
 It is 1 where all four runs differ alike, and at most 2, where two layouts lie on either side of fp32.
 """
 WINDOW = 9
-"""Steps whose mean loss is compared: the noise of single batches is large, and the same in all runs."""
+"""Number of steps whose mean loss is compared: the noise of single batches is large, and the same in all runs."""
 
 Curves = Mapping[str, Float[np.ndarray, " steps"]]
 """Loss of every step by case."""
@@ -71,7 +71,7 @@ def train(steps: int = STEPS) -> dict[str, Float[np.ndarray, " steps"]]:
     Raises:
       ConfigError: the configurations are missing, or there are not eight devices.
     """
-    return {case: _losses(*run, steps) for case, run in RUNS.items()}
+    return {case: _losses(name, dtype, steps) for case, (name, dtype) in RUNS.items()}
 
 
 def _losses(name: str, dtype: str, steps: int) -> Float[np.ndarray, " steps"]:
@@ -82,14 +82,14 @@ def _losses(name: str, dtype: str, steps: int) -> Float[np.ndarray, " steps"]:
 
 def rows(curves: Curves) -> Iterator[Row]:
     """The differences between layouts, beside those between bf16 and fp32, and the final losses."""
-    apart, rounding = between_layouts(curves), from_exact(curves)
-    exact = smoothed(curves[EXACT])
-    fall = curves[EXACT][0] - exact[-1]
-    yield _row("largest difference between two layouts", np.max(apart) / fall, LARGEST)
-    yield _row("mean difference between two layouts", np.mean(apart) / fall, MEAN)
-    for case, difference in rounding.items():
+    between, from_fp32 = between_layouts(curves), from_exact(curves)
+    smoothed_exact = smoothed(curves[EXACT])
+    fall = curves[EXACT][0] - smoothed_exact[-1]
+    yield _row("largest difference between two layouts", np.max(between) / fall, LARGEST)
+    yield _row("mean difference between two layouts", np.mean(between) / fall, MEAN)
+    for case, difference in from_fp32.items():
         yield _row(f"{case}: mean difference from fp32", np.mean(np.abs(difference)) / fall, MEAN)
-    ratio = np.mean(apart) / np.mean(np.abs(list(rounding.values())))
+    ratio = np.mean(between) / np.mean(np.abs(list(from_fp32.values())))
     yield _row("between layouts / between bf16 and fp32", ratio, RATIO, "ratio")
     yield Row(bench="bf16", case=f"{EXACT}: first loss", value=float(curves[EXACT][0]), unit="nats")
     for case, losses in curves.items():
@@ -106,7 +106,7 @@ def smoothed(losses: Float[np.ndarray, " steps"]) -> Float[np.ndarray, " windows
 
 
 def from_exact(curves: Curves) -> dict[str, Float[np.ndarray, " windows"]]:
-    """Smoothed loss of every other case minus that of fp32 on one device, in nats."""
+    """Smoothed loss of every bf16 case minus the smoothed loss of fp32 on one device, in nats."""
     exact = smoothed(curves[EXACT])
     return {case: smoothed(losses) - exact for case, losses in curves.items() if case != EXACT}
 
@@ -118,7 +118,7 @@ def between_layouts(curves: Curves) -> Float[np.ndarray, "pairs windows"]:
 
 
 def draw(curves: Curves, path: str | Path | None = None) -> Figure:
-    """The loss of every case, and below it the differences that ``rows`` sums up; also to ``path`` where one is given.
+    """Draws the loss of every case, and below it the differences that ``rows`` sums up; saves it to ``path`` if given.
 
     Raises:
       ValueError: there are fewer steps than a window of the mean.
@@ -130,7 +130,7 @@ def draw(curves: Curves, path: str | Path | None = None) -> Figure:
     figure = Figure(figsize=(8.4, 6.4), dpi=130, facecolor="white", layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     colours = dict(zip(RUNS, ("#e07b29", "#3a9a5b", "#2f6db5", "#22272e"), strict=True))
-    styles = dict(zip(RUNS, ("-", (0, (6, 3)), (0, (2, 2)), "-"), strict=True))  # they lie on each other
+    styles = dict(zip(RUNS, ("-", (0, (6, 3)), (0, (2, 2)), "-"), strict=True))  # the curves overlap
     order = [EXACT, *(case for case in RUNS if case != EXACT)]
     for case in order:
         width = 3.5 if case == EXACT else 1.4

@@ -2,8 +2,8 @@
 
 The setting is that of Cornstarch's Table 4: eight ranks, 16k to 64k tokens, 50 random masks of each type in its Figure
 11. Pairs are *counted*. Attention is *timed* under a few of the masks, of one head: the share of the fullest rank runs
-alone, forward and backward, on this machine's processor. How the paper draws its masks is not said, so ratios are to be
-compared, and not too closely. Bytes are those of all heads of the layer, counted too.
+alone, forward and backward, on this machine's processor. The paper does not say how it draws its masks, so ratios can
+be compared only roughly. Bytes are those of all heads of the layer, counted too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.cp_attention import seconds_of_ranks
-from benchmarks.cp_bytes import received, received_of_need
-from benchmarks.cp_masks import drawn
+from benchmarks.cp_bytes import received, received_needed
+from benchmarks.cp_masks import draw_mask
 from mmjax.attention.distribution import METHODS, lpt
 from mmjax.attention.pairs import Intervals, block_work, rank_work, round_work
 from mmjax.bench.rows import Row, Target, at_most
 
 RANKS, BLOCK, MASKS = 8, 128, 50
 TIMED = {16_384: 3, 32_768: 1, 65_536: 1}
-"""Under how many masks of each type attention is timed, by tokens."""
+"""Number of masks of each type under which attention is timed, by tokens."""
 LENGTHS = (16_384, 32_768, 65_536)
 COMPARED = ("lpt", "random", "contiguous", "zigzag")
 PUBLISHED = {
@@ -41,10 +41,10 @@ MIB = 2**20
 
 
 def bench_cp(rounds: int) -> Iterator[Row]:
-    """Ratios to LPT by mask, what equal tokens cost, bytes, then large sequences."""
+    """Yields ratios to LPT by mask, effects of block size, bytes, and the balance of long sequences."""
     for (length, name), published in PUBLISHED.items():
         timed = _timed(name, length, min(rounds, 2))
-        fullest = np.mean([_fullest(drawn(name, length, seed)) for seed in range(MASKS)], axis=0)
+        fullest = np.mean([_fullest(draw_mask(name, length, seed)) for seed in range(MASKS)], axis=0)
         for i, method in enumerate(COMPARED[1:], 1):
             case = f"{name}, {length} tokens: {method} / lpt"
             yield _row(f"{case}, fullest rank, counted", fullest[i, 0] / fullest[0, 0], "ratio")
@@ -61,23 +61,23 @@ def bench_cp(rounds: int) -> Iterator[Row]:
 
 def _timed(name: str, length: int, rounds: int) -> np.ndarray:
     """Seconds and pairs of the fullest rank by method [methods, 2], mean over masks."""
-    found = []
+    fullest = []
     for seed in range(TIMED[length]):
-        mask = drawn(name, length, seed)
+        mask = draw_mask(name, length, seed)
         work = block_work(mask, BLOCK)
         ranks = [METHODS[method](work, RANKS) for method in COMPARED]
-        loads = [np.bincount(own, work, RANKS) for own in ranks]
-        shares = [own == load.argmax() for own, load in zip(ranks, loads, strict=True)]
+        loads = [np.bincount(rank_of_block, work, RANKS) for rank_of_block in ranks]
+        shares = [rank_of_block == load.argmax() for rank_of_block, load in zip(ranks, loads, strict=True)]
         seconds = seconds_of_ranks(mask, shares, BLOCK, rounds)
-        found.append([(own, load.max()) for own, load in zip(seconds, loads, strict=True)])
-    return np.mean(found, axis=0)
+        fullest.append([(time, load.max()) for time, load in zip(seconds, loads, strict=True)])
+    return np.mean(fullest, axis=0)
 
 
 def _mixed(rounds: int) -> Iterator[Row]:
-    """Time of blocks four times as large over the distributed ones, as tokens that lie far apart then mix."""
+    """Time with blocks four times as large, over the time with distributed blocks."""
     length = min(TIMED)
     for name in ("EE", "MP"):
-        mask = drawn(name, length, 0)
+        mask = draw_mask(name, length, 0)
         work = block_work(mask, BLOCK)
         for method in ("lpt", "contiguous"):
             ranks = METHODS[method](work, RANKS)
@@ -88,33 +88,33 @@ def _mixed(rounds: int) -> Iterator[Row]:
 
 def _bytes() -> Iterator[Row]:
     """Bytes that a rank receives in a layer of Llama 3.1 70B."""
-    length, ways = max(length for length, _ in PUBLISHED), ("gather", "ring", "all-to-all")
-    both = ("forward", "backward")
-    for way in ways:
-        for one, size in zip(both, received(way, length, RANKS), strict=True):
-            yield _row(f"{length} tokens: a rank receives, {way}, {one}, counted", size / MIB, "MiB")
+    length, cp_ways = max(length for length, _ in PUBLISHED), ("gather", "ring", "all-to-all")
+    directions = ("forward", "backward")
+    for cp_way in cp_ways:
+        for direction, size in zip(directions, received(cp_way, length, RANKS), strict=True):
+            yield _row(f"{length} tokens: a rank receives, {cp_way}, {direction}, counted", size / MIB, "MiB")
     for name in dict.fromkeys(name for _, name in PUBLISHED):
         for method in ("lpt", "contiguous"):
-            masks = (drawn(name, length, seed) for seed in range(MASKS))
-            sizes = np.mean([received_of_need(mask, METHODS[method], BLOCK, RANKS) for mask in masks], axis=0)
-            for one, size in zip(both, sizes, strict=True):
-                case = f"{name}, {length} tokens: a rank receives, need, {method}, {one}, counted"
+            masks = (draw_mask(name, length, seed) for seed in range(MASKS))
+            sizes = np.mean([received_needed(mask, METHODS[method], BLOCK, RANKS) for mask in masks], axis=0)
+            for direction, size in zip(directions, sizes, strict=True):
+                case = f"{name}, {length} tokens: a rank receives, need, {method}, {direction}, counted"
                 yield _row(case, size / MIB, "MiB")
 
 
 def _large(rounds: int) -> Iterator[Row]:
-    work = block_work(drawn("EE", 2**20, 0), BLOCK)
+    work = block_work(draw_mask("EE", 2**20, 0), BLOCK)
     seconds = []
     for _ in range(max(3, rounds)):
-        begun = perf_counter()
-        found = lpt(work, RANKS)
-        seconds.append(perf_counter() - begun)
+        start = perf_counter()
+        ranks = lpt(work, RANKS)
+        seconds.append(perf_counter() - start)
     yield _row("1M tokens, blocks of 128, 8 ranks: lpt", 1e3 * min(seconds), "ms", at_most(1.5))
-    yield _row("1M tokens, 8 ranks: lpt, fullest / mean", _over_mean(work, found, RANKS), "ratio", at_most(1.001))
-    work = block_work(drawn("EE", 65_536, 0), BLOCK)
-    most = work.max() / (work.sum() / 64)
+    yield _row("1M tokens, 8 ranks: lpt, fullest / mean", _over_mean(work, ranks, RANKS), "ratio", at_most(1.001))
+    work = block_work(draw_mask("EE", 65_536, 0), BLOCK)
+    largest_block = work.max() / (work.sum() / 64)
     excess = _over_mean(work, lpt(work, 64), 64) - 1
-    yield _row("64k tokens, 64 ranks: lpt, excess over the mean", excess, "ratio", at_most(most))
+    yield _row("64k tokens, 64 ranks: lpt, excess over the mean", excess, "ratio", at_most(largest_block))
 
 
 def _row(case: str, value: float, unit: str, target: Target | None = None) -> Row:
@@ -127,10 +127,10 @@ def _over_mean(work: np.ndarray, ranks: np.ndarray, count: int) -> float:
 
 
 def _fullest(mask: Intervals) -> list[tuple[float, float]]:
-    """Pairs of the fullest rank over the mean by method: all at once, and by rounds of a ring."""
-    work, found = block_work(mask, BLOCK), []
+    """By method, pairs of the fullest rank over the mean: of all keys at once, and by rounds of a ring."""
+    work, loads = block_work(mask, BLOCK), []
     for method in COMPARED:
         ranks = METHODS[method](work, RANKS)
         by_rounds = round_work(rank_work(mask, BLOCK, ranks, RANKS)) / (work.sum() / RANKS)
-        found.append((_over_mean(work, ranks, RANKS), by_rounds))
-    return found
+        loads.append((_over_mean(work, ranks, RANKS), by_rounds))
+    return loads

@@ -2,7 +2,7 @@
 
 A step is one sample of ten 1024x1024 JPEG images at full resolution, about 126 MB of patches. The consumer stands for
 a trainer whose accelerators are busy: between two batches it sleeps longer than a batch takes to be made, so that it
-waits only for as long as preparing, receiving and checking a batch delay it. The server runs on this host too.
+waits only for delays of preparing, receiving and checking a batch. The server runs on this host too.
 
 Source: Zhang et al., "DistTrain", §2.3 and §7.3, figure 17.
 """
@@ -39,7 +39,7 @@ _FILES = 12
 
 
 def bench_data(rounds: int) -> Iterator[Row]:
-    """Yields a row for each way to prepare batches, and for what preparing itself costs."""
+    """Yields rows of the cost of preparing, and of the consumer's wait by each kind of preparation."""
     with tempfile.TemporaryDirectory(prefix="mmjax-bench-") as temporary:
         folder = Path(temporary)
         write_samples(folder)
@@ -90,21 +90,21 @@ def write_samples(folder: Path) -> None:
 
 
 def _costs(folder: Path, maker: StepMaker, rounds: int) -> Iterator[Row]:
-    """Processor time of a whole batch over that of Pillow's decoding, in turn."""
+    """Yields processor time of whole batches, and of Pillow's decoding of their images, taken in turn."""
     files = sorted(folder.glob("*.jpg"))[:IMAGES]
-    alone, whole = [], []
+    decoding, batches = [], []
     for step in range(rounds):
         begin = time.process_time()
         for file in files:
             with Image.open(file) as image:
                 np.asarray(image.convert("RGB"))
-        between = time.process_time()
+        decoded = time.process_time()
         maker(step)
-        alone.append(between - begin)
-        whole.append(time.process_time() - between)
-    yield Row(bench=BENCH, case="Pillow alone", value=IMAGES / statistics.median(alone), unit="images/s/core")
-    yield Row(bench=BENCH, case="whole batches", value=IMAGES / statistics.median(whole), unit="images/s/core")
-    ratio = statistics.median(one / other for one, other in zip(alone, whole, strict=True))
+        decoding.append(decoded - begin)
+        batches.append(time.process_time() - decoded)
+    yield Row(bench=BENCH, case="Pillow alone", value=IMAGES / statistics.median(decoding), unit="images/s/core")
+    yield Row(bench=BENCH, case="whole batches", value=IMAGES / statistics.median(batches), unit="images/s/core")
+    ratio = statistics.median(pillow / batch for pillow, batch in zip(decoding, batches, strict=True))
     yield Row(bench=BENCH, case="whole batches over Pillow alone", value=ratio, unit="ratio")
 
 
@@ -114,8 +114,8 @@ def _open(spec: DataSpec, maker: StepMaker, steps: int, **changes: object) -> Ba
 
 
 def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> float:
-    """Median seconds that a consumer waits for a batch which works on each twice as long as they take to come."""
-    first = 2 + rounds  # asked for without a pause; the first two, with which all begins, do not count
+    """Median seconds that a consumer waits for a batch, if it works on each twice as long as one takes to arrive."""
+    first = 2 + rounds  # batches without a pause; the first two include the start and do not count
     waits, pause = [], 0.0
     with _open(spec, maker, first + rounds + 1, **changes) as batches:
         for step in range(first + rounds + 1):
@@ -130,17 +130,17 @@ def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> 
 
 
 def _gain(spec: DataSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
-    """One worker and two, in turn, so that other load on the host slows both."""
+    """Yields steps a second with one worker and with two, in turn, so that other load on the host slows both."""
     pairs = [[_rate(spec, maker, rounds, workers) for workers in (1, 2)] for _ in range(3)]
     for words, rates in zip(("one worker", "two workers"), zip(*pairs, strict=True), strict=True):
         yield Row(bench=BENCH, case=f"steps: {words}, idle trainer", value=statistics.median(rates), unit="1/s")
-    value = statistics.median(two / one for one, two in pairs)
+    value = statistics.median(with_two / with_one for with_one, with_two in pairs)
     case = "steps: two workers over one, idle trainer"
     yield Row(bench=BENCH, case=case, value=value, unit="ratio", target=at_least(1.6))
 
 
 def _rate(spec: DataSpec, maker: StepMaker, rounds: int, workers: int) -> float:
-    """Steps a second of a consumer that does nothing else, after every worker has begun."""
+    """Steps a second of an idle consumer, after every worker has begun."""
     first = 2 * workers + 2
     with _open(spec, maker, first + 2 * rounds, workers=workers, prefetch=1) as batches:
         for _ in range(first):
@@ -153,18 +153,18 @@ def _rate(spec: DataSpec, maker: StepMaker, rounds: int, workers: int) -> float:
 
 @contextmanager
 def _server(gin_file: Path) -> Iterator[str]:
-    """A server of two workers in a process of its own; its address."""
+    """A server of two workers in a process of its own; yields its address."""
     command = [sys.executable, "-m", "mmjax.serve", f"--gin_file={gin_file}", "--port=0", "--workers=2"]
     environment = {name: value for name, value in os.environ.items() if name != TOKEN}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
-            said = ""
+            output = ""
             for line in process.stdout:
-                said += line
-                if found := re.match(r"serving on (\S+)", line):
-                    yield found[1]
+                output += line
+                if match := re.match(r"serving on (\S+)", line):
+                    yield match[1]
                     return
-            raise RuntimeError(f"the server has ended: {said}")
+            raise RuntimeError(f"the server has ended: {output}")
         finally:
             process.terminate()

@@ -1,7 +1,7 @@
 """Data plans of the digits configurations, from metadata alone, for every number of buckets and lowering of steps.
 
-A run dies where a step has no plan, and so does every restart; so there must be no such step. Counted too are plans
-whose microbatches have several buckets where one program runs the step.
+A run dies at a step without a plan, and so does every restart; so there must be no such step. A plan is also wrong if
+its microbatches have several buckets where one program runs the step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ DATA = {
     "digits and calls": ("digits_valm.gin",),
     "digits to draw": ("digits_draw.gin",),
 }
-"""Configurations by the data that they train on; those with the same data have the same samples."""
+"""Configurations by their data. Configurations with the same data have the same samples."""
 _REMEMBERED = 2**15
 
 
 @dataclass(kw_only=True)
-class Found:
+class PlanResults:
     """Results over many steps.
 
     Attributes:
@@ -50,42 +50,42 @@ class Found:
 
 
 def bench_data_plans(rounds: int, steps: int) -> Iterator[Row]:
-    """For each configuration, the number of steps without a plan, and the mean time of a plan."""
+    """Yields for each configuration the number of steps without a plan, and the mean time of a plan."""
     for names in DATA.values():
-        for case, found in planned(names, steps).items():
-            yield _row(f"{case}: without a plan", found.wrong, "steps", 0)
-            yield _row(f"{case}: a plan", 1e3 * found.seconds / steps, "ms")
+        for case, results in plan_all(names, steps).items():
+            yield _row(f"{case}: without a plan", results.wrong, "steps", 0)
+            yield _row(f"{case}: a plan", 1e3 * results.seconds / steps, "ms")
 
 
 def _row(case: str, value: float, unit: str, most: float | None = None) -> Row:
     return Row(bench="data-plans", case=case, value=value, unit=unit, target=None if most is None else at_most(most))
 
 
-def planned(names: Sequence[str], steps: int) -> Mapping[str, Found]:
-    """Results over the first steps, by case, for configurations that have the same samples."""
+def plan_all(names: Sequence[str], steps: int) -> Mapping[str, PlanResults]:
+    """Plans the first steps of configurations that have the same samples; returns results by case."""
     configs = {name: load_config([CONFIGS / name]) for name in names}
-    first = next(iter(configs.values()))
-    source = open_source(first, split="train")
+    first_config = next(iter(configs.values()))
+    source = open_source(first_config, split="train")
     source.meta = lru_cache(_REMEMBERED)(source.meta)  # buckets are chosen from some of the steps
-    packers = {case: own for name, config in configs.items() for case, own in _packers(name, config, source)}
-    found, size = {case: Found() for case in packers}, first.train.global_batch
+    packers = dict(pair for name, config in configs.items() for pair in _packers(name, config, source))
+    results, batch_size = {case: PlanResults() for case in packers}, first_config.train.global_batch
     for step in range(steps):
-        metas = [source.meta(step * size + sample) for sample in range(size)]
+        metas = [source.meta(step * batch_size + sample) for sample in range(batch_size)]
         for case, packer in packers.items():
-            begun = time.perf_counter()
-            found[case].wrong += not _plans(packer, step, metas)
-            found[case].seconds += time.perf_counter() - begun
-    return found
+            start = time.perf_counter()
+            results[case].wrong += not _plans(packer, step, metas)
+            results[case].seconds += time.perf_counter() - start
+    return results
 
 
 def _packers(name: str, config: Config, source: Source) -> Iterator[tuple[str, Packer]]:
     tokenizer = tokenizer_of(config.data, config.model.media)
     for number in (None, *NUMBERS):
-        asked = {module: PackingConfig(buckets=number) for module in config.packing} if number else config.packing
-        chosen = with_buckets(replace(config, packing=asked), source)
+        packing = {module: PackingConfig(buckets=number) for module in config.packing} if number else config.packing
+        with_chosen_buckets = with_buckets(replace(config, packing=packing), source)
         for lowering in ("ops",) if one_bucket(config) else ("ops", "single"):
-            own = replace(chosen, train=replace(chosen.train, lowering=lowering))
-            packer = build_packer(own, tokenizer, one_bucket=one_bucket(own), source=source)
+            lowered = replace(with_chosen_buckets, train=replace(with_chosen_buckets.train, lowering=lowering))
+            packer = build_packer(lowered, tokenizer, one_bucket=one_bucket(lowered), source=source)
             buckets = f"buckets={number}" if number else "its buckets"
             yield f"{name.removesuffix('.gin')}, {buckets}, {'one program' if packer.one_bucket else 'ops'}", packer
 

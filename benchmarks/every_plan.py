@@ -1,4 +1,4 @@
-"""Small planning problems, and their best plans by trying everything, in exact fractions, without the planner."""
+"""Small planning problems, and their best plans by exhaustive search, in exact fractions, without the planner."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from fractions import Fraction
 from typing import Any
 
 
-def drawn_problem(seed: int, *, sent: bool = False) -> dict[str, Any]:
-    """A random problem of one to four modules, some of which has no plan. sent: with communication and chunks."""
+def drawn_problem(seed: int, *, communication: bool = False) -> dict[str, Any]:
+    """A random problem of one to four modules; some problems have no plan.
+
+    Args:
+      seed: of the draw.
+      communication: whether the problem has communication and chunks.
+    """
     rng = random.Random(seed)
     batch = rng.choice([4, 6, 8, 12, 16])
     names = ["llm", "vision", "audio", "generator"][: rng.randint(1, 4)]
@@ -30,11 +35,14 @@ def drawn_problem(seed: int, *, sent: bool = False) -> dict[str, Any]:
             **({"layers": rng.choice([4, 6])} if rng.random() < 0.3 else {}),
             "activation_bytes": rng.choice([0, 1, 4, 10, 20]),
         }
-        if sent:
-            more = random.Random(f"{seed} {name}")
-            modules[name] |= {"sent_bytes": more.choice([0, 1, 4, 16]), "chunks": more.choice([1, 1, 1, 2])}
+        if communication:
+            rng_of_module = random.Random(f"{seed} {name}")
+            modules[name] |= {
+                "sent_bytes": rng_of_module.choice([0, 1, 4, 16]),
+                "chunks": rng_of_module.choice([1, 1, 1, 2]),
+            }
     return {
-        **({"bandwidth": random.Random(f"{seed}").choice([4, 16, 64])} if sent else {}),
+        **({"bandwidth": random.Random(f"{seed}").choice([4, 16, 64])} if communication else {}),
         "devices": rng.randint(3, 14),
         "global_batch": batch,
         "microbatch": rng.choice([1, 1, 2]),
@@ -44,7 +52,7 @@ def drawn_problem(seed: int, *, sent: bool = False) -> dict[str, Any]:
 
 
 def best_by_trying(problem: dict[str, Any]) -> tuple[Fraction, int] | None:
-    """The shortest step and the fewest devices on which it can be had; None without any plan."""
+    """The shortest step, and the fewest devices that reach it; None if there is no plan."""
     batch, microbatch = problem["global_batch"], problem["microbatch"]
     kinds = problem.get("kinds") or {"": {"devices": problem["devices"], "memory": problem["memory"]}}
     degrees = [dp for dp in range(1, batch + 1) if batch % dp == 0]
@@ -53,11 +61,16 @@ def best_by_trying(problem: dict[str, Any]) -> tuple[Fraction, int] | None:
         if batch % (llm_dp * microbatch):
             continue
         choices = [
-            [(kind, *choice) for kind, own in kinds.items() for choice in _choices(problem, own, kind, name, llm_dp)]
+            [
+                (kind, *choice)
+                for kind, resources in kinds.items()
+                for choice in _choices(problem, name, kind=kind, resources=resources, llm_dp=llm_dp)
+            ]
             for name in problem["modules"]
         ]
         for chosen in itertools.product(*choices):
-            if any(sum(one[3] for one in chosen if one[0] == kind) > own["devices"] for kind, own in kinds.items()):
+            used = {kind: sum(choice[3] for choice in chosen if choice[0] == kind) for kind in kinds}
+            if any(used[kind] > resources["devices"] for kind, resources in kinds.items()):
                 continue
             devices = sum(choice[3] for choice in chosen)
             step = sum(choice[1] for choice in chosen) + max(choice[2] for choice in chosen)
@@ -66,15 +79,23 @@ def best_by_trying(problem: dict[str, Any]) -> tuple[Fraction, int] | None:
 
 
 def _choices(
-    problem: dict[str, Any], own: dict[str, Any], kind: str, name: str, llm_dp: int
+    problem: dict[str, Any], name: str, *, kind: str, resources: dict[str, Any], llm_dp: int
 ) -> set[tuple[Fraction, Fraction, int]]:
-    """(time through all stages, time of all further microbatches and what follows them, devices) of a module's layouts
-    on a kind; none that is worse in all three.
+    """The layouts of a module on a kind of device, without layouts that are worse than another in all respects.
 
-    own: devices and memory of the kind.
+    Args:
+      problem: the problem.
+      name: the module.
+      kind: the kind of device.
+      resources: devices and memory of the kind.
+      llm_dp: dp of the LLM.
+
+    Returns:
+      For each layout, the time of a microbatch through all stages; the time of all further microbatches and of
+      reductions after them; and the number of devices.
     """
-    module, found = problem["modules"][name], set()
-    chunks, sent = module.get("chunks", 1), Fraction(module.get("sent_bytes", 0), problem.get("bandwidth", 1))
+    module, layouts = problem["modules"][name], set()
+    chunks, move = module.get("chunks", 1), Fraction(module.get("sent_bytes", 0), problem.get("bandwidth", 1))
     steps = problem["global_batch"] // (llm_dp * problem["microbatch"]) - 1
     times = module["kinds"].get(kind, {"fwd": {}}) if kind else module
     for tp in map(int, times["fwd"]):
@@ -82,17 +103,21 @@ def _choices(
         batch = problem["global_batch"]
         for dp in [llm_dp] if name == "llm" else [dp for dp in range(1, batch + 1) if batch % dp == 0]:
             samples = Fraction(llm_dp * problem["microbatch"], dp)
-            for pp in range(1 if chunks == 1 else 2, own["devices"] // (tp * dp) + 1):
+            for pp in range(1 if chunks == 1 else 2, resources["devices"] // (tp * dp) + 1):
                 if "layers" in module and module["layers"] % (pp * chunks):
                     continue
-                held = Fraction(module["param_bytes"], tp * pp) + Fraction(module["optimizer_bytes"], tp * dp * pp)
-                held += Fraction(llm_dp * module["activation_bytes"], dp * tp)
-                if held <= own["memory"]:
-                    passed = samples * sent * chunks * (1 + any(times["bwd"].values()))
-                    stage = samples * sample / pp + passed
-                    once = Fraction(module["param_bytes"] if module["optimizer_bytes"] else 0, tp * pp) * (dp - 1) / dp
-                    once = once / problem["bandwidth"] if "bandwidth" in problem else 0
-                    found.add((stage * pp / chunks, stage * steps + once, tp * dp * pp))
+                bytes_used = Fraction(module["param_bytes"], tp * pp) + Fraction(
+                    module["optimizer_bytes"], tp * dp * pp
+                )
+                bytes_used += Fraction(llm_dp * module["activation_bytes"], dp * tp)
+                if bytes_used <= resources["memory"]:
+                    moves = samples * move * chunks * (1 + any(times["bwd"].values()))
+                    stage = samples * sample / pp + moves
+                    after = Fraction(module["param_bytes"] if module["optimizer_bytes"] else 0, tp * pp) * (dp - 1) / dp
+                    after = after / problem["bandwidth"] if "bandwidth" in problem else 0
+                    layouts.add((stage * pp / chunks, stage * steps + after, tp * dp * pp))
     return {
-        one for one in found if not any(all(a <= b for a, b in zip(two, one, strict=True)) for two in found - {one})
+        layout
+        for layout in layouts
+        if not any(all(a <= b for a, b in zip(better, layout, strict=True)) for better in layouts - {layout})
     }

@@ -1,8 +1,8 @@
 """New tokens a second with a cache of keys and values, beside computing every row again for each token.
 
 The model is that of the digits with one layer of its encoder, on one device; eight prompts in rows of 128 tokens are
-continued by 64. Both ways run the same program over the prompts; without a cache it runs again for each token, over the
-prompt and what has been said, its encoder too.
+continued by 64. With a cache and without it the same program runs over the prompts. Without a cache it runs
+again for each token, with its encoder, over the prompt and all new tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHANGES = (
 )
 
 
-class Answering:
+class Continuing:
     """A model with prompts, ready to continue them."""
 
     def __init__(self) -> None:
@@ -43,37 +43,37 @@ class Answering:
         longest = max(int(start.max()) for start in self._round.starts)
         assert longest + NEW <= config.data.sequence_length, f"prompts of {longest} tokens leave no room for {NEW}"
         self._predictor.compile()
-        assert self.with_cache() == self.again(), "a cache changes what is said"
+        assert self.with_cache() == self.without_cache(), "a cache changes the new tokens"
 
     def with_cache(self) -> list[list[int]]:
         """The new tokens of every row."""
-        said = self._predictor.generate(self._round.batch, self._round.starts, NEW, ())
-        return [row.tokens for row in said[0]]
+        generated = self._predictor.generate(self._round.batch, self._round.starts, NEW, ())
+        return [row.tokens for row in generated[0]]
 
-    def again(self) -> list[list[int]]:
-        """The same, every row computed again for each token."""
+    def without_cache(self) -> list[list[int]]:
+        """The new tokens of every row, computing the whole row again for each token."""
         ((signature, inputs),) = self._round.batch
-        given = {name: np.array(array) for name, array in inputs[LLM].items()}
-        batch: Any = [(signature, {**inputs, LLM: given})]
-        ends, found = self._round.starts[0].copy(), [list[int]() for _ in self._round.starts[0]]
+        llm_inputs = {name: np.array(array) for name, array in inputs[LLM].items()}
+        batch: Any = [(signature, {**inputs, LLM: llm_inputs})]
+        ends, new_tokens = self._round.starts[0].copy(), [list[int]() for _ in self._round.starts[0]]
         for _ in range(NEW):
-            (said,) = self._predictor.generate(batch, [ends], 1, ())
+            (rows,) = self._predictor.generate(batch, [ends], 1, ())
             for row in np.flatnonzero(ends):
-                found[row] += said[row].tokens
-                given["tokens"][row, ends[row]] = said[row].tokens[0]
-                given["segments"][row, ends[row]], given["positions"][row, ends[row]] = 1, ends[row]
+                new_tokens[row] += rows[row].tokens
+                llm_inputs["tokens"][row, ends[row]] = rows[row].tokens[0]
+                llm_inputs["segments"][row, ends[row]], llm_inputs["positions"][row, ends[row]] = 1, ends[row]
                 ends[row] += 1
-        return found
+        return new_tokens
 
 
 def bench_generate(rounds: int) -> Iterator[Row]:
-    """Tokens a second of both ways, taken in turn, and their ratio."""
-    answering = Answering()
-    ways: Any = {"with a cache": answering.with_cache, "every row again": answering.again}
-    times = in_turn(ways, rounds)
-    for way, seconds in times.items():
+    """Yields tokens a second with and without a cache, taken in turn, and their ratio."""
+    continuing = Continuing()
+    methods: Any = {"with a cache": continuing.with_cache, "every row again": continuing.without_cache}
+    times = in_turn(methods, rounds)
+    for method, seconds in times.items():
         rate = ROWS * NEW / statistics.median(seconds)
-        yield Row(bench="generate", case=f"digits' model, one device: {way}", value=rate, unit="tokens/s")
+        yield Row(bench="generate", case=f"digits' model, one device: {method}", value=rate, unit="tokens/s")
     ratios = [slow / fast for fast, slow in zip(*times.values(), strict=True)]
-    about: Any = {"value": statistics.median(ratios), "unit": "ratio", "target": at_least(2.0)}
-    yield Row(bench="generate", case="digits' model, one device: with a cache / again", **about)
+    ratio, case = statistics.median(ratios), "digits' model, one device: with a cache / again"
+    yield Row(bench="generate", case=case, value=ratio, unit="ratio", target=at_least(2.0))

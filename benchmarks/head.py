@@ -1,6 +1,6 @@
-"""The LLM's loss and its gradients by chunks of tokens, beside the same with the logits of all tokens at once.
+"""The LLM's loss and its gradients by chunks of tokens, beside a program with the logits of all tokens at once.
 
-Bytes are temporaries of compiled fp32 programs of one CPU device, which do not run: the sizes are a language model's.
+Bytes are temporaries of fp32 programs with the sizes of a language model, compiled for one CPU device and not run.
 Times are of a smaller head, both programs in turn in one process.
 """
 
@@ -25,22 +25,27 @@ from mmjax.models.head import token_losses
 WIDTH, VOCABULARY = 2048, 32_000
 TOKENS = (2_048, 8_192, 32_768)
 TIMED = 4_096, 128, 8_192
-"""Tokens, width and vocabulary of what is timed."""
+"""Tokens, width and vocabulary of the timed programs."""
 MIB = 2**20
 
 
 def bench_head(rounds: int) -> Iterator[Row]:
-    """Temporaries of compiled programs against the number of tokens, then times."""
-    found = {}
+    """Yields temporaries of compiled programs by number of tokens, then times."""
+    temporaries = {}
     for by_chunks in (True, False):
         name = "by chunks" if by_chunks else "whole"
         for tokens in TOKENS:
-            said = _program(*_avals(tokens, WIDTH, VOCABULARY), by_chunks=by_chunks).memory_analysis()
-            found[by_chunks, tokens] = said.temp_size_in_bytes
-            yield _row(f"{tokens} tokens, {name}: temporaries, compiled", said.temp_size_in_bytes / MIB, "MiB")
+            analysis = _program(*_avals(tokens, WIDTH, VOCABULARY), by_chunks=by_chunks).memory_analysis()
+            temporaries[by_chunks, tokens] = analysis.temp_size_in_bytes
+            yield _row(f"{tokens} tokens, {name}: temporaries, compiled", analysis.temp_size_in_bytes / MIB, "MiB")
     last = TOKENS[-1]
-    yield _row(f"{last} tokens: temporaries, by chunks / whole", found[True, last] / found[False, last], "ratio", 0.2)
-    slope = (found[True, last] - found[True, TOKENS[1]]) / (last - TOKENS[1])
+    yield _row(
+        f"{last} tokens: temporaries, by chunks / whole",
+        temporaries[True, last] / temporaries[False, last],
+        "ratio",
+        0.2,
+    )
+    slope = (temporaries[True, last] - temporaries[True, TOKENS[1]]) / (last - TOKENS[1])
     yield _row("each further token, by chunks / its logits", slope / (4 * VOCABULARY), "ratio", 0.2)
     yield _row("time, by chunks / whole", _times(rounds), "ratio", 1.25)
 
@@ -67,19 +72,19 @@ def _program(x: Any, head: Any, targets: Any, *, by_chunks: bool) -> Any:
 
 
 def _times(rounds: int) -> float:
-    """Median time of the program by chunks over that of the whole one."""
+    """Median time of the program by chunks over the median time of the program of all tokens at once."""
     avals = _avals(*TIMED)
     key = jax.random.key(0)
-    given = [
+    arguments = [
         jax.random.normal(key, a.shape) if a.dtype == jnp.float32 else jax.random.randint(key, a.shape, 0, TIMED[2])
         for a in avals
     ]
     programs = [_program(*avals, by_chunks=by_chunks) for by_chunks in (True, False)]
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
-        for program, own in zip(programs, seconds, strict=True):
+        for program, program_seconds in zip(programs, seconds, strict=True):
             start = perf_counter()
-            jax.block_until_ready(program(*given))
-            own.append(perf_counter() - start)
-    by_chunks, whole = (median(own[1:]) for own in seconds)
-    return by_chunks / whole
+            jax.block_until_ready(program(*arguments))
+            program_seconds.append(perf_counter() - start)
+    by_chunks, of_all_tokens = (median(program_seconds[1:]) for program_seconds in seconds)
+    return by_chunks / of_all_tokens

@@ -1,4 +1,4 @@
-"""Step times of the digits configurations over that of the one-device program."""
+"""Step times of the digits configurations over the step time of the one-device program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CONFIGURATIONS = {
 
 
 def bench_layouts(rounds: int) -> Iterator[Row]:
-    """Step time of the digits configurations on virtual devices, over that of the one-device program."""
+    """Yields the step times on virtual devices over the step time of the one-device program."""
     steps = {case: Stepper(name) for case, name in CONFIGURATIONS.items()}
     times = in_turn(steps, rounds)
-    base, *others = times
+    base, *sharded_cases = times
     yield Row(bench="layouts", case=f"{base} step", value=statistics.median(times[base]), unit="s")
-    for case in others:
+    for case in sharded_cases:
         ratio = statistics.median(a / b for a, b in zip(times[case], times[base], strict=True))
         yield Row(bench="layouts", case=f"{case} / {base}", value=ratio, unit="ratio")

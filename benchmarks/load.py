@@ -1,7 +1,7 @@
 """Weights from a folder: a language model in bfloat16, read by two processes into fp32 shards of eight devices.
 
-Beside it, in the same processes, safetensors alone copies the same tensors, half of them in each. The files are in the
-system's cache, so no disk is measured. Memory is what a process holds beyond its start, without mapped files.
+For comparison safetensors alone copies the same tensors in the same processes, half of them in each. The files are in
+the system's cache, so no disk is measured. Memory is counted beyond that at the start, without mapped files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.one_core import again_environment
+from benchmarks.one_core import checkout_environment
 from mmjax.bench.rows import Row, at_least, at_most
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.weights import rows, their_config
@@ -32,33 +32,33 @@ _SPEED = at_least(0.1)
 
 
 def model(gigabytes: int) -> DecoderConfig:
-    """A model of about so many bytes in bf16, with the layers of TinyLlama 1.1B."""
+    """A model of about this size in bf16, with the layers of TinyLlama 1.1B."""
     layers = max(1, round(gigabytes * 1e9 / _LAYER_BYTES) - 3)
     return DecoderConfig(layers=layers, width=2048, heads=32, kv_heads=4, mlp=5632, vocab=32000)
 
 
 def bench_load(rounds: int, gigabytes: int) -> Iterator[Row]:
-    """Bytes a second, beside safetensors alone, and memory beside a process's own part."""
+    """Yields bytes a second, beside safetensors alone, and peak memory beside the size of a process's shards."""
     with tempfile.TemporaryDirectory() as home:
         folder, out = Path(home) / "model", Path(home) / "out"
         _make(model(gigabytes), folder, gigabytes)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         command = [sys.executable, "-m", "mmjax.launch", f"-n={PROCESSES}", f"--devices_per_process={DEVICES}"]
         command += ["-m", "benchmarks.load_part", str(folder), str(out), str(min(rounds, 3))]
-        subprocess.run(command, check=True, env=again_environment(), stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=checkout_environment(), stdout=subprocess.DEVNULL)
         parts = [json.loads(Path(f"{out}.{number}").read_text()) for number in range(PROCESSES)]
-    own = size / max(median(part["seconds"]) for part in parts) / 1e9
-    alone = size / max(median(part["alone"]) for part in parts) / 1e9
-    held = max(part["peak"] / part["bytes"] for part in parts)
+    speed = size / max(median(part["seconds"]) for part in parts) / 1e9
+    safetensors_speed = size / max(median(part["alone"]) for part in parts) / 1e9
+    peak_share = max(part["peak"] / part["bytes"] for part in parts)
     case = f"{size / 1e9:.1f} GB in bf16, {PROCESSES} processes"
-    yield Row(bench="load", case=f"{case}: into fp32 shards", value=own, unit="GB/s")
-    yield Row(bench="load", case=f"{case}: safetensors alone", value=alone, unit="GB/s")
-    yield Row(bench="load", case=f"{case}: ours / alone", value=own / alone, unit="ratio", target=_SPEED)
-    yield Row(bench="load", case=f"{case}: peak memory / own part", value=held, unit="ratio", target=_MEMORY)
+    yield Row(bench="load", case=f"{case}: into fp32 shards", value=speed, unit="GB/s")
+    yield Row(bench="load", case=f"{case}: safetensors alone", value=safetensors_speed, unit="GB/s")
+    yield Row(bench="load", case=f"{case}: ours / alone", value=speed / safetensors_speed, unit="ratio", target=_SPEED)
+    yield Row(bench="load", case=f"{case}: peak memory / own part", value=peak_share, unit="ratio", target=_MEMORY)
 
 
 def _make(config: DecoderConfig, folder: Path, gigabytes: int) -> None:
-    """A folder with numbers in it, since pages of zeros would cost nothing."""
+    """Writes a folder of random numbers, since pages of zeros would cost nothing."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(config.width, max(config.mlp, config.vocab))).astype(np.float32)
 

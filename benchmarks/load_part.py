@@ -1,6 +1,6 @@
 """One process of the benchmark ``load``: reads its part of a folder, and measures time and memory.
 
-Started by ``mmjax.launch`` with the folder, where to write, and how many rounds.
+``mmjax.launch`` starts it with the folder, the path of the results, and the number of rounds.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from mmjax.weights.parameters import FolderParameters, find_leaves
 from mmjax.weights.table import Shape, expand
 
 
-class Peak:
-    """The most memory that this process holds while entered, beyond what it held before; mapped files do not count."""
+class PeakMemory:
+    """A context that measures the peak memory of this process beyond its memory at entry; mapped files do not count."""
 
-    def __enter__(self) -> Peak:
-        self._before, self.bytes, self._over = _held(), 0, threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
+    def __enter__(self) -> PeakMemory:
+        self._before, self.bytes, self._finished = _memory_bytes(), 0, threading.Event()
+        self._watch = threading.Thread(target=self._poll_memory, daemon=True)
         self._watch.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._over.set()
+        self._finished.set()
         self._watch.join()
 
-    def _look(self) -> None:
-        while not self._over.wait(0.005):
-            self.bytes = max(self.bytes, _held() - self._before)
+    def _poll_memory(self) -> None:
+        while not self._finished.wait(0.005):
+            self.bytes = max(self.bytes, _memory_bytes() - self._before)
 
 
-def _held() -> int:
+def _memory_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -58,24 +58,24 @@ def main() -> int:
     join(find_processes({}))
     number, folder = jax_compat.process_index(), WeightsFolder.open(path)
     config = DecoderConfig(**settings(folder.config))
-    found = find_leaves(folder, "llm", expand(rows(config), config.layers), leaf_shapes(config))
-    parameters = FolderParameters(folder=folder, places=found)
+    leaves_of_folder = find_leaves(folder, "llm", expand(rows(config), config.layers), leaf_shapes(config))
+    parameters = FolderParameters(folder=folder, places=leaves_of_folder)
     mesh = jax.make_mesh((jax.device_count(),), ("tp",))
     targets = {f"llm/{name}": _target(mesh, shape) for name, shape in leaf_shapes(config).items()}
     seconds, alone, peak, size = [], [], 0, 0
     for _ in range(rounds):
-        with Peak() as held:
-            began = time.perf_counter()
+        with PeakMemory() as memory:
+            start = time.perf_counter()
             leaves = jax.block_until_ready(parameters.read(targets))
-            seconds.append(time.perf_counter() - began)
-        peak = max(peak, held.bytes)
+            seconds.append(time.perf_counter() - start)
+        peak = max(peak, memory.bytes)
         size = sum(shard.data.nbytes for leaf in leaves.values() for shard in leaf.addressable_shards)
         del leaves
-        began = time.perf_counter()
+        start = time.perf_counter()
         for key in list(folder.tensors)[number :: jax.process_count()]:
             info = folder.tensors[key]
             np.array(folder.tensor(key)[tuple(slice(0, length) for length in info.shape)])
-        alone.append(time.perf_counter() - began)
+        alone.append(time.perf_counter() - start)
     Path(f"{out}.{number}").write_text(
         json.dumps({"seconds": seconds, "alone": alone, "peak": peak, "bytes": size}) + "\n"
     )

@@ -1,6 +1,6 @@
 """A pipelined step as one program, over the same step as a program per op: step time, compile time and bytes.
 
-On CPU: one process never overlaps two submeshes, so neither lowering can show a gain of its pipeline there.
+On CPU one process never overlaps two submeshes, so neither lowering can show a gain of its pipeline there.
 The times show the overhead of each lowering: dispatch of ops, or branches and padding of the one program.
 """
 
@@ -24,16 +24,16 @@ LOWERINGS = ("ops", "single")
 
 
 def bench_lowerings(rounds: int) -> Iterator[Row]:
-    """Rows of every case; the two lowerings step in turn."""
+    """Yields the rows of every case; the two lowerings step in turn."""
     for case, (config, changes) in CASES.items():
-        fixed = (*changes, "World.compilation_cache=none")
-        steps = {lowering: Stepper(config, [*fixed, f"Train.lowering={lowering}"]) for lowering in LOWERINGS}
+        bindings = (*changes, "World.compilation_cache=none")
+        steps = {lowering: Stepper(config, [*bindings, f"Train.lowering={lowering}"]) for lowering in LOWERINGS}
         times = in_turn(steps, rounds)
 
-        def row(what: str, value: float, unit: str, case: str = case) -> Row:
-            return Row(bench="lowerings", case=f"{case}: {what}", value=value, unit=unit)
+        def row(quantity: str, value: float, unit: str, case: str = case) -> Row:
+            return Row(bench="lowerings", case=f"{case}: {quantity}", value=value, unit=unit)
 
-        ratios = [one / many for one, many in zip(times["single"], times["ops"], strict=True)]
+        ratios = [single / ops for single, ops in zip(times["single"], times["ops"], strict=True)]
         yield row("step, single / ops", statistics.median(ratios), "ratio")
         for lowering, step in steps.items():
             programs = {id(program): program for program in step.executor.programs()}.values()
@@ -51,13 +51,13 @@ def device_bytes(step: Stepper) -> int:
     """
     executor = step.executor
     if not isinstance(executor, Executor):
-        found = [program.compiled.memory_analysis() for program in executor.programs()]
-        arguments = ((a, a.output_size_in_bytes - a.alias_size_in_bytes) for a in found)
+        analyses = [program.compiled.memory_analysis() for program in executor.programs()]
+        arguments = ((a, a.output_size_in_bytes - a.alias_size_in_bytes) for a in analyses)
         return max(a.argument_size_in_bytes + results + a.temp_size_in_bytes for a, results in arguments)
     parts, measured = step.parts, {}
-    for (name, _), own in executor.stage_programs.items():
-        temporary = (program.compiled.memory_analysis().temp_size_in_bytes for program in own.programs)
+    for (name, _), stage_programs in executor.stage_programs.items():
+        temporary = (program.compiled.memory_analysis().temp_size_in_bytes for program in stage_programs.programs)
         measured[name] = max(measured.get(name, 0), *temporary)
     counted = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
-    held = {name: replace(memory, temporaries=measured[name]) for name, memory in counted.items()}
-    return most_loaded(parts.placed, held)[1].total
+    by_stage = {name: replace(memory, temporaries=measured[name]) for name, memory in counted.items()}
+    return most_loaded(parts.placed, by_stage)[1].total

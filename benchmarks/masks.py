@@ -1,7 +1,7 @@
-"""Attention by blocks under masks that hide more and more pairs of tokens, beside the one of all pairs.
+"""Attention by blocks under masks that hide more and more pairs of tokens, beside attention of all pairs.
 
 Bytes are temporaries of compiled programs of one CPU device, which do not run. Times are of output and gradients, both
-programs in turn in one process; the share of pairs is what the mask allows of all.
+programs in turn in one process; the share of pairs is the share that the mask allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmjax.bench.rows import Row, Target, at_least, at_most
 
 HEADS, GROUPS, WIDTH = 8, 2, 64
 LENGTHS = (4_096, 8_192, 16_384, 32_768, 65_536)
-"""Tokens of a row whose program is compiled; the one of all pairs stops at the third."""
+"""Tokens of a row whose program is compiled; attention of all pairs is compiled for the first three."""
 TIMED = 2_048
 """Tokens of a row that is timed."""
 MIB = 2**20
@@ -34,7 +34,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A mask, and the parts of a row: of each sample, lengths of text and of media in turn, text first."""
+    """A mask, and the samples of a row: for each sample the lengths of text and of media in turn, text first."""
 
     name: str
     mask: Mask
@@ -42,15 +42,15 @@ class Case:
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The row's host inputs; its mask is Cornstarch's where it has words."""
+        """The row's host inputs; a mask of words is Cornstarch's."""
         lengths = [sum(parts) for parts in self.samples]
         segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         numbers = [number // 2 + 1 if number % 2 else 0 for parts in self.samples for number in range(len(parts))]
         items = np.repeat(numbers, [length for parts in self.samples for length in parts])
         media, rules = items > 0, Rules.parse("cornstarch")
-        seen_as, attends = rules.words({"text": ~media, "media": media, "all": items >= 0}, items)
-        found = {"segments": segments, "items": items, "positions": np.arange(TIMED)}
-        return {name: own.astype(np.int32) for name, own in found.items()} | {"is": seen_as, "attends": attends}
+        is_words, attends = rules.words({"text": ~media, "media": media, "all": items >= 0}, items)
+        arrays = {"segments": segments, "items": items, "positions": np.arange(TIMED)}
+        return {name: array.astype(np.int32) for name, array in arrays.items()} | {"is": is_words, "attends": attends}
 
     @property
     def share(self) -> float:
@@ -60,7 +60,7 @@ class Case:
     @property
     def computed(self) -> float:
         """The share of pairs of blocks that are computed."""
-        inputs = {name: jnp.asarray(own[None]) for name, own in self.inputs.items() if name in self.mask.reads}
+        inputs = {name: jnp.asarray(array[None]) for name, array in self.inputs.items() if name in self.mask.reads}
         ends = bounds(self.mask.columns(Tokens.of(inputs)), BLOCK)
         return float(self.mask.may_meet(ends, ends).mean())
 
@@ -82,7 +82,7 @@ Attend = Callable[..., jax.Array]
 
 
 def bench_masks(rounds: int) -> Iterator[Row]:
-    """Compiled temporaries against the length of a row, then times by mask."""
+    """Yields compiled temporaries by length of a row, then times by mask."""
     bytes_of = {length: _compiled(attention, length) for length in LENGTHS}
     for length, size in bytes_of.items():
         yield _row(f"{length} tokens, by blocks: temporaries, compiled", size / MIB, "MiB")
@@ -90,13 +90,13 @@ def bench_masks(rounds: int) -> Iterator[Row]:
         yield _row(
             f"{length} tokens, all pairs: temporaries, compiled", _compiled(dense_attention, length) / MIB, "MiB"
         )
-    words = [_compiled(attention, length, _WORDS) for length in LENGTHS[-2:]]
-    yield _row(f"{LENGTHS[-1]} tokens, words, by blocks: temporaries, compiled", words[-1] / MIB, "MiB")
-    slope = (words[1] - words[0]) / (bytes_of[LENGTHS[-1]] - bytes_of[LENGTHS[-2]])
+    with_words = [_compiled(attention, length, _WORDS) for length in LENGTHS[-2:]]
+    yield _row(f"{LENGTHS[-1]} tokens, words, by blocks: temporaries, compiled", with_words[-1] / MIB, "MiB")
+    slope = (with_words[1] - with_words[0]) / (bytes_of[LENGTHS[-1]] - bytes_of[LENGTHS[-2]])
     yield _row("bytes of each token, words / causal, last doubling", slope, "ratio", at_most(1.2))
     slopes = np.diff([bytes_of[length] for length in LENGTHS]) / np.diff(LENGTHS)
-    more = slopes[-1] / slopes[-2]
-    yield _row("bytes of each token, last doubling / the one before", more, "ratio", at_most(1.1))
+    slope_ratio = slopes[-1] / slopes[-2]
+    yield _row("bytes of each token, last doubling / the one before", slope_ratio, "ratio", at_most(1.1))
     full = None
     for case in CASES:
         blocks, dense = _times(case, rounds)
@@ -130,14 +130,20 @@ def _compiled(attend: Attend, length: int, mask: Mask = Mask("causal")) -> int: 
 def _times(case: Case, rounds: int) -> tuple[float, float]:
     """Median seconds by blocks and of all pairs."""
     keys = jax.random.split(jax.random.key(0), 3)
-    given = [jax.random.normal(key, (1, TIMED, n, WIDTH)) for key, n in zip(keys, (HEADS, GROUPS, GROUPS), strict=True)]
-    inputs = {name: jnp.asarray(own[None]) for name, own in case.inputs.items() if name in case.mask.reads}
+    arguments = [
+        jax.random.normal(key, (1, TIMED, n, WIDTH)) for key, n in zip(keys, (HEADS, GROUPS, GROUPS), strict=True)
+    ]
+    inputs = {
+        name: jnp.asarray(program_seconds[None])
+        for name, program_seconds in case.inputs.items()
+        if name in case.mask.reads
+    }
     programs = [_program(attend, case.mask) for attend in (attention, dense_attention)]
     seconds: list[list[float]] = [[], []]
     for _ in range(min(rounds, 5) + 1):
-        for program, own in zip(programs, seconds, strict=True):
+        for program, program_seconds in zip(programs, seconds, strict=True):
             start = perf_counter()
-            jax.block_until_ready(program(*given, inputs))
-            own.append(perf_counter() - start)
-    blocks, dense = (median(own[1:]) for own in seconds)
+            jax.block_until_ready(program(*arguments, inputs))
+            program_seconds.append(perf_counter() - start)
+    blocks, dense = (median(program_seconds[1:]) for program_seconds in seconds)
     return blocks, dense

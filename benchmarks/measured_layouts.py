@@ -1,7 +1,7 @@
 """One of the processes of `bench predictions`: a device with a core of its own, which profiles or trains layouts.
 
-Started by `mmjax.launch` with where to write and how many rounds. Process 0 writes; as one process it takes layouts of
-one device, and as two it makes the profile and takes layouts of two.
+`mmjax.launch` starts it with the path of the results and the number of rounds. Process 0 writes. One process trains
+layouts of one device; two processes make the profile and train layouts of two devices.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from mmjax.profile.profiler import profile_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the measured seconds of this number of devices, and of more than one the profile, as JSON."""
+    """Writes the seconds of the layouts of this number of devices, and the profile if it is not one, as JSON."""
     out, rounds = sys.argv[1:] if argv is None else argv
-    found = company.find_processes(dict.fromkeys(company.NAMES, ""))
-    own_core(found.index if found else 0)
+    group = company.find_processes(dict.fromkeys(company.NAMES, ""))
+    pin_to_core(group.index if group else 0)
     jax_compat.compile_cheaply()
-    processes.join(found)
+    processes.join(group)
     config = configuration()
-    devices = found.count if found else 1
-    chosen = {name: one for name, one in candidates().items() if one.devices == devices}
+    devices = group.count if group else 1
+    device_candidates = {name: candidate for name, candidate in candidates().items() if candidate.devices == devices}
     steps = {}
-    for name, candidate in chosen.items():
+    for name, candidate in device_candidates.items():
         if processes.is_first():
             print(f"compiling {name}", flush=True)
         steps[name] = Stepper(planned(config, candidate))
-    # Between two halves of the rounds, so that what slows the machine for a while slows neither alone.
+    # The profile is made between two halves of the rounds: a slow phase of the machine then affects both.
     seconds = shortest(steps, -(-int(rounds) // 2))
     profile = profile_of(config).as_json() if devices > 1 else None
-    again = shortest(steps, int(rounds) // 2)
-    seconds = {name: min(one, again.get(name, one)) for name, one in seconds.items()}
+    later_seconds = shortest(steps, int(rounds) // 2)
+    seconds = {name: min(first, later_seconds.get(name, first)) for name, first in seconds.items()}
     if processes.is_first():
         Path(out).write_text(json.dumps({"seconds": seconds, "profile": profile}), encoding="utf-8")
     return 0
 
 
-def own_core(index: int) -> None:
-    """Keeps this process, and the threads that it will start, to one of the cores that it may use."""
+def pin_to_core(index: int) -> None:
+    """Pins this process, and the threads that it will start, to one of the cores that it may use."""
     if hasattr(os, "sched_setaffinity"):
-        own = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {own[index % len(own)]})
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[index % len(cores)]})
 
 
 def shortest(steps: Mapping[str, Stepper], rounds: int) -> dict[str, float]:
-    """Seconds of the shortest step of each, taken in turn; a step lasts until the last process has ended it."""
-    found = dict.fromkeys(steps, float("inf"))
+    """Seconds of the shortest step of each layout, taken in turn; a step lasts until the last process has ended it."""
+    least = dict.fromkeys(steps, float("inf"))
     for _, (name, step) in itertools.product(range(rounds), steps.items()):
         processes.everyone_says("")
         start = time.perf_counter()
         step()
-        took = time.perf_counter() - start
-        found[name] = min(found[name], max(map(float, processes.everyone_says(repr(took)))))
-    return found
+        seconds = time.perf_counter() - start
+        least[name] = min(least[name], max(map(float, processes.everyone_says(repr(seconds)))))
+    return least
 
 
 if __name__ == "__main__":

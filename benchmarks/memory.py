@@ -1,7 +1,7 @@
 """Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
 
-A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.device_bytes`). The
-truth has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its
+A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.device_bytes`). The other
+count has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its
 own peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
 
 The analysis of one program does not give a stage's total. Its arguments hold the residuals of one microbatch while
@@ -58,7 +58,7 @@ SMALLER = (
 """LLaVA-1.5 with few layers, so that compiling is cheap, in layouts that have tp too."""
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
+# ---- the comparison --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Compared:
 
     Attributes:
       predicted: the planner's prediction, with temporaries of compiled trials.
-      traced: the same with temporaries of traces.
+      traced: the planner's prediction, with temporaries of traces.
       counted: bytes that live between programs.
       temporaries: temporaries of the largest compiled program.
       uncounted: the largest share, over the stage's programs, of arguments and outputs in the compiler's analysis that
@@ -89,26 +89,26 @@ class Compared:
 def compiled_clock(
     config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3, cuts: Sequence[Cut] = CUTS
 ) -> MeasuredClock:
-    """A clock that knows temporaries and no times: the trials of a profile, compiled and not run.
+    """A clock with temporaries and no times, from the trials of a profile, compiled and not run.
 
     Args:
       config: configuration of the model and its microbatches.
-      layouts: the layouts that it is wanted for; trials have every tp that a module has there.
-      shapes: how many of a profile's shapes: all rows of a microbatch, one row, a quarter.
-      cuts: which of a profile's cuts.
+      layouts: layouts by module; each module has trials with each tp that it has there.
+      shapes: number of a profile's shapes to try: all rows of a microbatch, one row, a quarter.
+      cuts: the cuts of a profile to try.
     """
-    wanted = {(name, layout.tp) for own in layouts for name, layout in own.items()}
+    wanted = {(name, layout.tp) for by_module in layouts for name, layout in by_module.items()}
     source = open_source(config, split="train")
     config = with_buckets(config, source)
     world, tokenizer = world_for(config), tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
+    shapes_tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
     needs: list[Compiled] = []
     for tp in sorted({tp for _, tp in wanted}):
-        every = attempts(config, tokenizer, packer, world, tp, tried, cuts)
-        found = [one for one in every if (one.stage.model.module, tp) in wanted]
-        compiled(found, lambda *_: None)
-        needs += [one.compiled() for one in found]
+        all_trials = attempts(config, tokenizer, packer, world, tp, shapes_tried, cuts)
+        wanted_trials = [trial for trial in all_trials if (trial.stage.model.module, tp) in wanted]
+        compiled(wanted_trials, lambda *_: None)
+        needs += [trial.compiled() for trial in wanted_trials]
     device = world.devices[0]
     return MeasuredClock(
         profile=Profile(
@@ -130,7 +130,7 @@ def compiled_clock(
 
 
 def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
-    """Predicted bytes and those of compiled programs, by stage of a configuration's layouts.
+    """Predicted bytes and bytes of compiled programs, by stage of a configuration's layouts.
 
     The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
     """
@@ -145,7 +145,9 @@ def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
         window=train.window,
     )
     clocks = (clock, AnalyticClock(work=work, accelerator=H100))
-    predicted, traced = (Estimate(work=work, clock=one, candidate=candidate, rows=rows).device_bytes for one in clocks)
+    predicted, traced = (
+        Estimate(work=work, clock=each_clock, candidate=candidate, rows=rows).device_bytes for each_clock in clocks
+    )
     return {
         name: Compared(
             predicted=predicted[name],
@@ -162,15 +164,15 @@ def stage_programs(parts: Assembly) -> dict[str, list[Program]]:
     """Compiles the programs of a microbatch in its largest bucket, by stage."""
     assert isinstance(parts.executor, Executor), "a program per op"
     largest = max(parts.shapes)
-    found = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
-    compile_all([program for own in found.values() for program in own])
-    return found
+    by_stage = {name: parts.executor.stage_programs[name, largest].programs for name in parts.placed.stages}
+    compile_all([program for programs in by_stage.values() for program in programs])
+    return by_stage
 
 
 def _uncounted(program: Program) -> float:
-    said = program.compiled.memory_analysis()
-    held = said.argument_size_in_bytes + said.output_size_in_bytes
-    return max(0.0, 1 - (shard_bytes(program.avals) + shard_bytes(program.outputs)) / held)
+    analysis = program.compiled.memory_analysis()
+    analysed_bytes = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return max(0.0, 1 - (shard_bytes(program.avals) + shard_bytes(program.outputs)) / analysed_bytes)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def _uncounted(program: Program) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layout of the digits model: how many microbatches, and the layouts of both modules."""
+    """A layout of the digits model: number of microbatches, and the layouts of both modules."""
 
     microbatches: int
     vision: Layout
@@ -221,23 +223,23 @@ def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Itera
 
 
 def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
-    """LLaVA-1.5 with few layers, by stage."""
+    """LLaVA-1.5 with few layers, compared by stage."""
     config = load_config([CONFIGS / LLAVA], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
     return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
 
 
 def bench_memory(rounds: int) -> Iterator[Row]:
-    """Totals of stages, predicted with compiled and with traced temporaries, over those of compiled programs."""
+    """Yields totals of stages, predicted with compiled and with traced temporaries, over compiled programs' totals."""
     del rounds  # nothing is timed
     worst: dict[str, list[float]] = {"planned from a profile": [], "planned from traces": []}
-    for what, bindings, cases in (
+    for setting, bindings, cases in (
         ("fp32", (), CASES),
         ("fp32, recomputed", REMAT, CASES[4:6]),
         ("bf16", HALF, (CASES[0], CASES[4])),
     ):
         for name, stages in digits(cases, bindings):
-            print(f"memory: {what}, {name}", file=sys.stderr, flush=True)
-            yield from _rows(f"digits {what}, {name}", stages, worst)
+            print(f"memory: {setting}, {name}", file=sys.stderr, flush=True)
+            yield from _rows(f"digits {setting}, {name}", stages, worst)
     yield from _rows("LLaVA-1.5", llava(), worst)
     for how, ratios in worst.items():
         bounded = how == "planned from a profile"
@@ -250,13 +252,13 @@ def bench_memory(rounds: int) -> Iterator[Row]:
 
 
 def _rows(where: str, stages: Mapping[str, Compared], worst: Mapping[str, list[float]]) -> Iterator[Row]:
-    for stage, one in stages.items():
-        ratios = (one.predicted.total / one.total, one.traced.total / one.total)
-        for own, ratio in zip(worst.values(), ratios, strict=True):
-            own.append(ratio)
-        for what, value, unit in (
-            ("compiled", one.total, "B"),
+    for stage, compared in stages.items():
+        ratios = (compared.predicted.total / compared.total, compared.traced.total / compared.total)
+        for all_ratios, ratio in zip(worst.values(), ratios, strict=True):
+            all_ratios.append(ratio)
+        for quantity, value, unit in (
+            ("compiled", compared.total, "B"),
             ("planned from a profile / compiled", ratios[0], "ratio"),
             ("planned from traces / compiled", ratios[1], "ratio"),
         ):
-            yield Row(bench="memory", case=f"{where}, {stage}: {what}", value=value, unit=unit)
+            yield Row(bench="memory", case=f"{where}, {stage}: {quantity}", value=value, unit=unit)

@@ -1,4 +1,4 @@
-"""Running a benchmark again on one core: there nothing overlaps, and a step cannot be faster than what it computes."""
+"""Running a benchmark again on one core, where nothing overlaps: a step takes at least the time of its ops."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def again_environment() -> dict[str, str]:
-    """The environment for a process that must import this same mmjax, from any working directory."""
+def checkout_environment() -> dict[str, str]:
+    """The environment of a process that imports this checkout's mmjax and benchmarks, from any working directory."""
     root = str(Path(mmjax.__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def again_on_one_core(name: str, rounds: int) -> Iterator[Row]:
-    """The rows of benchmark ``name``, run by a process that has the first of this process's cores alone.
+def run_on_one_core(name: str, rounds: int) -> Iterator[Row]:
+    """Yields the rows of benchmark ``name``, run by a process on the first of this process's cores.
 
-    A process of its own, since threads that exist already would keep their cores. Says so on stderr.
+    It is a new process, since threads that exist already would keep their cores. A line on stderr says so.
 
     Raises:
       SystemExit: with the process's status when it fails.
@@ -39,7 +39,7 @@ def again_on_one_core(name: str, rounds: int) -> Iterator[Row]:
     command = [sys.executable, "-m", "mmjax.bench", name, "--json", f"--rounds={rounds}"]
     os.sched_setaffinity(0, {core})  # inherited by the process that is started
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=again_environment())
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=checkout_environment())
     finally:
         os.sched_setaffinity(0, everything)
     with process:

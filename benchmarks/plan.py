@@ -1,4 +1,4 @@
-"""How long planning takes, and how good its plans are.
+"""Times of planning, and the quality of plans.
 
 Times are those of `best_plan` in a warm process, without imports, the profile and reading a file. The problems are
 DistTrain's MLLM-72B (Zhang et al., SIGCOMM '25, §7 and Table 3) from an analytic profile: an LLM of Llama3-70B's shape
@@ -39,7 +39,7 @@ PAPER = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
 """Milliseconds of Table 3 by (devices, global batch)."""
 TEN_THOUSAND = (10_000, 1920)
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED)
-"""The modes that are timed: a nested schedule takes longer to make than all of these to plan."""
+"""The timed modes: making a nested schedule takes longer than planning all of these."""
 TWO_KINDS, TWO_KINDS_BATCH = {"h100": 112, "l20": 192}, 240
 """An L20 has an eighth of an H100's FLOPs, and half of its memory."""
 MOST, MOST_SIMULATED, MOST_OF_TEN_THOUSAND = 90.0, 300.0, 1000.0
@@ -47,8 +47,8 @@ MOST, MOST_SIMULATED, MOST_OF_TEN_THOUSAND = 90.0, 300.0, 1000.0
 MOST_GAP = 1.0
 """Limit on the percent by which a step is above a bound."""
 REAL_FROM = 64
-"""Numbers of stages below this are whole in the closer bound. If all are real, the bound is 1 to 8 % too low where
-modules have few stages: 34.5 of them are faster than 34, and do not exist."""
+"""Numbers of stages below this are integers in the closer bound. With real numbers, such as 34.5 stages, the bound is
+1 to 8 % too low for modules with few stages."""
 LARGE, SMALL = 1000, 300
 """Devices from which on a plan with any pp is also close to the plain relaxation; number of small problems."""
 
@@ -85,14 +85,14 @@ def mllm_72b(devices: int, batch: int, *, any_pp: bool = False) -> Problem:
 
 
 def work_72b(batch: int) -> Work:
-    """The same model for planning all modes, with what 1F1B really keeps, and communication."""
+    """MLLM-72B for planning all modes, with the activations of 1F1B and communication."""
     after = {"vision": (), "llm": ("vision",), "generator": ("llm",)}
     modules = {name: module_work(name, after=after[name], **shape) for name, shape in shapes_72b().items()}
     return Work(modules=modules, global_batch=batch)
 
 
 def bench_plan(rounds: int) -> Iterator[Row]:
-    """Times and gaps of MLLM-72B, and small problems against trying everything."""
+    """Yields times and gaps of MLLM-72B, and small problems beside exhaustive search."""
     sizes = [(devices, batch, any_pp) for devices, batch in (*PAPER, TEN_THOUSAND) for any_pp in (True, False)]
     problems = [mllm_72b(devices, batch, any_pp=any_pp) for devices, batch, any_pp in sizes]
     for problem, (plan, took) in zip(problems, timed_plans(problems, rounds), strict=True):
@@ -103,86 +103,86 @@ def bench_plan(rounds: int) -> Iterator[Row]:
     yield from small_rows(SMALL)
 
 
-def plan_rows(problem: Problem, plan: Plan, took: float) -> Iterator[Row]:
-    """The rows of one size that was planned in `took` milliseconds."""
+def plan_rows(problem: Problem, plan: Plan, milliseconds: float) -> Iterator[Row]:
+    """The rows of one problem that was planned in `milliseconds`."""
     size = (problem.devices, problem.global_batch)
     any_pp = not problem.modules["llm"].layers
     name = f"{size[0]} devices, batch {size[1]}, {'any pp' if any_pp else 'whole layers'}"
-    most = at_most(MOST_OF_TEN_THOUSAND if size == TEN_THOUSAND else MOST)
-    yield Row(bench="plan", case=f"{name}: planning", value=took, unit="ms", target=most)
+    limit = at_most(MOST_OF_TEN_THOUSAND if size == TEN_THOUSAND else MOST)
+    yield Row(bench="plan", case=f"{name}: planning", value=milliseconds, unit="ms", target=limit)
     if size in PAPER:
-        yield Row(bench="plan", case=f"{name}: planning / DistTrain's", value=took / PAPER[size], unit="ratio")
+        yield Row(bench="plan", case=f"{name}: planning / DistTrain's", value=milliseconds / PAPER[size], unit="ratio")
     yield Row(bench="plan", case=f"{name}: step, analytic", value=plan.objective, unit="s")
     yield Row(bench="plan", case=f"{name}: devices used", value=plan.devices, unit="devices")
     close = at_most(MOST_GAP)
     for real_from, target in ((1, close if any_pp and problem.devices >= LARGE else None), (REAL_FROM, close)):
         relaxed = relax(problem, real_from)
         assert relaxed is not None
-        over = "relaxation" if real_from == 1 else f"relaxation of pp ≥ {real_from}"
+        bound_name = "relaxation" if real_from == 1 else f"relaxation of pp ≥ {real_from}"
         gap = (plan.objective / relaxed.bound - 1) * 100
-        yield Row(bench="plan", case=f"{name}: above the {over}", value=gap, unit="%", target=target)
+        yield Row(bench="plan", case=f"{name}: above the {bound_name}", value=gap, unit="%", target=target)
 
 
 def choice_rows(devices: int, batch: int, rounds: int) -> Iterator[Row]:
-    """The rows of one size for which modes are planned, and their best layouts simulated with real schedules."""
+    """The rows of one size: modes are planned, and their best layouts simulated with real schedules."""
     work = work_72b(batch)
     clock = AnalyticClock(work=work, accelerator=A100)
-    choice, took = choose(work, clock, devices, modes=MODES), math.inf
+    choice, milliseconds = choose(work, clock, devices, modes=MODES), math.inf
     for _ in range(rounds):
         start = time.perf_counter()
         choose(work, clock, devices, modes=MODES)
-        took = min(took, (time.perf_counter() - start) * 1e3)
+        milliseconds = min(milliseconds, (time.perf_counter() - start) * 1e3)
     name = f"{devices} devices, batch {batch}, modes without lanes"
-    most = at_most(MOST_OF_TEN_THOUSAND if (devices, batch) == TEN_THOUSAND else MOST_SIMULATED)
-    yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms", target=most)
-    for mode, one in choice.by_mode.items():
-        yield Row(bench="plan", case=f"{name}: step, {mode}, simulated", value=one.seconds, unit="s")
+    limit = at_most(MOST_OF_TEN_THOUSAND if (devices, batch) == TEN_THOUSAND else MOST_SIMULATED)
+    yield Row(bench="plan", case=f"{name}: planning and simulating", value=milliseconds, unit="ms", target=limit)
+    for mode, estimate in choice.by_mode.items():
+        yield Row(bench="plan", case=f"{name}: step, {mode}, simulated", value=estimate.seconds, unit="s")
 
 
 def kinds_rows(rounds: int) -> Iterator[Row]:
-    """The rows of a model whose encoder may lie on cheaper devices beside those of the LLM."""
-    work, took = work_72b(TWO_KINDS_BATCH), math.inf
+    """The rows of a model whose encoder may be on cheaper devices than the LLM."""
+    work, milliseconds = work_72b(TWO_KINDS_BATCH), math.inf
     kinds = {name: (accelerator(name), count) for name, count in TWO_KINDS.items()}
     fleet = Fleet(
         kinds={
-            name: DeviceKind(clock=AnalyticClock(work=work, accelerator=own), devices=count, memory=own.memory)
-            for name, (own, count) in kinds.items()
+            name: DeviceKind(clock=AnalyticClock(work=work, accelerator=device), devices=count, memory=device.memory)
+            for name, (device, count) in kinds.items()
         }
     )
     for _ in range(1 + rounds):
         start = time.perf_counter()
         choice = choose_on(work, fleet, modes=MODES)
-        took = min(took, (time.perf_counter() - start) * 1e3)
+        milliseconds = min(milliseconds, (time.perf_counter() - start) * 1e3)
     best, first = choice.best, next(iter(kinds))
-    alone = next(one for one in choice.estimates if one.candidate.used_kinds == (first,))
-    there = " and ".join(f"{count} {kind}" for kind, count in TWO_KINDS.items())
-    name = f"{there}, batch {TWO_KINDS_BATCH}, modes without lanes"
-    yield Row(bench="plan", case=f"{name}: planning and simulating", value=took, unit="ms")
+    alone = next(estimate for estimate in choice.estimates if estimate.candidate.used_kinds == (first,))
+    devices = " and ".join(f"{count} {kind}" for kind, count in TWO_KINDS.items())
+    name = f"{devices}, batch {TWO_KINDS_BATCH}, modes without lanes"
+    yield Row(bench="plan", case=f"{name}: planning and simulating", value=milliseconds, unit="ms")
     yield Row(bench="plan", case=f"{name}: step, {best.candidate.label}, simulated", value=best.seconds, unit="s")
     yield Row(bench="plan", case=f"{name}: step, {alone.candidate.label}, simulated", value=alone.seconds, unit="s")
 
 
 def timed_plans(problems: Sequence[Problem], rounds: int) -> list[tuple[Plan, float]]:
-    """Plans, and milliseconds of the shortest round: a machine only adds time. Problems are planned in turn."""
+    """Plans, and milliseconds of the shortest round, since noise only adds time. Problems are planned in turn."""
     plans = [best_plan(problem) for problem in problems]
-    took = [math.inf] * len(problems)
+    milliseconds = [math.inf] * len(problems)
     for _ in range(rounds):
         for index, problem in enumerate(problems):
-            fresh = replace(problem)  # without what a round before has cached
+            fresh = replace(problem)  # without the cache of the round before
             start = time.perf_counter()
             best_plan(fresh)
-            took[index] = min(took[index], (time.perf_counter() - start) * 1e3)
-    return list(zip(plans, took, strict=True))
+            milliseconds[index] = min(milliseconds[index], (time.perf_counter() - start) * 1e3)
+    return list(zip(plans, milliseconds, strict=True))
 
 
 def small_rows(count: int) -> Iterator[Row]:
-    """Rows on how many of `count` random small problems are planned as well as by trying everything."""
+    """Yields the number of `count` random small problems that are planned as well as by exhaustive search."""
     equal, worst = 0, 0.0
     for seed in range(count):
-        drawn = drawn_problem(seed)
-        expected = best_by_trying(drawn)
+        problem = drawn_problem(seed)
+        expected = best_by_trying(problem)
         try:
-            plan = best_plan(parse_problem(drawn))
+            plan = best_plan(parse_problem(problem))
         except DoesNotFit:
             equal += expected is None
             continue

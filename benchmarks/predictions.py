@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_core import again_environment, cores
+from benchmarks.one_core import checkout_environment, cores
 from mmjax.bench.rows import Row, at_least, at_most
 from mmjax.build.assembly import open_source
 from mmjax.config import Config, load_config
@@ -53,48 +53,48 @@ def configuration() -> Config:
 @functools.cache
 def candidates() -> dict[str, Candidate]:
     """Layouts of all modes but nested, with other tp, dp, pp and microbatches, by name."""
-    one, second, cut = Layout(), Layout(rank_offset=1), Layout(pp=2)
+    rank_0, rank_1, two_stages = Layout(), Layout(rank_offset=1), Layout(pp=2)
     pairs: list[tuple[str, Layout, Layout, tuple[int, ...], str]] = [
-        (HOMOGENEOUS, one, one, (4, 16), "1f1b"),
+        (HOMOGENEOUS, rank_0, rank_0, (4, 16), "1f1b"),
         (HOMOGENEOUS, Layout(dp=2), Layout(dp=2), (2, 4, 8), "1f1b"),
         (HOMOGENEOUS, Layout(tp=2), Layout(tp=2), (4,), "1f1b"),
-        (HOMOGENEOUS, one, cut, (2, 4, 8), "1f1b"),
-        (HOMOGENEOUS, one, Layout(pp=2, layers=(1, 2)), (8,), "1f1b"),
+        (HOMOGENEOUS, rank_0, two_stages, (2, 4, 8), "1f1b"),
+        (HOMOGENEOUS, rank_0, Layout(pp=2, layers=(1, 2)), (8,), "1f1b"),
         (COLOCATED, Layout(dp=2), Layout(tp=2), (4,), "1f1b"),
         (COLOCATED, Layout(tp=2), Layout(dp=2), (4,), "1f1b"),
-        (COLOCATED, Layout(dp=2), cut, (4, 8), "three-phase"),
-        (NON_COLOCATED, second, one, (1, 2, 4, 8, 16), "1f1b"),
+        (COLOCATED, Layout(dp=2), two_stages, (4, 8), "three-phase"),
+        (NON_COLOCATED, rank_1, rank_0, (1, 2, 4, 8, 16), "1f1b"),
     ]
-    found = {}
+    by_name = {}
     for mode, vision, llm, counts, schedule in pairs:
         for count in counts:
             layouts = {"vision": vision, "llm": llm}
             candidate = Candidate(mode=mode, layouts=layouts, microbatches=count, schedule=schedule)
-            found[f"{mode}, {candidate.describe()}, {count} microbatches"] = candidate
-    return found
+            by_name[f"{mode}, {candidate.describe()}, {count} microbatches"] = candidate
+    return by_name
 
 
 def bench_predictions(rounds: int) -> Iterator[Row]:
-    """Predicted and measured step of every layout, how well their orders agree, and the cost of the chosen one."""
+    """Yields predicted and measured steps of every layout, the agreement of their orders, and the choice's cost."""
     if cores() < DEVICES:
         raise ConfigError(f"bench predictions: has {cores()} core, and needs one for each of {DEVICES} devices")
-    both, alone = _measured(DEVICES, rounds), _measured(1, rounds)
-    measured = both["seconds"] | alone["seconds"]
-    estimates = estimates_of(parse_profile(both["profile"]))
+    two_devices, one_device = _measured(DEVICES, rounds), _measured(1, rounds)
+    measured = two_devices["seconds"] | one_device["seconds"]
+    estimates = estimates_of(parse_profile(two_devices["profile"]))
     predicted = {name: estimate.seconds for name, estimate in estimates.items()}
     for name in predicted:
-        for what, value, unit in (
+        for quantity, value, unit in (
             ("predicted", predicted[name], "s"),
             ("measured", measured[name], "s"),
             ("predicted / measured", predicted[name] / measured[name], "ratio"),
         ):
-            yield Row(bench="predictions", case=f"{name}: {what}", value=value, unit=unit)
+            yield Row(bench="predictions", case=f"{name}: {quantity}", value=value, unit=unit)
     pairs, agreement = rank_correlation(predicted, measured, APART)
     yield Row(bench="predictions", case="pairs predicted more than 15 % apart", value=pairs, unit="")
     case, target = "rank correlation (Kendall) over these pairs", at_least(LEAST_CORRELATION)
     yield Row(bench="predictions", case=case, value=agreement, unit="", target=target)
-    ranked = sorted(estimates.values(), key=lambda one: one.seconds)
-    best = PlanChoice(devices=DEVICES, estimates=ranked).best  # of nearly equal ones, the one on fewest devices
+    ranked = sorted(estimates.values(), key=lambda estimate: estimate.seconds)
+    best = PlanChoice(devices=DEVICES, estimates=ranked).best  # of nearly equal estimates, the one on fewest devices
     chosen = next(measured[name] for name, estimate in estimates.items() if estimate is best)
     case, target = "the layout that is chosen / the best measured", at_most(MOST_OVER_BEST)
     value = chosen / min(measured.values())
@@ -107,12 +107,13 @@ def estimates_of(profile: Profile) -> dict[str, Estimate]:
     source = open_source(config, split="train")
     work, clock, rows_of = read_work(config, source), MeasuredClock(profile=profile), rows_by_candidate(config, source)
     return {
-        name: Estimate(work=work, clock=clock, candidate=one, rows=rows_of(one)) for name, one in candidates().items()
+        name: Estimate(work=work, clock=clock, candidate=candidate, rows=rows_of(candidate))
+        for name, candidate in candidates().items()
     }
 
 
 def _measured(devices: int, rounds: int) -> dict[str, Any]:
-    """Measurements of `devices` processes with a device each; their output goes to stderr.
+    """The measurements of `devices` processes with a device each; their output goes to stderr.
 
     Raises:
       SystemExit: one of them failed.
@@ -121,7 +122,7 @@ def _measured(devices: int, rounds: int) -> dict[str, Any]:
         out = Path(folder) / "measured.json"
         launch = [sys.executable, "-m", "mmjax.launch", f"-n={devices}", "--devices_per_process=1"]
         command = [*launch, "-m", "benchmarks.measured_layouts", str(out), str(rounds)]
-        status = subprocess.run(command, stdout=sys.stderr, env=again_environment(), check=False).returncode
+        status = subprocess.run(command, stdout=sys.stderr, env=checkout_environment(), check=False).returncode
         if status:
             raise SystemExit(status)
         return json.loads(out.read_text(encoding="utf-8"))
@@ -130,12 +131,13 @@ def _measured(devices: int, rounds: int) -> dict[str, Any]:
 def rank_correlation(predicted: Mapping[str, float], measured: Mapping[str, float], apart: float) -> tuple[int, float]:
     """Number of pairs predicted at least a factor `apart` apart, and Kendall's rank correlation over them.
 
-    That is the pairs measured in the predicted order less those in the other order, over all of them; 0 without pairs.
+    The correlation is the number of pairs measured in the predicted order, minus the number in the reverse order, over
+    all counted pairs; 0 without pairs.
     """
     order = 0
     count = 0
-    for one, other in itertools.combinations(predicted, 2):
-        low, high = sorted((one, other), key=predicted.__getitem__)
+    for first, second in itertools.combinations(predicted, 2):
+        low, high = sorted((first, second), key=predicted.__getitem__)
         if predicted[high] < apart * predicted[low]:
             continue
         count += 1

@@ -36,13 +36,13 @@ _NESTED = ((12, 64, 30, 1), (12, 60, 8, 4), (4, 32, 60, 1), (4, 32, 15, 1), (4, 
 
 
 def bench_reorder(rounds: int) -> Iterator[Row]:
-    """Reorders for 30, 60 and 120 ranks, and in nested pipelines; then compares short pipelines with all their orders,
-    and measures steps."""
+    """Yields times and gains for 30, 60 and 120 ranks and in nested pipelines; short pipelines beside all their orders;
+    and measured steps."""
     patches = laion_like.read()
     for dp in RANKS:
         yield from _at(patches / patches.mean(), dp, rounds)
     for case in _NESTED:
-        yield from _nested(patches / patches.mean(), *case)
+        yield from _nested(patches / patches.mean(), case)
     yield from _exhaustive(rounds)
     yield from bench_uneven(rounds)
 
@@ -50,7 +50,9 @@ def bench_reorder(rounds: int) -> Iterator[Row]:
 def _at(sizes: np.ndarray, dp: int, rounds: int) -> Iterator[Row]:
     microbatches = len(sizes) // dp
     rows, seconds = [microbatches] * dp, {"encoder": np.outer(sizes, (1.0, 2.0))}
-    pipeline, together = (_pipeline(len(sizes), microbatches, dp, together=way) for way in (False, True))
+    pipeline, in_step_pipeline = (
+        _pipeline(len(sizes), microbatches, dp, together=in_step) for in_step in (False, True)
+    )
     intra = least(lambda: greedy(sizes, rows), 4 * rounds)
     yield _row(f"dp {dp}: intra", 1e3 * intra, "ms", at_most(0.8))
     inter = least(lambda: pipeline.reorder(seconds, "disttrain"), rounds) - intra
@@ -66,15 +68,15 @@ def _at(sizes: np.ndarray, dp: int, rounds: int) -> Iterator[Row]:
             "×",
             at_most(1.01) if name == "best" else None,
         )
-    for where, one in (("", pipeline), (", ranks in step", together)):
-        spans = {method: one.makespan(seconds, one.reorder(seconds, method)) for method in METHODS}
+    for suffix, each_pipeline in (("", pipeline), (", ranks in step", in_step_pipeline)):
+        spans = {method: each_pipeline.makespan(seconds, each_pipeline.reorder(seconds, method)) for method in METHODS}
         for method in METHODS:
-            over = spans[method] / one.bound(seconds)
-            yield _row(f"dp {dp}: makespan over its bound, {method}{where}", over, "×")
-        yield _row(f"dp {dp}: none / best{where}", spans["none"] / spans["best"], "×", at_least(1.15))
-        yield _row(f"dp {dp}: disttrain / best{where}", spans["disttrain"] / spans["best"], "×", at_least(1.0))
+            over_bound = spans[method] / each_pipeline.bound(seconds)
+            yield _row(f"dp {dp}: makespan over its bound, {method}{suffix}", over_bound, "×")
+        yield _row(f"dp {dp}: none / best{suffix}", spans["none"] / spans["best"], "×", at_least(1.15))
+        yield _row(f"dp {dp}: disttrain / best{suffix}", spans["disttrain"] / spans["best"], "×", at_least(1.0))
     for method in METHODS:
-        encoder = padding(sizes, together.reorder(seconds, method))
+        encoder = padding(sizes, in_step_pipeline.reorder(seconds, method))
         yield _row(f"dp {dp}: encoder compute that is padding, {method}", 100 * encoder, "%")
         # All stages but one are the LLM's, whose rows are full; each computes as much as the encoder without padding.
         padded = encoder / (1 - encoder)
@@ -83,31 +85,36 @@ def _at(sizes: np.ndarray, dp: int, rounds: int) -> Iterator[Row]:
 
 
 def padding(sizes: np.ndarray, order: Order) -> float:
-    """The part of the encoder's compute that is padding where each microbatch is padded to its largest rank."""
+    """The share of padding in the encoder's compute, if each microbatch is padded to its largest rank."""
     loads_RM = np.array([[sizes[list(samples)].sum() for samples in rank] for rank in order])
     return float(1 - loads_RM.sum() / (loads_RM.max(axis=0).sum() * len(loads_RM)))
 
 
-def _nested(sizes: np.ndarray, stages: int, microbatches: int, dp: int, encoder: float) -> Iterator[Row]:
-    """What the orders of each method, and the best one for 1F1B, are worth where the encoder is spread."""
+def _nested(sizes: np.ndarray, case: tuple[int, int, int, int]) -> Iterator[Row]:
+    """Yields the gain of each method's order, and of the best order for 1F1B, in a pipeline with a spread encoder."""
+    stages, microbatches, dp, encoder = case
     rows = len(sizes) // (microbatches * dp)
     seconds = {"encoder": np.outer(sizes, (1.0, 2.0)) * encoder / rows}
-    about = {"samples": len(sizes), "microbatches": microbatches, "dp": dp, "together": True}
-    pipeline = Chain(llm=stages, schedule="nested").pipeline(**about)
+    pipeline = _pipeline_of(Chain(llm=stages, schedule="nested"), sizes, microbatches=microbatches, dp=dp)
+    chain = _pipeline_of(Chain(llm=stages - 1), sizes, microbatches=microbatches, dp=dp)
     orders = {method: pipeline.reorder(seconds, method) for method in METHODS}
-    orders["best for 1F1B"] = Chain(llm=stages - 1).pipeline(**about).reorder(seconds, "best")
+    orders["best for 1F1B"] = chain.reorder(seconds, "best")
     spans = {name: pipeline.makespan(seconds, order) for name, order in orders.items()}
-    case = f"nested, {stages} stages, dp {dp}, {rows} a row, encoder of {encoder:g}"
+    label = f"nested, {stages} stages, dp {dp}, {rows} a row, encoder of {encoder:g}"
     for name, span in spans.items():
-        yield _row(f"{case}: makespan over its bound, {name}, simulated", span / pipeline.bound(seconds), "×")
+        yield _row(f"{label}: makespan over its bound, {name}, simulated", span / pipeline.bound(seconds), "×")
     for name in ("none", "disttrain", "best for 1F1B"):
-        yield _row(f"{case}: {name} / best, simulated", spans[name] / spans["best"], "×", at_least(1.0))
+        yield _row(f"{label}: {name} / best, simulated", spans[name] / spans["best"], "×", at_least(1.0))
     for name in ("none", "best"):
-        yield _row(f"{case}: imbalance of units, {name}", pipeline.imbalance(seconds, orders[name]), "×")
+        yield _row(f"{label}: imbalance of units, {name}", pipeline.imbalance(seconds, orders[name]), "×")
+
+
+def _pipeline_of(chain: Chain, sizes: np.ndarray, *, microbatches: int, dp: int) -> Pipeline:
+    return chain.pipeline(samples=len(sizes), microbatches=microbatches, dp=dp, together=True)
 
 
 def _exhaustive(rounds: int) -> Iterator[Row]:
-    """Mean percent over the best of all orders, for draws of lognormal sizes."""
+    """Yields by method the mean percent above the best of all orders, for draws of lognormal sizes."""
     for stages, microbatches in _FEW:
         pipeline = _pipeline(microbatches, microbatches, 1, stages=stages)
         every = np.array(list(itertools.permutations(range(microbatches)))).T
@@ -129,7 +136,7 @@ def _pipeline(samples: int, microbatches: int, dp: int, *, stages: int = PP, tog
 
 
 def least(run: Callable[[], object], rounds: int) -> float:
-    """Processor seconds of a run, the least of `rounds` after one that warms up."""
+    """Processor seconds of the shortest of `rounds` runs, after a first run that does not count."""
     run()
     times = []
     for _ in range(rounds):

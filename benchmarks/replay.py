@@ -1,7 +1,7 @@
 """Replaying a schedule with real processes: one per block of ranks, whose ops sleep for their modelled time.
 
-What ``simulate`` computes happens here: processes send each other messages, wait for them, and the clock says how long
-the step took. One process never overlaps two submeshes on CPU; sleeping processes do. Costs may be measured ones.
+The step that ``simulate`` computes is run here: processes send messages to each other and wait for them, and a clock
+times the step. One process never overlaps two submeshes on CPU; sleeping processes do. Costs may be measured ones.
 
 * A block is a set of ranks that the same stages use. Ranks are exclusive, so a block runs one op at a time, in the
   schedule's order. An op that spans blocks runs in all of them together, as a collective does: it starts when the last
@@ -61,20 +61,20 @@ def replay(schedule: Schedule, costs: Costs, repeats: int = 1) -> Generator[Time
     Raises:
       ScheduleError: the schedule is not valid.
       ValueError: a cost is missing.
-      ReplayError: a process failed, or hangs.
+      ReplayError: a process failed or hangs.
     """
     validate(schedule)
     costs = costs.split_as(schedule.graph)
     patience = PATIENCE_SECONDS + 3 * simulate(schedule, costs).makespan
     with _Processes(_plans(schedule, costs)) as processes:
-        processes.collect(patience)  # each says that it is ready
+        processes.collect(patience)  # a line when it is ready
         for _ in range(repeats):
             start = time.monotonic() + START_SECONDS
             yield _measured(schedule, costs, start, processes.step(start, patience))
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """Costs with the measured seconds of each op of a timeline; a simulation with them differs only by waiting."""
+    """Costs with the seconds of each op of a timeline. A simulation with them differs only by waiting."""
     seconds = {(op.kind, op.edge or op.stage, op.backward): 0.0 for op in timeline.schedule.ops}
     overrides = {
         (op.kind, op.edge or op.stage, op.backward, op.microbatch): end - start
@@ -83,7 +83,7 @@ def costs_of(timeline: Timeline) -> Costs:
     return Costs(seconds=seconds, overrides=overrides)
 
 
-# ---- what each block does --------------------------------------------------------------------------------------------
+# ---- the plan of each block ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Step:
     seconds: float
     blocks: tuple[int, ...]
     waits: list[tuple[int, float]] = field(default_factory=list)
-    tells: set[int] = field(default_factory=set)
+    reports_to: set[int] = field(default_factory=set)
 
 
 def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
@@ -107,14 +107,14 @@ def _plans(schedule: Schedule, costs: Costs) -> list[list[Any]]:
         steps[op] = _Step(index, costs.of(op), tuple(i for i, block in enumerate(blocks) if ranks.intersection(block)))
         for before, delay in _sources(schedule, costs, needed, op).items():
             steps[op].waits.append((steps[before].index, delay))
-            # The first block of an op tells the others; a block that took part knows by itself.
-            steps[before].tells.update(set(steps[op].blocks) - set(steps[before].blocks))
+            # The first block of an op reports its end to the others; blocks that took part need no report.
+            steps[before].reports_to.update(set(steps[op].blocks) - set(steps[before].blocks))
     plans: list[list[Any]] = [[] for _ in blocks]
     for step in steps.values():
         for block in step.blocks:
-            together = [other for other in step.blocks if other != block]
-            tells = sorted(step.tells) if block == step.blocks[0] else []
-            plans[block].append([step.index, step.seconds, step.waits, together, tells])
+            together = [peer for peer in step.blocks if peer != block]
+            reports_to = sorted(step.reports_to) if block == step.blocks[0] else []
+            plans[block].append([step.index, step.seconds, step.waits, together, reports_to])
     return plans
 
 
@@ -128,14 +128,14 @@ def _needed(schedule: Schedule) -> dict[Op, tuple[Op, ...]]:
     for op in schedule.ops:
         needed[op] = (*schedule.dependencies(op), *schedule.awaits(op))
         if not occupied_ranks(schedule.graph, op):
-            held = occupied_resources(schedule.graph, op)
-            needed[op] += tuple(dict.fromkeys(last[one] for one in held if one in last))
-            last.update(dict.fromkeys(held, op))
+            resources = occupied_resources(schedule.graph, op)
+            needed[op] += tuple(dict.fromkeys(last[resource] for resource in resources if resource in last))
+            last.update(dict.fromkeys(resources, op))
     return needed
 
 
 def _sources(schedule: Schedule, costs: Costs, needed: Mapping[Op, tuple[Op, ...]], op: Op) -> dict[Op, float]:
-    """The ops of blocks whose ends ``op`` waits for, and how many seconds after each end ``op`` may start."""
+    """The ops of blocks whose ends ``op`` waits for, with the seconds between each end and the start of ``op``."""
     if not occupied_ranks(schedule.graph, op):
         return {}
     result: dict[Op, float] = {}
@@ -161,7 +161,7 @@ def _measured(schedule: Schedule, costs: Costs, start: float, reports: Sequence[
     for op, before in _needed(schedule).items():
         index = place[op]
         if index not in starts:
-            starts[index] = max((ends[place[one]] for one in before), default=0.0)
+            starts[index] = max((ends[place[needed]] for needed in before), default=0.0)
             ends[index] = starts[index] + costs.of(op)
     every = range(len(place))
     return Timeline(schedule=schedule, starts=tuple(starts[i] for i in every), ends=tuple(ends[i] for i in every))
@@ -178,7 +178,7 @@ class _Processes:
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
             for block, ops in enumerate(plans):
-                outboxes = {other: write for other, (_, write) in enumerate(inboxes) if other != block}
+                outboxes = {peer: write for peer, (_, write) in enumerate(inboxes) if peer != block}
                 plan = {"block": block, "inbox": inboxes[block][0], "outboxes": outboxes, "ops": ops}
                 self.processes.append(_start(plan))
         except BaseException:

@@ -5,11 +5,11 @@ Only Python's own modules are imported, so that many such processes start fast a
 On stdin comes a line of JSON, the plan:
 
     {"block": 0, "inbox": fd, "outboxes": {"1": fd, …},
-     "ops": [[index, seconds, [[index waited for, delay], …], [blocks it runs together with], [blocks to tell]], …]}
+     "ops": [[index, seconds, [[index waited for, delay], …], [blocks it runs with], [blocks to report to]], …]}
 
 and then for each repeat a line with the time on the monotonic clock at which the step starts. On stdout goes ``ready``,
 and after each step a line of JSON ``[[index, start, end], …]``. A message to another block is 16 bytes: the op's index;
-the sender where it says that it is ready to start the op, or -1 where the op has ended; and the time.
+the sender if it is ready to start the op, or -1 if the op has ended; and the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankBlock:
         self.arrived.clear()
         self.ended.clear()
         report = []
-        for index, seconds, waits, together, tells in self.ops:
+        for index, seconds, waits, together, reports_to in self.ops:
             for before, delay in waits:
                 ended = self.ended[before] if before in self.ended else self.receive(before, ENDED)
                 sleep_until(ended + delay)
@@ -51,13 +51,13 @@ class RankBlock:
             start = time.monotonic()
             sleep_until(start + seconds)
             end = self.ended[index] = time.monotonic()
-            for block in tells:
+            for block in reports_to:
                 self.send(block, index, ENDED)
             report.append((index, start, end))
         return report
 
     def send(self, block: int, index: int, sender: int) -> None:
-        """A write of so few bytes is one piece, so that many processes may share an inbox."""
+        """Sends a message. A write of so few bytes is atomic, so that many processes may share an inbox."""
         os.write(self.outboxes[block], MESSAGE.pack(index, sender, self.ended.get(index, 0.0)))
 
     def receive(self, index: int, sender: int) -> float:
@@ -75,8 +75,8 @@ def sleep_until(when: float) -> None:
         time.sleep(left)
 
 
-def wake_at_once() -> None:
-    """Asks to run as soon as a sleep or a wait ends, however busy the machine is, where the system grants that."""
+def request_priority() -> None:
+    """Asks for real-time priority, to run as soon as a sleep or a wait ends; the system may refuse it."""
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
 
@@ -85,7 +85,7 @@ def main() -> None:
     """Runs a step for every line on stdin after the plan."""
     block = RankBlock(json.loads(sys.stdin.readline()))
     gc.disable()
-    wake_at_once()
+    request_priority()
     print("ready", flush=True)
     for line in sys.stdin:
         sleep_until(float(line))

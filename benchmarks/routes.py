@@ -33,25 +33,25 @@ MIB = 2**20
 
 
 def bench_routes(rounds: int) -> Iterator[Row]:
-    """Routes and bytes of boundaries between the pairs; ``rounds`` changes nothing, since nothing is timed."""
+    """Yields routes and bytes of the boundaries between the pairs. ``rounds`` is not used: nothing is timed."""
     del rounds
     world = World.planned(16)
-    for one, other in PAIRS:
-        case = f"{_short(one)} → {_short(other)}"
-        most = {}
+    for first, second in PAIRS:
+        case = f"{_short(first)} → {_short(second)}"
+        busiest = {}
         for route in ("leader", "sliced"):
-            ways = [_routing(world, route, *pair) for pair in ((one, other), (other, one))]
-            most[route] = max(_busiest(way) for way in ways)
-            least = min(len(way.routes) for way in ways)
+            routings = [_routing(world, route, *pair) for pair in ((first, second), (second, first))]
+            busiest[route] = max(_busiest(way) for way in routings)
+            least = min(len(way.routes) for way in routings)
             yield Row(
                 bench="routes",
                 case=f"{case}, {route}: routes",
                 value=least,
                 unit="",
-                target=at_least(math.gcd(one.dp, other.dp)),
+                target=at_least(math.gcd(first.dp, second.dp)),
             )
-            yield Row(bench="routes", case=f"{case}, {route}: busiest link", value=most[route] / MIB, unit="MiB")
-        ratio = most["sliced"] / most["leader"]
+            yield Row(bench="routes", case=f"{case}, {route}: busiest link", value=busiest[route] / MIB, unit="MiB")
+        ratio = busiest["sliced"] / busiest["leader"]
         yield Row(
             bench="routes", case=f"{case}: busiest link, sliced / leader", value=ratio, unit="ratio", target=at_most(1)
         )
@@ -63,7 +63,7 @@ def _routing(world: World, route: str, source: Layout, target: Layout) -> Routin
 
 
 def _busiest(routing: Routing) -> int:
-    """Bytes that the busiest link carries."""
+    """Bytes on the busiest link."""
     size = math.prod(routing.piece) * routing.aval.dtype.itemsize
     links = Counter(("out", r.source) for r in routing.routes) + Counter(("in", r.target) for r in routing.routes)
     return size * max(links.values())

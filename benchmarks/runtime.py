@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.one_core import again_on_one_core, cores
+from benchmarks.one_core import cores, run_on_one_core
 from benchmarks.steps import Stepper
 from mmjax.bench.rows import Row, at_most
 from mmjax.mesh.spmd import Program
@@ -47,9 +47,9 @@ HOST_PARTS = ("program calls", "device_put of inputs", "device_put of moves", "m
 
 
 def bench_runtime(rounds: int) -> Iterator[Row]:
-    """Overhead of the pipelined configurations, on one core."""
+    """Yields the overhead of the pipelined configurations, on one core."""
     if cores() > 1:
-        yield from again_on_one_core("runtime", rounds)
+        yield from run_on_one_core("runtime", rounds)
         return
     yield Row(bench="runtime", case="cores used", value=cores(), unit="")
     for case, config in CONFIGURATIONS.items():
@@ -73,9 +73,11 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     compute = [_compute(times) for times in alone]
     boundary = [sum(times.get(kind, 0.0) for kind in EDGE_KINDS) for times in alone]
 
-    def row(what: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
+    def row(quantity: str, values: Iterable[float], unit: str, most: float | None = None) -> Row:
         target = None if most is None else at_most(most)
-        return Row(bench="runtime", case=f"{case}: {what}", value=statistics.median(values), unit=unit, target=target)
+        return Row(
+            bench="runtime", case=f"{case}: {quantity}", value=statistics.median(values), unit=unit, target=target
+        )
 
     yield row("step / compute of its ops", [a / b for a, b in zip(steps, compute, strict=True)], "ratio", MOST_OVERHEAD)
     yield row("the same in processor time", processor, "ratio")
@@ -97,12 +99,12 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
 
 
 def residuals(step: Stepper) -> dict[str, tuple[int, int]]:
-    """For each stage, the most residual bytes alive on a device during a step, and the bytes ``validate`` promises."""
+    """By stage, the peak of residual bytes on a device during a step, and the peak that ``validate`` promises."""
     assert isinstance(step.executor, Executor)  # pipelined configurations only
     with measured_residuals(step.executor) as live:
         step.at_most_memory()
-    kept = residual_bytes(step.parts.placed, step.parts.shapes.values())
-    promised = validate(step.parts.schedule, kept).residual_bytes
+    residual_sizes = residual_bytes(step.parts.placed, step.parts.shapes.values())
+    promised = validate(step.parts.schedule, residual_sizes).residual_bytes
     return {stage: (max(live[stage].values(), default=0), size) for stage, size in promised.items()}
 
 
@@ -112,7 +114,7 @@ def _compute(alone: dict[str, float]) -> float:
 
 
 def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Seconds on ``clock`` of a step's ops run one at a time, by kind; see the module's text."""
+    """Seconds on ``clock`` of a step's ops, run one at a time, by kind (see the module's docstring)."""
     seconds: dict[str, float] = defaultdict(float)
     call, kinds = Program.__call__, ["prepare"]
 
@@ -164,7 +166,9 @@ def host_seconds(step: Callable[[], None]) -> dict[str, float]:
             walker.handlers[op.kind](op)
         kinds[-1] = ""
 
-    put = lambda: "device_put of moves" if kinds[-1] in EDGE_KINDS else "device_put of inputs"  # noqa: E731
+    def put() -> str:
+        return "device_put of moves" if kinds[-1] in EDGE_KINDS else "device_put of inputs"
+
     make_array = "make_array_from_single_device_arrays"
     with (
         _replaced(Program, "__call__", timed("program calls", Program.__call__)),
@@ -178,7 +182,7 @@ def host_seconds(step: Callable[[], None]) -> dict[str, float]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A class or module with another function for a while."""
+    """A context in which an attribute of a class or module is another function."""
     before = getattr(owner, name)
     setattr(owner, name, function)
     try:

@@ -1,9 +1,9 @@
 """Every schedule, and the baselines that papers compare with, on three workloads: simulated, and measured.
 
 A workload is a vision and an audio encoder before an LLM, on as many ranks as there are processes: one a rank, whose
-ops sleep for their modelled time (``benchmarks.replay``). A way is a schedule on a placement
-(``mmjax.schedule.placements``). All ways have the same ranks and the same layers. Placements differ in how many ranks
-each module has, or how many stages encoders are fused into; each way gets the placement that is fastest in simulation.
+ops sleep for their modelled time (``benchmarks.replay``). A method is a schedule on a placement
+(``mmjax.schedule.placements``). All methods have the same ranks and the same layers. Placements differ in the number of
+ranks of each module, or of stages that encoders are fused into; each method gets the fastest placement in simulation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INK, LEAST_COLOUR = "#22272e", "#c9405b"
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Modules that are trained together."""
+    """Modules that are trained together: encoders and an LLM."""
 
     name: str
     encoders: tuple[TimedModule, ...]
@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def least(self) -> float:
-        """Seconds that a step takes if no rank is ever idle and nothing is computed twice."""
+        """Seconds of a step in which no rank is ever idle and nothing is computed twice."""
         work = 0.0
         for module in (*self.encoders, self.llm):
             backward = 2.0 if module.trainable else 0.0
@@ -68,19 +68,19 @@ WORKLOADS = (
     _workload("frozen encoders", (24, 12, 18), frozen=True),
     _workload("uneven encoders", (12, 6, 18), uneven=True),
 )
-"""As many layers a rank in every module; encoders without backward, twice as deep; microbatches of other cost each."""
+"""Equally many layers for each rank; encoders without backward, twice as deep; microbatches of unequal costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Method:
     """A schedule on a placement.
 
     Attributes:
       name: shown in the row.
       schedule, window: see ``make_schedule``.
-      placements: those that it can have.
-      baseline: whether it is here to be compared with.
-      offload: whether encoders' parameters leave in the LLM's phase.
+      placements: the placements that it may have on a workload.
+      baseline: whether it is a baseline.
+      offload: whether encoders' parameters are offloaded in the LLM's phase.
     """
 
     name: str
@@ -92,8 +92,8 @@ class Way:
 
     def best(self, workload: Workload) -> tuple[Schedule, Costs]:
         """The schedule and costs of the placement that is shortest in simulation."""
-        made = [self._on(placement) for placement in self.placements(workload)]
-        return min(made, key=lambda pair: simulate(*pair).makespan)
+        schedules = [self._on(placement) for placement in self.placements(workload)]
+        return min(schedules, key=lambda pair: simulate(*pair).makespan)
 
     def _on(self, placement: Placement) -> tuple[Schedule, Costs]:
         graph, costs = placement.graph, placement.costs(MICROBATCHES, move=MOVE, once=ONCE)
@@ -110,7 +110,7 @@ def _offloaded(graph: StageGraph, modules: Sequence[str], costs: Costs) -> tuple
 
 
 def _apart(workload: Workload, chunks: int = 1) -> Iterator[Placement]:
-    """Every way to share out the ranks, one or more to each module."""
+    """Every split of the ranks among modules, one or more for each."""
     names = [module.name for module in (*workload.encoders, workload.llm)]
     for split in itertools.product(range(1, RANKS), repeat=len(names)):
         if sum(split) == RANKS:
@@ -133,28 +133,28 @@ def _replicated(workload: Workload) -> list[Placement]:
     return [replicated(workload.encoders, workload.llm, RANKS)]
 
 
-WAYS = (
-    Way(name="1f1b", schedule="1f1b", placements=_apart),
-    Way(name="gpipe", schedule="gpipe", placements=_apart),
-    Way(name="eager-1f1b", schedule="eager-1f1b", placements=_apart),
-    Way(name="zb-h1", schedule="zb-h1", placements=_apart),
-    Way(name="interleaved, 2 chunks", schedule="interleaved", placements=lambda w: _apart(w, 2)),
-    Way(name="three-phase", schedule="three-phase", placements=_spanning),
-    Way(name="three-phase, windows of 4", schedule="three-phase", placements=_spanning, window=4),
-    Way(name="three-phase, offload", schedule="three-phase", placements=_spanning, offload=True),
-    Way(name="all encoders first", schedule="encoders-first", placements=_apart, baseline=True),
-    Way(name="encoders in the pipeline", schedule="1f1b", placements=_in_pipeline, baseline=True),
-    Way(name="encoders colocated", schedule="1f1b", placements=_colocated, baseline=True),
-    Way(name="encoders replicated", schedule="1f1b", placements=_replicated, baseline=True),
+METHODS = (
+    Method(name="1f1b", schedule="1f1b", placements=_apart),
+    Method(name="gpipe", schedule="gpipe", placements=_apart),
+    Method(name="eager-1f1b", schedule="eager-1f1b", placements=_apart),
+    Method(name="zb-h1", schedule="zb-h1", placements=_apart),
+    Method(name="interleaved, 2 chunks", schedule="interleaved", placements=lambda w: _apart(w, 2)),
+    Method(name="three-phase", schedule="three-phase", placements=_spanning),
+    Method(name="three-phase, windows of 4", schedule="three-phase", placements=_spanning, window=4),
+    Method(name="three-phase, offload", schedule="three-phase", placements=_spanning, offload=True),
+    Method(name="all encoders first", schedule="encoders-first", placements=_apart, baseline=True),
+    Method(name="encoders in the pipeline", schedule="1f1b", placements=_in_pipeline, baseline=True),
+    Method(name="encoders colocated", schedule="1f1b", placements=_colocated, baseline=True),
+    Method(name="encoders replicated", schedule="1f1b", placements=_replicated, baseline=True),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A way on a workload: the simulated and the measured step."""
+    """The simulated and the measured step of a method on a workload."""
 
     workload: Workload
-    way: Way
+    method: Method
     simulated: Timeline
     measured: Timeline
 
@@ -170,20 +170,20 @@ class Result:
         """Ranks of each module, such as "vision 2, audio 1, llm 3"."""
         graph = self.simulated.schedule.graph
         ranks = {m: {r for n in graph.stages if n.module == m for r in n.ranks} for m in graph.modules}
-        return ", ".join(f"{module} {len(held)}" for module, held in ranks.items())
+        return ", ".join(f"{module} {len(ranks_of_module)}" for module, ranks_of_module in ranks.items())
 
 
 def results(rounds: int = MOST_REPEATS) -> Iterator[Result]:
-    """Results of every way on every workload; the shortest of up to three measured steps counts."""
-    for workload, way in itertools.product(WORKLOADS, WAYS):
-        schedule, costs = way.best(workload)
+    """Yields the results of every method on every workload; the shortest of up to three measured steps counts."""
+    for workload, method in itertools.product(WORKLOADS, METHODS):
+        schedule, costs = method.best(workload)
         simulated = simulate(schedule, costs)
         measured = shortest(schedule, costs, simulated.makespan, min(rounds, MOST_REPEATS))
-        yield Result(workload=workload, way=way, simulated=simulated, measured=measured)
+        yield Result(workload=workload, method=method, simulated=simulated, measured=measured)
 
 
 def bench_schedules(rounds: int) -> Iterator[Row]:
-    """For every way on every workload, step and bubble, simulated and measured, and microbatches in flight."""
+    """Yields for every method on every workload step and bubble, simulated and measured, and microbatches in flight."""
     for result in results(rounds):
         yield from rows(result)
 
@@ -191,56 +191,59 @@ def bench_schedules(rounds: int) -> Iterator[Row]:
 def rows(result: Result) -> Iterator[Row]:
     """The rows of one result."""
     simulated, measured = result.simulated, result.measured
-    off = error(measured.makespan, simulated.makespan)
-    for case, value, unit, target in (
+    difference = error(measured.makespan, simulated.makespan)
+    for quantity, value, unit, target in (
         ("step, simulated", simulated.makespan / MS, "ms", None),
         ("step, measured", measured.makespan / MS, "ms", None),
-        ("difference", off, "%", at_most(MOST_ERROR)),
+        ("difference", difference, "%", at_most(MOST_ERROR)),
         ("bubble, simulated", 100 * simulated.bubble, "%", None),
         ("bubble, measured", 100 * measured.bubble, "%", None),
         ("in flight, encoders", result.in_flight[0], "", None),
         ("in flight, LLM", result.in_flight[1], "", None),
     ):
-        name = f"{result.workload.name}, {result.way.name}: {case}"
+        name = f"{result.workload.name}, {result.method.name}: {quantity}"
         yield Row(bench="schedules", case=name, value=value, unit=unit, target=target)
 
 
-def markdown(found: Sequence[Result]) -> str:
+def markdown(all_results: Sequence[Result]) -> str:
     """The table of docs/benchmarks.md."""
     lines = [
         "| workload | way | ranks | step, simulated | step, measured | bubble, simulated | measured | in flight |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in found:
+    for result in all_results:
         lines.append(
-            f"| {one.workload.name} | {one.way.name} | {one.ranks} | {one.simulated.makespan / MS:.0f} ms"
-            f" | {one.measured.makespan / MS:.0f} ms | {one.simulated.bubble:.0%} | {one.measured.bubble:.0%}"
-            f" | {one.in_flight[0]}, {one.in_flight[1]} |"
+            f"| {result.workload.name} | {result.method.name} | {result.ranks}"
+            f" | {result.simulated.makespan / MS:.0f} ms"
+            f" | {result.measured.makespan / MS:.0f} ms | {result.simulated.bubble:.0%} | {result.measured.bubble:.0%}"
+            f" | {result.in_flight[0]}, {result.in_flight[1]} |"
         )
     return "\n".join(lines)
 
 
-def draw(found: Sequence[Result], path: str | os.PathLike[str]) -> None:
-    """Bars of the measured steps, a panel for each workload, with the simulated step as a mark on each."""
+def draw(all_results: Sequence[Result], path: str | os.PathLike[str]) -> None:
+    """Draws bars of the measured steps, a panel for each workload, with a mark at the simulated step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    names = [way.name for way in WAYS]
+    names = [method.name for method in METHODS]
     figure = Figure(figsize=(12, 4.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(WORKLOADS), sharey=True, sharex=True)
-    longest = max(one.measured.makespan for one in found) / MS
+    longest = max(result.measured.makespan for result in all_results) / MS
     for axes, workload in zip(panels, WORKLOADS, strict=True):
-        mine = {one.way.name: one for one in found if one.workload == workload}
-        measured = [mine[name].measured.makespan / MS for name in names]
+        by_method = {result.method.name: result for result in all_results if result.workload == workload}
+        measured = [by_method[name].measured.makespan / MS for name in names]
         axes.axvline(workload.least / MS, color=LEAST_COLOUR, linewidth=1, linestyle="--", zorder=1)
-        axes.barh(names, measured, color=[COLOURS[mine[name].way.baseline] for name in names], height=0.68, zorder=2)
-        marks = [mine[name].simulated.makespan / MS for name in names]
+        axes.barh(
+            names, measured, color=[COLOURS[by_method[name].method.baseline] for name in names], height=0.68, zorder=2
+        )
+        marks = [by_method[name].simulated.makespan / MS for name in names]
         axes.plot(marks, names, "|", color=INK, markersize=13, markeredgewidth=1.6)
         for place, name in enumerate(names):
-            text = f"{measured[place]:.0f} ms, idle {mine[name].measured.bubble:.0%}"
+            text = f"{measured[place]:.0f} ms, idle {by_method[name].measured.bubble:.0%}"
             where = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(text, (measured[place], place), fontsize=7.5, color=INK, **where)
         axes.set_title(workload.name, fontsize=10.5, loc="left")

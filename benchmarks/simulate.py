@@ -1,9 +1,9 @@
 """Simulated step times against reality: processes that wait for each other, and ops that sleep for their modelled time.
 
 Each case is a schedule over a layout. It is simulated, and replayed with a process for every block of ranks
-(``benchmarks.replay``). A machine only adds time, so the shortest of up to three steps counts, and the case ends
-with the first step within the target. The last rows show that the comparison can fail: two wrong simulations must miss
-by more than the target. One takes a rendezvous for an asynchronous move, the other ignores that two stages share ranks.
+(``benchmarks.replay``). Noise only adds time, so the shortest of up to three steps counts, and the case ends with the
+first step within the target. The last rows show that the comparison can fail: two wrong simulations must differ by more
+than the target. One simulates a rendezvous as an asynchronous move, the other ignores shared ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Case:
 
     Attributes:
       name: shown in the row.
-      schedule, costs: what is simulated and replayed.
-      replayed: what is replayed instead of ``schedule``, if anything.
+      schedule, costs: the schedule and its costs, simulated and replayed.
+      replayed: a schedule that is replayed instead of ``schedule``; None for the same one.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Case:
 
 
 def bench_simulate(rounds: int) -> Iterator[Row]:
-    """Percent by which measured steps differ from simulated ones, case by case; then simulators that are wrong."""
+    """Yields the percent by which measured steps differ from simulated ones, by case; then for wrong simulators."""
     measured = {}
     for case in cases():
         predicted = simulate(case.schedule, case.costs).makespan
         measured[case.name] = measure(case, predicted, min(rounds, MOST_REPEATS))
         yield _row(case.name, error(measured[case.name], predicted))
     for case, wrong in wrong_cases():
-        off = error(measured[case.name], simulate(wrong, case.costs).makespan)
-        yield Row(bench="simulate", case=f"wrong: {case.name}", value=off, unit="%", target=at_least(MOST_ERROR))
+        difference = error(measured[case.name], simulate(wrong, case.costs).makespan)
+        yield Row(bench="simulate", case=f"wrong: {case.name}", value=difference, unit="%", target=at_least(MOST_ERROR))
 
 
 def _row(case: str, value: float) -> Row:
@@ -58,15 +58,15 @@ def _row(case: str, value: float) -> Row:
 
 
 def measure(case: Case, predicted: float, repeats: int) -> float:
-    """The shortest measured step in seconds; no further one is taken after one that is close enough."""
+    """Seconds of the shortest measured step of a case."""
     return shortest(case.replayed or case.schedule, case.costs, predicted, repeats).makespan
 
 
 def shortest(schedule: Schedule, costs: Costs, predicted: float, repeats: int) -> Timeline:
-    """The shortest of some measured steps, as a machine only adds time; the first that is close enough is the last."""
+    """The shortest of up to `repeats` measured steps, since noise only adds time; stops at one that is close enough."""
     best: Timeline | None = None
     for timeline in replay(schedule, costs, repeats):
-        best = min(best or timeline, timeline, key=lambda one: one.makespan)
+        best = min(best or timeline, timeline, key=lambda step: step.makespan)
         if error(best.makespan, predicted) <= MOST_ERROR:
             break
     assert best is not None
@@ -74,7 +74,7 @@ def shortest(schedule: Schedule, costs: Costs, predicted: float, repeats: int) -
 
 
 def error(measured: float, predicted: float) -> float:
-    """Percent of the simulated step."""
+    """The difference of a measured step, in percent of the simulated one."""
     return 100 * abs(measured / predicted - 1)
 
 
@@ -108,7 +108,7 @@ def cases() -> list[Case]:
 
 
 def wrong_cases() -> Iterator[tuple[Case, Schedule]]:
-    """A case, and what a wrong simulator would take its schedule for."""
+    """Yields cases, each with the schedule that a wrong simulator would simulate."""
     case = _rendezvous()
     yield case, replace(case.schedule, graph=chain(4))
     case = _spanning()
@@ -179,19 +179,19 @@ def _homogeneous() -> Case:
 
 
 def _frozen() -> list[Case]:
-    """Once keeping the promise of ``Schedule.awaits``, and once running ahead as the executor may."""
+    """A frozen encoder that waits as ``Schedule.awaits`` promises, and one that runs ahead as the executor may."""
     ranks = {"vision.0": (2, 3), "llm.0": (0,), "llm.1": (1,)}
     pairs = [("vision.0", "llm.0"), ("llm.0", "llm.1")]
     forward = {"vision.0": 40.0, "llm.0": 15.0, "llm.1": 25.0}
-    kept = _case(
+    waiting = _case(
         "frozen encoder, 1f1b", graph(ranks, pairs, frozen=["vision.0"]), 6, one_f_one_b, forward=forward, move=6
     )
-    ahead = replace(kept.schedule, in_flight={})
-    return [kept, replace(kept, name="frozen encoder that runs ahead, 1f1b", replayed=ahead)]
+    without_waits = replace(waiting.schedule, in_flight={})
+    return [waiting, replace(waiting, name="frozen encoder that runs ahead, 1f1b", replayed=without_waits)]
 
 
 def _uneven(vision: StageGraph, forward: Mapping[str, float]) -> Case:
-    """Microbatches of other costs than those by which the schedule was made."""
+    """Microbatches whose costs differ from the costs that the schedule was made for."""
     case = _case("uneven microbatches, 1f1b", vision, 6, one_f_one_b, forward=forward, move=5)
     factors = {0: 0.6, 2: 2.0, 3: 0.5, 5: 1.6}
     overrides = {
@@ -211,7 +211,7 @@ def _case(
     forward: float | Mapping[str, float],
     move: float,
 ) -> Case:
-    """A case from milliseconds; packing and unpacking take 3 and 2, what runs once a step takes 10."""
+    """A case from milliseconds. Packing takes 3 and unpacking 2; an op that runs once a step takes 10."""
     seconds = {k: v * MS for k, v in forward.items()} if isinstance(forward, Mapping) else forward * MS
     nominal = Costs.nominal(stages, forward=seconds, backward=1.8, move=move * MS, once=10 * MS)
     edge_ops = {

@@ -1,4 +1,4 @@
-"""A digits configuration that is ready to step: what the benchmarks of whole steps share."""
+"""A digits configuration that is ready to step, for the benchmarks of whole steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALWAYS = ("World.devices=8", "Train.eval_samples=0")
 
 
 def in_turn(steps: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each of several steps, taken in turn so that a noisy machine moves all of them."""
+    """Seconds of each of several steps by case, taken in turn so that noise affects all of them."""
     times: dict[str, list[float]] = {case: [] for case in steps}
     for _ in range(rounds):
         for case, step in steps.items():
@@ -34,18 +34,22 @@ class Stepper:
 
     Attributes:
       parts: the parts of the run.
-      executor: what runs the steps.
+      executor: the executor of the steps.
       compile_seconds: processor time of lowering and compiling its programs, if nothing was cached.
     """
 
-    def __init__(self, given: str | Config, bindings: Sequence[str] = ()):
-        """Compiles, initialises and runs one step, so that nothing happens for the first time afterwards.
+    def __init__(self, configuration: str | Config, bindings: Sequence[str] = ()):
+        """Compiles, initialises and runs one step, so that later steps include no compilation.
 
         Args:
-          given: file in ``configs``, or a configuration.
-          bindings: what is changed in the file.
+          configuration: file in ``configs``, or a configuration.
+          bindings: changes of the file.
         """
-        config = given if isinstance(given, Config) else load_config([CONFIGS / given], [*ALWAYS, *bindings])
+        config = (
+            configuration
+            if isinstance(configuration, Config)
+            else load_config([CONFIGS / configuration], [*ALWAYS, *bindings])
+        )
         self.parts = assemble(config)
         self.executor = self.parts.executor
         start = time.process_time()
@@ -64,7 +68,7 @@ class Stepper:
         self._run(self._microbatches)
 
     def at_most_memory(self) -> None:
-        """One step of empty microbatches in the largest buckets: what memory is promised for."""
+        """One step of empty microbatches in the largest buckets, for which memory is promised."""
         signature, shapes = max(self.parts.shapes.items(), key=lambda item: item[0])
         empty = {m: {k: np.zeros(a.shape, a.dtype) for k, a in inputs.items()} for m, inputs in shapes.items()}
         self._run([(signature, empty)] * len(self._microbatches))

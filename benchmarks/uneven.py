@@ -1,4 +1,4 @@
-"""Steps of strongly uneven digits under each way to reorder samples: simulated, and measured.
+"""Steps of strongly uneven digits under each method of reordering samples: simulated, and measured.
 
 The configuration is `digits_vlm.gin` with one to four images of one to six digits, up to three times as large. Samples
 are packed into LLM rows, and both modules have buckets chosen from the data, for each way its own. What a microbatch
@@ -43,10 +43,10 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Some steps under one way to reorder.
+    """Some steps under one method of reordering.
 
     Attributes:
-      plans: the plan of each step, which says where samples lie.
+      plans: the plan of each step, with the place of each sample.
       simulated: the simulated timeline of each step, in seconds.
     """
 
@@ -56,58 +56,63 @@ class Result:
     @property
     def seconds(self) -> float:
         """The mean simulated step."""
-        return sum(one.makespan for one in self.simulated) / len(self.simulated)
+        return sum(timeline.makespan for timeline in self.simulated) / len(self.simulated)
 
     def padding(self, positions: str) -> float:
         """Share of the "vision_patches" or "llm_tokens" that is padding."""
-        real, padded = (sum(one.counts[name] for one in self.plans) for name in (positions, f"{positions}_padded"))
+        real, padded = (sum(plan.counts[name] for plan in self.plans) for name in (positions, f"{positions}_padded"))
         return 1 - real / padded
 
     def measured(self, repeats: int) -> float:
-        """The mean measured step; a machine only adds time, so the shortest of some counts for each."""
-        found = (shortest(one.schedule, costs_of(one), one.makespan, repeats) for one in self.simulated)
-        return sum(one.makespan for one in found) / len(self.simulated)
+        """The mean measured step, each step the shortest of `repeats`, since noise only adds time."""
+        steps = (
+            shortest(timeline.schedule, costs_of(timeline), timeline.makespan, repeats) for timeline in self.simulated
+        )
+        return sum(step.makespan for step in steps) / len(self.simulated)
 
 
 def bench_uneven(rounds: int) -> Iterator[Row]:
-    """Steps and padding of each way; and how much longer "none" and "disttrain" take than "best"."""
+    """Yields steps and padding of each method, and the ratio of "none" and of "disttrain" to "best"."""
     spans: dict[str, tuple[float, float]] = {}
     for method, result in results().items():
         measured = result.measured(min(rounds, MOST_REPEATS))
         spans[method] = result.seconds, measured
         yield _row(f"step, simulated, {method}", result.seconds / MS, "ms")
         yield _row(f"step, measured, {method}", measured / MS, "ms")
-        off = error(measured, result.seconds)
-        yield replace(_row(f"difference, {method}", off, "%"), target=at_most(MOST_ERROR))
+        difference = error(measured, result.seconds)
+        yield replace(_row(f"difference, {method}", difference, "%"), target=at_most(MOST_ERROR))
         for positions in ("vision_patches", "llm_tokens"):
             yield _row(f"{positions} that are padding, {method}", 100 * result.padding(positions), "%")
     for method in METHODS[:-1]:
-        for number, how in enumerate(("simulated", "measured")):
+        for number, kind in enumerate(("simulated", "measured")):
             gain = spans[method][number] / spans["best"][number]
-            yield replace(_row(f"{method} / best, {how}", gain, "×"), target=at_least(1.0))
+            yield replace(_row(f"{method} / best, {kind}", gain, "×"), target=at_least(1.0))
 
 
 def results() -> Mapping[str, Result]:
-    """The same steps by way to reorder."""
+    """The same steps under each method of reordering, by method."""
     config = load_config([CONFIGS / "digits_vlm.gin"], UNEVEN)
     source, size = open_source(config, split="train"), config.train.global_batch
     tokenizer = tokenizer_of(config.data, config.model.media)
-    found, parts = dict[str, Result](), None
+    by_method, parts = dict[str, Result](), None
     for method in METHODS:
-        own = with_buckets(replace(config, data=replace(config.data, reorder=method)), source)
-        packer = build_packer(own, tokenizer, source=source)
-        parts = parts or place(own, packer, World.planned(own.world.devices))  # all have the first one's unit of time
-        order = order_of(own, parts, method)
+        method_config = with_buckets(replace(config, data=replace(config.data, reorder=method)), source)
+        packer = build_packer(method_config, tokenizer, source=source)
+        parts = parts or place(
+            method_config, packer, World.planned(method_config.world.devices)
+        )  # the first method's parts: one unit of time for all
+        order = order_of(method_config, parts, method)
         plans, timelines = [], []
         for step in range(STEPS):
-            given = [source.meta(step * size + sample) for sample in range(size)]
-            metas = [given[sample] for sample in order(given, packer).order]
+            original = [source.meta(step * size + sample) for sample in range(size)]
+            metas = [original[sample] for sample in order(original, packer).order]
             plans.append(packer.plan(step, metas))
             timelines.append(order.timeline(metas, packer))
-        found[method] = Result(plans=tuple(plans), simulated=tuple(timelines))
-    scale = SECONDS / found["none"].seconds
+        by_method[method] = Result(plans=tuple(plans), simulated=tuple(timelines))
+    scale = SECONDS / by_method["none"].seconds
     return {
-        method: replace(one, simulated=tuple(_scaled(t, scale) for t in one.simulated)) for method, one in found.items()
+        method: replace(result, simulated=tuple(_scaled(timeline, scale) for timeline in result.simulated))
+        for method, result in by_method.items()
     }
 
 

@@ -1,7 +1,7 @@
-"""The rows of `bench nested`, the tables of docs/benchmarks.md, and what the paper publishes.
+"""The rows of `bench nested`, the tables of docs/benchmarks.md, and the published figures.
 
-Nothing about 128 GPUs was measured here: times and bytes are *simulated*, from datasheets and formulas. What is
-*published* is copied from "BigMac" (§4.2), whose figures 9 and 10 give ratios and marks in the text alone.
+Nothing about 128 GPUs was measured here: times and bytes are *simulated*, from datasheets and formulas. *Published*
+figures are copied from "BigMac" (§4.2), whose figures 9 and 10 give ratios and marks in the text alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCHES = (2, 4, 8, 16)
 EVEN_BATCH = 8
 """The batch for which rows of equal cost are simulated too."""
 LEAST_OF_OPTIMUS = 0.99
-"""What Optimus's step with unlimited memory must be of the nested one at least, with even rows."""
+"""Lower bound on Optimus's step with unlimited memory over the nested step, with even rows."""
 GB = 1e9
 
 _DISTTRAIN = (ONE_RANK, ANY_RANKS)
@@ -41,7 +41,7 @@ PUBLISHED = {
     **{(UNDERSTANDING.name, system): (1.6, 1.9) for system in _DISTTRAIN},
     **{(GENERATION.name, system): (1.5, 1.9) for system in _DISTTRAIN},
 }
-"""Published iteration time over BigMac's, from and to, by workload and system."""
+"""Published range of the iteration time over BigMac's, by workload and system."""
 LAST_THAT_FITS = {
     **{(workload.name, system): math.inf for workload in WORKLOADS for system in (NESTED, *_DISTTRAIN)},
     (UNDERSTANDING.name, OPTIMUS): 8,
@@ -51,9 +51,11 @@ LAST_THAT_FITS = {
 
 
 def bench_nested(rounds: int, picture: str = "") -> Iterator[Row]:
-    """Simulated steps and memory of both models, microbatches in flight, and steps of real processes.
+    """Yields simulated steps and memory of both models, microbatches in flight, and steps of real processes.
 
-    picture: path of a picture of the microbatches in flight; none is drawn without one.
+    Args:
+      rounds: measurements of each case.
+      picture: path of a picture of the microbatches in flight; "" for none.
     """
     for workload in WORKLOADS:
         for system in _systems(workload):
@@ -61,13 +63,13 @@ def bench_nested(rounds: int, picture: str = "") -> Iterator[Row]:
                 yield from _simulated(outcome(system, workload, batch))
         yield from _ratios(workload)
     counted = in_flight.counts()
-    for one in counted:
-        case = f"in flight, {in_flight.PANELS[one.panel]}, {one.system}: of {one.microbatches}"
-        yield _row(case, one.most, "microbatches", _flat(one))
+    for count in counted:
+        case = f"in flight, {in_flight.PANELS[count.panel]}, {count.system}: of {count.microbatches}"
+        yield _row(case, count.most, "microbatches", _flat(count))
     if picture:
         in_flight.draw(counted, picture)
-    for one in replayed(rounds):
-        yield from _measured(one)
+    for step in replayed(rounds):
+        yield from _measured(step)
 
 
 def _systems(workload: Workload) -> list[System]:
@@ -81,19 +83,19 @@ def _row(case: str, value: float, unit: str, target: Target | None = None) -> Ro
 # ---- simulated -------------------------------------------------------------------------------------------------------
 
 
-def _simulated(one: Outcome) -> Iterator[Row]:
-    workload, system = one.workload.name, one.trial.system.name
-    case = f"{workload}, batch {one.batch}, {system}"
-    yield _row(f"{case}: step, simulated", one.seconds, "s")
-    yield _row(f"{case}: memory, simulated", one.memory.total / GB, "GB")
-    yield _row(f"{case}: out of memory, simulated", not one.memory.fits, "")
+def _simulated(result: Outcome) -> Iterator[Row]:
+    workload, system = result.workload.name, result.trial.system.name
+    case = f"{workload}, batch {result.batch}, {system}"
+    yield _row(f"{case}: step, simulated", result.seconds, "s")
+    yield _row(f"{case}: memory, simulated", result.memory.total / GB, "GB")
+    yield _row(f"{case}: out of memory, simulated", not result.memory.fits, "")
     if (workload, system) in LAST_THAT_FITS:
-        out = one.batch > LAST_THAT_FITS[workload, system]
-        yield _row(f"{case}: out of memory, published", out, "")
+        out_of_memory = result.batch > LAST_THAT_FITS[workload, system]
+        yield _row(f"{case}: out of memory, published", out_of_memory, "")
 
 
 def _ratios(workload: Workload) -> Iterator[Row]:
-    """Each system's step over that of nested interleaved 1F1B; steps of Optimus are those with unlimited memory."""
+    """Yields each system's step over the step of nested interleaved 1F1B. Optimus has unlimited memory here."""
     for system in _systems(workload):
         if system.name == NESTED:
             continue
@@ -108,10 +110,10 @@ def _ratios(workload: Workload) -> Iterator[Row]:
 
 
 def ratio(system: System, workload: Workload, batch: int, *, even: bool = False) -> float:
-    """A system's simulated step over that of nested interleaved 1F1B."""
-    (nested,) = (one for one in SYSTEMS if one.name == NESTED)
-    steps = [outcome(one, workload, batch, even=even).seconds for one in (system, nested)]
-    return steps[0] / steps[1]
+    """A system's simulated step over the simulated step of nested interleaved 1F1B."""
+    (nested,) = (candidate for candidate in SYSTEMS if candidate.name == NESTED)
+    step, nested_step = (outcome(each, workload, batch, even=even).seconds for each in (system, nested))
+    return step / nested_step
 
 
 MOST_UNITS = {
@@ -119,23 +121,23 @@ MOST_UNITS = {
     (GENERATION.name, "vision.0"): {NESTED: 4, NESTED_1F1B: 3},
     (GENERATION.name, "generator.0"): {NESTED: 1, NESTED_1F1B: 1},
 }
-"""Units in flight of nested schedules, whatever the batch: K of an encoder, which is one more where a generator makes
-the LLM run a unit ahead, and one of a generator."""
+"""Units in flight of nested schedules for any batch: K for an encoder, one more if a generator makes the LLM run a unit
+ahead, and one for a generator."""
 
 
-def _flat(one: in_flight.Count) -> Target | None:
-    units = MOST_UNITS.get(one.panel, {}).get(one.system)
+def _flat(count: in_flight.Count) -> Target | None:
+    units = MOST_UNITS.get(count.panel, {}).get(count.system)
     return at_most(units * DEPTH) if units else None
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------
 
 
-def _measured(one: Replayed) -> Iterator[Row]:
-    case = f"{one.model}, {one.trial.system.name}"
-    yield _row(f"{case}: step, simulated", one.trial.timeline.makespan / MS, "ms")
-    yield _row(f"{case}: step, measured", one.measured.makespan / MS, "ms")
-    yield _row(f"{case}: measured / simulated", one.ratio, "ratio", at_most(1 + MOST_ERROR / 100))
+def _measured(step: Replayed) -> Iterator[Row]:
+    case = f"{step.model}, {step.trial.system.name}"
+    yield _row(f"{case}: step, simulated", step.trial.timeline.makespan / MS, "ms")
+    yield _row(f"{case}: step, measured", step.measured.makespan / MS, "ms")
+    yield _row(f"{case}: measured / simulated", step.ratio, "ratio", at_most(1 + MOST_ERROR / 100))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -149,19 +151,20 @@ def simulated_table(workload: Workload) -> str:
         "|---|---|" + "---|" * (len(heads) + 3),
     ]
     for system in _systems(workload):
-        made = [outcome(system, workload, batch) for batch in BATCHES]
-        over = [ratio(system, workload, batch) for batch in BATCHES]
+        results = [outcome(system, workload, batch) for batch in BATCHES]
+        ratios = [ratio(system, workload, batch) for batch in BATCHES]
         even = ratio(system, workload, EVEN_BATCH, even=True)
-        cells = [system.name, made[-1].trial.layout, *(_cell(one) for one in made)]
-        cells += [_range(min(over), max(over)), f"{even:.2f}"]
-        cells.append(_range(*PUBLISHED.get((workload.name, system.name), (math.nan, math.nan))))
+        cells = [system.name, results[-1].trial.layout, *(_cell(result) for result in results)]
+        cells += [_range(min(ratios), max(ratios)), f"{even:.2f}"]
+        low, high = PUBLISHED.get((workload.name, system.name), (math.nan, math.nan))
+        cells.append(_range(low, high))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(one: Outcome) -> str:
-    out = "" if one.memory.fits else ", **out**"
-    return f"{one.seconds:.2f} s, {one.memory.total / GB:.0f} GB{out}"
+def _cell(result: Outcome) -> str:
+    mark = "" if result.memory.fits else ", **out**"
+    return f"{result.seconds:.2f} s, {result.memory.total / GB:.0f} GB{mark}"
 
 
 def _range(low: float, high: float) -> str:
@@ -170,11 +173,11 @@ def _range(low: float, high: float) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}–{high:.2f}"
 
 
-def measured_table(found: Sequence[Replayed]) -> str:
+def measured_table(steps: Sequence[Replayed]) -> str:
     """Steps of real processes beside simulated ones, in Markdown."""
     lines = ["| model | system | ranks | simulated | measured | ratio |", "|---|---|---|---|---|---|"]
-    for one in found:
-        spans = [f"{span / MS:.0f} ms" for span in (one.trial.timeline.makespan, one.measured.makespan)]
-        cells = [one.model, one.trial.system.name, one.trial.layout, *spans, f"{one.ratio:.3f}"]
+    for step in steps:
+        spans = [f"{span / MS:.0f} ms" for span in (step.trial.timeline.makespan, step.measured.makespan)]
+        cells = [step.model, step.trial.system.name, step.trial.layout, *spans, f"{step.ratio:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Microbatches in flight over the microbatches of a step: what nested schedules keep flat. Counted, not timed."""
+"""Microbatches in flight by microbatches of a step, which nested schedules keep constant. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANELS = {
     (GENERATION.name, _LLM): "LLM's first stage, with a generator",
     (GENERATION.name, _GENERATOR): "generator",
 }
-"""Which model's stages are counted, and what a reader calls them."""
+"""The counted stages by (model, stage), with their titles."""
 Panel = tuple[str, str]
 
 
@@ -44,35 +44,35 @@ class Count:
 
 
 def counts(microbatches: Sequence[int] = MICROBATCHES) -> list[Count]:
-    """What `validate` counts in each system's schedule of both models, with rows of equal cost."""
-    found = []
+    """Counts by `validate` for each system's schedule of both models, with rows of equal cost."""
+    all_counts = []
     shown = [system for system in SYSTEMS if system.name in SHOWN]
     for workload, system in itertools.product(WORKLOADS, shown):
         modules = modules_of(workload, workload.rows(1), even=True)
         for number in microbatches:
             trial = trials(system, modules, number, (DEPTH,), move=0.0)[0]
             most = validate(trial.timeline.schedule).in_flight
-            for panel in (one for one in PANELS if one[0] == workload.name):
-                found.append(Count(system=system.name, panel=panel, microbatches=number, most=most[panel[1]]))
-    return sorted(found, key=lambda one: (list(PANELS).index(one.panel), SHOWN.index(one.system)))
+            for panel in (panel for panel in PANELS if panel[0] == workload.name):
+                all_counts.append(Count(system=system.name, panel=panel, microbatches=number, most=most[panel[1]]))
+    return sorted(all_counts, key=lambda count: (list(PANELS).index(count.panel), SHOWN.index(count.system)))
 
 
 def table(counted: Iterable[Count], measured: Iterable[Count] = ()) -> str:
-    """The counts in Markdown, a row for each stage and system; with what was `measured`, where anything was."""
-    seen = {(one.system, one.panel, one.microbatches): one.most for one in measured}
+    """The counts in Markdown, a row for each stage and system, with measured counts in brackets."""
+    measured_counts = {(count.system, count.panel, count.microbatches): count.most for count in measured}
     lines: dict[tuple[str, str], list[str]] = {}
     numbers = dict[int, None]()
-    for one in counted:
-        numbers[one.microbatches] = None
-        live = seen.get((one.system, one.panel, one.microbatches))
-        cell = f"{one.most}" if live is None else f"{one.most} (measured {live})"
-        lines.setdefault((PANELS[one.panel], one.system), []).append(cell)
+    for count in counted:
+        numbers[count.microbatches] = None
+        live = measured_counts.get((count.system, count.panel, count.microbatches))
+        cell = f"{count.most}" if live is None else f"{count.most} (measured {live})"
+        lines.setdefault((PANELS[count.panel], count.system), []).append(cell)
     head = ["| stage | system |" + "".join(f" {n} |" for n in numbers), "|---|---|" + "---|" * len(numbers)]
     return "\n".join([*head, *(f"| {' | '.join((*key, *cells))} |" for key, cells in lines.items())])
 
 
 def draw(counted: Sequence[Count], path: str | os.PathLike[str], measured: Sequence[Count] = ()) -> None:
-    """A panel for each stage, a line for each system; what was `measured` is marked on it."""
+    """Draws a panel for each stage and a line for each system, with dots for measured counts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,8 +81,12 @@ def draw(counted: Sequence[Count], path: str | os.PathLike[str], measured: Seque
     panels = figure.subplots(1, len(PANELS), sharex=True, sharey=True)
     for axes, (panel, name) in zip(panels, PANELS.items(), strict=True):
         for system in SHOWN:
-            line = [(one.microbatches, one.most) for one in counted if (one.system, one.panel) == (system, panel)]
-            dots = [(one.microbatches, one.most) for one in measured if (one.system, one.panel) == (system, panel)]
+
+            def of_line(all_counts: Sequence[Count], key: tuple[str, Panel] = (system, panel)) -> list[Count]:
+                return [count for count in all_counts if (count.system, count.panel) == key]
+
+            line = [(count.microbatches, count.most) for count in of_line(counted)]
+            dots = [(count.microbatches, count.most) for count in of_line(measured)]
             style = {"color": COLOURS[system], "linestyle": STYLES[system], "linewidth": 1.8, "label": system}
             axes.plot(*zip(*line, strict=True), **style)
             if dots:

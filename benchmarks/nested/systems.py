@@ -1,4 +1,4 @@
-"""The systems that are compared: a schedule on the placement that is fastest, of those that fit into memory.
+"""The compared systems: each is a schedule on its fastest placement that fits into memory.
 
 All train the same rows on the same 128 GPUs. A system may have a pipeline of another depth than the others; then it has
 another number of replicas, each with more or fewer rows. One replica is simulated. That two replicas share their
@@ -35,27 +35,29 @@ class Modules:
     generators: tuple[TimedModule, ...] = ()
 
     def by_cost(self, microbatches: int) -> list[int]:
-        """The microbatches in the order of what their encoders and generators take, the longest first."""
+        """The microbatches by the time of their encoders and generators, the longest first."""
 
         def cost(microbatch: int) -> float:
-            others = (one for one in (*self.encoders, *self.generators) if one.factors)
-            return sum(one.layers * one.seconds * one.factors[microbatch] for one in others)
+            uneven = (module for module in (*self.encoders, *self.generators) if module.factors)
+            return sum(module.layers * module.seconds * module.factors[microbatch] for module in uneven)
 
         return sorted(range(microbatches), key=cost, reverse=True)
 
     def ordered(self, order: Sequence[int]) -> Modules:
-        """The same with microbatches in another order."""
+        """The modules with microbatches in another order."""
 
-        def one(module: TimedModule) -> TimedModule:
+        def reordered(module: TimedModule) -> TimedModule:
             return replace(module, factors=tuple(module.factors[m] for m in order)) if module.factors else module
 
-        return Modules(tuple(map(one, self.encoders)), one(self.llm), tuple(map(one, self.generators)))
+        return Modules(
+            tuple(map(reordered, self.encoders)), reordered(self.llm), tuple(map(reordered, self.generators))
+        )
 
 
 Choice = tuple[Placement, str]
 """A placement and the schedule on it."""
 Depths = Sequence[int]
-"""Ranks of a pipeline: where encoders and generators share them, and others that pipelines may have elsewhere."""
+"""Numbers of ranks of a pipeline: first for systems that share ranks among modules, then alternatives for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class System:
     Attributes:
       name: shown in rows.
       choices: the placements that it may have, each with its schedule.
-      inner: the LLM's own schedule where the schedule is nested.
-      by_cost: whether microbatches of like cost are in one unit.
+      inner: the LLM's schedule if the schedule is nested.
+      by_cost: whether microbatches of similar cost are in one unit.
       generates: whether it can train generators.
     """
 
@@ -79,21 +81,21 @@ class System:
 
 def _lanes(schedule: str, chunks: int = 1) -> Callable[[Modules, Depths], Iterator[Choice]]:
     def choices(modules: Modules, depths: Depths) -> Iterator[Choice]:
-        made = in_lanes(modules.encoders, modules.llm, depths[0], chunks=chunks, generators=modules.generators)
-        yield made, schedule
+        placement = in_lanes(modules.encoders, modules.llm, depths[0], chunks=chunks, generators=modules.generators)
+        yield placement, schedule
 
     return choices
 
 
 def _one_rank_each(modules: Modules, depths: Depths) -> Iterator[Choice]:
-    """Encoder and generator are a stage of the pipeline each, on a rank as the LLM's stages are."""
-    others = (*modules.encoders, *modules.generators)
-    stages = {**{other.name: 1 for other in others}, modules.llm.name: depths[0] - len(others)}
+    """Encoder and generator are one stage each, on a rank of their own."""
+    single_stages = (*modules.encoders, *modules.generators)
+    stages = {**{module.name: 1 for module in single_stages}, modules.llm.name: depths[0] - len(single_stages)}
     yield from _own_ranks(modules, stages)
 
 
 def _any_ranks(modules: Modules, depths: Depths) -> Iterator[Choice]:
-    """Every way to share out ranks, and one row of layers cut as evenly as can be."""
+    """Every split of the ranks among modules; and one pipeline of all layers, cut as evenly as possible."""
     names = [module.name for module in (*modules.encoders, modules.llm, *modules.generators)]
     for depth in depths:
         yield in_pipeline(modules.encoders, modules.llm, depth, generators=modules.generators), "1f1b"
@@ -105,8 +107,8 @@ def _any_ranks(modules: Modules, depths: Depths) -> Iterator[Choice]:
 def _own_ranks(modules: Modules, stages: Mapping[str, int]) -> Iterator[Choice]:
     yield apart(modules.encoders, modules.llm, stages, generators=modules.generators), "1f1b"
     if stages[modules.llm.name] > 1:
-        made = apart(modules.encoders, modules.llm, stages, chunks=CHUNKS, generators=modules.generators)
-        yield made, "interleaved"
+        placement = apart(modules.encoders, modules.llm, stages, chunks=CHUNKS, generators=modules.generators)
+        yield placement, "interleaved"
 
 
 def _replicated(modules: Modules, depths: Depths) -> Iterator[Choice]:
@@ -114,7 +116,7 @@ def _replicated(modules: Modules, depths: Depths) -> Iterator[Choice]:
 
 
 NESTED = "nested, interleaved"
-"""The system that the others are compared with: the one of the paper."""
+"""The paper's system, with which the others are compared."""
 NESTED_1F1B, OPTIMUS, ONE_RANK, ANY_RANKS = "nested, 1f1b", "Optimus", "DistTrain, a rank each", "DistTrain, any ranks"
 SYSTEMS = (
     System(name=NESTED, choices=_lanes("nested", CHUNKS), inner="interleaved"),
@@ -130,7 +132,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One of a system's choices for a step of so many microbatches; `move` and `once` are as of `Placement.costs`."""
+    """One choice of a system for a step of `microbatches`; for `move` and `once` see `Placement.costs`."""
 
     system: System
     placement: Placement
@@ -153,38 +155,39 @@ class Trial:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        about = self.placement.graph, self.microbatches, self.costs
-        made = make_schedule(self.name, *about, inner=self.system.inner)
-        return simulate(made, self.costs)
+        graph, inner = self.placement.graph, self.system.inner
+        return simulate(make_schedule(self.name, graph, self.microbatches, self.costs, inner=inner), self.costs)
 
     @property
     def layout(self) -> str:
         """Ranks of each module, and the schedule, such as "vision 1, llm 3: 1f1b"."""
         graph = self.placement.graph
         ranks = {m: {r for node in graph.stages if node.module == m for r in node.ranks} for m in graph.modules}
-        return f"{', '.join(f'{module} {len(held)}' for module, held in ranks.items())}: {self.name}"
+        return (
+            f"{', '.join(f'{module} {len(ranks_of_module)}' for module, ranks_of_module in ranks.items())}: {self.name}"
+        )
 
 
 def trials(
     system: System, modules: Modules, microbatches: int, depths: Depths, *, move: float, once: float = 0.0
 ) -> list[Trial]:
-    """All choices of a system, those first that may be fastest.
+    """All choices of a system, by their lower bound on the step.
 
-    microbatches: of a pipeline of `depths[0]` ranks. One that is n times as deep has n times as many, since there are
-    fewer of them; the factors of modules have to be as many as the deepest one needs.
+    `microbatches` is the number for a pipeline of `depths[0]` ranks. A pipeline that is n times as deep has n times as
+    many microbatches, since there are fewer pipelines; modules need factors for the deepest one.
     """
-    found = []
+    all_trials = []
     for placement, name in system.choices(modules, depths):
         count = microbatches * len(placement.graph.ranks) // depths[0]
-        about = {"system": system, "placement": placement, "name": name}
-        found.append(Trial(**about, microbatches=count, move=move, once=once))
-    return sorted(found, key=lambda one: one.bound)
+        trial = Trial(system=system, placement=placement, name=name, microbatches=count, move=move, once=once)
+        all_trials.append(trial)
+    return sorted(all_trials, key=lambda trial: trial.bound)
 
 
-def fastest(made: Sequence[Trial], fits: Callable[[Trial], bool] = lambda _: True) -> Trial | None:
-    """The trial with the shortest step of those that fit, if any does."""
+def fastest(trials_by_bound: Sequence[Trial], fits: Callable[[Trial], bool] = lambda _: True) -> Trial | None:
+    """The trial with the shortest step among the trials that fit; None if none fits."""
     best = None
-    for trial in made:
+    for trial in trials_by_bound:
         if best and trial.bound >= best.timeline.makespan:
             break
         if (not best or trial.timeline.makespan < best.timeline.makespan) and fits(trial):
@@ -200,10 +203,11 @@ class Outcome:
     """A step of a system on 128 H800.
 
     Attributes:
-      workload, batch: of what; `batch` is rows for each GPU.
+      workload: the model and its data.
+      batch: rows for each GPU.
       trial: the choice, and the simulated step.
-      report: what `validate` says of its schedule, microbatches in flight among it.
-      memory: of the fullest device.
+      report: the report of `validate` on its schedule, with microbatches in flight.
+      memory: bytes of the fullest device.
     """
 
     workload: Workload
@@ -220,28 +224,28 @@ class Outcome:
 
 @cache
 def outcome(system: System, workload: Workload, batch: int, *, even: bool = False) -> Outcome:
-    """The step of the system's fastest choice that fits; of the one that needs least memory where none does.
+    """The step of the system's fastest choice that fits, or of the choice with least memory if none fits.
 
-    even: every row takes as long as the mean row.
+    With `even` every row takes as long as the mean row.
     """
     rows = workload.rows(batch * DEVICES * DEPTH // RANKS)
     if system.by_cost:
         order = modules_of(workload, rows, even=even).by_cost(len(rows))
         rows = tuple(rows[m] for m in order)
     every = [*rows] * (max(DEPTHS) // DEPTH)  # a deeper pipeline has the rows of several
-    made = trials(system, modules_of(workload, every, even=even), len(rows), DEPTHS, move=MOVE)
+    candidates = trials(system, modules_of(workload, every, even=even), len(rows), DEPTHS, move=MOVE)
 
-    def held(trial: Trial) -> Memory:
-        own = every[: trial.microbatches]
-        return memory(trial.timeline.schedule, trial.placement, workload.stacks, own)
+    def memory_of(trial: Trial) -> Memory:
+        return memory(trial.timeline.schedule, trial.placement, workload.stacks, every[: trial.microbatches])
 
-    best = fastest(made, lambda trial: held(trial).fits) or min(made, key=lambda trial: held(trial).total)
+    best = fastest(candidates, lambda trial: memory_of(trial).fits)
+    best = best or min(candidates, key=lambda trial: memory_of(trial).total)
     report = validate(best.timeline.schedule)
-    return Outcome(workload=workload, batch=batch, trial=best, report=report, memory=held(best))
+    return Outcome(workload=workload, batch=batch, trial=best, report=report, memory=memory_of(best))
 
 
 def modules_of(workload: Workload, rows: Sequence[Row], *, even: bool) -> Modules:
-    """The modules of a workload with the times of these rows, or of their mean where `even`."""
+    """The modules of a workload with the time of each row, or the mean time for all if `even`."""
     vision, llm = (timed(stack, rows, even=even) for stack in (VIT, LLM))
     generators = (timed(MMDIT, rows, even=even),) if workload.generator else ()
     return Modules(encoders=(vision,), llm=llm, generators=generators)

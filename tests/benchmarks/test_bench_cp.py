@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cp_attention import Runs, known, seconds_of_ranks
-from benchmarks.cp_bytes import GROUPS, WIDTH, received, received_of_need
-from benchmarks.cp_masks import drawn
+from benchmarks.cp_attention import Runs, seconds_of_ranks, token_inputs
+from benchmarks.cp_bytes import GROUPS, WIDTH, received, received_needed
+from benchmarks.cp_masks import draw_mask
 from mmjax.attention.blockwise import backward, forward
 from mmjax.attention.distribution import contiguous, lpt
 from mmjax.attention.needed import block_size
 from mmjax.attention.pairs import Intervals
 
 BLOCK, TOKENS, RANKS = 16, 256, 4
-MASKS = [drawn(name, TOKENS, seed) for name in ("EP", "EE", "MP") for seed in (0, 1)]
+MASKS = [draw_mask(name, TOKENS, seed) for name in ("EP", "EE", "MP") for seed in (0, 1)]
 
 
 def allowed(mask: Intervals) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_what_is_timed_is_attention_under_the_mask(mask: Intervals) -> None:
     q, d_out = (jax.random.normal(jax.random.key(n), (1, len(place), 1, 8)) for n in (0, 1))
     k, v = (jax.random.normal(jax.random.key(n), (1, TOKENS, 1, 8)) for n in (2, 3))
     runs = np.stack([mask.first_T, mask.last_T], axis=-1).astype(np.int32)
-    own, asked = known(place, runs[place]), known(np.arange(TOKENS), runs)
+    own, asked = token_inputs(place, runs[place]), token_inputs(np.arange(TOKENS), runs)
     out, lse = forward(Runs("full"), q, k, v, own, asked, block=BLOCK)
     found = backward(Runs("full"), q, k, v, own, asked, out, lse, d_out, block=BLOCK)
 
@@ -64,18 +64,18 @@ def test_what_is_needed_comes_and_no_more_than_all(mask: Intervals, method) -> N
     tiles = allowed(mask)[np.ix_(place, place)].reshape(RANKS, -1, RANKS, TOKENS // RANKS // size, size)
     seen = tiles.any(axis=(1, 4)) & ~np.eye(RANKS, dtype=bool)[:, :, None]
     numbers = 2 * GROUPS * WIDTH * size
-    ahead, back = received_of_need(mask, method, BLOCK, RANKS)
+    ahead, back = received_needed(mask, method, BLOCK, RANKS)
     assert seen.sum(axis=(1, 2)).max() * numbers * 2 <= ahead <= received("gather", TOKENS, RANKS)[0]
     assert back == 3 * ahead
 
 
 def test_packed_runs_receive_less_than_all() -> None:
-    sizes = [received_of_need(drawn("MP", 4096, seed), contiguous, BLOCK, RANKS)[0] for seed in range(10)]
+    sizes = [received_needed(draw_mask("MP", 4096, seed), contiguous, BLOCK, RANKS)[0] for seed in range(10)]
     assert np.mean(sizes) < 0.7 * received("gather", 4096, RANKS)[0]
 
 
 def test_bytes_of_a_mask_that_shows_everything_are_those_of_gather() -> None:
     full = Intervals(np.zeros(TOKENS, int), np.full(TOKENS, TOKENS))
-    assert received_of_need(full, lpt, BLOCK, RANKS) == received("gather", TOKENS, RANKS)
+    assert received_needed(full, lpt, BLOCK, RANKS) == received("gather", TOKENS, RANKS)
     ring, gather = received("ring", TOKENS, RANKS), received("gather", TOKENS, RANKS)
     assert ring[0] == gather[0] and ring[1] > gather[1]

@@ -50,7 +50,7 @@ def test_bytes_are_states_and_what_is_in_flight() -> None:
     (trial,) = trials(_system(OPTIMUS), modules, 16, (4,), move=0.0)
     held = memory(trial.timeline.schedule, trial.placement, (VIT, LLM), rows)
     # The first rank: 4 of 16 microbatches of the encoder, 4 of a quarter of the LLM; four GPUs share a row.
-    vision, llm = 40 * 1536 * VIT.kept / 4, 12 * 8192 * LLM.kept / 4
+    vision, llm = 40 * 1536 * VIT.saved / 4, 12 * 8192 * LLM.saved / 4
     assert held.activations == pytest.approx(4 * vision + 4 * llm)
     dense, experts = 12 * LLM.parameters + 151_936 * 2048, 12 * LLM.experts / 8
     states = dense * (6 + 16 / 32) + experts * (6 + 16 / 4) + VIT.all_parameters * (6 + 16 / 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import data_plans
-from benchmarks.data_plans import DATA, planned
+from benchmarks.data_plans import DATA, plan_all
 from mmjax.data import buckets
 
 
@@ -20,6 +20,6 @@ def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     "data", [pytest.param(name, marks=pytest.mark.long) if at else name for at, name in enumerate(DATA)]
 )
 def test_every_step_has_a_plan(data: str) -> None:
-    found = planned(DATA[data][-1:] if data == "digits" else DATA[data], 60)
+    found = plan_all(DATA[data][-1:] if data == "digits" else DATA[data], 60)
     assert len(found) >= 3 and any("one program" in case for case in found)
     assert {case: own.wrong for case, own in found.items()} == dict.fromkeys(found, 0)

@@ -119,7 +119,7 @@ def test_each_process_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: own.append(cores))
     for index in range(3):
-        measured_layouts.own_core(index)
+        measured_layouts.pin_to_core(index)
     assert own == [{3}, {5}, {3}]
 
 

@@ -136,7 +136,7 @@ def test_everything_is_put_back():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind processes to cores")
 def test_another_process_runs_on_one_core_and_its_rows_come_back(monkeypatch, capfd):
-    """The process of `again_on_one_core` says which cores it has."""
+    """The process of `run_on_one_core` says which cores it has."""
     code = (
         "import json, os, sys\n"
         "cores = len(os.sched_getaffinity(0))\n"
@@ -146,12 +146,12 @@ def test_another_process_runs_on_one_core_and_its_rows_come_back(monkeypatch, ca
     popen = subprocess.Popen
     monkeypatch.setattr(one_core.subprocess, "Popen", lambda c, **k: popen([c[0], "-c", code, *c[3:]], **k))
     cores = os.sched_getaffinity(0)
-    assert list(one_core.again_on_one_core("runtime", 3)) == [Row(bench="runtime", case="", value=1, unit="")]
+    assert list(one_core.run_on_one_core("runtime", 3)) == [Row(bench="runtime", case="", value=1, unit="")]
     assert os.sched_getaffinity(0) == cores
     assert "core" in capfd.readouterr().err
     monkeypatch.setenv("STATUS", "2")
     with pytest.raises(SystemExit) as end:
-        list(one_core.again_on_one_core("runtime", 3))
+        list(one_core.run_on_one_core("runtime", 3))
     assert end.value.code == 2
 
 

@@ -64,7 +64,7 @@ def test_the_best_plan_is_that_of_trying_everything(seeds: range) -> None:
 def test_with_communication_and_chunks_too(seeds: range) -> None:
     feasible, alone = 0, 0
     for seed in seeds:
-        problem = drawn_problem(seed, sent=True)
+        problem = drawn_problem(seed, communication=True)
         try:
             parsed = parse_problem(problem)
         except ConfigError as error:
