@@ -45,8 +45,8 @@ def _faults(count: int, names: Sequence[str], folder: Path) -> Iterator[Row]:
     for name in names:
         case, layout = f"{count} processes, {name}", KINDS[name].layout
         if layout not in undisturbed:
-            place = folder / f"undisturbed{len(undisturbed)}"
-            undisturbed[layout] = FaultTrial(processes=count, folder=place, settings=layout)
+            undisturbed_folder = folder / f"undisturbed{len(undisturbed)}"
+            undisturbed[layout] = FaultTrial(processes=count, folder=undisturbed_folder, settings=layout)
             undisturbed[layout].start()
             undisturbed[layout].finish()
         try:

@@ -29,7 +29,7 @@ FAULTY_PROCESS = 1
 STEP = 10
 """The number of steps that are dispatched before the fault."""
 SLOWNESS = 0.3
-"""Seconds that the devices of a slow process take longer for each forward of the encoder."""
+"""Extra seconds of each forward of the encoder on the devices of a slow process."""
 _FOR_EVER = 10_000.0
 
 
@@ -51,7 +51,7 @@ def hang() -> None:
 
 
 def slow() -> None:
-    """Forwards of the encoder that take longer on the devices of one process, from then on."""
+    """Installs slow forwards of the encoder on the devices of one process."""
     step, call = Executor.step, Program.__call__
 
     def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _happens() -> bool:
 
 
 def _after_waiting(x: jax.Array) -> jax.Array:
-    """`x`, once the devices of this process have waited."""
+    """Returns `x` after the devices of this process have waited."""
 
     def wait(part: Any) -> Any:
         time.sleep(SLOWNESS)

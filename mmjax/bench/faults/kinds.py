@@ -34,7 +34,7 @@ class Fault:
       inject: causes a fault from outside; returns its time, by ``time.time``.
       around: a context in which the run is trained, such as a small disk; yields further bindings.
       settings: further bindings of the run.
-      layout: further bindings on which its losses depend: the run without a fault has them too.
+      layout: further bindings that change losses; the run without a fault has them too.
       restarted: whether steps after the last checkpoint may be lost.
     """
 
@@ -180,7 +180,7 @@ KINDS = {
         doc="each forward of the encoder takes 0.3 s longer on the devices of process 1",
         line=r"\(vision\) takes \S+ × the median of its module",
         inside="slow",
-        # The encoder on all ranks, without a collective in its forward: ranks of different processes end by themselves.
+        # The encoder on all ranks, without a collective in its forward: processes end it at different times.
         layout=("vision/Layout.dp=4", "vision/Layout.rank_offset=0", "llm/Layout.dp=2", "Train.lowering='ops'"),
         restarted=False,
     ),

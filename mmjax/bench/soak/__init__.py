@@ -170,7 +170,7 @@ class _Work:
 
 
 def _exit(*_: object) -> None:
-    """Ends a draw with its commands, each of which leads a group of its own."""
+    """Ends a draw through its `finally`, which ends its commands; each leads a process group."""
     raise SystemExit(1)
 
 

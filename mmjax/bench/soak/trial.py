@@ -261,7 +261,7 @@ class SoakTrial:
         raise Failure(f"{process.log.stem}: exit status {process.status}, {last}; see {process.log}")
 
     def _require_export(self, process: Process, legal: set[int]) -> None:
-        """Requires a legal exit status of an export: a run that has trained is refused by none."""
+        """Requires a legal exit status of an export. An export may not refuse a run that has trained."""
         try:
             self._require_end(process, legal)
         except Refused as refused:
