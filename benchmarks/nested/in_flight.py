@@ -71,6 +71,11 @@ def table(counted: Iterable[Count], measured: Iterable[Count] = ()) -> str:
     return "\n".join([*head, *(f"| {' | '.join((*key, *cells))} |" for key, cells in lines.items())])
 
 
+def _points(counts: Sequence[Count], system: str, panel: Panel) -> list[tuple[int, int]]:
+    """The points (microbatches of the step, most in flight) of a system's line in a panel."""
+    return [(count.microbatches, count.most) for count in counts if (count.system, count.panel) == (system, panel)]
+
+
 def draw(counted: Sequence[Count], path: str | os.PathLike[str], measured: Sequence[Count] = ()) -> None:
     """Draws a panel for each stage and a line for each system, with dots for measured counts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -81,12 +86,7 @@ def draw(counted: Sequence[Count], path: str | os.PathLike[str], measured: Seque
     panels = figure.subplots(1, len(PANELS), sharex=True, sharey=True)
     for axes, (panel, name) in zip(panels, PANELS.items(), strict=True):
         for system in SHOWN:
-
-            def of_line(all_counts: Sequence[Count], key: tuple[str, Panel] = (system, panel)) -> list[Count]:
-                return [count for count in all_counts if (count.system, count.panel) == key]
-
-            line = [(count.microbatches, count.most) for count in of_line(counted)]
-            dots = [(count.microbatches, count.most) for count in of_line(measured)]
+            line, dots = (_points(counts, system, panel) for counts in (counted, measured))
             style = {"color": COLOURS[system], "linestyle": STYLES[system], "linewidth": 1.8, "label": system}
             axes.plot(*zip(*line, strict=True), **style)
             if dots:
