@@ -1,8 +1,8 @@
 """Bytes of stages' devices as a plan has them, against compiled programs: digits layouts, and LLaVA-1.5's proportions.
 
-A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.device_bytes`). The other
-count has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at its
-own peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
+A device's bytes are counted twice. The planner adds up formulas and interpolated trials (`Estimate.device_bytes`). The
+other count has two parts: the arrays that live between programs, as a run counts them (`memory_by_stage`, each kind at
+its own peak), and the temporaries of the stage's largest compiled program (`memory_analysis().temp_size_in_bytes`).
 
 The analysis of one program does not give a stage's total. Its arguments hold the residuals of one microbatch while
 several are in flight, it shares its parameters with every other program, and no program has the masters and moments.
