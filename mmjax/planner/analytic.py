@@ -51,16 +51,16 @@ def module_costs(
       tp: every tp to give times for.
       efficiency: share of the datasheet's FLOPs per second that is reached.
     """
-    forward, back = {}, {}
+    forward_seconds, backward_seconds = {}, {}
     for size in tp:
         compute = flops / (size * accelerator.flops * efficiency)
         traffic = 2 * layers * tokens * width * 2 * 2 * (size - 1) / size / accelerator.link
-        forward[size] = compute + traffic
-        back[size] = backward * compute + (traffic if backward else 0.0)
+        forward_seconds[size] = compute + traffic
+        backward_seconds[size] = backward * compute + (traffic if backward else 0.0)
     states = state_bytes(parameters, trained * parameters, item=PARAM_BYTES)
     return ModuleCosts(
-        forward=forward,
-        backward=back,
+        forward=forward_seconds,
+        backward=backward_seconds,
         param_bytes=states.parameters + states.sums,
         optimizer_bytes=states.optimizer - states.served,
         activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,

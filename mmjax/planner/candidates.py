@@ -152,10 +152,10 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
     Only the largest few dp are tried for each tp, cp and pp: fewer replicas only mean more microbatches.
     """
-    deep = depths(work.modules[LLM], devices)
+    pps = depths(work.modules[LLM], devices)
     for tp in (tp for tp in tps if tp <= node):
         for cp in contexts(work.modules[LLM], devices // tp):
-            for pp in (pp for pp in deep if pp * cp * tp <= devices):
+            for pp in (pp for pp in pps if pp * cp * tp <= devices):
                 for size in (size for size in SAMPLES if work.global_batch % size == 0):
                     for dp in divisors(work.global_batch // size, devices // (tp * cp * pp))[-LARGEST:]:
                         yield Layout(tp=tp, cp=cp, dp=dp, pp=pp), work.global_batch // (dp * size)

@@ -253,19 +253,20 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
     """
     rows_of = proportional(work)
-    different = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
-    estimates = [estimated(work, fleet, c, rows_of) for c in different.values()]
-    roomy = max(kind.memory for kind in fleet.kinds.values())
-    light = [estimate for estimate in estimates if estimate.least <= roomy]
-    heavy = [estimate for estimate in estimates if estimate.least > roomy]
-    fitting, tight = _first(fleet, light, FINALISTS)
+    distinct = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
+    estimates = [estimated(work, fleet, c, rows_of) for c in distinct.values()]
+    largest_memory = max(kind.memory for kind in fleet.kinds.values())
+    may_fit = [estimate for estimate in estimates if estimate.least <= largest_memory]
+    too_large = [estimate for estimate in estimates if estimate.least > largest_memory]
+    fitting, unfitting = _first(fleet, may_fit, FINALISTS)
     limit = fitting[0].quick * (1 + TIE) if fitting else math.inf
-    lighter = _offloaded([*tight, *heavy] if len(heavy) <= FEW or not fitting else tight, roomy, limit)
-    relieved, missed = _first(fleet, lighter, RELIEVED if fitting else FINALISTS)
-    if fitting or relieved:
-        reduced = [offloaded(estimate, lambda e: missing(fleet, e) <= 0) for estimate in relieved]
+    to_offload = [*unfitting, *too_large] if len(too_large) <= FEW or not fitting else unfitting
+    offloaded_estimates = _offloaded(to_offload, largest_memory, limit)
+    fitting_offloaded, unfitting_offloaded = _first(fleet, offloaded_estimates, RELIEVED if fitting else FINALISTS)
+    if fitting or fitting_offloaded:
+        reduced = [offloaded(estimate, lambda e: missing(fleet, e) <= 0) for estimate in fitting_offloaded]
         return [*(estimate.candidate for estimate in fitting), *(candidate for candidate in reduced if candidate)]
-    leanest = min((*tight, *missed), key=lambda estimate: missing(fleet, estimate), default=None)
+    leanest = min((*unfitting, *unfitting_offloaded), key=lambda estimate: missing(fleet, estimate), default=None)
     leanest = leanest or min(estimates, key=lambda estimate: estimate.least, default=None)
     if leanest is None:
         raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
@@ -350,9 +351,9 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
     leaves encoders more memory.
     """
-    deep = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
+    pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
-    most = sorted({max(pp for pp in deep if pp <= limit) for limit in STAGES}) if keeps else [deep[-1]]
+    most = sorted({max(pp for pp in pps if pp <= limit) for limit in STAGES}) if keeps else [pps[-1]]
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
             kinds = {name: as_problem(work, kind, samples=samples, stages=stages) for name, kind in fleet.kinds.items()}
@@ -364,8 +365,8 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Pr
     modules = {}
     for name, module in work.modules.items():
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
-        deep = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
-        modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=deep)
+        pps = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
+        modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
     return Problem(
         devices=kind.devices,
         global_batch=work.global_batch,

@@ -192,17 +192,17 @@ class AnalyticClock:
 
     def move(self, size: float, *, across: bool) -> float:
         """Seconds in which a device sends `size` bytes to another, across nodes or within one."""
-        return size / self._speed(across)
+        return size / self._speed(across=across)
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes in all: a rank sends (ranks - 1)/ranks of it."""
-        return size * (ranks - 1) / ranks / self._speed(across)
+        return size * (ranks - 1) / ranks / self._speed(across=across)
 
     def copy(self, size: float) -> float:
         """Seconds in which a device copies `size` bytes to its host's memory, or back."""
         return size / (self.accelerator.host * self.efficiency.link)
 
-    def _speed(self, across: bool) -> float:
+    def _speed(self, *, across: bool) -> float:
         """Bytes per second of a device in one direction."""
         if across:
             return self.accelerator.network * self.efficiency.network

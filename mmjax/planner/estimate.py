@@ -77,8 +77,8 @@ class Estimate(StepSeconds):
 
     def _exchanged(self, name: str) -> float:
         """Bytes of keys and values of other cp ranks, and of their gradients, that a running program holds."""
-        layout, wider = self.candidate.layouts[name], self.work.gradient / self.work.item
-        return exchanged_bytes(self.work.modules[name], layout, self.rows[name], wider)
+        layout, gradient_ratio = self.candidate.layouts[name], self.work.gradient / self.work.item
+        return exchanged_bytes(self.work.modules[name], layout, self.rows[name], gradient_ratio)
 
     def in_flight(self, node: StageNode) -> int:
         """The most microbatches that a device of a stage keeps at once; a device of a lane keeps those of its lane."""

@@ -81,11 +81,11 @@ def least_devices(problem: Problem) -> int | None:
     """The fewest devices on which a plan exists with the problem's memory; None if no number is enough."""
     # More devices allow more dp, up to the batch.
     most = problem.global_batch * max(max(costs.seconds) for costs in problem.modules.values())
-    wide = replace(problem, devices=min(most, MOST_DEVICES))
+    enlarged = replace(problem, devices=min(most, MOST_DEVICES))
     totals = []
-    grids = Grids(wide)
-    for dp in wide.llm_degrees:
-        rows = [grids.rows(name, dp) for name in wide.modules]
+    grids = Grids(enlarged)
+    for dp in enlarged.llm_degrees:
+        rows = [grids.rows(name, dp) for name in enlarged.modules]
         totals.append(sum(table.fewest if table else math.inf for table in rows))
     best = min(totals)
     return int(best) if math.isfinite(best) else None

@@ -364,17 +364,19 @@ def require_same_model(profile: Profile, config: Config, where: str = "the profi
     Raises:
       ConfigError: it is a profile of another model; the message names the first difference.
     """
-    again = "make another with mmjax.profile"
+    remedy = "make another with mmjax.profile"
     if profile.dtype != config.train.dtype:
-        raise ConfigError(f"{where}: is of Train.dtype={profile.dtype!r}, this run has {config.train.dtype!r}; {again}")
+        raise ConfigError(
+            f"{where}: is of Train.dtype={profile.dtype!r}, this run has {config.train.dtype!r}; {remedy}"
+        )
     model = model_of(config)
     for name in (*model, *profile.model):
         if (name in model) != (name in profile.model):
             has = "has no module" if name in model else "has a module that is not in this model,"
-            raise ConfigError(f"{where}: {has} {name!r}; {again}")
+            raise ConfigError(f"{where}: {has} {name!r}; {remedy}")
     for name, sizes in model.items():
         for key in (*sizes, *profile.model[name]):
             profiled, configured = profile.model[name].get(key), sizes.get(key)
             if profiled != configured:
                 difference = f"{name} has {key}={shown(profiled)} in it, {shown(configured)} in this run"
-                raise ConfigError(f"{where}: is of another model: {difference}; {again}")
+                raise ConfigError(f"{where}: is of another model: {difference}; {remedy}")

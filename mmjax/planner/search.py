@@ -63,9 +63,9 @@ class _Search:
         last = self.evaluate(index, float(paces[-1]))
         if last + space.steps * float(paces[0]) <= self.best * (1 + TIE):
             first = self.evaluate(index, float(paces[0]))
-            self.push(index, 0, len(paces) - 1, first, last)
+            self.push(index, 0, len(paces) - 1, first_work=first, last_work=last)
 
-    def push(self, index: int, first: int, last: int, first_work: float, last_work: float) -> None:
+    def push(self, index: int, first: int, last: int, *, first_work: float, last_work: float) -> None:
         """Queues the paces strictly between two if one of them may be as good as the best."""
         if last - first < 2 or first_work == last_work:
             return
@@ -87,8 +87,8 @@ class _Search:
             _, index, first, last, first_work, last_work = heapq.heappop(self.queue)
             middle = (first + last) // 2
             work = self.evaluate(index, float(self.paces[index][middle]))
-            self.push(index, first, middle, first_work, work)
-            self.push(index, middle, last, work, last_work)
+            self.push(index, first, middle, first_work=first_work, last_work=work)
+            self.push(index, middle, last, first_work=work, last_work=last_work)
 
 
 def best_plan(problem: Problem | MixedProblem) -> Plan:

@@ -32,7 +32,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             lanes=candidate.layouts[name].lanes,
         )
         nodes.append(node)
-        pairs += [(source, stage) for source in _sources(work, candidate, parts, module, index)]
+        pairs += [(source, stage) for source in _sources(work, candidate, parts, module=module, index=index)]
 
     def across(source: StageNode, target: StageNode) -> EdgeKind:
         apart = are_apart(candidate, clock, lambda clock: clock.process, source, target)
@@ -55,7 +55,7 @@ def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], in
 
 
 def _sources(
-    work: Work, candidate: Candidate, parts: Mapping[str, StagePart], module: ModuleWork, index: int
+    work: Work, candidate: Candidate, parts: Mapping[str, StagePart], *, module: ModuleWork, index: int
 ) -> list[str]:
     """The stages whose activations a stage takes: the stage before it, and last stages of modules that enter here."""
     sources = [f"{module.name}.{index - 1}"] if index else []

@@ -79,13 +79,14 @@ def exchange_seconds(
     gather = partial(clock.gather, ranks=ranks, across=layout.replica_size > clock.node)
     match layout.cp_way:
         case "gather":
-            seconds = _gather_seconds(head_chunks(module, layout), gather, size, attention, gradient_ratio)
+            chunks = head_chunks(module, layout)
+            seconds = _gather_seconds(gather, size, attention, chunks=chunks, gradient_ratio=gradient_ratio)
         case "need":
-            seconds = _needed_blocks_seconds(gather, size, gradient_ratio)
+            seconds = _needed_blocks_seconds(gather, size, gradient_ratio=gradient_ratio)
         case "ring":
-            seconds = _ring_seconds(gather, size, attention, gradient_ratio)
+            seconds = _ring_seconds(gather, size, attention, gradient_ratio=gradient_ratio)
         case _:
-            seconds = _all_to_all_seconds(module, layout, gather, size, gradient_ratio)
+            seconds = _all_to_all_seconds(module, layout, gather, size, gradient_ratio=gradient_ratio)
     forward, backward = (part.layers * layer for layer in seconds)
     return forward, (backward + forward * (module.recompute.layer > 0)) if compute.backward else 0.0
 
@@ -112,7 +113,7 @@ def head_chunks(module: ModuleWork, layout: Layout) -> int:
 
 
 def _gather_seconds(
-    chunks: int, gather: Gather, size: float, attention: tuple[float, float], gradient_ratio: float
+    gather: Gather, size: float, attention: tuple[float, float], *, chunks: int, gradient_ratio: float
 ) -> tuple[float, float]:
     """Seconds of "gather": a rank waits for the first chunk of heads, and each next one comes during attention.
 
@@ -126,14 +127,14 @@ def _gather_seconds(
     return forward, backward
 
 
-def _needed_blocks_seconds(gather: Gather, size: float, gradient_ratio: float) -> tuple[float, float]:
+def _needed_blocks_seconds(gather: Gather, size: float, *, gradient_ratio: float) -> tuple[float, float]:
     """An upper bound on the seconds of "need", as if all blocks were sent; a rank waits for all of them."""
     blocks = gather(size)
     return blocks, blocks + gather(gradient_ratio * size)
 
 
 def _ring_seconds(
-    gather: Gather, size: float, attention: tuple[float, float], gradient_ratio: float
+    gather: Gather, size: float, attention: tuple[float, float], *, gradient_ratio: float
 ) -> tuple[float, float]:
     """Seconds of "ring": keys and values go round; in a backward also gradients (Liu et al., "Ring Attention", §3)."""
     once = gather(size)
@@ -141,7 +142,7 @@ def _ring_seconds(
 
 
 def _all_to_all_seconds(
-    module: ModuleWork, layout: Layout, gather: Gather, size: float, gradient_ratio: float
+    module: ModuleWork, layout: Layout, gather: Gather, size: float, *, gradient_ratio: float
 ) -> tuple[float, float]:
     """Seconds of "all-to-all": queries, keys, values and outputs are exchanged, and no computation hides this.
 

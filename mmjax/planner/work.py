@@ -174,8 +174,8 @@ class ModuleWork:
     def weight_gradients(self) -> Shares:
         """FLOPs of W if a row's backward is split: two for each trained weight and position.
 
-        They are at most the forward's FLOPs: a weight that is only looked up or added is in no product. Recompute
-        behind the layers is that of the LLM's head, whose gradient B computes.
+        They are at most the forward's FLOPs: a weight that is only looked up or added is in no product. Behind the
+        layers only the LLM's head is recomputed, and B computes its gradient.
         """
         most = (self.forward.first, self.forward.layer, self.forward.last - self.recompute.last)
         return Shares(

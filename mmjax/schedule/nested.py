@@ -39,7 +39,7 @@ Maker = Callable[[StageGraph, int, Costs], Schedule]
 Orders = Mapping[str, Sequence[Op]]
 
 
-def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead: int = 1) -> Schedule:
+def nest(graph: StageGraph, microbatches: int, costs: Costs, *, inner: Maker, lead: int = 1) -> Schedule:
     """The schedule in which the stages of `graph` with lanes are nested into the `inner` schedule of all other stages.
 
     lead: microbatches that `inner` keeps in flight for each hop behind a stage.
@@ -52,7 +52,7 @@ def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead:
     waiting = {name for group in groups if not group.ins for name in group.names}
     if wrong := [node.name for node in graph.stages if node.stash and node.name not in waiting]:
         raise ScheduleError(f"nested: {wrong[0]!r} is no encoder with lanes, and keeps nothing long: set stash=False")
-    flow = _flow(graph, groups, microbatches, costs, inner, lead)
+    flow = _flow(graph, groups, microbatches, costs, inner=inner, lead=lead)
     in_flight = dict(flow.in_flight)
     for group in groups:
         in_flight |= dict.fromkeys(group.names, group.units_in_flight(flow) * group.unit)
@@ -60,13 +60,14 @@ def nest(graph: StageGraph, microbatches: int, costs: Costs, inner: Maker, lead:
     for fill in (False, True):
         columns = [column for group in groups for column in _columns(group, flow, fill=fill)]
         fillers = {op for column in columns if column.fills for op in column.ops}
-        make = partial(_timeline, graph, microbatches, _orders(graph, _merged(flow, columns), fillers), in_flight)
+        orders = _orders(graph, _merged(flow, columns), fillers)
+        make = partial(_timeline, graph, microbatches, orders=orders, in_flight=in_flight)
         timelines.append(stashing(graph, microbatches, costs, make))
     return min(timelines, key=lambda timeline: timeline.makespan).schedule
 
 
 def _timeline(
-    graph: StageGraph, microbatches: int, orders: Orders, in_flight: Mapping[str, int], costs: Costs, waits: Waits
+    graph: StageGraph, microbatches: int, costs: Costs, waits: Waits, *, orders: Orders, in_flight: Mapping[str, int]
 ) -> Timeline:
     return list_schedule(
         graph, microbatches, costs, orders=orders, in_flight=in_flight, name="nested", waits=dict(waits)
@@ -190,7 +191,7 @@ def laned_groups(graph: StageGraph) -> tuple[LanedGroup, ...]:
 # ---- the inner schedule ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Flow:
     """The F, B and W of all stages without lanes, in the inner schedule's order, with its times."""
 
@@ -242,7 +243,7 @@ class _Flow:
 
 
 def _flow(
-    graph: StageGraph, groups: Sequence[LanedGroup], microbatches: int, costs: Costs, inner: Maker, lead: int
+    graph: StageGraph, groups: Sequence[LanedGroup], microbatches: int, costs: Costs, *, inner: Maker, lead: int
 ) -> _Flow:
     unlaned = _without_lanes(graph, groups, lead)
     added = {node.name for node in unlaned.stages} - {node.name for node in graph.stages}
@@ -256,7 +257,7 @@ def _flow(
     ]
     ops, spans, ranks = zip(*timed, strict=True)
     in_flight = {stage: bound for stage, bound in schedule.in_flight.items() if stage not in added}
-    return _Flow(microbatches, ops, spans, ranks, in_flight)
+    return _Flow(microbatches=microbatches, ops=ops, spans=spans, ranks=ranks, in_flight=in_flight)
 
 
 def _without_lanes(graph: StageGraph, groups: Sequence[LanedGroup], lead: int) -> StageGraph:
@@ -330,7 +331,7 @@ _Place = tuple[int, float, str, int]
 
 
 def _places(group: LanedGroup, flow: _Flow, bound: int, *, fill: bool) -> Iterator[_Place]:
-    """The places of F and B of every microbatch; those of one place run in the order in which they are yielded."""
+    """The places of F and B of every microbatch; ops of one place run in the order in which they are yielded."""
     if group.ins:
         yield from _generator_places(group, flow)
         return

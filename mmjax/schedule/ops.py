@@ -117,10 +117,10 @@ class Schedule:
         width = max(len(node.name) for node in (*self.graph.stages, *self.graph.ties))
         for stage in self.graph.stages:
             order = " ".join(f"{op.kind}{op.microbatch}" for op in self.for_stage(stage.name) if op.kind in "FBW")
-            each = f", {-(-self.bound(stage.name) // stage.lanes)} a lane" if stage.lanes > 1 else ""
+            per_lane = f", {-(-self.bound(stage.name) // stage.lanes)} a lane" if stage.lanes > 1 else ""
             lines.append(
                 f"  {stage.name:{width}}  ranks {_show_lanes(stage)}, distance {self.graph.distance(stage.name)},"
-                f" in flight ≤ {self.bound(stage.name)}{each}: {order}"
+                f" in flight ≤ {self.bound(stage.name)}{per_lane}: {order}"
             )
         for tie in self.graph.ties:
             lines.append(f"  {tie.name:{width}}  tied: {tie.src} owns it, {tie.dst} uses a copy")
@@ -201,15 +201,15 @@ def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bo
     if graph.kind_of(edge, microbatch) == "local":
         return (unpack,)
     return (
-        Op("pack", sender, microbatch, edge.name, backward),
-        Op("move", receiver, microbatch, edge.name, backward),
+        Op("pack", sender, microbatch, edge=edge.name, backward=backward),
+        Op("move", receiver, microbatch, edge=edge.name, backward=backward),
         unpack,
     )
 
 
 def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
     """The last of `edge_ops`, after which the receiver has the data."""
-    return Op("unpack", edge.src if backward else edge.dst, microbatch, edge.name, backward)
+    return Op("unpack", edge.src if backward else edge.dst, microbatch, edge=edge.name, backward=backward)
 
 
 def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) -> tuple[Op, ...]:
@@ -227,11 +227,12 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             return tuple(arrival(tie, ONCE, backward=False) for tie in graph.in_ties(op.stage))
         case "F":
             unpacks = (arrival(edge, op.microbatch, backward=False) for edge in graph.in_edges(op.stage))
-            reloads = _reload(graph, microbatches, op.stage, _first(microbatches, window, op.microbatch) - 1, window)
+            before = _first(microbatches, window, op.microbatch) - 1
+            reloads = _reload(graph, microbatches, op.stage, microbatch=before, window=window)
             return (Op("prepare", op.stage), *reloads, *unpacks)
         case "B":
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
-            reloads = _reload(graph, microbatches, op.stage, op.microbatch, window)
+            reloads = _reload(graph, microbatches, op.stage, microbatch=op.microbatch, window=window)
             unpacks = (arrival(edge, op.microbatch, backward=True) for edge in outs)
             residuals = Op("unstash" if graph.stage(op.stage).stashes else "F", op.stage, op.microbatch)
             return (residuals, *reloads, *unpacks)
@@ -264,7 +265,7 @@ def _first(microbatches: int, window: int, microbatch: int) -> int:
     return microbatch - microbatch % (window or microbatches)
 
 
-def _reload(graph: StageGraph, microbatches: int, stage: str, microbatch: int, window: int) -> tuple[Op, ...]:
+def _reload(graph: StageGraph, microbatches: int, stage: str, *, microbatch: int, window: int) -> tuple[Op, ...]:
     """The reload of the window of `microbatch` if the stage is offloaded; none before the first window."""
     if microbatch < 0 or not graph.stage(stage).offload:
         return ()
@@ -278,9 +279,9 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
     """
     edge = graph.edge(op.edge)
     if op.kind == "unpack" and graph.kind_of(edge, op.microbatch) != "local":
-        return (Op("move", op.stage, op.microbatch, op.edge, op.backward),)
+        return (Op("move", op.stage, op.microbatch, edge=op.edge, backward=op.backward),)
     if op.kind == "move":
-        return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, op.edge, op.backward),)
+        return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, edge=op.edge, backward=op.backward),)
     if op.microbatch == ONCE:
         return (Op("reduce", edge.dst),) if op.backward else ()
     return (Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch),)

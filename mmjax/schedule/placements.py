@@ -159,7 +159,7 @@ def apart(
         rank += depth
     pairs += [(f"{module.name}.{stages[module.name] - 1}", f"{llm.name}.0") for module in encoders]
     pairs += [(f"{llm.name}.{stages[llm.name] * chunks - 1}", f"{module.name}.0") for module in generators]
-    return _placement(encoders, llm, placed, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators=generators)
 
 
 def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
@@ -191,7 +191,7 @@ def in_lanes(
     placed += [laned[g.name] for g in generators]
     pairs = [(f"{e.name}.0", f"{llm.name}.0") for e in encoders] + _chain(llm.name, stages)
     pairs += [(f"{llm.name}.{stages - 1}", f"{g.name}.0") for g in generators]
-    return _placement(encoders, llm, placed, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators=generators)
 
 
 def in_pipeline(
@@ -213,7 +213,7 @@ def in_pipeline(
     pairs = [pair for name in count for pair in _chain(name, count[name])]
     pairs += [(f"{e.name}.{count[e.name] - 1}", f"{llm.name}.0") for e in encoders]
     pairs += [(f"{llm.name}.{count[llm.name] - 1}", f"{g.name}.0") for g in generators]
-    return _placement(encoders, llm, placed, pairs, generators)
+    return _placement(encoders, llm, placed, pairs, generators=generators)
 
 
 def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, stages: int) -> Placement:
@@ -262,6 +262,7 @@ def _placement(
     llm: TimedModule,
     stages: Sequence[_Stage],
     pairs: Sequence[tuple[str, str]],
+    *,
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
     """The placement of `stages`, joined by `pairs`; a stage is trained if one of its modules is."""

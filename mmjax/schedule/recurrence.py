@@ -153,8 +153,8 @@ def _waits(schedule: Schedule) -> list[tuple[int, ...]]:
         resources = occupied_resources(schedule.graph, op)
         predecessors = {place[before] for before in (*schedule.dependencies(op), *schedule.awaits(op))}
         predecessors |= {holder[resource] for resource in resources if resource in holder}
-        if late := [before for before in sorted(predecessors) if before >= i]:
-            raise ValueError(f"{op} precedes {schedule.ops[late[0]]}, which it needs: validate the schedule first")
+        if later_ops := [before for before in sorted(predecessors) if before >= i]:
+            raise ValueError(f"{op} precedes {schedule.ops[later_ops[0]]}, which it needs: validate the schedule first")
         result.append(tuple(sorted(predecessors)))
         holder.update(dict.fromkeys(resources, i))
     return result

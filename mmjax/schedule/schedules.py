@@ -121,7 +121,7 @@ def nested(graph: StageGraph, microbatches: int, costs: Costs, *, inner: str = "
     """
     traits = SCHEDULES[inner]
     split = graph.with_split() if traits.splits else graph
-    return nest(split, microbatches, costs, traits.make, max(1, traits.lead))
+    return nest(split, microbatches, costs, inner=traits.make, lead=max(1, traits.lead))
 
 
 @dataclass(frozen=True, kw_only=True)

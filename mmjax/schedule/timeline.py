@@ -64,7 +64,7 @@ def draw_timeline(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     scale, unit = _draw_frame(axes, timeline, rows, unit)
-    _set_title(figure, timeline, source, scale, unit)
+    _set_title(figure, timeline, source=source, scale=scale, unit=unit)
     for y, row in enumerate(rows):
         _draw_row(axes, timeline, row, y, inches=(width - 2.2) / (timeline.makespan or 1))
     _draw_moves(axes, timeline, rows, width)
@@ -117,7 +117,7 @@ def _draw_frame(axes: Axes, timeline: Timeline, rows: list[_Row], unit: str) -> 
     return scale, unit
 
 
-def _set_title(figure: Figure, timeline: Timeline, source: str, scale: float, unit: str) -> None:
+def _set_title(figure: Figure, timeline: Timeline, *, source: str, scale: float, unit: str) -> None:
     schedule = timeline.schedule
     stages = _counted(len(schedule.graph.stages), "stage")
     set_title(

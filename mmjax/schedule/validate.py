@@ -118,7 +118,7 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
     graph = schedule.graph
     live: dict[str, set[int]] = {stage.name: set() for stage in graph.stages}
     peaks = dict.fromkeys(live, 0)
-    consumers: dict[tuple[str, int], int] = {}  # by stage and microbatch, those that have yet to run
+    consumers: dict[tuple[str, int], int] = {}  # by stage and microbatch, consumers that have not run
     for op in schedule.ops:
         if op.kind not in ("F", "B", "W"):
             continue
