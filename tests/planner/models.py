@@ -30,7 +30,7 @@ SIMPLE = tuple(mode for mode in MODES if mode != NESTED)
 WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
 
 
-def module(name: str, layers: int, seconds: float, **others: Any) -> ModuleWork:
+def module(name: str, layers: int, seconds: float, **fields: Any) -> ModuleWork:
     """A trained module whose layers take so many seconds in forward and twice that in backward, for a sample."""
     sizes: dict[str, Any] = {
         "forward": Shares(layer=seconds * TERA),
@@ -40,12 +40,12 @@ def module(name: str, layers: int, seconds: float, **others: Any) -> ModuleWork:
         "memory": {tp: StageMemory(residuals=Shares(layer=GIGA / 10 / tp)) for tp in (1, 2, 4)},
         "sums": (0, 0),
     }
-    return ModuleWork(name=name, layers=layers, model_width=1, width=1, rows=1.0, **sizes | others)
+    return ModuleWork(name=name, layers=layers, model_width=1, width=1, rows=1.0, **sizes | fields)
 
 
 def model(*modules: ModuleWork, global_batch: int = 16) -> Work:
     """Modules that feed each other: encoders, "llm", generators."""
-    return Work(modules={one.name: one for one in modules}, global_batch=global_batch)
+    return Work(modules={module.name: module for module in modules}, global_batch=global_batch)
 
 
 def clock(work: Work, accelerator: Accelerator = PLAIN) -> AnalyticClock:

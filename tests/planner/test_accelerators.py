@@ -12,23 +12,23 @@ from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
 
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_figures_are_of_a_device_and_each_has_a_source(name: str) -> None:
-    one = ACCELERATORS[name]
-    assert one.name.split()[0].lower() == name and f"{one.memory / 1e9:.0f}GB" in one.name
-    assert 100e12 < one.flops < 1000e12 and 48e9 <= one.memory <= 141e9
+    device = ACCELERATORS[name]
+    assert device.name.split()[0].lower() == name and f"{device.memory / 1e9:.0f}GB" in device.name
+    assert 100e12 < device.flops < 1000e12 and 48e9 <= device.memory <= 141e9
     # Each hop is slower than the one before it; no figure is in bits, or of a whole node.
-    assert 5e12 > one.bandwidth > one.link > one.network >= 12.5e9
+    assert 5e12 > device.bandwidth > device.link > device.network >= 12.5e9
     # PCIe 4.0 or 5.0 with 16 lanes, which those without NVLink have to each other too.
-    assert one.host in (32e9, 64e9) and one.link >= one.host
+    assert device.host in (32e9, 64e9) and device.link >= device.host
     # An operation a byte: between 100 and 300 on all of these, so neither compute nor bandwidth is off by a power.
-    assert 100 < one.flops / one.bandwidth < 300
-    figures = {field.name for field in fields(one)} - {"name", "source"}
-    sourced = [each.strip() for part in one.source.split("; ") for each in part.split(":")[0].split(",")]
+    assert 100 < device.flops / device.bandwidth < 300
+    figures = {field.name for field in fields(device)} - {"name", "source"}
+    sourced = [each.strip() for part in device.source.split("; ") for each in part.split(":")[0].split(",")]
     assert sorted(sourced) == sorted(figures)
 
 
 def test_variants_differ_from_their_models_in_what_the_datasheets_say() -> None:
-    def same(one: Accelerator, other: Accelerator, **differs: float) -> bool:
-        return replace(one, name="", source="", **differs) == replace(other, name="", source="")
+    def same(device: Accelerator, variant: Accelerator, **differs: float) -> bool:
+        return replace(device, name="", source="", **differs) == replace(variant, name="", source="")
 
     assert same(accelerator("a100"), accelerator("a800"), link=400e9 / 2)
     assert same(accelerator("h100"), accelerator("h800"), link=400e9 / 2)

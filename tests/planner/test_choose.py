@@ -32,7 +32,7 @@ from mmjax.planner.work import Shares, StageMemory, Work
 
 def every(work: Work, devices: int) -> list[Estimate]:
     """Every non-colocated layout of two modules with one LLM stage a rank, by trying all."""
-    found = []
+    estimates = []
     dps = [dp for dp in range(1, devices + 1) if work.global_batch % dp == 0]
     layouts = [
         Layout(tp=tp, dp=dp, pp=pp)
@@ -49,8 +49,8 @@ def every(work: Work, devices: int) -> list[Estimate]:
             placed = {"vision": replace(vision, rank_offset=llm.size), "llm": llm}
             count = work.global_batch // (llm.dp * samples)
             candidate = Candidate(mode="non-colocated", layouts=placed, microbatches=count)
-            found.append(Estimate(work=work, clock=clock(work), candidate=candidate, rows=rows_of(candidate)))
-    return found
+            estimates.append(Estimate(work=work, clock=clock(work), candidate=candidate, rows=rows_of(candidate)))
+    return estimates
 
 
 @settings(max_examples=12, deadline=None)
@@ -59,10 +59,10 @@ def test_the_plan_is_as_good_as_trying_every_layout_apart(light: float, frozen: 
     changes: dict = {"backward": Shares(), "trained": Shares()} if frozen else {}
     work = model(module("vision", 2, light, **changes), module("llm", 4, 1.0, after=("vision",)), global_batch=8)
     choice = choose(work, clock(work), devices, modes=SIMPLE)
-    best = min(one.seconds for one in every(work, devices) if one.most <= PLAIN.memory)
+    best = min(estimate.seconds for estimate in every(work, devices) if estimate.most <= PLAIN.memory)
     assert choice.best.seconds <= best * 1.02
-    for one in choice.estimates:
-        assert one.candidate.devices <= devices and one.most <= PLAIN.memory
+    for estimate in choice.estimates:
+        assert estimate.candidate.devices <= devices and estimate.most <= PLAIN.memory
 
 
 def test_devices_that_do_not_help_are_left() -> None:
@@ -87,7 +87,7 @@ def test_a_heavy_frozen_encoder_that_overlaps_goes_apart_and_a_light_one_stays()
     frozen: dict = {"backward": Shares(), "trained": Shares()}
     heavy = model(module("vision", 2, 6.0, **frozen), module("llm", 4, 1.0, after=("vision",)), global_batch=16)
     choice = choose(heavy, clock(heavy), 8)
-    assert choice.best.seconds == min(one.seconds for one in choice.estimates)
+    assert choice.best.seconds == min(estimate.seconds for estimate in choice.estimates)
     assert set(choice.by_mode) <= set(MODES)
     assert choice.why().startswith(choice.best.candidate.mode) and "sets the pace" in choice.why()
 
@@ -99,34 +99,34 @@ def test_candidates_of_the_shared_modes_are_legal() -> None:
     for candidate in homogeneous(work, 8, 8):
         llm = candidate.layouts["llm"]
         for name, ranks in (("vision", llm.stage_ranks(0)), ("painter", llm.stage_ranks(llm.pp - 1))):
-            own = candidate.layouts[name]
-            assert (own.tp, own.dp, own.ranks) == (llm.tp, llm.dp, ranks)
-    seen = set()
+            layout = candidate.layouts[name]
+            assert (layout.tp, layout.dp, layout.ranks) == (llm.tp, llm.dp, ranks)
+    schedules = set()
     for candidate in colocated(work, 8, 8):
         llm, samples = candidate.layouts["llm"], work.global_batch // candidate.microbatches
         assert candidate.layouts["vision"].ranks == llm.ranks
         assert set(candidate.layouts["painter"].ranks) == set(llm.stage_ranks(llm.pp - 1))
         assert all(samples % layout.dp == 0 for layout in candidate.layouts.values())
         assert (candidate.schedule == "three-phase") == (llm.pp > 1)
-        seen.add((candidate.schedule, bool(candidate.window)))
-    assert seen == {("1f1b", False), ("three-phase", False), ("three-phase", True)}
+        schedules.add((candidate.schedule, bool(candidate.window)))
+    assert schedules == {("1f1b", False), ("three-phase", False), ("three-phase", True)}
 
 
 def test_interleaved_and_balanced_variants() -> None:
     ends = module("llm", 8, 1.0, after=("vision",), forward=Shares(layer=1e12, last=2e12))
     work = model(module("vision", 2, 0.7), ends)
     layouts = {"vision": Layout(), "llm": Layout(pp=4)}
-    one = Candidate(mode="homogeneous", layouts=layouts, microbatches=16)
-    (chunked,) = interleaved(work, one)
+    candidate = Candidate(mode="homogeneous", layouts=layouts, microbatches=16)
+    (chunked,) = interleaved(work, candidate)
     assert chunked.layouts["llm"] == Layout(pp=4, chunks=2) and chunked.schedule == "interleaved"
-    assert not list(interleaved(work, replace(one, microbatches=6)))
-    rows = proportional(work)(one)
-    better = balanced(work, clock(work), rows, one)
+    assert not list(interleaved(work, replace(candidate, microbatches=6)))
+    rows = proportional(work)(candidate)
+    better = balanced(work, clock(work), rows, candidate)
     assert better is not None
     # The encoder is 1.4 layers on the first stage, the head two thirds of one on the last.
     first, *middle, last = better.layouts["llm"].layers
     assert (first, sorted(middle), last) == (1, [2, 3], 2)
-    before, after = (Estimate(work=work, clock=clock(work), candidate=c, rows=rows) for c in (one, better))
+    before, after = (Estimate(work=work, clock=clock(work), candidate=c, rows=rows) for c in (candidate, better))
     assert after.seconds < before.seconds
     assert balanced(work, clock(work), rows, better) is None
 
@@ -145,7 +145,7 @@ def test_what_fits_with_offload_alone_is_found_and_offloads_no_more_than_it_must
     work = model(
         module("llm", 2, 1.0, memory={1: StageMemory(residuals=Shares(layer=20 * GIGA))}, **heavy), global_batch=8
     )
-    assert not any(one.candidate.offloads for one in choose(work, clock(work), 1, memory=90 * GIGA).estimates)
+    assert not any(estimate.candidate.offloads for estimate in choose(work, clock(work), 1, memory=90 * GIGA).estimates)
     best = choose(work, clock(work), 1, memory=53 * GIGA).best
     assert best.most == 52 * GIGA and best.candidate.offloads == {"llm": OffloadConfig(optimizer=True)}
     assert "one device on rank 0, optimizer offloaded" in best.candidate.describe()
@@ -162,16 +162,16 @@ class NoHost(AnalyticClock):
 
 
 def test_a_faster_layout_is_tried_with_offload_beside_those_that_fit() -> None:
-    """tp halves what a device holds, but all-reduces cost more than the copies do."""
+    """tp halves the bytes of a device, but all-reduces take longer than the copies."""
     heavy: dict = {"parameters": Shares(layer=GIGA), "trained": Shares(layer=GIGA), "sums": (2, 2)}
     keeps = {tp: StageMemory(residuals=Shares(layer=20 * GIGA / tp)) for tp in (1, 2)}
-    one = module("llm", 2, 1.0, memory=keeps, **heavy)
-    work = model(replace(one, model_width=10**10), global_batch=8)
+    llm = module("llm", 2, 1.0, memory=keeps, **heavy)
+    work = model(replace(llm, model_width=10**10), global_batch=8)
     tight = 60 * GIGA
     choice = choose(work, clock(work, replace(PLAIN, host=GIGA * 100)), 2, memory=tight)
     assert choice.best.candidate.offloads and choice.best.candidate.layouts["llm"].tp == 1
-    others = [one for one in choice.estimates if not one.candidate.offloads]
-    assert others and min(one.seconds for one in others) > choice.best.seconds * (1 + TIE)
+    without_offload = [estimate for estimate in choice.estimates if not estimate.candidate.offloads]
+    assert without_offload and min(estimate.seconds for estimate in without_offload) > choice.best.seconds * (1 + TIE)
 
 
 def test_encoders_parameters_are_away_while_the_llm_runs_where_that_is_what_misses() -> None:
@@ -182,11 +182,11 @@ def test_encoders_parameters_are_away_while_the_llm_runs_where_that_is_what_miss
     )
     layouts = {"vision": Layout(dp=4), "llm": Layout(pp=4)}
     candidate = Candidate(mode="colocated", layouts=layouts, microbatches=4, schedule="three-phase")
-    one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
-    found = offloaded(one, lambda other: other.most <= one.most - 15 * GIGA)
-    assert found is not None and found.offloads == {"vision": OffloadConfig(parameters=True)}
-    assert offloaded(one, lambda other: other.most <= one.most - 50 * GIGA) is None
-    plain = replace(one, candidate=replace(candidate, schedule="1f1b"))
+    estimate = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
+    reduced = offloaded(estimate, lambda changed: changed.most <= estimate.most - 15 * GIGA)
+    assert reduced is not None and reduced.offloads == {"vision": OffloadConfig(parameters=True)}
+    assert offloaded(estimate, lambda changed: changed.most <= estimate.most - 50 * GIGA) is None
+    plain = replace(estimate, candidate=replace(candidate, schedule="1f1b"))
     assert everything_offloaded(plain).candidate.offloads["vision"] == OffloadConfig(optimizer=True), "no time for more"
 
 
@@ -198,18 +198,18 @@ def test_instances_where_a_group_spans_nodes() -> None:
     far = clock(work, replace(PLAIN, network=GIGA / 10, link=GIGA * 10, node=4, memory=1e15))
     layouts = {"llm": Layout(dp=16)}
     candidate = Candidate(mode="homogeneous", layouts=layouts, microbatches=1)
-    one = Estimate(work=work, clock=far, candidate=candidate, rows=proportional(work)(candidate))
-    found = instanced(one)
-    assert found is not None
+    nominal = Estimate(work=work, clock=far, candidate=candidate, rows=proportional(work)(candidate))
+    chosen = instanced(nominal)
+    assert chosen is not None
     each = {
-        count: replace(one, candidate=replace(candidate, layouts={"llm": Layout(dp=16, optimizer_instances=count)}))
+        count: replace(nominal, candidate=replace(candidate, layouts={"llm": Layout(dp=16, optimizer_instances=count)}))
         for count in (1, 2, 4, 8, 16)
     }
-    best = min(each.values(), key=lambda other: other.seconds)
-    assert found == best.candidate and best.candidate.layouts["llm"].optimizer_instances > 1
+    best = min(each.values(), key=lambda estimate: estimate.seconds)
+    assert chosen == best.candidate and best.candidate.layouts["llm"].optimizer_instances > 1
     choice = choose(work, far, 16)
     assert choice.best.candidate.layouts["llm"].optimizer_instances > 1 and choice.best.seconds <= best.seconds
-    near = replace(one, clock=clock(work, replace(PLAIN, network=GIGA / 10, node=16)))
+    near = replace(nominal, clock=clock(work, replace(PLAIN, network=GIGA / 10, node=16)))
     assert instanced(near) is None, "no group leaves its node"
 
 
@@ -222,19 +222,23 @@ def test_instances_where_a_group_spans_nodes() -> None:
     ],
 )
 def test_other_schedules_where_a_closed_form_expects_something(schedule: str, microbatches: int, changes: dict) -> None:
-    own = {"layers": 5, **changes}
-    llm = replace(module("llm", own.pop("layers"), 1.0), **own)
+    fields = {"layers": 5, **changes}
+    llm = replace(module("llm", fields.pop("layers"), 1.0), **fields)
     work = model(llm, global_batch=microbatches)
     pp = 4 if llm.layers == 16 else 5
     candidate = Candidate(mode="homogeneous", layouts={"llm": Layout(pp=pp)}, microbatches=microbatches)
-    one = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
-    saved = gains(one)
-    made = {other.schedule: replace(one, candidate=other) for other in rescheduled(one, one.seconds)}
-    assert schedule in made
-    for name, other in made.items():
-        assert one.seconds - other.seconds == pytest.approx(saved[name], rel=0.25), name
-    assert not list(rescheduled(one, one.seconds * 0.3)), "none is so much better"
-    assert not list(rescheduled(replace(one, candidate=replace(candidate, layouts={"llm": Layout()})), one.seconds))
+    estimate = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
+    saved = gains(estimate)
+    variants = {
+        variant.schedule: replace(estimate, candidate=variant) for variant in rescheduled(estimate, estimate.seconds)
+    }
+    assert schedule in variants
+    for name, variant in variants.items():
+        assert estimate.seconds - variant.seconds == pytest.approx(saved[name], rel=0.25), name
+    assert not list(rescheduled(estimate, estimate.seconds * 0.3)), "none is so much better"
+    assert not list(
+        rescheduled(replace(estimate, candidate=replace(candidate, layouts={"llm": Layout()})), estimate.seconds)
+    )
 
 
 def test_the_best_of_all_modes_is_varied() -> None:
@@ -245,9 +249,11 @@ def test_the_best_of_all_modes_is_varied() -> None:
     }
     work = model(replace(module("llm", 16, 1.0, **heavy), width=10**5), global_batch=8)
     choice = choose(work, clock(work), 4, memory=100 * GIGA)
-    seen = {(one.candidate.schedule, one.candidate.layouts["llm"].chunks) for one in choice.estimates}
-    assert {("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("interleaved", 4)} <= seen, seen
-    assert all(one.most <= 100 * GIGA for one in choice.estimates)
+    schedules = {
+        (estimate.candidate.schedule, estimate.candidate.layouts["llm"].chunks) for estimate in choice.estimates
+    }
+    assert {("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("interleaved", 4)} <= schedules, schedules
+    assert all(estimate.most <= 100 * GIGA for estimate in choice.estimates)
     assert choice.best.candidate.schedule != "1f1b"
 
 

@@ -31,8 +31,8 @@ def fleet(work: Work, **kinds: tuple[int, Accelerator]) -> Fleet:
     """So many devices of each kind."""
     return Fleet(
         kinds={
-            name: DeviceKind(clock=clock(work, own), devices=devices, memory=own.memory)
-            for name, (devices, own) in kinds.items()
+            name: DeviceKind(clock=clock(work, device), devices=devices, memory=device.memory)
+            for name, (devices, device) in kinds.items()
         }
     )
 
@@ -41,36 +41,36 @@ def two(vision: float = 0.1, llm: float = 1.0, **changes: object) -> Work:
     return model(module("vision", 2, vision, **changes), module("llm", 4, llm, after=("vision",)), global_batch=16)
 
 
-def assert_legal(work: Work, fleet: Fleet, one: Estimate) -> None:
+def assert_legal(work: Work, fleet: Fleet, estimate: Estimate) -> None:
     """Every kind has room for its modules, in devices and bytes, in a block of its own with nodes of its own."""
-    candidate = one.candidate
+    candidate = estimate.candidate
     assert set(candidate.kinds) == set(work.modules)
     home, begins = candidate.kinds["llm"], 0
     assert candidate.used_kinds[0] == home and candidate.kind_start("llm") == 0
     for kind in candidate.used_kinds:
-        ranks, own = candidate.ranks(kind), fleet.kinds[kind]
-        assert min(ranks) == begins and len(ranks) <= max(ranks) - begins + 1 <= own.devices
-        size = own.clock.node
+        ranks, available = candidate.ranks(kind), fleet.kinds[kind]
+        assert min(ranks) == begins and len(ranks) <= max(ranks) - begins + 1 <= available.devices
+        size = available.clock.node
         for name, layout in candidate.layouts.items():
             if candidate.kinds[name] == kind and layout.tp > 1:
                 firsts = range(layout.rank_offset - begins, layout.rank_offset - begins + layout.size, layout.tp)
                 assert all(first // size == (first + layout.tp - 1) // size for first in firsts), "tp inside a node"
-        begins += len(ranks) if len(ranks) <= size else min(-(-len(ranks) // size) * size, own.devices)
-    for rank, held in one.memory.items():
+        begins += len(ranks) if len(ranks) <= size else min(-(-len(ranks) // size) * size, available.devices)
+    for rank, size in estimate.memory.items():
         kind = next(kind for kind in candidate.used_kinds if rank in candidate.ranks(kind))
-        assert held <= fleet.kinds[kind].memory
+        assert size <= fleet.kinds[kind].memory
     if len(candidate.used_kinds) > 1:
         assert candidate.mode == NON_COLOCATED
-        assert len({rank for own in candidate.layouts.values() for rank in own.ranks}) == sum(
-            own.size for own in candidate.layouts.values()
+        assert len({rank for layout in candidate.layouts.values() for rank in layout.ranks}) == sum(
+            layout.size for layout in candidate.layouts.values()
         )
 
 
 def every(work: Work, there: Fleet) -> list[Estimate]:
     """Every plan with the LLM on one kind and the encoder on the other, by trying all."""
-    found, rows_of = [], proportional(work)
-    for home, other in itertools.permutations(there.kinds):
-        most, beside = there.kinds[home].devices, there.kinds[other].devices
+    estimates, rows_of = [], proportional(work)
+    for home, second in itertools.permutations(there.kinds):
+        most, beside = there.kinds[home].devices, there.kinds[second].devices
         for llm, vision in itertools.product(layouts(most, 4), layouts(beside, 2)):
             for samples in (1, 2, 4, 8, 16):
                 if work.global_batch % (llm.dp * samples) or llm.dp * samples % vision.dp:
@@ -81,11 +81,11 @@ def every(work: Work, there: Fleet) -> list[Estimate]:
                     mode=NON_COLOCATED,
                     layouts={"vision": replace(vision, rank_offset=offset), "llm": llm},
                     microbatches=work.global_batch // (llm.dp * samples),
-                    kinds={"vision": other, "llm": home},
+                    kinds={"vision": second, "llm": home},
                 )
                 clocks = there.clocks(candidate.kinds)
-                found.append(Estimate(work=work, clock=clocks, candidate=candidate, rows=rows_of(candidate)))
-    return found
+                estimates.append(Estimate(work=work, clock=clocks, candidate=candidate, rows=rows_of(candidate)))
+    return estimates
 
 
 def layouts(devices: int, most: int) -> list[Layout]:
@@ -104,14 +104,14 @@ def test_the_plan_is_as_good_as_trying_every_way(vision: float, fast: int, slow:
     work = two(vision)
     there = fleet(work, fast=(fast, replace(PLAIN, memory=memory)), slow=(slow, SLOW))
     choice, alone = choose_on(work, there, modes=SIMPLE), []
-    for own in there.kinds.values():
+    for kind in there.kinds.values():
         with contextlib.suppress(DoesNotFit):
-            alone.append(choose(work, own.clock, own.devices, modes=SIMPLE).best.seconds)
-    tried = [one.seconds for one in every(work, there) if missing(there, one) <= 0]
-    assert choice.best.seconds <= min(*alone, *tried) * 1.02
+            alone.append(choose(work, kind.clock, kind.devices, modes=SIMPLE).best.seconds)
+    tried = [estimate.seconds for estimate in every(work, there) if missing(there, estimate) <= 0]
+    assert choice.best.seconds <= min([*alone, *tried]) * 1.02
     assert choice.estimates[0].seconds <= min(alone) * (1 + 1e-9), "a kind alone is among them"
-    for one in choice.estimates:
-        assert_legal(work, there, one)
+    for estimate in choice.estimates:
+        assert_legal(work, there, estimate)
 
 
 def test_a_light_encoder_goes_to_the_slow_devices_where_that_pays() -> None:
@@ -131,7 +131,7 @@ def test_two_kinds_that_gain_next_to_nothing_are_one() -> None:
     work = two(0.0005)
     there = fleet(work, fast=(4, PLAIN), slow=(1, SLOW))
     choice = choose_on(work, there)
-    assert any(len(one.candidate.used_kinds) == 2 for one in choice.estimates)
+    assert any(len(estimate.candidate.used_kinds) == 2 for estimate in choice.estimates)
     assert choice.best.candidate.used_kinds == ("fast",)
     assert choice.best.seconds <= choice.estimates[0].seconds * 1.005
 
@@ -150,8 +150,10 @@ def test_one_kind_with_a_name_is_one_kind_without() -> None:
     work = two(0.3)
     named = choose_on(work, fleet(work, fast=(8, PLAIN)))
     plain = choose(work, clock(work), 8)
-    assert [one.seconds for one in named.estimates] == [one.seconds for one in plain.estimates]
-    assert [one.candidate.layouts for one in named.estimates] == [one.candidate.layouts for one in plain.estimates]
+    assert [estimate.seconds for estimate in named.estimates] == [estimate.seconds for estimate in plain.estimates]
+    assert [estimate.candidate.layouts for estimate in named.estimates] == [
+        estimate.candidate.layouts for estimate in plain.estimates
+    ]
     assert set(named.best.candidate.kinds.values()) == {"fast"} and not plain.best.candidate.kinds
 
 
@@ -161,7 +163,7 @@ def planned(there: Fleet, degrees: Mapping[str, tuple[str, Degrees]], work: Work
         work,
         Plan(
             problem=MixedProblem(names=tuple(degrees), kinds={kind: problem for kind in there.kinds}),
-            modules={name: own for name, (_, own) in degrees.items()},
+            modules={name: layout for name, (_, layout) in degrees.items()},
             kinds={name: kind for name, (kind, _) in degrees.items()},
         ),
         there,
@@ -187,15 +189,15 @@ def test_blocks_of_ranks() -> None:
         },
         work,
     )
-    offsets = {name: own.rank_offset for name, own in candidate.layouts.items()}
+    offsets = {name: layout.rank_offset for name, layout in candidate.layouts.items()}
     # The LLM's 6 ranks would leave two out before a tp group of four. 10 ranks are two nodes of 8: the rest is spare.
     assert offsets == {"painter": 0, "llm": 4, "audio": 16, "vision": 24}
     assert candidate.used_kinds == ("fast", "slow") and candidate.world == 27 and candidate.devices == 21
     assert candidate.kind_start("vision") == 16 and candidate.describe().startswith(
         "vision dp=3 on ranks 24-26 (slow); "
     )
-    one, three = Degrees(tp=1, dp=1, pp=1), Degrees(tp=1, dp=3, pp=1)
-    few = planned(there, {"vision": ("slow", one), "llm": ("fast", three)}, two())
+    single, three = Degrees(tp=1, dp=1, pp=1), Degrees(tp=1, dp=3, pp=1)
+    few = planned(there, {"vision": ("slow", single), "llm": ("fast", three)}, two())
     assert few.layouts["vision"].rank_offset == 3, "less than a node has no spare ranks"
 
 
@@ -205,8 +207,8 @@ def test_no_rank_is_beyond_the_devices_that_there_are() -> None:
     narrow = module("llm", 1, 1.0, after=("vision",), memory={2: module("x", 1, 1.0).memory[2]})
     work = model(wide, narrow, global_batch=12)
     for devices in (10, 14):
-        for one in choose(work, clock(work), devices).estimates:
-            assert one.candidate.world <= devices
+        for estimate in choose(work, clock(work), devices).estimates:
+            assert estimate.candidate.world <= devices
 
 
 def test_moves_between_kinds_take_the_slower_network() -> None:
@@ -223,10 +225,10 @@ def test_moves_between_kinds_take_the_slower_network() -> None:
     for vision, llm in itertools.product(there.kinds, repeat=2):
         kinds = {"vision": vision, "llm": llm}
         candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=4, kinds=kinds)
-        one = Estimate(
+        estimate = Estimate(
             work=work, clock=there.clocks(kinds), candidate=candidate, rows=dict.fromkeys(work.modules, (1.0, 1))
         )
-        costs = one.costs.seconds
+        costs = estimate.costs.seconds
         seconds[vision, llm] = costs["move", "vision.0->llm.0", False], costs["move", "llm.0->llm.1", False]
         assert costs["F", "vision.0", False] == pytest.approx(0.2 * (4 if vision == "slow" else 1))
     assert seconds["slow", "fast"][0] == seconds["fast", "slow"][0] == pytest.approx(0.1)
@@ -244,9 +246,9 @@ def test_nodes_are_counted_from_the_first_rank_of_their_kind() -> None:
     layouts = {"vision": Layout(dp=4, rank_offset=3), "llm": Layout()}
     candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=1, kinds=kinds)
     rows = dict.fromkeys(work.modules, (4.0, 1))
-    one = Estimate(work=work, clock=there.clocks(kinds), candidate=candidate, rows=rows)
+    estimate = Estimate(work=work, clock=there.clocks(kinds), candidate=candidate, rows=rows)
     bytes_ = GIGA / 100 * work.gradient
-    assert one.costs.seconds["reduce", "vision.0", False] == pytest.approx(bytes_ * 3 / 4 / slow.link)
+    assert estimate.costs.seconds["reduce", "vision.0", False] == pytest.approx(bytes_ * 3 / 4 / slow.link)
 
 
 def test_too_many_kinds_are_refused() -> None:

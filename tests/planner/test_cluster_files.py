@@ -57,13 +57,13 @@ def container(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     (replicated,) = read["spec"]["replicatedJobs"]
     assert replicated["replicas"] == 1
     jobs = replicated["template"]["spec"]
-    (own,) = jobs["template"]["spec"]["containers"]
-    return read, jobs, own
+    (main,) = jobs["template"]["spec"]["containers"]
+    return read, jobs, main
 
 
 def expanded(word: str) -> str:
     """A word of a command as Kubernetes gives it on: $(NAME) is replaced, and $$ is a dollar."""
-    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "replaced", word)
+    return re.sub(r"\$(\$|\(\w+\))", lambda match: "$" if match[1] == "$" else "replaced", word)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,32 @@ def test_slurm_starts_a_task_for_each_device(
 ) -> None:
     text = slurm_file(job(devices=devices, per_node=per_node))
     assert text.startswith("#!/bin/bash\n#SBATCH ")
-    asked = {"nodes": str(nodes), "ntasks": str(devices), "ntasks-per-node": str(on_node), "exclusive": "", "mem": "0"}
-    assert options(text) == {"job-name": "mine", "output": "%x-%j.out", "gpus-per-node": str(on_node), **asked, **ENDS}
-    own = [f"--distribution=plane={on_node}", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=60"]
-    assert started(text, tmp_path) == [*own, "train"]
+    expected = {
+        "nodes": str(nodes),
+        "ntasks": str(devices),
+        "ntasks-per-node": str(on_node),
+        "exclusive": "",
+        "mem": "0",
+    }
+    assert options(text) == {
+        "job-name": "mine",
+        "output": "%x-%j.out",
+        "gpus-per-node": str(on_node),
+        **expected,
+        **ENDS,
+    }
+    arguments = [f"--distribution=plane={on_node}", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=60"]
+    assert started(text, tmp_path) == [*arguments, "train"]
     last = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-9]", "SLURM_NTASKS": options(text)["ntasks"]}
-    found = find_processes({}, {**last, "SLURM_PROCID": str(devices - 1), "SLURM_LOCALID": "0"})
-    assert found == (
+    process = find_processes({}, {**last, "SLURM_PROCID": str(devices - 1), "SLURM_LOCALID": "0"})
+    assert process == (
         Processes(coordinator="", count=devices, index=devices - 1, launcher="slurm") if devices > 1 else None
     )
 
 
 @pytest.mark.parametrize(("devices", "nodes", "on_node"), [(20, 3, 8), (16, 2, 8), (6, 1, 6), (1, 1, 1)])
 def test_a_jobset_starts_a_pod_for_each_node(devices: int, nodes: int, on_node: int) -> None:
-    read, jobs, own = container(jobset_file(job(devices=devices), image="here/mmjax:1", claim="disk"))
+    read, jobs, main = container(jobset_file(job(devices=devices), image="here/mmjax:1", claim="disk"))
     assert (read["apiVersion"], read["kind"], read["metadata"]) == (
         "jobset.x-k8s.io/v1alpha2", "JobSet", {"name": "mine"},
     )  # fmt: skip
@@ -100,53 +112,53 @@ def test_a_jobset_starts_a_pod_for_each_node(devices: int, nodes: int, on_node: 
     assert jobs["template"]["spec"]["terminationGracePeriodSeconds"] == 55
     assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", nodes, nodes)
     assert jobs["backoffLimit"] == 0 and jobs["template"]["spec"]["restartPolicy"] == "Never"
-    assert (own["image"], own["workingDir"], own["command"]) == ("here/mmjax:1", "/shared", ["train"])
-    assert own["resources"] == {"limits": {"nvidia.com/gpu": on_node}}
+    assert (main["image"], main["workingDir"], main["command"]) == ("here/mmjax:1", "/shared", ["train"])
+    assert main["resources"] == {"limits": {"nvidia.com/gpu": on_node}}
     volumes = {volume["name"]: volume for volume in jobs["template"]["spec"]["volumes"]}
-    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in own["volumeMounts"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in main["volumeMounts"]}
     assert mounts["/shared"]["persistentVolumeClaim"] == {"claimName": "disk"}
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
     index = nodes - 1
-    found = find_processes({}, environment(own, index))
+    process = find_processes({}, environment(main, index))
     # Pods are called <JobSet>-<replicated job>-<its number>-<index>, below the subdomain.
     coordinator = "mine-node-0-0.mine:9876"
-    assert found == (Processes(coordinator=coordinator, count=nodes, index=index) if nodes > 1 else None)
-    assert own["ports"] == [{"containerPort": 9876}]
+    assert process == (Processes(coordinator=coordinator, count=nodes, index=index) if nodes > 1 else None)
+    assert main["ports"] == [{"containerPort": 9876}]
 
 
-def environment(own: dict[str, Any], index: int) -> dict[str, str]:
+def environment(main: dict[str, Any], index: int) -> dict[str, str]:
     """The environment variables of the pod with that index."""
-    found = {}
-    for one in own["env"]:
-        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        assert ("value" in one) or path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        found[one["name"]] = one["value"] if "value" in one else str(index)
-    assert all(isinstance(value, str) for value in found.values())  # Kubernetes takes no numbers here
-    return found
+    environ = {}
+    for entry in main["env"]:
+        path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        assert ("value" in entry) or path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        environ[entry["name"]] = entry["value"] if "value" in entry else str(index)
+    assert all(isinstance(value, str) for value in environ.values())  # Kubernetes takes no numbers here
+    return environ
 
 
 def test_odd_words_arrive_as_they_are(tmp_path: Path) -> None:
     assert started(slurm_file(job(command=ODD)), tmp_path)[4:] == list(ODD)
-    _, _, own = container(jobset_file(job(command=ODD), image="a: b #c", claim='"'))
-    assert [expanded(word) for word in own["command"]] == list(ODD)
-    assert own["image"] == "a: b #c"
+    _, _, main = container(jobset_file(job(command=ODD), image="a: b #c", claim='"'))
+    assert [expanded(word) for word in main["command"]] == list(ODD)
+    assert main["image"] == "a: b #c"
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=12), min_size=1, max_size=4))
 def test_any_words_of_a_jobset(words: list[str]) -> None:
-    _, _, own = container(jobset_file(job(command=tuple(words))))
-    assert [expanded(word) for word in own["command"]] == words
+    _, _, main = container(jobset_file(job(command=tuple(words))))
+    assert [expanded(word) for word in main["command"]] == words
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.text(max_size=80))
 def test_any_name_becomes_a_legal_one(name: str) -> None:
-    read, _, own = container(jobset_file(job(name=name)))
+    read, _, main = container(jobset_file(job(name=name)))
     label = read["metadata"]["name"]
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", label) and len(f"{label}-node-0-99999-abcde") <= 63
     assert read["spec"]["network"]["subdomain"] == label
-    assert environment(own, 0)["MMJAX_COORDINATOR"] == f"{label}-node-0-0.{label}:9876"
+    assert environment(main, 0)["MMJAX_COORDINATOR"] == f"{label}-node-0-0.{label}:9876"
     assert re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", options(slurm_file(job(name=name)))["job-name"])
 
 
@@ -169,9 +181,9 @@ def test_the_command_is_one_that_train_reads() -> None:
 
 
 def test_longer_checkpoints_are_waited_for() -> None:
-    own = ClusterJob(name="mine", devices=8, per_node=8, command=("train",), grace=90.5)
-    assert options(slurm_file(own))["signal"] == "TERM@121"
-    assert container(jobset_file(own))[1]["template"]["spec"]["terminationGracePeriodSeconds"] == 121
+    job = ClusterJob(name="mine", devices=8, per_node=8, command=("train",), grace=90.5)
+    assert options(slurm_file(job))["signal"] == "TERM@121"
+    assert container(jobset_file(job))[1]["template"]["spec"]["terminationGracePeriodSeconds"] == 121
 
 
 @pytest.mark.parametrize(
@@ -241,59 +253,59 @@ def test_a_heterogeneous_slurm_job_numbers_processes_as_ranks_are(
     kinds: tuple[tuple[str, int], ...], tmp_path: Path
 ) -> None:
     text, nodes = slurm_file(*mixed(*kinds)), [-(-count // 8) for _, count in kinds]
-    head, *others = text.partition("\n\n")[0].split("#SBATCH hetjob\n")
-    for part, (kind, count), of_kind in zip((head, *others), kinds, nodes, strict=True):
-        asked = options(part)
-        assert asked.pop("job-name", "mine") == "mine" and asked.pop("output", "%x-%j.out") == "%x-%j.out"
-        assert {name: asked.pop(name, value) for name, value in ENDS.items()} == ENDS
+    head, *tails = text.partition("\n\n")[0].split("#SBATCH hetjob\n")
+    for part, (kind, count), of_kind in zip((head, *tails), kinds, nodes, strict=True):
+        requested = options(part)
+        assert requested.pop("job-name", "mine") == "mine" and requested.pop("output", "%x-%j.out") == "%x-%j.out"
+        assert {name: requested.pop(name, value) for name, value in ENDS.items()} == ENDS
         each = {"gpus-per-node": f"{kind}:{min(8, count)}", "exclusive": "", "mem": "0"}
-        assert asked == {"nodes": str(of_kind), "ntasks-per-node": "1", **each}
+        assert requested == {"nodes": str(of_kind), "ntasks-per-node": "1", **each}
     file, fake = tmp_path / "job.sh", tmp_path / "srun"
     file.write_text(text)
     fake.write_text(f"#!{sys.executable}\n{HET_SRUN}")
     (tmp_path / "hostname").write_text("#!/bin/sh\necho first\n")
-    for one in (fake, tmp_path / "hostname"):
-        one.chmod(0o755)
+    for program in (fake, tmp_path / "hostname"):
+        program.chmod(0o755)
     gpus = " ".join(f"{kind}:{min(8, count)}" for kind, count in kinds)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS": gpus}
     done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True, env=environment)
     assert_numbered([json.loads(line) for line in done.stdout.splitlines()], "first:9876", nodes)
 
 
-def assert_numbered(said: list[dict[str, str]], coordinator: str, nodes: list[int]) -> None:
-    """Every process finds the same coordinator, and its number is that of its node, kind after kind."""
-    found = [find_processes({}, environ) for environ in said]
+def assert_numbered(environs: list[dict[str, str]], coordinator: str, nodes: list[int]) -> None:
+    """Every process finds the same coordinator and the number of its node, counted from one kind to the next."""
+    processes = [find_processes({}, environ) for environ in environs]
     expected = [Processes(coordinator=coordinator, count=sum(nodes), index=index) for index in range(sum(nodes))]
-    assert found == expected
+    assert processes == expected
 
 
 @pytest.mark.parametrize("kinds", [(("h100", 16), ("l20", 12)), (("l20", 4), ("h100", 16), ("a40", 1))])
 def test_a_jobset_of_several_kinds_numbers_pods_as_ranks_are(kinds: tuple[tuple[str, int], ...]) -> None:
     read = yaml.safe_load(jobset_file(*mixed(*kinds)))
-    said, nodes = [], [-(-count // 8) for _, count in kinds]
+    environs, nodes = [], [-(-count // 8) for _, count in kinds]
     for replicated, (kind, count), of_kind in zip(read["spec"]["replicatedJobs"], kinds, nodes, strict=True):
         jobs, pod = replicated["template"]["spec"], replicated["template"]["spec"]["template"]["spec"]
         assert (replicated["name"], replicated["replicas"]) == (kind, 1)
         assert (jobs["completionMode"], jobs["completions"], jobs["parallelism"]) == ("Indexed", of_kind, of_kind)
         assert pod["nodeSelector"] == {"mmjax/accelerator": kind}
-        (own,) = pod["containers"]
-        assert own["resources"] == {"limits": {"nvidia.com/gpu": min(8, count)}}
-        words = [expanded(word) for word in own["command"]]
+        (main,) = pod["containers"]
+        assert main["resources"] == {"limits": {"nvidia.com/gpu": min(8, count)}}
+        words = [expanded(word) for word in main["command"]]
         assert words[-len(ODD) :] == list(ODD)
         for index in range(of_kind):
-            there = {"PATH": os.environ["PATH"], **environment(own, index)}
+            there = {"PATH": os.environ["PATH"], **environment(main, index)}
             done = subprocess.run(words, capture_output=True, text=True, check=True, env=there)
-            said.append(json.loads(done.stdout))
-    assert_numbered(said, f"mine-{kinds[0][0]}-0-0.mine:9876", nodes)
+            environs.append(json.loads(done.stdout))
+    assert_numbered(environs, f"mine-{kinds[0][0]}-0-0.mine:9876", nodes)
 
 
 def test_one_kind_of_several_is_asked_for_by_name(tmp_path: Path) -> None:
-    (own,) = mixed(("l20", 12))
-    text = slurm_file(own)
-    asked = options(text)
-    assert (asked["gpus-per-node"], asked["ntasks"]) == ("l20:8", "12") and "hetjob" not in text
-    assert started(text, tmp_path)[4:] == list(own.command)
-    (replicated,) = yaml.safe_load(jobset_file(own))["spec"]["replicatedJobs"]
+    (kind,) = mixed(("l20", 12))
+    text = slurm_file(kind)
+    requested = options(text)
+    assert (requested["gpus-per-node"], requested["ntasks"]) == ("l20:8", "12") and "hetjob" not in text
+    assert started(text, tmp_path)[4:] == list(kind.command)
+    (replicated,) = yaml.safe_load(jobset_file(kind))["spec"]["replicatedJobs"]
     assert replicated["template"]["spec"]["template"]["spec"]["nodeSelector"] == {"mmjax/accelerator": "l20"}
 
 

@@ -56,8 +56,8 @@ def clock(work: Work) -> AnalyticClock:
     return AnalyticClock(work=work, accelerator=H100)
 
 
-def planned(work: Work, devices: int = 8, **others: Any) -> PlanChoice:
-    return choose(work, clock(work), devices, **others)
+def planned(work: Work, devices: int = 8, **options: Any) -> PlanChoice:
+    return choose(work, clock(work), devices, **options)
 
 
 def test_long_rows_are_split_and_the_images_beside_them_are_not() -> None:
@@ -66,7 +66,7 @@ def test_long_rows_are_split_and_the_images_beside_them_are_not() -> None:
 
 
 def test_short_rows_are_not_split() -> None:
-    every = [one.candidate.layouts for one in planned(vlm(LEAST_TOKENS, global_batch=64)).estimates]
+    every = [estimate.candidate.layouts for estimate in planned(vlm(LEAST_TOKENS, global_batch=64)).estimates]
     assert all(layout.cp == 1 for layouts in every for layout in layouts.values())
 
 
@@ -79,8 +79,8 @@ def test_medium_rows_are_split_only_where_there_are_too_few() -> None:
 
 def test_activations_that_fit_with_cp_alone() -> None:
     work = vlm(LONG, global_batch=8)
-    whole = work.limited(lambda name: (1,))
-    choice = planned(whole, modes=("homogeneous",), memory=40e9)
+    without_cp = work.limited(lambda name: (1,))
+    choice = planned(without_cp, modes=("homogeneous",), memory=40e9)
     llm = choice.best.candidate.layouts["llm"]
     assert llm.cp * llm.pp == 8 and llm.cp > 1 and choice.best.most <= 40e9
 
@@ -92,15 +92,15 @@ def test_an_encoder_of_long_rows_has_a_cp_of_its_own() -> None:
         replace(transformer("llm", 8, 4096, LONG, heads=32, groups=8), after=("vision",)),
         global_batch=8,
     )
-    seen = set()
+    modes = set()
     for candidate in (*homogeneous(both, 8, 8), *colocated(both, 8, 8)):
         samples = both.global_batch // candidate.microbatches
         vision, llm = candidate.layouts["vision"], candidate.layouts["llm"]
-        assert all(samples % own.dp == 0 for own in (vision, llm))
+        assert all(samples % layout.dp == 0 for layout in (vision, llm))
         assert set(vision.ranks) <= set(llm.ranks) and vision.size in (llm.size, llm.stage_size)
         assert vision.cp <= 16_384 // LEAST_TOKENS
-        seen.add((vision.cp, llm.cp))
-    assert {(1, 1), (1, 8), (8, 8), (8, 1), (2, 1), (4, 8)} <= seen
+        modes.add((vision.cp, llm.cp))
+    assert {(1, 1), (1, 8), (8, 8), (8, 1), (2, 1), (4, 8)} <= modes
 
 
 def test_degrees_leave_each_rank_enough_of_a_row() -> None:
@@ -112,10 +112,15 @@ def test_degrees_leave_each_rank_enough_of_a_row() -> None:
 def test_plans_of_modules_apart_are_varied() -> None:
     layouts = {"vision": Layout(dp=2, rank_offset=8), "llm": Layout(tp=4, dp=2)}
     work = vlm(LONG)
-    found = list(split_rows(work, Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=4)))
-    ways = {(one.layouts["llm"].tp, one.layouts["llm"].cp, one.layouts["llm"].dp) for one in found}
-    assert ways == {(2, 2, 2), (1, 4, 2), (4, 2, 1)} and all(one.layouts["llm"].size == 8 for one in found)
-    assert {one.layouts["vision"] for one in found} == {layouts["vision"]}
+    candidates = list(split_rows(work, Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=4)))
+    ways = {
+        (candidate.layouts["llm"].tp, candidate.layouts["llm"].cp, candidate.layouts["llm"].dp)
+        for candidate in candidates
+    }
+    assert ways == {(2, 2, 2), (1, 4, 2), (4, 2, 1)} and all(
+        candidate.layouts["llm"].size == 8 for candidate in candidates
+    )
+    assert {candidate.layouts["vision"] for candidate in candidates} == {layouts["vision"]}
     choice = planned(work, modes=(NON_COLOCATED,))
     assert choice.best.candidate.layouts["llm"].cp > 1
 
@@ -129,12 +134,12 @@ def test_another_way_is_taken_where_heads_divide_and_nothing_hides_the_gather() 
     def chosen(module: ModuleWork) -> tuple[Estimate, Candidate | None]:
         work = model(module, global_batch=8)
         candidate = Candidate(mode="homogeneous", layouts={"llm": Layout(cp=8)}, microbatches=8)
-        one = replace(estimated(work, fleet, candidate, proportional(work)), clock=clock(work))
-        return one, exchanged(one)
+        estimate = replace(estimated(work, fleet, candidate, proportional(work)), clock=clock(work))
+        return estimate, exchanged(estimate)
 
-    one, other = chosen(fast)
-    assert other and other.layouts["llm"] == Layout(cp=8, cp_way="all-to-all")
-    assert replace(one, candidate=other).seconds < one.seconds
+    estimate, exchanged_candidate = chosen(fast)
+    assert exchanged_candidate and exchanged_candidate.layouts["llm"] == Layout(cp=8, cp_way="all-to-all")
+    assert replace(estimate, candidate=exchanged_candidate).seconds < estimate.seconds
     assert chosen(replace(fast, heads=(28, 28)))[1] is None, "28 heads do not divide by 8"
     hidden = transformer("llm", 8, 4096, 65_536, heads=32, groups=8)
     assert chosen(hidden)[1] is None, "attention hides the gather of few heads"
@@ -154,22 +159,30 @@ def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
         )
 
     for cp, dp, share in ((1, 1, 1.0), (2, 1, 1.0), (4, 1, 0.5), (8, 1, 0.25), (8, 2, 0.25)):
-        one, whole = (estimate(own, cp, dp) for own in (work, plain))
-        assert one.list_share("vision", "llm") == share and whole.list_share("vision", "llm") == 1
-        (edge,) = (edge for edge in one.graph.edges if edge.src == "vision.0")
-        sent = vision.output_bytes * 64
-        assert (one._arriving(edge), one._crossing(edge)) == (sent * share, sent * (share * cp if share < 1 else 1))
-        passing = 3 * sent * (1 - share) / dp  # kept, and an activation and a gradient on their way
-        gap = whole.device_bytes["llm.0"].activations - one.device_bytes["llm.0"].activations
+        listed, in_rows = (estimate(model_work, cp, dp) for model_work in (work, plain))
+        assert listed.list_share("vision", "llm") == share and in_rows.list_share("vision", "llm") == 1
+        (edge,) = (edge for edge in listed.graph.edges if edge.src == "vision.0")
+        output = vision.output_bytes * 64
+        assert (listed._arriving(edge), listed._crossing(edge)) == (
+            output * share,
+            output * (share * cp if share < 1 else 1),
+        )
+        passing = 3 * output * (1 - share) / dp  # kept, and an activation and a gradient on their way
+        gap = in_rows.device_bytes["llm.0"].activations - listed.device_bytes["llm.0"].activations
         assert gap == pytest.approx(passing)
         if share < 1:  # and no sum of gradients
-            assert one.costs.seconds["B", "llm.0", False] < whole.costs.seconds["B", "llm.0", False]
+            assert listed.costs.seconds["B", "llm.0", False] < in_rows.costs.seconds["B", "llm.0", False]
     together = Candidate(mode=COLOCATED, layouts={"vision": Layout(tp=8), "llm": Layout(cp=8)}, microbatches=8)
     assert (
-        replace(one, candidate=together)._summed_bytes("vision", "llm") == sent * 0.25 * 8 / 2
+        replace(listed, candidate=together)._summed_bytes("vision", "llm") == output * 0.25 * 8 / 2
     )  # a gather on the way home
-    other = replace(vision, name="other", after=("vision",))  # two readers take one tensor
-    assert replace(one, work=replace(work, modules={**work.modules, "other": other})).list_share("vision", "llm") == 1
+    second_reader = replace(vision, name="other", after=("vision",))  # two readers take one tensor
+    assert (
+        replace(listed, work=replace(work, modules={**work.modules, "other": second_reader})).list_share(
+            "vision", "llm"
+        )
+        == 1
+    )
 
 
 def test_cp_halves_what_a_device_keeps() -> None:
@@ -179,9 +192,9 @@ def test_cp_halves_what_a_device_keeps() -> None:
     def kept(cp: int) -> float:
         layouts = {"vision": Layout(rank_offset=8), "llm": Layout(cp=cp)}
         candidate = Candidate(mode=NON_COLOCATED, layouts=layouts, microbatches=8)
-        one = estimated(work, fleet, candidate, proportional(work))
+        estimated_candidate = estimated(work, fleet, candidate, proportional(work))
         return (
-            one.device_bytes["llm.0"].activations - 3 * work.modules["vision"].output_bytes * 16
+            estimated_candidate.device_bytes["llm.0"].activations - 3 * work.modules["vision"].output_bytes * 16
         )  # an encoder's rows are whole
 
     assert kept(2) == pytest.approx(kept(1) / 2)

@@ -58,8 +58,8 @@ def test_a_step_and_its_memory_by_hand() -> None:
 
 def test_communication_and_chunks_by_hand() -> None:
     changes = {"vision": {"sent_bytes": 30}, "llm": {"sent_bytes": 5, "chunks": 2}, "generator": {"sent_bytes": 0}}
-    own = {name: {**costs, **changes[name]} for name, costs in PROBLEM["modules"].items()}
-    problem = parse_problem({**PROBLEM, "modules": own, "bandwidth": 10})
+    modules = {name: {**costs, **changes[name]} for name, costs in PROBLEM["modules"].items()}
+    problem = parse_problem({**PROBLEM, "modules": modules, "bandwidth": 10})
     degrees = {"vision": (1, 3, 2), "llm": (2, 4, 3), "generator": (1, 8, 1)}
     modules = {name: Degrees(tp=tp, dp=dp, pp=pp) for name, (tp, dp, pp) in degrees.items()}
     plan = Plan(problem=problem, modules=modules)
@@ -76,9 +76,9 @@ def test_stages_that_send_are_as_slow_as_simulated_ones() -> None:
     """A move that computation does not hide delays each round of 1F1B; all stages but the last have one behind them."""
     sizes = {"param_bytes": 0, "optimizer_bytes": 0, "activation_bytes": 0}
     module = {"fwd": {"1": 8.0}, "bwd": {"1": 16.0}, "sent_bytes": 3, **sizes}
-    given = {"devices": 4, "global_batch": 40, "microbatch": 1, "memory": 1, "modules": {"llm": module}}
+    problem = {"devices": 4, "global_batch": 40, "microbatch": 1, "memory": 1, "modules": {"llm": module}}
     degrees = {"llm": Degrees(tp=1, dp=1, pp=4)}
-    plan, fast = (Plan(problem=parse_problem({**given, "bandwidth": b}), modules=degrees) for b in (10, 1e15))
+    plan, fast = (Plan(problem=parse_problem({**problem, "bandwidth": b}), modules=degrees) for b in (10, 1e15))
     placed = apart((), TimedModule(name="llm", layers=4, seconds=2.0), {"llm": 4})
     costs = placed.costs(40, move=0.3)
     simulated = simulate(make_schedule("1f1b", placed.graph, 40, costs), costs).makespan

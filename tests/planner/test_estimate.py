@@ -1,4 +1,4 @@
-"""Estimates: graphs, steps and bytes are those of runs, long steps what their simulation says."""
+"""Estimates: graphs, steps and bytes equal those of runs, and long steps equal their simulation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PAINTER = module("painter", 2, 0.25, after=("llm",))
 THREE = model(VISION, LLM, PAINTER)
 
 
-def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others: Any) -> Estimate:
-    candidate = Candidate(mode="any", layouts=layouts, microbatches=microbatches, **others)
+def estimated(work: Work, layouts: dict[str, Layout], microbatches: int, **fields: Any) -> Estimate:
+    candidate = Candidate(mode="any", layouts=layouts, microbatches=microbatches, **fields)
     samples = work.global_batch // microbatches
-    rows = {name: (samples * own.rows, own.width) for name, own in work.modules.items()}
+    rows = {name: (samples * module.rows, module.width) for name, module in work.modules.items()}
     return Estimate(work=work, clock=clock(work), candidate=candidate, rows=rows)
 
 
@@ -50,46 +50,53 @@ def test_a_long_step_is_what_the_whole_simulation_says(
         layouts["llm"] = Layout(pp=llm, chunks=2 if llm > 1 else 1)
     if schedule == "three-phase":
         layouts["vision"] = Layout(dp=llm)
-    one = estimate(work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0)
-    one = replace(one, clock=replace(clock(work), process=process))
-    assert one.seconds == pytest.approx(one.timeline().makespan, rel=1e-9)
-    assert one.least <= one.most
+    estimate = estimated(
+        work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0
+    )
+    estimate = replace(estimate, clock=replace(clock(work), process=process))
+    assert estimate.seconds == pytest.approx(estimate.timeline().makespan, rel=1e-9)
+    assert estimate.least <= estimate.most
 
 
 def test_seconds_of_a_step_by_hand() -> None:
-    one = estimate(THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4)
+    estimate = estimated(
+        THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4
+    )
     per = {"vision.0": 4 * 0.5 * 3 * 4, "llm.0": 4 * 3 * 4, "llm.1": 4 * 3 * 4, "painter.0": 2 * 0.25 * 3 * 4}
-    assert {name: one.stage_seconds(name) for name in one.parts} == pytest.approx(per)
-    assert one.quick == pytest.approx(24 + 48 + 48 + 6 + 3 * 48, rel=1e-6)
-    assert one.busy == pytest.approx(4 * sum(per.values()))
-    assert one.bubble == pytest.approx(1 - one.busy / (one.seconds * 4))
-    assert one.bottleneck == "llm.0" and one.depth == 4
+    assert {name: estimate.stage_seconds(name) for name in estimate.parts} == pytest.approx(per)
+    assert estimate.quick == pytest.approx(24 + 48 + 48 + 6 + 3 * 48, rel=1e-6)
+    assert estimate.busy == pytest.approx(4 * sum(per.values()))
+    assert estimate.bubble == pytest.approx(1 - estimate.busy / (estimate.seconds * 4))
+    assert estimate.bottleneck == "llm.0" and estimate.depth == 4
     # All positions are real and nothing is computed twice: the devices are busy with model FLOPs alone.
-    assert one.mfu == pytest.approx(one.busy / (one.seconds * 4)) and one.padding == one.recompute == 0
+    assert (
+        estimate.mfu == pytest.approx(estimate.busy / (estimate.seconds * 4))
+        and estimate.padding == estimate.recompute == 0
+    )
 
 
 def test_neither_padding_nor_recompute_is_in_mfu() -> None:
-    """The same step, of which a quarter of the LLM's positions are real, and a third of its backward is recompute."""
-    plain = estimate(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 4)
+    """The same step; a quarter of the LLM's positions are real, and a third of its backward is recompute."""
+    plain = estimated(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 4)
     llm = THREE.modules["llm"]
     again = Shares(layer=llm.backward.layer / 3)
     flops = llm.computed - again.of(llm.whole)
     padded = replace(llm, recompute=again, real=Real(positions=0.25, flops=flops / 4))
-    one = replace(plain, work=replace(THREE, modules={**THREE.modules, "llm": padded}))
-    assert one.seconds == plain.seconds
-    others = sum(module.computed for name, module in THREE.modules.items() if name != "llm")
-    assert plain.mfu and one.mfu
-    assert one.mfu / plain.mfu == pytest.approx((others + flops / 4) / (others + llm.computed))
-    assert one.padding == pytest.approx(0.75 / 3)  # a position of each module in a sample
-    assert one.recompute == pytest.approx(again.of(llm.whole) / (others + llm.computed))
+    estimate = replace(plain, work=replace(THREE, modules={**THREE.modules, "llm": padded}))
+    assert estimate.seconds == plain.seconds
+    unpadded = sum(module.computed for name, module in THREE.modules.items() if name != "llm")
+    assert plain.mfu and estimate.mfu
+    assert estimate.mfu / plain.mfu == pytest.approx((unpadded + flops / 4) / (unpadded + llm.computed))
+    assert estimate.padding == pytest.approx(0.75 / 3)  # a position of each module in a sample
+    assert estimate.recompute == pytest.approx(again.of(llm.whole) / (unpadded + llm.computed))
 
 
 def test_between_processes_both_ends_of_a_move_take_part() -> None:
     layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}
-    one = estimate(THREE, layouts, 4)
+    estimate = estimated(THREE, layouts, 4)
 
     def kinds(process: int) -> list[str]:
-        graph = replace(one, clock=replace(clock(THREE), process=process)).graph
+        graph = replace(estimate, clock=replace(clock(THREE), process=process)).graph
         return [graph.edge(name).kind for name in ("vision.0->llm.0", "llm.0->llm.1", "llm.1->painter.0")]
 
     assert kinds(0) == kinds(4) == ["async", "async", "local"]
@@ -98,36 +105,36 @@ def test_between_processes_both_ends_of_a_move_take_part() -> None:
 
 
 def test_devices_that_share_processors_take_turns() -> None:
-    one = estimate(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 16)
-    shared = replace(one, clock=replace(clock(THREE), shared=1.0))
-    assert shared.seconds == pytest.approx(one.busy) and shared.seconds > one.seconds
+    estimate = estimated(THREE, {name: Layout(rank_offset=at) for at, name in enumerate(THREE.modules)}, 16)
+    shared = replace(estimate, clock=replace(clock(THREE), shared=1.0))
+    assert shared.seconds == pytest.approx(estimate.busy) and shared.seconds > estimate.seconds
 
 
 def test_a_layer_that_is_added_to_a_stage_is_seen() -> None:
     even, uneven = (
-        estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2, layers=layers), "painter": Layout(rank_offset=1)}, 8)
+        estimated(THREE, {"vision": Layout(), "llm": Layout(pp=2, layers=layers), "painter": Layout(rank_offset=1)}, 8)
         for layers in ((4, 4), (3, 5))
     )
     assert uneven.parts["llm.1"] == StagePart(layers=5, last=True)
     assert uneven.stage_seconds("llm.1") / even.stage_seconds("llm.1") == pytest.approx(5 / 4)
     # The encoder shares the first stage's rank and the painter the last one's.
-    loads = {name: one.stage_seconds for name, one in (("even", even), ("uneven", uneven))}
+    loads = {name: estimate.stage_seconds for name, estimate in (("even", even), ("uneven", uneven))}
     assert loads["even"]("vision.0") + loads["even"]("llm.0") > loads["uneven"]("vision.0") + loads["uneven"]("llm.0")
 
 
 def test_bytes_by_hand() -> None:
-    held = {
+    memory = {
         1: StageMemory(
             residuals=Shares(2.0, 8.0, 4.0), inputs=Shares(first=3.0), fixed=Shares(layer=100.0), fixed_layer=10.0
         )
     }
-    llm = replace(LLM, memory=held, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
+    llm = replace(LLM, memory=memory, carried=5.0, after=(), trained=Shares(), backward=Shares(), layers=4)
     frozen = replace(
-        VISION, memory=held, carried=1.0, output_bytes=0.5, trained=Shares(layer=1.0), parameters=Shares(layer=1.0)
+        VISION, memory=memory, carried=1.0, output_bytes=0.5, trained=Shares(layer=1.0), parameters=Shares(layer=1.0)
     )
     work = model(frozen, replace(llm, after=("vision",)))
-    one = estimate(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
-    vision, first = one.device_bytes["vision.0"], one.device_bytes["llm.0"]
+    estimate = estimated(work, {"vision": Layout(dp=2, rank_offset=2), "llm": Layout(pp=2)}, 4)
+    vision, first = estimate.device_bytes["vision.0"], estimate.device_bytes["llm.0"]
     # Two rows a replica and microbatch; in flight are three, one for each stage behind and one for itself.
     assert vision.weights == 4 * (2 + 12 / 2) and vision.gradients == 4 * 4 * (1 + 1 / 2)
     assert vision.activations == 2 * (3 * (2 + 8 * 4 + 4) + 2 * 0.5 + 2 * 4 * 3.0)
@@ -135,12 +142,14 @@ def test_bytes_by_hand() -> None:
     # Features of four rows arrive for two microbatches; an activation leaves while its predecessor's gradient comes.
     assert first.activations == 4 * (2 * (2 + 8 * 2) + 2 * 0.5 + 2 * 5.0 + 2 * 4 * 3.0)
     assert first.gradients == 0 and first.weights == pytest.approx(2 * GIGA / 100 * 2)  # it is held as it is computed
-    assert one.most == max(one.memory.values()) and set(one.memory) == {0, 1, 2}
+    assert estimate.most == max(estimate.memory.values()) and set(estimate.memory) == {0, 1, 2}
 
 
 def test_stages_on_one_device_add_up() -> None:
-    apart = estimate(THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4)
-    together = estimate(THREE, {"vision": Layout(), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}, 4)
+    apart = estimated(
+        THREE, {"vision": Layout(rank_offset=2), "llm": Layout(pp=2), "painter": Layout(rank_offset=3)}, 4
+    )
+    together = estimated(THREE, {"vision": Layout(), "llm": Layout(pp=2), "painter": Layout(rank_offset=1)}, 4)
     assert set(together.memory) == {0, 1} and set(apart.memory) == {0, 1, 2, 3}
     weights = sum(apart.device_bytes[name].weights for name in ("vision.0", "llm.0"))
     assert together.memory[0] > apart.memory[0] and together.memory[0] > weights
@@ -150,26 +159,26 @@ def test_stages_on_one_device_add_up() -> None:
 def test_in_three_phases_an_encoder_keeps_its_window() -> None:
     layouts = {"vision": Layout(dp=2), "llm": Layout(pp=2)}
     work = model(VISION, LLM)
-    kept = [
-        estimate(work, layouts, 8, schedule="three-phase", window=window).device_bytes["vision.0"].activations
+    activations = [
+        estimated(work, layouts, 8, schedule="three-phase", window=window).device_bytes["vision.0"].activations
         for window in (0, 4, 2)
     ]
-    assert kept == pytest.approx([kept[2] * 4, kept[2] * 2, kept[2]])
+    assert activations == pytest.approx([activations[2] * 4, activations[2] * 2, activations[2]])
 
 
 def test_what_an_encoder_keeps_is_away_but_for_two_microbatches() -> None:
     work = model(VISION, LLM)
     layouts = {"vision": Layout(lanes=2), "llm": Layout(pp=2)}
     home, away = (
-        estimate(work, layouts, 8, schedule="encoders-first", offloads=offloads)
+        estimated(work, layouts, 8, schedule="encoders-first", offloads=offloads)
         for offloads in ({}, {"vision": OffloadConfig(activations=True)})
     )
-    whole, part = home.device_bytes["vision.0"], away.device_bytes["vision.0"]
-    assert part.host == part.activations_away > 0 and not whole.host
-    assert whole.activations - part.activations == pytest.approx(part.host / 2), "two of a lane's four stay"
-    assert part.weights == whole.weights and away.device_bytes["llm.0"] == home.device_bytes["llm.0"]
+    at_home, offloaded = home.device_bytes["vision.0"], away.device_bytes["vision.0"]
+    assert offloaded.host == offloaded.activations_away > 0 and not at_home.host
+    assert at_home.activations - offloaded.activations == pytest.approx(offloaded.host / 2), "two of a lane's four stay"
+    assert offloaded.weights == at_home.weights and away.device_bytes["llm.0"] == home.device_bytes["llm.0"]
     for kind in STASH_COPIES:
-        assert away.costs.seconds[kind, "vision.0", False] == pytest.approx(part.host / 4 / PLAIN.host)
+        assert away.costs.seconds[kind, "vision.0", False] == pytest.approx(offloaded.host / 4 / PLAIN.host)
     assert [node.stashes for node in away.graph.stages] == [node.module == "vision" for node in away.graph.stages]
     slow = replace(away, clock=clock(work, replace(PLAIN, host=1e3)))
     assert slow.seconds > away.seconds >= home.seconds
@@ -179,7 +188,7 @@ def test_what_is_offloaded_is_away_while_others_run() -> None:
     work = model(VISION, LLM)
     layouts = {"vision": Layout(dp=2), "llm": Layout(pp=2)}
     home, away = (
-        estimate(work, layouts, 8, schedule="three-phase", offloads=offloads)
+        estimated(work, layouts, 8, schedule="three-phase", offloads=offloads)
         for offloads in ({}, {"vision": OffloadConfig(parameters=True), "llm": OffloadConfig(optimizer=True)})
     )
     vision, llm = away.device_bytes["vision.0"], away.device_bytes["llm.0"]
@@ -206,7 +215,7 @@ def test_when_a_step_ends_nothing_is_away() -> None:
     small = {tp: StageMemory(residuals=Shares(layer=1e3)) for tp in (1, 2)}
     work = model(replace(LLM, memory=small, after=()))
     offloads = {"llm": OffloadConfig(optimizer=True)}
-    home, away = (estimate(work, {"llm": Layout()}, 8, offloads=own) for own in ({}, offloads))
+    home, away = (estimated(work, {"llm": Layout()}, 8, offloads=settings) for settings in ({}, offloads))
     assert 0 < home.most - away.most < 2e4
     assert away.lightest <= away.most and home.least <= home.most
 
@@ -216,9 +225,9 @@ def test_a_frozen_stage_fetches_its_shards_before_it_gathers_them() -> None:
     offloads = {"vision": OffloadConfig(optimizer=True)}
     for dp, host in ((2, 4 * 2 * GIGA / 100 / 2), (1, 0)):  # with one rank it is computed with as it lies
         layouts = {"vision": Layout(dp=dp, rank_offset=1), "llm": Layout()}
-        home, away = (estimate(work, layouts, 4, offloads=own) for own in ({}, offloads))
+        home, away = (estimated(work, layouts, 4, offloads=settings) for settings in ({}, offloads))
         assert away.device_bytes["vision.0"].host == host
-        took = (one.costs.seconds["prepare", "vision.0", False] for one in (away, home))
+        took = (estimate.costs.seconds["prepare", "vision.0", False] for estimate in (away, home))
         assert next(took) - next(took) == pytest.approx(host / PLAIN.host)
 
 
@@ -226,7 +235,7 @@ def test_masters_that_serve_as_parameters_are_away_as_such() -> None:
     work = replace(model(VISION, LLM), item=4)
     offloads = {"vision": OffloadConfig(optimizer=True, parameters=True)}
     layouts = {"vision": Layout(tp=2), "llm": Layout(pp=2)}
-    need = estimate(work, layouts, 4, schedule="three-phase", offloads=offloads).device_bytes["vision.0"]
+    need = estimated(work, layouts, 4, schedule="three-phase", offloads=offloads).device_bytes["vision.0"]
     size = 4 * GIGA / 100 / 2
     assert (need.states_away, need.parameters_away) == (8 * size, 4 * size)
 
@@ -234,46 +243,48 @@ def test_masters_that_serve_as_parameters_are_away_as_such() -> None:
 def test_the_weights_part_of_a_split_backward_is_its_products() -> None:
     # Of 1 TFLOP ahead and 3 back, with recompute; 0.3 of them for 10 million weights and 15,000 positions.
     work = model(replace(module("llm", 8, 1.0, backward=Shares(layer=3 * TERA)), width=15_000))
-    plain, split = (estimate(work, {"llm": Layout(pp=2)}, 8, schedule=schedule) for schedule in ("1f1b", "zb-h1"))
-    whole = plain.costs.seconds["B", "llm.0", False]
+    plain, split = (estimated(work, {"llm": Layout(pp=2)}, 8, schedule=schedule) for schedule in ("1f1b", "zb-h1"))
+    backward = plain.costs.seconds["B", "llm.0", False]
     back, later = (split.costs.seconds[kind, "llm.0", False] for kind in "BW")
-    assert back + later == pytest.approx(whole) and later == pytest.approx(whole / 3 * 0.3)
+    assert back + later == pytest.approx(backward) and later == pytest.approx(backward / 3 * 0.3)
     assert split.stage_seconds("llm.0") == pytest.approx(plain.stage_seconds("llm.0"))
     assert split.busy == pytest.approx(plain.busy) and split.seconds < plain.seconds
     table = model(replace(work.modules["llm"], parameters=Shares(first=1e9, layer=1e7), trained=Shares(1e9, 1e7)))
     assert table.modules["llm"].weight_gradients == Shares(0.0, 3e11, 0.0), "a table is looked up"
     ends = dict(forward=Shares(0.0, TERA, TERA), trained=Shares(0.0, 1e7, 1e7))
     for again, later in ((0.0, 3e11), (TERA, 0.0)):
-        own = replace(work.modules["llm"], recompute=Shares(last=again), **ends)
-        assert own.weight_gradients == Shares(0.0, 3e11, later), "a product that is computed again is the head, and B's"
+        llm = replace(work.modules["llm"], recompute=Shares(last=again), **ends)
+        assert llm.weight_gradients == Shares(0.0, 3e11, later), "a product that is computed again is the head, and B's"
 
 
 def test_what_schedules_keep_at_once() -> None:
-    held = {1: StageMemory(residuals=Shares(layer=8.0), deferred=Shares(layer=1.0))}
-    work = model(replace(LLM, memory=held, carried=0.0, after=()))
-    kept = {
+    memory = {1: StageMemory(residuals=Shares(layer=8.0), deferred=Shares(layer=1.0))}
+    work = model(replace(LLM, memory=memory, carried=0.0, after=()))
+    activations = {
         schedule: [
-            estimate(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).device_bytes[f"llm.{at}"].activations / 2
+            estimated(work, {"llm": Layout(pp=4)}, 16, schedule=schedule).device_bytes[f"llm.{at}"].activations / 2
             for at in range(4)
         ]
         for schedule in ("1f1b", "gpipe", "eager-1f1b", "zb-h1")
     }
-    assert kept["1f1b"] == [4 * 8, 3 * 8, 2 * 8, 8]
-    assert kept["gpipe"] == [16 * 8] * 4
-    assert kept["eager-1f1b"] == [7 * 8, 5 * 8, 3 * 8, 8]
+    assert activations["1f1b"] == [4 * 8, 3 * 8, 2 * 8, 8]
+    assert activations["gpipe"] == [16 * 8] * 4
+    assert activations["eager-1f1b"] == [7 * 8, 5 * 8, 3 * 8, 8]
     # While a B runs there are its own residuals and what it puts off; the first stage puts nothing else off.
-    assert kept["zb-h1"][0] == 4 * 8 + 1 and all(kept["1f1b"][at] < kept["zb-h1"][at] <= 4 * 8 + 1 for at in range(4))
+    assert activations["zb-h1"][0] == 4 * 8 + 1 and all(
+        activations["1f1b"][at] < activations["zb-h1"][at] <= 4 * 8 + 1 for at in range(4)
+    )
 
 
 def test_moves_and_collectives_across_nodes_take_the_network() -> None:
     far = replace(PLAIN, network=1e3, node=2)
     work = model(replace(VISION, output_bytes=1e3), replace(LLM, carried=1e3))
     layouts = {"vision": Layout(rank_offset=2), "llm": Layout(pp=2)}
-    one = replace(estimate(work, layouts, 16), clock=clock(work, far))
-    seconds = one.costs.seconds
+    estimate = replace(estimated(work, layouts, 16), clock=clock(work, far))
+    seconds = estimate.costs.seconds
     assert seconds["move", "vision.0->llm.0", False] == pytest.approx(1.0)
     assert seconds["move", "llm.0->llm.1", True] == pytest.approx(1e3 / PLAIN.link)
-    wide = replace(estimate(work, {"vision": Layout(), "llm": Layout(dp=4, rank_offset=4)}, 4), clock=clock(work, far))
+    wide = replace(estimated(work, {"vision": Layout(), "llm": Layout(dp=4, rank_offset=4)}, 4), clock=clock(work, far))
     reduced = wide.costs.seconds["reduce", "llm.0", False]
     assert reduced == pytest.approx(8 * GIGA / 100 * 4 / 2 * (3 / 4) / 1e3)  # two devices of a node share the way out
     assert math.isclose(wide.costs.seconds["prepare", "llm.0", False], reduced / 2)

@@ -30,30 +30,32 @@ SIZES = {"param_bytes": 0, "optimizer_bytes": 0, "activation_bytes": 0}
 
 def problem(devices: int = 12, batch: int = 8, **modules: tuple[float, float] | dict[str, Any]) -> Problem:
     """Modules by name: seconds of forward and backward with tp 1, or all fields."""
-    given = {
-        name: own if isinstance(own, dict) else {"fwd": {"1": own[0]}, "bwd": {"1": own[1]}, **SIZES}
-        for name, own in modules.items()
+    data = {
+        name: times if isinstance(times, dict) else {"fwd": {"1": times[0]}, "bwd": {"1": times[1]}, **SIZES}
+        for name, times in modules.items()
     }
     top = {"devices": devices, "global_batch": batch, "microbatch": 1, "memory": 1000}
-    return parse_problem({**top, "modules": given})
+    return parse_problem({**top, "modules": data})
 
 
 def depths(plan: Plan) -> dict[str, int]:
     return {name: degrees.pp for name, degrees in plan.modules.items()}
 
 
-def every(found: Problem) -> Iterator[Plan]:
+def every(problem: Problem) -> Iterator[Plan]:
     """Every plan with tp 1 and dp 1 that fits."""
-    names = list(found.modules)
-    for pps in itertools.product(range(1, found.devices + 1), repeat=len(names)):
-        plan = Plan(problem=found, modules={n: Degrees(tp=1, dp=1, pp=pp) for n, pp in zip(names, pps, strict=True)})
-        if plan.devices <= found.devices:
+    names = list(problem.modules)
+    for pps in itertools.product(range(1, problem.devices + 1), repeat=len(names)):
+        plan = Plan(problem=problem, modules={n: Degrees(tp=1, dp=1, pp=pp) for n, pp in zip(names, pps, strict=True)})
+        if plan.devices <= problem.devices:
             yield plan
 
 
 def test_encoders_have_the_fewest_stages_within_the_time_of_an_llm_stage() -> None:
-    found = problem(llm=(4.0, 8.0), vision=(5.0, 0.0), audio=(1.0, 2.0), batch=13)
-    plans = {plan.modules["llm"].pp: depths(plan) for plan in coupled_plans(found) if plan.modules["llm"].dp == 1}
+    coupled_problem = problem(llm=(4.0, 8.0), vision=(5.0, 0.0), audio=(1.0, 2.0), batch=13)
+    plans = {
+        plan.modules["llm"].pp: depths(plan) for plan in coupled_plans(coupled_problem) if plan.modules["llm"].dp == 1
+    }
     assert plans == {
         1: {"llm": 1, "vision": 1, "audio": 1},
         2: {"llm": 2, "vision": 1, "audio": 1},
@@ -63,7 +65,7 @@ def test_encoders_have_the_fewest_stages_within_the_time_of_an_llm_stage() -> No
         6: {"llm": 6, "vision": 3, "audio": 2},
         7: {"llm": 7, "vision": 3, "audio": 2},  # all twelve devices
     }
-    assert depths(best_coupled(replace(found, devices=8))) == plans[4]
+    assert depths(best_coupled(replace(coupled_problem, devices=8))) == plans[4]
 
 
 def test_a_simulated_step_is_its_bound_where_the_llm_sets_the_pace() -> None:
@@ -114,24 +116,24 @@ def test_never_better_than_the_exact_search() -> None:
 def test_as_good_as_everything_where_the_llm_is_the_longest_in_the_best_plan(count: int) -> None:
     """The paper's assumption. With another longest module some plan is better: Algorithm 1 does not slow encoders."""
     rng = random.Random(3)
-    held = broken = 0
+    fitting = broken = 0
     for _ in range(count):
         seconds = {name: (float(rng.randint(1, 9)), float(rng.randint(0, 9))) for name in ("llm", "vision", "audio")}
-        found = problem(devices=rng.randint(3, 5), batch=7, **seconds)
-        best = min(every(found), key=lambda plan: (round(simulated_seconds(plan), 9), plan.devices))
+        small_problem = problem(devices=rng.randint(3, 5), batch=7, **seconds)
+        best = min(every(small_problem), key=lambda plan: (round(simulated_seconds(plan), 9), plan.devices))
         try:
-            coupled = best_coupled(found)
+            coupled = best_coupled(small_problem)
         except DoesNotFit:
             broken += 1
             continue
         ours, least = simulated_seconds(coupled), simulated_seconds(best)
         assert ours >= least * (1 - 1e-9)
         if best.stage_seconds(best.bottleneck) <= best.stage_seconds("llm") * (1 + 1e-9):
-            held += 1
+            fitting += 1
             assert ours == pytest.approx(least, rel=1e-9) and coupled.devices == best.devices
         else:
             broken += 1
-    assert held > count / 4 and broken > count / 8
+    assert fitting > count / 4 and broken > count / 8
 
 
 def test_on_several_kinds_each_has_its_own_devices() -> None:
@@ -143,9 +145,9 @@ def test_on_several_kinds_each_has_its_own_devices() -> None:
         "vision": {"kinds": {"h100": {"fwd": {"1": 2.0}, "bwd": {}}, "l20": slow}, **SIZES},
     }
     kinds = {"h100": {"devices": 2, "memory": 10}, "l20": {"devices": 2, "memory": 10}}
-    found = best_coupled(parse_mixed_problem({"kinds": kinds, "global_batch": 7, "microbatch": 1, "modules": modules}))
-    assert depths(found) == {"llm": 2, "vision": 2} and found.kinds == {"llm": "h100", "vision": "l20"}
-    assert simulated_seconds(found) == pytest.approx(8 * 3.0 + 6.0)
+    plan = best_coupled(parse_mixed_problem({"kinds": kinds, "global_batch": 7, "microbatch": 1, "modules": modules}))
+    assert depths(plan) == {"llm": 2, "vision": 2} and plan.kinds == {"llm": "h100", "vision": "l20"}
+    assert simulated_seconds(plan) == pytest.approx(8 * 3.0 + 6.0)
 
 
 def test_without_a_plan_one_line_says_what_would_help() -> None:
@@ -168,12 +170,16 @@ def test_a_model_on_devices_of_one_kind() -> None:
     )
     fleet = Fleet(kinds={"": DeviceKind(clock=clock(work), devices=6, memory=80 * GIGA)})
     choice = choose_coupled(work, fleet)
-    stages = [one.candidate.layouts["llm"].pp for one in choice.estimates]
-    assert len(set(stages)) == len(stages) > 2 and {one.candidate.mode for one in choice.estimates} == {"non-colocated"}
-    for one in choice.estimates:
-        longest = max(one.stage_seconds(name) for name in one.parts if name.startswith("vision"))
-        assert longest <= max(one.stage_seconds(name) for name in one.parts if name.startswith("llm")) * (1 + 1e-9)
-        assert one.candidate.schedule == "1f1b"
+    stages = [estimate.candidate.layouts["llm"].pp for estimate in choice.estimates]
+    assert len(set(stages)) == len(stages) > 2 and {estimate.candidate.mode for estimate in choice.estimates} == {
+        "non-colocated"
+    }
+    for estimate in choice.estimates:
+        longest = max(estimate.stage_seconds(name) for name in estimate.parts if name.startswith("vision"))
+        assert longest <= max(estimate.stage_seconds(name) for name in estimate.parts if name.startswith("llm")) * (
+            1 + 1e-9
+        )
+        assert estimate.candidate.schedule == "1f1b"
     assert choice.best.seconds >= choose_on(work, fleet).estimates[0].seconds * (1 - 1e-9)
 
 
@@ -190,12 +196,12 @@ def test_a_model_for_which_no_number_of_stages_is_enough() -> None:
 
 def test_the_command_says_the_simulated_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "problem.json"
-    own = {"fwd": {"1": 1.0}, "bwd": {"1": 2.0}, **SIZES}
+    times = {"fwd": {"1": 1.0}, "bwd": {"1": 2.0}, **SIZES}
     top = {"devices": 5, "global_batch": 5, "microbatch": 1, "memory": 10}
-    file.write_text(json.dumps({**top, "modules": {"llm": own, "vision": {**own, "bwd": {}}}}))
+    file.write_text(json.dumps({**top, "modules": {"llm": times, "vision": {**times, "bwd": {}}}}))
     assert command.main([f"--problem={file}", "--strategy=loosely-coupled", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["simulated"] == pytest.approx(found["objective"]) and found["modules"]["vision"]["pp"] >= 1
+    output = json.loads(capsys.readouterr().out)
+    assert output["simulated"] == pytest.approx(output["objective"]) and output["modules"]["vision"]["pp"] >= 1
     assert command.main([f"--problem={file}", "--strategy=loosely-coupled"]) == 0
     assert "simulated, with all other modules before the llm, it takes" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:

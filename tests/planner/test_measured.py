@@ -1,4 +1,4 @@
-"""Profiles: what is written is read again; what is wrong is one line; and times between trials follow from them."""
+"""Profiles: they are written and read, errors are one line, and times between trials are interpolated."""
 
 from __future__ import annotations
 
@@ -54,30 +54,36 @@ def seconds(part: StagePart, positions: float, tp: int = 1) -> float:
 
 
 def trials(module: str, rows: tuple[int, ...], width: int, tps: tuple[int, ...] = (1, 2)) -> tuple[Trial, ...]:
-    made = []
+    stages = []
     for tp in tps:
         for part in PARTS:
             for count in rows:
                 took = seconds(part, count * width, tp)
-                about: Any = {"module": module, "part": part, "tp": tp, "rows": count, "width": width}
-                made.append(Trial(**about, forward=took, backward=0.0 if module == "vision" else 2 * took))
-    return tuple(made)
+                shape: Any = {"module": module, "part": part, "tp": tp, "rows": count, "width": width}
+                stages.append(Trial(**shape, forward=took, backward=0.0 if module == "vision" else 2 * took))
+    return tuple(stages)
 
 
 def compiled(timed: tuple[Trial, ...]) -> tuple[Compiled, ...]:
     """A byte for each nanosecond of a forward, and three in a backward that there is; loops of the first end too."""
-    loops = [replace(one, part=replace(one.part, last=False)) for one in timed if one.part.layers > 1]
-    found = []
-    for one in (*timed, *loops):
-        about: Any = {"module": one.module, "part": one.part, "tp": one.tp, "rows": one.rows, "width": one.width}
-        size = 1e9 * seconds(one.part, one.rows * one.width, one.tp)
-        found.append(Compiled(**about, forward=size, backward=3 * size if one.backward else 0.0))
-    return tuple(found)
+    loops = [replace(stage, part=replace(stage.part, last=False)) for stage in timed if stage.part.layers > 1]
+    compiled = []
+    for stage in (*timed, *loops):
+        shape: Any = {
+            "module": stage.module,
+            "part": stage.part,
+            "tp": stage.tp,
+            "rows": stage.rows,
+            "width": stage.width,
+        }
+        size = 1e9 * seconds(stage.part, stage.rows * stage.width, stage.tp)
+        compiled.append(Compiled(**shape, forward=size, backward=3 * size if stage.backward else 0.0))
+    return tuple(compiled)
 
 
 def profile(**changes: Any) -> Profile:
     timed = (*trials("llm", (1, 4, 16), 10), *trials("vision", (2, 8), 20))
-    made = Profile(
+    result = Profile(
         device=Device(kind="cpu", platform="cpu", count=8, memory=1e9),
         jax="0.10.2",
         dtype="float32",
@@ -92,7 +98,7 @@ def profile(**changes: Any) -> Profile:
         op=OP,
         shared=8.0,
     )
-    return replace(made, **changes)
+    return replace(result, **changes)
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -131,14 +137,14 @@ def test_temporaries_are_those_of_the_larger_program_at_any_depth(part: StagePar
 
 
 def test_layers_add_nothing_where_an_end_needs_most() -> None:
-    """A head of a large vocabulary: what a stage without it needs is seen in stages without it."""
+    """A head of a large vocabulary: bytes of a stage without it follow from stages without it."""
     head = 1e9
 
-    def with_head(one: Compiled) -> Compiled:
-        return replace(one, backward=max(one.backward, head)) if one.part.last else one
+    def with_head(stage: Compiled) -> Compiled:
+        return replace(stage, backward=max(stage.backward, head)) if stage.part.last else stage
 
-    made = profile()
-    clock = MeasuredClock(profile=replace(made, compiled=tuple(map(with_head, made.compiled))))
+    measured = profile()
+    clock = MeasuredClock(profile=replace(measured, compiled=tuple(map(with_head, measured.compiled))))
     for part in (StagePart(layers=2, first=True), StagePart(layers=7, first=True)):
         needed = clock.temporaries("llm", part, rows=16, width=10, tp=1)
         assert needed < head
@@ -151,26 +157,28 @@ def test_layers_add_nothing_where_an_end_needs_most() -> None:
 
 def test_a_single_row_says_nothing_of_two() -> None:
     """XLA compiles it otherwise: here it needs five times as much."""
-    made = profile()
-    larger = tuple(replace(one, backward=5 * one.backward) if one.rows == 1 else one for one in made.compiled)
-    clock, part = MeasuredClock(profile=replace(made, compiled=larger)), StagePart(layers=3, first=True)
+    measured = profile()
+    larger = tuple(
+        replace(stage, backward=5 * stage.backward) if stage.rows == 1 else stage for stage in measured.compiled
+    )
+    clock, part = MeasuredClock(profile=replace(measured, compiled=larger)), StagePart(layers=3, first=True)
     for rows, factor in ((1, 15), (1.5, 3), (2, 3), (4, 3), (7, 3)):
         wanted = factor * 1e9 * seconds(part, rows * 10)
         assert clock.temporaries("llm", part, rows=rows, width=10, tp=1) == pytest.approx(wanted), rows
     # With one other number of rows alone, the line to it is all there is.
-    few = tuple(one for one in larger if one.rows != 16)
-    between = MeasuredClock(profile=replace(made, compiled=few)).temporaries("llm", part, rows=2.5, width=10, tp=1)
+    few = tuple(stage for stage in larger if stage.rows != 16)
+    between = MeasuredClock(profile=replace(measured, compiled=few)).temporaries("llm", part, rows=2.5, width=10, tp=1)
     assert between == pytest.approx(1e9 * (15 * seconds(part, 10) + 3 * seconds(part, 40)) / 2)
 
 
 def test_what_was_not_compiled_is_one_line() -> None:
-    made = profile()
+    measured = profile()
     few = tuple(
-        one
-        for one in made.compiled
-        if one.part != StagePart(layers=2, first=True) and (one.tp, one.module) != (2, "llm")
+        stage
+        for stage in measured.compiled
+        if stage.part != StagePart(layers=2, first=True) and (stage.tp, stage.module) != (2, "llm")
     )
-    clock = MeasuredClock(profile=replace(made, compiled=few))
+    clock = MeasuredClock(profile=replace(measured, compiled=few))
     with pytest.raises(ConfigError, match=r"^llm/Layout.tp=2: the profile has compiled for tp 1; use one of them$"):
         clock.temporaries("llm", PARTS[0], rows=1, width=10, tp=2)
     with pytest.raises(
@@ -197,8 +205,10 @@ def test_an_estimate_has_the_temporaries_of_the_rows_and_layers_of_its_stages() 
 def test_a_single_layer_is_no_loop_of_one() -> None:
     """XLA compiles it otherwise: here a layer takes half as long alone."""
     faster = tuple(
-        replace(one, forward=one.forward - LAYER * one.rows * one.width / one.tp / 2) if one.part.layers == 1 else one
-        for one in trials("llm", (1, 4, 16), 10)
+        replace(trial, forward=trial.forward - LAYER * trial.rows * trial.width / trial.tp / 2)
+        if trial.part.layers == 1
+        else trial
+        for trial in trials("llm", (1, 4, 16), 10)
     )
     clock = MeasuredClock(profile=profile(trials=faster))
     for part, less in (
@@ -232,7 +242,9 @@ def test_a_line_is_straight_between_points_and_never_falls_beyond_them() -> None
 
 
 def test_between_two_widths_times_lie_between_theirs() -> None:
-    wide = tuple(replace(one, width=30, rows=one.rows, forward=3 * one.forward) for one in trials("llm", (1, 4), 10))
+    wide = tuple(
+        replace(trial, width=30, rows=trial.rows, forward=3 * trial.forward) for trial in trials("llm", (1, 4), 10)
+    )
     clock = MeasuredClock(profile=profile(trials=(*trials("llm", (3, 12), 10), *wide)))
     low, middle, high = (
         clock.stage("llm", PARTS[0], rows=rows, width=width, tp=1).forward
@@ -386,7 +398,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, binding: str, dif
 
 def test_a_profile_of_other_modules_is_refused() -> None:
     config = load_config([str(CONFIG)])
-    fewer = {name: own for name, own in profile().model.items() if name != "vision"}
+    fewer = {name: sizes for name, sizes in profile().model.items() if name != "vision"}
     for model, message in ((fewer, "has no module 'vision'"), ({**profile().model, "eye": {}}, "module that is not")):
         with pytest.raises(ConfigError, match=message):
             require_same_model(profile(model=model), config)

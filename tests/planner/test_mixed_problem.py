@@ -1,4 +1,4 @@
-"""Plans from numbers on several kinds of device: equal to trying everything, and what may be wrong with a problem."""
+"""Plans from numbers on several kinds of device: equal to trying everything; errors of a problem."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ BYTES = st.sampled_from([0, 1, 4, 10, 20])
 @st.composite
 def mixed_problems(draw: st.DrawFn) -> dict[str, Any]:
     """A small problem of one to three modules on two kinds of device; a module may have times on one of them alone."""
-    others = draw(st.lists(st.sampled_from(["vision", "audio", "generator"]), unique=True, max_size=2))
-    names = draw(st.permutations(["llm", *others]))
+    beside = draw(st.lists(st.sampled_from(["vision", "audio", "generator"]), unique=True, max_size=2))
+    names = draw(st.permutations(["llm", *beside]))
     modules = {}
     for name in names:
         backward, on = draw(st.sampled_from([0, 1, 2])), {}
         for kind in draw(st.sampled_from([("fast", "cheap"), ("fast", "cheap"), ("fast",), ("cheap",)])):
             degrees = sorted(draw(st.sets(st.sampled_from([1, 2, 3]), min_size=1, max_size=2)))
             forward = {str(tp): draw(SECONDS) / tp for tp in degrees}
-            on[kind] = {"fwd": forward, "bwd": {tp: backward * one for tp, one in forward.items()}}
+            on[kind] = {"fwd": forward, "bwd": {tp: backward * ratio for tp, ratio in forward.items()}}
         sizes = {size: draw(BYTES) for size in ("param_bytes", "optimizer_bytes", "activation_bytes")}
         modules[name] = {"kinds": on, **sizes, **draw(st.sampled_from([{}, {}, {"layers": 4}]))}
     batch, microbatch = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 1), (12, 2)]))
@@ -69,25 +69,25 @@ def assert_best(drawn: dict[str, Any], real_from: float) -> None:
         with pytest.raises(DoesNotFit, match=r"^modules\.\w+ misses by .*; what would make it fit: [^\n]+$"):
             best_plan(problem)
         return
-    found = best_plan(problem)
-    assert (found.objective, found.devices) == (pytest.approx(float(expected[0]), rel=1e-12), expected[1])
-    assert_legal(drawn, found)
+    plan = best_plan(problem)
+    assert (plan.objective, plan.devices) == (pytest.approx(float(expected[0]), rel=1e-12), expected[1])
+    assert_legal(drawn, plan)
     relaxed = relax(problem, real_from)
-    assert relaxed is not None and relaxed.bound <= found.objective * (1 + 1e-9)
+    assert relaxed is not None and relaxed.bound <= plan.objective * (1 + 1e-9)
     assert relaxed.bound * (1 - 1e-6) <= relaxed.step <= relaxed.bound * (1 + 2 * SLACK), "cvxpy agrees"
     if math.isinf(real_from):
-        assert relaxed.bound >= found.objective * (1 - SLACK), "nothing is relaxed"
+        assert relaxed.bound >= plan.objective * (1 - SLACK), "nothing is relaxed"
 
 
-def assert_legal(drawn: dict[str, Any], found: Plan) -> None:
+def assert_legal(drawn: dict[str, Any], plan: Plan) -> None:
     """Each kind has room for the modules that are on it, in devices and in bytes."""
-    assert list(found.modules) == list(drawn["modules"])
-    for kind, own in drawn["kinds"].items():
-        here = [name for name in found.modules if found.kinds[name] == kind]
-        assert sum(found.modules[name].devices for name in here) <= own["devices"]
-        for name in here:
-            assert found.memory(name) <= own["memory"] * (1 + 1e-9)
-            assert str(found.modules[name].tp) in drawn["modules"][name]["kinds"][kind]["fwd"]
+    assert list(plan.modules) == list(drawn["modules"])
+    for kind, available in drawn["kinds"].items():
+        on_kind = [name for name in plan.modules if plan.kinds[name] == kind]
+        assert sum(plan.modules[name].devices for name in on_kind) <= available["devices"]
+        for name in on_kind:
+            assert plan.memory(name) <= available["memory"] * (1 + 1e-9)
+            assert str(plan.modules[name].tp) in drawn["modules"][name]["kinds"][kind]["fwd"]
 
 
 def as_mixed(drawn: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
@@ -103,17 +103,17 @@ def as_mixed(drawn: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
 def test_one_kind_with_a_name_is_the_problem_without() -> None:
     for seed in range(20):
         drawn = drawn_problem(seed)
-        own = {"devices": drawn["devices"], "memory": drawn["memory"]}
+        kind = {"devices": drawn["devices"], "memory": drawn["memory"]}
         none = {"devices": 1, "memory": 1}
         plans = []
         for problem in (
             parse_problem(drawn),
-            parse_mixed_problem(as_mixed(drawn, {"a": own})),
-            parse_mixed_problem(as_mixed(drawn, {"none": none, "a": own})),
+            parse_mixed_problem(as_mixed(drawn, {"a": kind})),
+            parse_mixed_problem(as_mixed(drawn, {"none": none, "a": kind})),
         ):
             try:
-                found = best_plan(problem)
-                plans.append((found.objective, found.devices))
+                plan = best_plan(problem)
+                plans.append((plan.objective, plan.devices))
             except DoesNotFit:
                 plans.append(None)
         assert plans[0] == plans[1]
@@ -126,8 +126,8 @@ def test_a_step_is_never_longer_on_another_kind_beside() -> None:
     both = 0
     for seed in range(16):
         drawn = drawn_problem(seed)
-        own = {"devices": drawn["devices"], "memory": drawn["memory"]}
-        problem = parse_mixed_problem(as_mixed(drawn, {"a": own, "b": {"devices": 4, "memory": 1000}}))
+        kind = {"devices": drawn["devices"], "memory": drawn["memory"]}
+        problem = parse_mixed_problem(as_mixed(drawn, {"a": kind, "b": {"devices": 4, "memory": 1000}}))
         try:
             alone = best_plan(parse_problem(drawn)).objective
         except DoesNotFit:
@@ -139,15 +139,15 @@ def test_a_step_is_never_longer_on_another_kind_beside() -> None:
         assert plans[0].objective <= alone * (1 + 1e-9)
         assert plans[0].objective == pytest.approx(best_plan(problem).objective)
         mixed = best_plans(problem, within=1e9, kinds=2)
-        assert all(len(set(one.kinds.values())) == 2 for one in mixed)
+        assert all(len(set(plan.kinds.values())) == 2 for plan in mixed)
         both += bool(mixed)
     assert both > 4
 
 
 def test_rows_that_are_left_out_change_nothing() -> None:
     for seed in range(0, 120, 3):
-        own = {"a": {"devices": 6, "memory": 30}, "b": {"devices": 9, "memory": 20}}
-        for space in spaces(parse_mixed_problem(as_mixed(drawn_problem(seed), own))):
+        kinds = {"a": {"devices": 6, "memory": 30}, "b": {"devices": 9, "memory": 20}}
+        for space in spaces(parse_mixed_problem(as_mixed(drawn_problem(seed), kinds))):
             pruned = space.pruned()
             assert space.bound <= space.step(space.least_work_at(space.slowest_pace), space.slowest_pace) * (1 + 1e-9)
             for factor in (1.0, 1.4, 2.2, 5.0, 20.0):
@@ -159,8 +159,8 @@ def test_rows_that_are_left_out_change_nothing() -> None:
 def test_what_would_make_it_fit_does() -> None:
     cured = 0
     for seed in range(30):
-        own = {"a": {"devices": 3, "memory": 9}, "b": {"devices": 2, "memory": 12}}
-        drawn = as_mixed(drawn_problem(seed), own)
+        kinds = {"a": {"devices": 3, "memory": 9}, "b": {"devices": 2, "memory": 12}}
+        drawn = as_mixed(drawn_problem(seed), kinds)
         try:
             best_plan(parse_mixed_problem(drawn))
             continue
@@ -168,18 +168,18 @@ def test_what_would_make_it_fit_does() -> None:
             message = str(error)
         assert message.startswith("modules.") and "\n" not in message
         for remedy in re.findall(r"kinds\.(\w+)\.(\w+)=(\d+)", message.rpartition("fit: ")[2]):
-            kind, what, least = remedy
+            kind, amount, least = remedy
             changed = copy.deepcopy(drawn)
-            changed["kinds"][kind][what] = int(least)
+            changed["kinds"][kind][amount] = int(least)
             best_plan(parse_mixed_problem(changed))
-            changed["kinds"][kind][what] = int(least) - 1
+            changed["kinds"][kind][amount] = int(least) - 1
             with pytest.raises((DoesNotFit, ConfigError)):
                 best_plan(parse_mixed_problem(changed))
             cured += 1
         if every := re.search(r"fit: (\d+) times the ([a-z ]+) of every kind", message):
             for kind in drawn["kinds"].values():
-                for what in every[2].split(" and "):
-                    kind[what] *= int(every[1])
+                for amount in every[2].split(" and "):
+                    kind[amount] *= int(every[1])
             best_plan(parse_mixed_problem(drawn))
             cured += 1
     assert cured > 8
@@ -204,17 +204,17 @@ def test_the_command_prints_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text(json.dumps(GOOD))
     assert plan.main([f"--problem={path}", "--json", "--bound"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert found["modules"]["llm"]["kind"] == "h100" and found["bound"] <= found["objective"] * (1 + 1e-9)
-    assert {name: list(module) for name, module in found["modules"].items()} == {
+    output = json.loads(line)
+    assert output["modules"]["llm"]["kind"] == "h100" and output["bound"] <= output["objective"] * (1 + 1e-9)
+    assert {name: list(module) for name, module in output["modules"].items()} == {
         name: ["kind", "devices", "tp", "dp", "pp"] for name in ("llm", "vision")
     }
     assert plan.main([f"--problem={path}"]) == 0
     head, llm, vision, *_, devices = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["kind", "devices"] and llm.split()[:2] == ["llm", "h100"]
-    assert vision.split()[:2] == ["vision", found["modules"]["vision"]["kind"]]
+    assert vision.split()[:2] == ["vision", output["modules"]["vision"]["kind"]]
     used = {kind: 0 for kind in GOOD["kinds"]}
-    for module in found["modules"].values():
+    for module in output["modules"].values():
         used[module["kind"]] += module["devices"]
     assert devices == f"{used['h100']} of 6 h100 and {used['l20']} of 2 l20 are used"
 

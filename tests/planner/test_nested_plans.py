@@ -1,4 +1,4 @@
-"""Plans with lanes: estimates are what the nested schedule says, and memory and weight decide where they win."""
+"""Plans with lanes: estimates equal the nested schedule, and memory and weight decide when they win."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PAINTER = module("painter", 2, 0.25, after=("llm",))
 THREE = model(VISION, LLM, PAINTER, global_batch=48)
 
 
-def estimate(work: Work, layouts: dict[str, Layout], microbatches: int, **others: Any) -> Estimate:
-    about: dict[str, Any] = {"mode": NESTED, "schedule": "nested", **others}
-    candidate = Candidate(layouts=layouts, microbatches=microbatches, **about)
+def estimated(work: Work, layouts: dict[str, Layout], microbatches: int, **fields: Any) -> Estimate:
+    settings: dict[str, Any] = {"mode": NESTED, "schedule": "nested", **fields}
+    candidate = Candidate(layouts=layouts, microbatches=microbatches, **settings)
     return Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
 
 
@@ -53,18 +53,18 @@ def test_a_long_nested_step_is_what_the_whole_simulation_says(
     chunks = 2 if inner == "interleaved" and microbatches % pp == 0 else 1
     laned = Layout(lanes=pp * parts, tp=2 // parts)
     layouts = {name: Layout(tp=2, pp=pp, chunks=chunks) if name == "llm" else laned for name in work.modules}
-    one = estimate(work, layouts, microbatches, inner=inner)
-    one = replace(one, clock=replace(clock(work, replace(PLAIN, node=4)), process=process))
-    whole = one.timeline()
+    estimate = estimated(work, layouts, microbatches, inner=inner)
+    estimate = replace(estimate, clock=replace(clock(work, replace(PLAIN, node=4)), process=process))
+    timeline = estimate.timeline()
     # Behind a generator in lanes, W and the moves between processes settle after more microbatches than are simulated.
-    assert one.seconds == pytest.approx(whole.makespan, rel=1e-2 if draws else 1e-5)
-    assert one.least <= one.most
+    assert estimate.seconds == pytest.approx(timeline.makespan, rel=1e-2 if draws else 1e-5)
+    assert estimate.least <= estimate.most
     for name in work.modules:
         lanes = layouts[name].lanes
         for index in range(layouts[name].stages):
-            held = one.in_flight(one.graph.stage(f"{name}.{index}"))
-            promised = math.ceil(whole.schedule.bound(f"{name}.{index}") / lanes)
-            assert held == promised or (inner == "zb-h1" and held <= promised)
+            in_flight = estimate.in_flight(estimate.graph.stage(f"{name}.{index}"))
+            promised = math.ceil(timeline.schedule.bound(f"{name}.{index}") / lanes)
+            assert in_flight == promised or (inner == "zb-h1" and in_flight <= promised)
 
 
 def heavy(seconds: float) -> Work:
@@ -78,9 +78,9 @@ def heavy(seconds: float) -> Work:
 def test_nested_wins_where_a_heavy_encoder_meets_an_llm_that_needs_stages() -> None:
     work = heavy(2.0)
     choice = choose(work, clock(work), 4, memory=20 * GIGA)
-    best, others = choice.best, [one for one in choice.estimates if one.candidate.mode != NESTED]
+    best, unnested = choice.best, [estimate for estimate in choice.estimates if estimate.candidate.mode != NESTED]
     assert best.candidate.mode == NESTED and best.candidate.layouts["vision"].lanes == 2
-    assert best.most <= 20 * GIGA and min(one.seconds for one in others) > 1.2 * best.seconds
+    assert best.most <= 20 * GIGA and min(estimate.seconds for estimate in unnested) > 1.2 * best.seconds
     # All devices compute, but in the fill and drain of the LLM's two stages; a step also reduces once.
     layers = 32 * (2.0 * 3 + 4 * 3) / 4
     assert layers < best.seconds < layers + 12 * 2 / 2 + 0.1
@@ -98,55 +98,62 @@ def test_nested_does_not_win_where_replicas_fit_or_the_encoder_is_light(seconds:
 def test_modes_can_be_left_out_and_a_nested_layout_that_does_not_fit_says_so() -> None:
     work = heavy(2.0)
     choice = choose(work, clock(work), 4, memory=40 * GIGA, modes=(NESTED,))
-    assert {one.candidate.mode for one in choice.estimates} == {NESTED}
+    assert {estimate.candidate.mode for estimate in choice.estimates} == {NESTED}
     # With K = 2 units a lane keeps two microbatches of its encoder, whatever cuts the LLM.
     with pytest.raises(DoesNotFit, match=r"^nested: .* misses by .*lanes="):
         choose(work, clock(work), 4, memory=6 * GIGA, modes=(NESTED,))
 
 
 def test_candidates_lie_on_the_llms_ranks_and_divide_the_samples() -> None:
-    seen = set()
-    for one in nested(THREE, 8, 4):
-        llm, samples = one.layouts["llm"], THREE.global_batch // one.microbatches
-        laned = {name: own for name, own in one.layouts.items() if own.lanes > 1}
-        assert llm.pp > 1 and laned and (one.schedule, one.inner) == ("nested", "1f1b")
-        for own in laned.values():
-            assert own.ranks == llm.ranks and own.lanes % llm.pp == 0 and own.lanes <= one.microbatches
-            assert samples % own.dp == 0 and own.tp <= 4
-        seen.add((tuple(laned), max(own.lanes for own in laned.values()) > llm.pp))
-    assert seen == set(itertools.product([("vision", "painter"), ("vision",), ("painter",)], (False, True)))
+    placements = set()
+    for candidate in nested(THREE, 8, 4):
+        llm, samples = candidate.layouts["llm"], THREE.global_batch // candidate.microbatches
+        laned = {name: layout for name, layout in candidate.layouts.items() if layout.lanes > 1}
+        assert llm.pp > 1 and laned and (candidate.schedule, candidate.inner) == ("nested", "1f1b")
+        for layout in laned.values():
+            assert layout.ranks == llm.ranks and layout.lanes % llm.pp == 0 and layout.lanes <= candidate.microbatches
+            assert samples % layout.dp == 0 and layout.tp <= 4
+        placements.add((tuple(laned), max(layout.lanes for layout in laned.values()) > llm.pp))
+    assert placements == set(itertools.product([("vision", "painter"), ("vision",), ("painter",)], (False, True)))
     assert not list(nested(model(LLM, global_batch=8), 8, 8)), "nothing to nest"
     direct = model(VISION, LLM, replace(PAINTER, after=("vision", "llm")), global_batch=8)
-    assert all(len({own.lanes for own in one.layouts.values()}) == 2 for one in nested(direct, 4, 4))
-    assert all(one.layouts["vision"].lanes == 1 or one.layouts["painter"].lanes == 1 for one in nested(direct, 4, 4))
+    assert all(len({layout.lanes for layout in candidate.layouts.values()}) == 2 for candidate in nested(direct, 4, 4))
+    assert all(
+        candidate.layouts["vision"].lanes == 1 or candidate.layouts["painter"].lanes == 1
+        for candidate in nested(direct, 4, 4)
+    )
 
 
 def test_a_device_holds_the_microbatches_of_its_lane() -> None:
     layouts = {"vision": Layout(lanes=4), "llm": Layout(pp=4), "painter": Layout(lanes=4)}
-    one = estimate(THREE, layouts, 24)
-    bound = one.timeline().schedule.bound
-    kept = {name: 2 * own.memory[1].residuals.of(own.whole) for name, own in THREE.modules.items()}  # of two samples
+    estimate = estimated(THREE, layouts, 24)
+    bound = estimate.timeline().schedule.bound
+    residuals = {
+        name: 2 * module.memory[1].residuals.of(module.whole) for name, module in THREE.modules.items()
+    }  # of two samples
     for name in ("vision", "painter"):
-        assert one.device_bytes[f"{name}.0"].activations == bound(f"{name}.0") / 4 * kept[name]
+        assert estimate.device_bytes[f"{name}.0"].activations == bound(f"{name}.0") / 4 * residuals[name]
         shard = 12 * GIGA / 100 * THREE.modules[name].layers / 4  # moments and masters, over all lanes
-        assert one.device_bytes[f"{name}.0"].weights == pytest.approx(
+        assert estimate.device_bytes[f"{name}.0"].weights == pytest.approx(
             2 * GIGA / 100 * THREE.modules[name].layers + shard
         )
     assert bound("painter.0") == 4, "one unit"
-    whole = {rank: one.memory[rank] for rank in range(4)}
-    assert whole[0] == sum(one.device_bytes[name].total for name in ("vision.0", "llm.0", "painter.0"))
+    memory = {rank: estimate.memory[rank] for rank in range(4)}
+    assert memory[0] == sum(estimate.device_bytes[name].total for name in ("vision.0", "llm.0", "painter.0"))
     # What waits for the LLM's first stage lies there: a unit and more, of a microbatch each.
     sends = replace(THREE, modules={**THREE.modules, "vision": replace(VISION, output_bytes=GIGA)})
-    waiting = estimate(sends, layouts, 24).device_bytes["llm.0"].activations - one.device_bytes["llm.0"].activations
+    waiting = (
+        estimated(sends, layouts, 24).device_bytes["llm.0"].activations - estimate.device_bytes["llm.0"].activations
+    )
     assert waiting == (max(bound("vision.0"), bound("llm.0")) + 2) * 2 * GIGA
 
 
 def test_lanes_move_to_where_they_have_to() -> None:
     far = replace(PLAIN, network=1e3, node=2)
     work = model(replace(VISION, output_bytes=1e3), LLM, global_batch=8)
-    one = estimate(work, {"vision": Layout(lanes=4, dp=1), "llm": Layout(pp=4)}, 8)
-    costs = replace(one, clock=clock(work, far)).costs
-    seconds = {m: costs.of(op) for op in one.timeline().schedule.ops for m in (op.microbatch,) if _first_carry(op)}
+    estimate = estimated(work, {"vision": Layout(lanes=4, dp=1), "llm": Layout(pp=4)}, 8)
+    costs = replace(estimate, clock=clock(work, far)).costs
+    seconds = {m: costs.of(op) for op in estimate.timeline().schedule.ops for m in (op.microbatch,) if _first_carry(op)}
     assert seconds == pytest.approx({m: 1.0 if m % 4 > 1 else 0.0 for m in range(8)}, abs=1e-6)
 
 
@@ -158,13 +165,17 @@ def _first_carry(op: Op) -> bool:
 def test_the_inner_schedule_is_what_is_varied() -> None:
     wide = replace(LLM, width=10**5, layers=16)
     work = model(VISION, wide, global_batch=8)
-    one = estimate(work, {"vision": Layout(lanes=4), "llm": Layout(pp=4)}, 8)
-    (chunked,) = interleaved(work, one.candidate)
+    estimate = estimated(work, {"vision": Layout(lanes=4), "llm": Layout(pp=4)}, 8)
+    (chunked,) = interleaved(work, estimate.candidate)
     assert (chunked.schedule, chunked.inner, chunked.layouts["llm"].chunks) == ("nested", "interleaved", 2)
-    made = {other.inner: replace(one, candidate=other) for other in rescheduled(one, one.seconds)}
-    assert {"interleaved", "zb-h1"} <= set(made)
-    assert all(other.seconds < one.seconds and other.candidate.schedule == "nested" for other in made.values())
-    assert made["zb-h1"].candidate.traits.splits and made["interleaved"].candidate.traits.chunks
+    variants = {
+        variant.inner: replace(estimate, candidate=variant) for variant in rescheduled(estimate, estimate.seconds)
+    }
+    assert {"interleaved", "zb-h1"} <= set(variants)
+    assert all(
+        variant.seconds < estimate.seconds and variant.candidate.schedule == "nested" for variant in variants.values()
+    )
+    assert variants["zb-h1"].candidate.traits.splits and variants["interleaved"].candidate.traits.chunks
 
 
 def test_once_a_step_all_lanes_are_one_group() -> None:
@@ -172,11 +183,13 @@ def test_once_a_step_all_lanes_are_one_group() -> None:
     work = model(VISION, LLM, global_batch=8)
     layouts = {"vision": Layout(lanes=2, dp=2, optimizer_instances=2), "llm": Layout(pp=2, dp=2)}
     laned, wide = (
-        replace(estimate(work, {**layouts, "vision": own}, 4, schedule="gpipe"), clock=clock(work, far)).costs.seconds
-        for own in (layouts["vision"], layouts["vision"].spanned)
+        replace(
+            estimated(work, {**layouts, "vision": layout}, 4, schedule="gpipe"), clock=clock(work, far)
+        ).costs.seconds
+        for layout in (layouts["vision"], layouts["vision"].spanned)
     )
     once = {kind: laned[kind, "vision.0", False] for kind in ("prepare", "reduce")}
     assert once == {kind: wide[kind, "vision.0", False] for kind in once} and min(once.values()) > 0
     heavy_far = clock(work, replace(far, link=TERA))
-    one = replace(estimate(work, {**layouts, "vision": Layout(lanes=4)}, 8), clock=heavy_far)
-    assert instanced(replace(one, candidate=replace(one.candidate, microbatches=1))) is not None
+    estimate = replace(estimated(work, {**layouts, "vision": Layout(lanes=4)}, 8), clock=heavy_far)
+    assert instanced(replace(estimate, candidate=replace(estimate.candidate, microbatches=1))) is not None

@@ -129,9 +129,9 @@ def test_the_command_prints_one_line_and_imports_nothing_heavy(tmp_path: Path) -
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     (line,) = done.stdout.splitlines()
-    made = json.loads(line)
-    assert set(made) == {"objective", "modules"} and list(made["modules"]) == ["llm", "vision"]
-    assert all(set(module) == {"devices", "tp", "dp", "pp"} for module in made["modules"].values())
+    output = json.loads(line)
+    assert set(output) == {"objective", "modules"} and list(output["modules"]) == ["llm", "vision"]
+    assert all(set(module) == {"devices", "tp", "dp", "pp"} for module in output["modules"].values())
     assert done.stderr == ""
 
 

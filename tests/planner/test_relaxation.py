@@ -22,15 +22,20 @@ BYTES = st.integers(0, 40)
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
     """A small problem of one to three modules, with a plan more often than not."""
-    others = draw(st.lists(st.sampled_from(["vision", "audio", "generator"]), unique=True, max_size=2))
+    beside = draw(st.lists(st.sampled_from(["vision", "audio", "generator"]), unique=True, max_size=2))
     modules = {}
-    for name in draw(st.permutations(["llm", *others])):
+    for name in draw(st.permutations(["llm", *beside])):
         degrees = draw(st.sets(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
         forward = {str(tp): draw(SECONDS) for tp in sorted(degrees)}
         backward = draw(st.sampled_from([0.0, 1.0, 2.0]))
         sizes = {name: draw(BYTES) for name in ("param_bytes", "optimizer_bytes", "activation_bytes")}
         layers = draw(st.sampled_from([{}, {"layers": 3}, {"layers": 4}, {"layers": 6}]))
-        modules[name] = {"fwd": forward, "bwd": {tp: backward * one for tp, one in forward.items()}, **sizes, **layers}
+        modules[name] = {
+            "fwd": forward,
+            "bwd": {tp: backward * ratio for tp, ratio in forward.items()},
+            **sizes,
+            **layers,
+        }
     batch, microbatch = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 1), (9, 3), (12, 2)]))
     memory = draw(st.sampled_from([30, 60, 100, 1000]))
     devices = draw(st.integers(len(modules), 12))
@@ -41,18 +46,18 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 @given(problems(), st.sampled_from([1, 1.5, 2, 3, 5]))
 def test_no_plan_is_shorter_than_the_bound(drawn: dict[str, Any], real_from: float) -> None:
     expected, problem = best_by_trying(drawn), parse_problem(drawn)
-    whole = relax(problem, math.inf)
+    integral = relax(problem, math.inf)
     if expected is None:
-        assert whole is None
+        assert integral is None
         return
     optimum = float(expected[0])
     plain, relaxed = relax(problem), relax(problem, real_from)
-    assert plain is not None and relaxed is not None and whole is not None
-    assert optimum * (1 - SLACK) <= whole.bound <= optimum * (1 + 1e-9), "nothing is relaxed"
-    for found in (plain, relaxed):
-        assert found.bound <= optimum * (1 + 1e-9)
-        assert found.bound * (1 - 1e-6) <= found.step <= found.bound * (1 + 2 * SLACK), "cvxpy agrees"
-        assert sum(found.devices.values()) <= problem.devices * (1 + 1e-6)
+    assert plain is not None and relaxed is not None and integral is not None
+    assert optimum * (1 - SLACK) <= integral.bound <= optimum * (1 + 1e-9), "nothing is relaxed"
+    for relaxation in (plain, relaxed):
+        assert relaxation.bound <= optimum * (1 + 1e-9)
+        assert relaxation.bound * (1 - 1e-6) <= relaxation.step <= relaxation.bound * (1 + 2 * SLACK), "cvxpy agrees"
+        assert sum(relaxation.devices.values()) <= problem.devices * (1 + 1e-6)
     assert plain.bound <= relaxed.bound * (1 + SLACK), "with fewer choices no step is shorter"
 
 
@@ -75,7 +80,7 @@ def test_the_program_keeps_to_the_numbers_that_the_search_may_have() -> None:
     modules = {"llm": _module(1, 1, 1), "vision": _module(1, 1, 0, 2, 1, 0)}
     problem = parse_problem(dict(devices=4, global_batch=4, microbatch=1, memory=2, modules=modules))
     steps = {real_from: relax(problem, real_from) for real_from in (1, 2)}
-    assert [pytest.approx(one.step) for one in steps.values() if one] == [5.4, 6.0]
+    assert [pytest.approx(relaxation.step) for relaxation in steps.values() if relaxation] == [5.4, 6.0]
     assert steps[2] is not None and steps[2].devices["vision"] == pytest.approx(2)
 
 
@@ -105,4 +110,4 @@ def test_numbers_of_stages_are_real_from_the_first_that_may_be() -> None:
     assert allowed(depths, 3, stages).tolist() == [1, 2, 4, 4, 4.5, 7.9, 8, math.inf]
     assert allowed(depths, math.inf, stages).tolist() == [1, 2, 4, 4, 8, 8, 8, math.inf]
     assert allowed(np.array([]), 2.5, stages).tolist() == [1, 2, 3, 3.5, 4.5, 7.9, 8, 8.1]
-    assert [first_real(depths, one) for one in (1, 3, 8, 9)] == [1, 4, 8, math.inf]
+    assert [first_real(depths, real_from) for real_from in (1, 3, 8, 9)] == [1, 4, 8, math.inf]

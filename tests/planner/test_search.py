@@ -159,8 +159,8 @@ def test_the_bound_is_below_every_plan(seed: int) -> None:
         plan = best_plan(problem)
     except DoesNotFit:
         return
-    for found in (relaxed, relax(problem, 3)):
-        assert found is not None and found.bound <= plan.objective * (1 + 1e-9)
+    for relaxation in (relaxed, relax(problem, 3)):
+        assert relaxation is not None and relaxation.bound <= plan.objective * (1 + 1e-9)
     step, devices = program(problem, plan.modules)
     assert step <= plan.objective * (1 + 1e-6), "real numbers of stages include whole ones"
     assert all(devices[name] >= 0.999 * degrees.tp * degrees.dp for name, degrees in plan.modules.items())
@@ -174,7 +174,7 @@ def test_a_bound_that_cannot_be_met_is_said() -> None:
 
 
 def test_what_would_make_it_fit_does() -> None:
-    found = {"memory": 0, "devices": 0}
+    counts = {"memory": 0, "devices": 0}
     for seed in range(90):
         problem = parse_problem(drawn_problem(seed))
         try:
@@ -190,18 +190,18 @@ def test_what_would_make_it_fit_does() -> None:
             continue
         remedies = dict(part.split("=") for part in cure.split(" or ") if "=" in part)
         if "memory" in remedies:
-            found["memory"] += 1
+            counts["memory"] += 1
             enough = float(remedies["memory"])
             best_plan(replace(problem, memory=enough))
             assert least_memory(problem) == enough
             with pytest.raises(DoesNotFit):
                 best_plan(replace(problem, memory=enough - 1))
         if "devices" in remedies:
-            found["devices"] += 1
+            counts["devices"] += 1
             best_plan(replace(problem, devices=int(remedies["devices"])))
             with pytest.raises(DoesNotFit):
                 best_plan(replace(problem, devices=int(remedies["devices"]) - 1))
-    assert min(found.values()) > 10
+    assert min(counts.values()) > 10
 
 
 def test_the_module_that_is_short_is_named() -> None:

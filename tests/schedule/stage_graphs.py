@@ -55,8 +55,8 @@ def connect(
     return StageGraph(stages=tuple(stages), edges=edges, ties=ties)
 
 
-def _equal(one: StageNode, other: StageNode) -> bool:
-    return set(one.ranks) == set(other.ranks) and one.lanes == other.lanes
+def _equal(src: StageNode, dst: StageNode) -> bool:
+    return set(src.ranks) == set(dst.ranks) and src.lanes == dst.lanes
 
 
 def chain(depth: int, kind: EdgeKind = "async", *, tied: bool = False) -> StageGraph:

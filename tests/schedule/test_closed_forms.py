@@ -1,4 +1,4 @@
-"""Idle seconds of even pipelines against their closed forms, and in-flight peaks against what `validate` promises."""
+"""Idle seconds of even pipelines against their closed forms, and in-flight peaks against the promises of schedules."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_encoders_first(depth, microbatches, forward, ratio):
 @fewer
 @given(depths, st.integers(1, 3), st.booleans(), seconds, seconds, seconds)
 def test_encoders_in_lanes(depth, units, frozen, forward, ratio, encoder):
-    """All of them first, they leave no rank idle; nested they fill some of what the LLM leaves."""
+    """If all encoders are first, they leave no rank idle; nested, they fill some of the LLM's idle time."""
     graph, idle = spread(depth, frozen=frozen), forms.idle_1f1b(depth, forward=forward, backward=forward * ratio)
     each = {node.name: encoder if node.lanes > 1 else forward for node in graph.stages}
     costs = Costs.nominal(graph, forward=each, backward=ratio)

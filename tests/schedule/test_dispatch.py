@@ -1,4 +1,4 @@
-"""Dispatch tables: the paper's, cell by cell, and what other schedules and placements make of it."""
+"""Dispatch tables: the paper's, cell by cell, and those of other schedules and placements."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_the_paper_s_topology_has_the_paper_s_table(name):
     table = dispatch_table(make_schedule(name, two_encoders(), 8, Costs.nominal(two_encoders())))
     assert table.stages == ("one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2")
     assert table.ranks == ("0", "1", "2", "3", "4", "5")
-    found = _rows(two_encoders(), name)
-    assert list(found) == list(expected)
+    rows = _rows(two_encoders(), name)
+    assert list(rows) == list(expected)
     for call, cells in expected.items():
-        for stage_name, cell, right in zip(table.stages, found[call], cells, strict=True):
+        for stage_name, cell, right in zip(table.stages, rows[call], cells, strict=True):
             assert cell == right, f"{call} of {stage_name}"
 
 

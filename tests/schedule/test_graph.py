@@ -1,4 +1,4 @@
-"""Stage graphs: lookup, distances, and what is refused."""
+"""Stage graphs: lookup, distances, and errors."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def test_topological_order_is_that_of_the_stages_where_edges_allow():
 def test_gradients_come_back_to_what_is_trained_and_to_all_behind_it():
     ranks = {"frozen.0": (0,), "eye.0": (1, 2), "eye.1": (2, 1), "llm.0": (0,), "llm.1": (3,)}
     trained = {"eye.0"}
-    nodes = [replace(stage(name, own), trainable=name in trained) for name, own in ranks.items()]
+    nodes = [replace(stage(name, stage_ranks), trainable=name in trained) for name, stage_ranks in ranks.items()]
     pairs = [("eye.0", "eye.1"), ("frozen.0", "llm.0"), ("eye.1", "llm.0"), ("llm.0", "llm.1")]
-    asked: list[tuple[str, str]] = []
-    graph = connected(nodes, pairs, lambda src, dst: asked.append((src.name, dst.name)) or "rendezvous")
+    across: list[tuple[str, str]] = []
+    graph = connected(nodes, pairs, lambda src, dst: across.append((src.name, dst.name)) or "rendezvous")
     assert [node.name for node in graph.stages] == list(ranks)
     assert [node.backward for node in graph.stages] == [False, True, True, True, True]
     assert [(edge.src, edge.dst) for edge in graph.edges] == pairs and graph.edges[1].name == "frozen.0->llm.0"
     assert [edge.gradient for edge in graph.edges] == [True, False, True, True]
     assert [edge.kind for edge in graph.edges] == ["local", "local", "rendezvous", "rendezvous"]
-    assert asked == pairs[2:], "equal ranks are local"
+    assert across == pairs[2:], "equal ranks are local"
 
 
 def test_a_tie_is_found_by_name_and_is_no_way_to_the_sink():
@@ -138,7 +138,7 @@ def test_ties_that_cannot_be_are_refused(tie, message):
     pairs = [("vision.0", "llm.0"), *((f"llm.{i}", f"llm.{i + 1}") for i in range(3))]
     graph = connect([stage("vision.0", (9,)), *llm], pairs, "async", ("llm.0", "llm.1"))
     with pytest.raises(GraphError, match=message):
-        replace(graph, ties=tuple(replace(one, **tie) for one in graph.ties))
+        replace(graph, ties=tuple(replace(legal, **tie) for legal in graph.ties))
 
 
 def test_forward_only_trains_nothing():

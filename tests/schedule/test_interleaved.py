@@ -43,7 +43,7 @@ def test_interleaved_groups_are_never_smaller_than_the_pipeline_is_deep():
 
 
 def test_an_encoder_keeps_up_with_the_chunks_behind_it():
-    """It has one more in flight than the first chunk of the LLM, and the step no bubble but that of the LLM's depth."""
+    """It has one microbatch more in flight than the LLM's first chunk, and only the LLM's depth leaves a bubble."""
     graph = _chunks(2, 2)
     nodes = [stage("vision.0", (7,)), *graph.stages]
     graph = connect(nodes, [("vision.0", "llm.0"), *((e.src, e.dst) for e in graph.edges)], "async")

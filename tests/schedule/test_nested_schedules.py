@@ -1,4 +1,4 @@
-"""Nested schedules: the order, what is in flight, and how long a step takes."""
+"""Nested schedules: the order, microbatches in flight, and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def check_order(inner: str, graph: StageGraph, microbatches: int) -> None:
 def check_time(inner: str, graph: StageGraph, microbatches: int, encoder: float, llm: float) -> None:
     """A step takes the inner one and its units, and where these take no time as long as the inner one."""
     alone, seconds = without_lanes(graph), costs(graph, encoder=encoder, llm=llm)
-    made = simulate(make_schedule("nested", graph, microbatches, seconds, inner=inner), seconds).makespan
+    makespan = simulate(make_schedule("nested", graph, microbatches, seconds, inner=inner), seconds).makespan
     bare = simulate(make_schedule(inner, alone, microbatches, seconds), seconds).makespan
     encoders = [node for node in graph.stages if node.lanes > 1]
     units = -(-microbatches // encoders[0].lanes)
-    assert made <= (bare + units * encoder * sum(1 + 2 * node.backward for node in encoders)) * (1 + 1e-9)
+    assert makespan <= (bare + units * encoder * sum(1 + 2 * node.backward for node in encoders)) * (1 + 1e-9)
     free = costs(graph, encoder=0.0, llm=llm)
     nothing = simulate(make_schedule("nested", graph, microbatches, free, inner=inner), free).makespan
     assert nothing == pytest.approx(bare)
@@ -87,12 +87,14 @@ def check_time(inner: str, graph: StageGraph, microbatches: int, encoder: float,
 
 def check_generators(inner: str, graph: StageGraph, microbatches: int, generator: float) -> None:
     """Generators add their units to the inner schedule with a unit of lead."""
-    each = [costs(graph, generator=own) for own in (0.0, generator)]
-    made = [make_schedule("nested", graph, microbatches, own, inner=inner) for own in each]
-    bare, whole = (simulate(schedule, own).makespan for schedule, own in zip(made, each, strict=True))
+    each = [costs(graph, generator=generator_seconds) for generator_seconds in (0.0, generator)]
+    schedules = [make_schedule("nested", graph, microbatches, stage_costs, inner=inner) for stage_costs in each]
+    bare, with_generator = (
+        simulate(schedule, stage_costs).makespan for schedule, stage_costs in zip(schedules, each, strict=True)
+    )
     generators = [node for node in graph.stages if node.module[0] == "g"]
     units = -(-microbatches // generators[0].lanes)
-    assert whole <= (bare + units * 3 * generator * len(generators)) * (1 + 1e-9)
+    assert with_generator <= (bare + units * 3 * generator * len(generators)) * (1 + 1e-9)
 
 
 @settings(steady, max_examples=6)
@@ -125,15 +127,17 @@ def test_a_step_takes_as_long_as_with_all_encoders_first_and_keeps_less(depth, g
             make_schedule(name, graph, microbatches, costs(graph)) for name in ("encoders-first", "nested")
         )
         units = microbatches // depth
-        whole = (microbatches + depth - 1) * 3 + units * 3 * (0.7 + 1.3 * generators)
-        assert simulate(optimus, costs(graph)).makespan == pytest.approx(whole)
-        assert whole * 0.98 < simulate(nested, costs(graph)).makespan <= whole * (1 + 1e-9)
+        bound = (microbatches + depth - 1) * 3 + units * 3 * (0.7 + 1.3 * generators)
+        assert simulate(optimus, costs(graph)).makespan == pytest.approx(bound)
+        assert bound * 0.98 < simulate(nested, costs(graph)).makespan <= bound * (1 + 1e-9)
         if units > 1 and not generators:
-            assert simulate(nested, costs(graph)).makespan < whole - 0.1
-        kept, less = validate(optimus).in_flight, validate(nested).in_flight
-        assert kept["e0.0"] == microbatches >= less["e0.0"] and less["e0.0"] <= 3 * depth
+            assert simulate(nested, costs(graph)).makespan < bound - 0.1
+        optimus_flight, less = validate(optimus).in_flight, validate(nested).in_flight
+        assert optimus_flight["e0.0"] == microbatches >= less["e0.0"] and less["e0.0"] <= 3 * depth
         if generators:
-            assert kept["llm.0"] == kept["llm.1"] == microbatches and kept["g0.0"] <= depth
+            assert (
+                optimus_flight["llm.0"] == optimus_flight["llm.1"] == microbatches and optimus_flight["g0.0"] <= depth
+            )
             assert less["llm.0"] <= 2 * depth - 1
 
 
@@ -148,14 +152,14 @@ def test_an_llm_fed_by_free_units_with_a_generator_keeps_its_pace(inner):
 
 def test_units_in_flight_are_those_of_the_paper():
     """§3.1: K is 3 for interleaved 1F1B with more than two submeshes, 2 for 1F1B and where there are two."""
-    found = {
+    orders = {
         (inner, depth): make_schedule("nested", graph, 4 * depth, costs(graph), inner=inner).in_flight["e0.0"] / depth
         for inner, chunks in (("1f1b", 1), ("interleaved", 2), ("eager-1f1b", 1), ("zb-h1", 1))
         for depth in (2, 4)
         for graph in [spread(depth, chunks=chunks)]
     }
     three = [("interleaved", 4), ("eager-1f1b", 4)]
-    assert found == {key: 3 if key in three else 2 for key in found}
+    assert orders == {key: 3 if key in three else 2 for key in orders}
     frozen = spread(4, frozen=True)
     assert make_schedule("nested", frozen, 16, costs(frozen)).in_flight["e0.0"] == 4
 
@@ -198,8 +202,8 @@ def test_a_generator_costs_the_llm_a_unit_of_memory_at_most(inner):
     graph = spread(4, chunks=2 if inner == "interleaved" else 1, generators=1)
     plain = make_schedule(inner, without_lanes(graph), 20, costs(graph))
     nested = make_schedule("nested", graph, 20, costs(graph), inner=inner)
-    more = {name: nested.bound(name) - bound for name, bound in plain.in_flight.items()}
-    assert max(more.values()) <= 4 and min(more.values()) >= 3
+    extra = {name: nested.bound(name) - bound for name, bound in plain.in_flight.items()}
+    assert max(extra.values()) <= 4 and min(extra.values()) >= 3
 
 
 @pytest.mark.long

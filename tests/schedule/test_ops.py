@@ -202,12 +202,12 @@ def test_what_works_beside_the_ranks_is_held_too():
 def test_step_ops_are_unique_and_in_an_order_that_works(graph, microbatches, window, split):
     graph = graph.with_split() if split else graph
     graph = replace(graph, stages=tuple(replace(node, offload=node.module != "llm") for node in graph.stages))
-    seen: set[Op] = set()
+    earlier: set[Op] = set()
     for op in step_ops(graph, microbatches, window):
-        assert op not in seen
-        assert seen.issuperset(dependencies(graph, microbatches, op, window))
-        seen.add(op)
-    assert len([op for op in seen if op.kind == "F"]) == len(graph.stages) * microbatches
+        assert op not in earlier
+        assert earlier.issuperset(dependencies(graph, microbatches, op, window))
+        earlier.add(op)
+    assert len([op for op in earlier if op.kind == "F"]) == len(graph.stages) * microbatches
 
 
 def test_ranks_of_moves_follow_the_kind_of_edge():

@@ -1,4 +1,4 @@
-"""Layers to stages: as good as every other cut, and aware of what is frozen."""
+"""Layers to stages: as good as every other cut, and aware of frozen modules."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ def squares(seconds: Sequence[float], stages: Sequence[range]) -> float:
 def test_no_other_cut_has_a_shorter_longest_stage(data: st.DataObject, seconds: list[float]) -> None:
     chunks = data.draw(st.integers(1, min(3, len(seconds))))
     stages = data.draw(st.integers(1, len(seconds) // chunks))
-    found = cut(seconds, stages, chunks=chunks)
-    assert len(found) == stages * chunks and [layer for stage in found for layer in stage] == list(range(len(seconds)))
-    others = list(every_cut(len(seconds), stages * chunks))
-    best = min(longest_stage(seconds, other) for other in others)
-    assert longest_stage(seconds, found) == pytest.approx(best, rel=1e-9)
-    tied = [other for other in others if longest_stage(seconds, other) <= best * (1 + 1e-13)]
-    assert squares(seconds, found) <= min(squares(seconds, other) for other in tied) * (1 + 1e-9) + 1e-12
+    stages_of_cut = cut(seconds, stages, chunks=chunks)
+    assert len(stages_of_cut) == stages * chunks and [layer for stage in stages_of_cut for layer in stage] == list(
+        range(len(seconds))
+    )
+    candidates = list(every_cut(len(seconds), stages * chunks))
+    best = min(longest_stage(seconds, candidate) for candidate in candidates)
+    assert longest_stage(seconds, stages_of_cut) == pytest.approx(best, rel=1e-9)
+    tied = [candidate for candidate in candidates if longest_stage(seconds, candidate) <= best * (1 + 1e-13)]
+    assert (
+        squares(seconds, stages_of_cut) <= min(squares(seconds, candidate) for candidate in tied) * (1 + 1e-9) + 1e-12
+    )
 
 
 def test_backward_by_what_is_trained_and_where() -> None:
@@ -73,8 +77,8 @@ def test_what_cannot_be_cut(seconds: list[float], stages: int, chunks: int, mess
 
 def test_a_deep_model_is_cut_at_once() -> None:
     seconds = [1.0 + (layer % 7) / 10 for layer in range(128)]
-    found = cut(seconds, 16, chunks=2)
-    assert longest_stage(seconds, found) < 1.15 * sum(seconds) / 32
+    stages = cut(seconds, 16, chunks=2)
+    assert longest_stage(seconds, stages) < 1.15 * sum(seconds) / 32
 
 
 FIGURE_3B = {
@@ -88,19 +92,19 @@ DEPTHS = {"encoder": 24, "projector": 1, "llm": 32}
 
 
 def ruled(status: str, *, recompute: bool = True) -> dict[str, float]:
-    """What the rule says of figure 3b: each module's backward as a multiple of its forward."""
+    """The rule for figure 3b: each module's backward as a multiple of its forward."""
     trained = {"encoder": status == "not frozen", "projector": True, "llm": status == "not frozen"}
     names = list(trained)
     return {
         name: backward_factor(
-            trained=trained[name], trained_before=any(trained[other] for other in names[:at]), recompute=recompute
+            trained=trained[name], trained_before=any(trained[earlier] for earlier in names[:at]), recompute=recompute
         )
         for at, name in enumerate(names)
     }
 
 
 def test_the_backward_rule_against_figure_3b() -> None:
-    """Of six measured backwards the rule gives those of what is trained and large, and that of nothing; see below."""
+    """Of six measured backwards the rule matches large trained modules and the one without backward; see below."""
     measured = {
         status: {name: backward / forward for name, (forward, backward) in times.items()}
         for status, times in FIGURE_3B.items()
@@ -123,6 +127,6 @@ def test_a_cut_by_the_rule_is_as_good_as_one_by_the_times_of_figure_3b(stages: i
         both = [(forward + backward) / DEPTHS[name] for name, forward, backward in layers]
         by_rule = [forward / DEPTHS[name] * (1 + rule[name]) for name, forward, _ in layers]
         by_forward = [forward / DEPTHS[name] for name, forward, _ in layers]
-        best, ours, unaware = (longest_stage(both, cut(own, stages)) for own in (both, by_rule, by_forward))
+        best, ours, unaware = (longest_stage(both, cut(estimates, stages)) for estimates in (both, by_rule, by_forward))
         assert ours == pytest.approx(best, rel=1e-9)
         assert unaware > gain * best if status == "frozen" else unaware == pytest.approx(best, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Three phases and encoders first: what runs when, windows, and parameters that leave meanwhile."""
+"""Three phases and encoders first: order, windows, and parameters that are offloaded meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements: what runs where, that layers and work add up, and that cuts are as even as can be."""
+"""Placements: ranks of all stages, sums of layers and work, and even cuts."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_every_way_has_all_layers_on_six_ranks_and_runs_every_schedule(encoders)
         assert _work(placement) == pytest.approx({"vision": 4 * times, "audio": 2 * times, "llm": 6})
         assert placement.graph.ranks == tuple(range(6))
         costs = placement.costs(4, move=0.1, once=0.2)
-        for schedule in SCHEDULES:
-            made = make_schedule(schedule, placement.graph, 4, costs)
-            validate(made)
-            timeline = simulate(made, costs)
-            assert timeline.makespan > 4 * (12 if name != "replicated" else 42) * 0.5 / 6, (name, schedule)
+        for schedule_name in SCHEDULES:
+            schedule = make_schedule(schedule_name, placement.graph, 4, costs)
+            validate(schedule)
+            timeline = simulate(schedule, costs)
+            assert timeline.makespan > 4 * (12 if name != "replicated" else 42) * 0.5 / 6, (name, schedule_name)
 
 
 def test_stages_and_edges():
@@ -114,12 +114,12 @@ def test_lanes_have_a_microbatch_each_on_the_ranks_of_the_llm():
     assert joined[0] == ("vision.0", "llm.0") and joined[-1] == ("llm.5", "painter.0")
     costs = placement.costs(6)
     assert costs.of(Op("F", "vision.0", 5)) == 4 * 0.5 and costs.of(Op("B", "painter.0", 0)) == 2 * 4 * 0.5
-    whole = in_lanes((VISION,), LLM, 3, generators=(PAINTER,))
-    assert whole.work(6) == dict.fromkeys(range(3), 6 * (4 + 6 + 4) * 0.5 * 3 / 3)
+    laned = in_lanes((VISION,), LLM, 3, generators=(PAINTER,))
+    assert laned.work(6) == dict.fromkeys(range(3), 6 * (4 + 6 + 4) * 0.5 * 3 / 3)
     for schedule in LANED:
-        made = make_schedule(schedule, whole.graph, 6, whole.costs(6))
-        validate(made)
-        assert simulate(made, whole.costs(6)).makespan >= whole.work(6)[0], schedule
+        timed = make_schedule(schedule, laned.graph, 6, laned.costs(6))
+        validate(timed)
+        assert simulate(timed, laned.costs(6)).makespan >= laned.work(6)[0], schedule
 
 
 def test_work_is_the_sum_of_costs():
@@ -132,10 +132,10 @@ def test_work_is_the_sum_of_costs():
 
 
 def test_generators_are_behind_the_llm():
-    own = apart((VISION,), LLM, {"vision": 1, "llm": 2, "painter": 2}, chunks=2, generators=(PAINTER,))
-    assert [f"{n.name}@{n.ranks[0]}" for n in own.graph.stages] == [
+    separate = apart((VISION,), LLM, {"vision": 1, "llm": 2, "painter": 2}, chunks=2, generators=(PAINTER,))
+    assert [f"{n.name}@{n.ranks[0]}" for n in separate.graph.stages] == [
         "vision.0@0", "llm.0@1", "llm.1@2", "llm.2@1", "llm.3@2", "painter.0@3", "painter.1@4"]  # fmt: skip
-    assert [edge.src for edge in own.graph.in_edges("painter.0")] == ["llm.3"]
+    assert [edge.src for edge in separate.graph.in_edges("painter.0")] == ["llm.3"]
     row = in_pipeline((VISION,), LLM, 7, generators=(PAINTER,))
     assert [dict(load) for load in row.loads.values()] == [{"vision": 2}] * 2 + [{"llm": 2}] * 3 + [{"painter": 2}] * 2
     assert [edge.src for edge in row.graph.in_edges("painter.0")] == ["llm.2"]
@@ -148,12 +148,12 @@ def test_a_split_backward_takes_as_long_as_a_whole_one():
     vision = TimedModule(name="vision", layers=4, seconds=0.5, backward=3.5, weights=1.0)
     still = TimedModule(name="llm", layers=6, seconds=0.5, trainable=False)
     placement = in_lanes((vision,), still, 2, generators=(PAINTER,))
-    whole, split = placement.costs(1), placement.costs(1, split=True)
+    unsplit, split = placement.costs(1), placement.costs(1, split=True)
     of = lambda costs, kind, stage: costs.of(Op(kind, stage, 0))  # noqa: E731
-    assert of(whole, "B", "vision.0") == 3.5 * 2.0
+    assert of(unsplit, "B", "vision.0") == 3.5 * 2.0
     assert (of(split, "B", "vision.0"), of(split, "W", "vision.0")) == (2.5 * 2.0, 2.0)
     assert of(split, "B", "painter.0") == of(split, "W", "painter.0") == 2.0
-    assert of(split, "B", "llm.0") == of(whole, "B", "llm.0") and ("W", "llm.0", False) not in split.seconds
+    assert of(split, "B", "llm.0") == of(unsplit, "B", "llm.0") and ("W", "llm.0", False) not in split.seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

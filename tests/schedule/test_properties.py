@@ -23,7 +23,7 @@ fewer = settings(steady, max_examples=70)
 
 @st.composite
 def orders(draw: st.DrawFn) -> dict[str, Any]:
-    """What a schedule of any kind is made of, for a drawn graph: the arguments of `make_schedule`."""
+    """Arguments of `make_schedule` for a drawn graph and a schedule of any kind."""
     name = draw(st.sampled_from(list(SCHEDULES)))
     inner = draw(st.sampled_from(INNER)) if name in NESTING else INNER[0]
     laned = name in NESTING or (name in LANED and draw(st.booleans()))
@@ -58,7 +58,7 @@ def steps() -> st.SearchStrategy[tuple[Schedule, Costs]]:
 
 
 def _offloaded(graph: StageGraph, *, everywhere: bool) -> StageGraph:
-    """With all encoders offloaded that may be: those that share a rank with what is no encoder."""
+    """The graph with all encoders offloaded that share a rank with a module that is no encoder."""
     behind = {rank for node in graph.stages if node.module not in encoders(graph) for rank in node.ranks}
     may = {node.module for node in graph.stages if everywhere or behind.intersection(node.ranks)}
     stages = (replace(node, offload=node.module in may and node.module in encoders(graph)) for node in graph.stages)
@@ -98,7 +98,7 @@ def test_schedules_are_valid_and_keep_their_promise(step):
 @fewer
 @given(steps())
 def test_ranks_that_run_their_ops_in_order_never_deadlock(step):
-    """Each rank is a queue; an op runs when it is first on all ranks that take part in it and has what it needs."""
+    """Each rank is a queue; an op runs when it is first on all of its ranks and its dependencies have ended."""
     schedule, _ = step
     queues = {rank: list(schedule.for_rank(rank))[::-1] for rank in schedule.graph.ranks}
     ended: set[Op] = set()
@@ -151,7 +151,7 @@ def test_mutated_schedules_are_refused(data, step):
         validate(replace(schedule, ops=tuple(ops)))
 
 
-def _same_turn(graph: StageGraph, one: Op, other: Op) -> bool:
-    if (one.kind, one.stage) != (other.kind, other.stage) or one.kind not in ("F", "B", "W"):
+def _same_turn(graph: StageGraph, first: Op, second: Op) -> bool:
+    if (first.kind, first.stage) != (second.kind, second.stage) or first.kind not in ("F", "B", "W"):
         return False
-    return len({graph.stage(op.stage).lane(op.microbatch) for op in (one, other)}) == 1
+    return len({graph.stage(op.stage).lane(op.microbatch) for op in (first, second)}) == 1

@@ -1,4 +1,4 @@
-"""The recurrence gives what the simulator gives."""
+"""The recurrence equals the simulator."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_ancestors_are_all_that_must_have_ended():
     graph = chain(2)
     recurrence = Recurrence(one_f_one_b(graph, 2, Costs.nominal(graph)), Costs.nominal(graph), ["llm.0"])
     ops = {str(op): op for op in recurrence.ops}
-    found = recurrence.ancestors(recurrence.index[ops["B llm.0 microbatch 0"]])
-    names = {str(recurrence.ops[i - 1]) for i in found}
+    ancestors = recurrence.ancestors(recurrence.index[ops["B llm.0 microbatch 0"]])
+    names = {str(recurrence.ops[i - 1]) for i in ancestors}
     assert names == {f"{op} microbatch 0" for op in ("F llm.0", "F llm.1", "B llm.1")} | {"F llm.0 microbatch 1"}
 
 

@@ -1,4 +1,4 @@
-"""Schedules replayed by real processes: what they wait for, and that simulations agree with them."""
+"""Schedules replayed by real processes: their waits, and agreement with simulations."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS = 8
 
 
 def require_no_less(measured: Timeline, costs: Costs) -> None:
-    """A machine only adds time to what is modelled, however busy it is."""
+    """A machine only adds time to the model, however busy it is."""
     assert measured.makespan >= simulate(measured.schedule, costs).makespan
     for op, (start, end) in measured.spans.items():
         assert end - start >= costs.of(op) - 1e-9
 
 
 def require_as_simulated(measured: Timeline, costs: Costs) -> None:
-    """Ops take what they cost, in order; with the times that they really took the simulation is right."""
+    """Ops take their costs, in order; a simulation with the measured times is right."""
     slept = [(end - start) / costs.of(op) for op, (start, end) in measured.spans.items() if costs.of(op) > 10 * MS]
     assert min(slept, default=1.0) < 1.1, "an op takes what it costs"
     for op, (start, _) in measured.spans.items():
@@ -99,7 +99,7 @@ def test_an_encoder_on_several_stages_runs_in_all_of_them_together():
 
 
 def test_an_async_move_takes_its_time_and_nobodys():
-    """The receiver waits for it; meanwhile the sender runs what comes next."""
+    """The receiver waits for the move; meanwhile the sender runs its next op."""
     graph = chain(2).forward_only()
     costs = scaled(Costs.nominal(graph, move=4.0), 15 * MS)
     schedule = Schedule(graph=graph, microbatches=2, ops=tuple(step_ops(graph, 2)), name="mine")

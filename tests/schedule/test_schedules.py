@@ -52,7 +52,7 @@ def _computes(schedule: Schedule) -> list[str]:
 def test_the_registry_has_the_schedules_of_training():
     names = ["1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first", "nested"]
     assert list(SCHEDULES) == names
-    assert [own.make(chain(1), 1, Costs.nominal(chain(1))).name for own in SCHEDULES.values()] == names
+    assert [traits.make(chain(1), 1, Costs.nominal(chain(1))).name for traits in SCHEDULES.values()] == names
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -120,8 +120,8 @@ def test_zb_h1_bounds_a_module_by_its_own_first_stage():
 def test_zb_h1_is_never_longer_than_1f1b_of_even_stages(data, graph, microbatches):
     depth = data.draw(st.integers(1, 6))
     costs = Costs.nominal(chain(depth), backward=data.draw(st.sampled_from([1.0, 2.0, 3.0])))
-    split, whole = (make(chain(depth), microbatches, costs) for make in (zb_h1, one_f_one_b))
-    assert simulate(split, costs).makespan <= simulate(whole, costs).makespan + 1e-9
+    split, unsplit = (make(chain(depth), microbatches, costs) for make in (zb_h1, one_f_one_b))
+    assert simulate(split, costs).makespan <= simulate(unsplit, costs).makespan + 1e-9
 
 
 def test_gpipe_runs_all_forwards_first():

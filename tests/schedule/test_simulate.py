@@ -101,16 +101,16 @@ def test_moves_over_one_wire_follow_one_another_and_pass_those_that_come_back():
 def test_a_split_backward_costs_what_the_whole_did():
     graph = chain(2)
     costs = Costs.nominal(graph, backward=2.5)
-    whole, split = costs.of(Op("B", "llm.0", 0)), costs.split_as(graph.with_split())
-    assert split.of(Op("B", "llm.0", 0)) == split.of(Op("W", "llm.0", 0)) == whole / 2
+    unsplit, split = costs.of(Op("B", "llm.0", 0)), costs.split_as(graph.with_split())
+    assert split.of(Op("B", "llm.0", 0)) == split.of(Op("W", "llm.0", 0)) == unsplit / 2
     assert split.split_as(graph.with_split()) == split and costs.split_as(graph) is costs
     measured = Costs(seconds={**costs.seconds, ("W", "llm.0", False): 0.5, ("W", "llm.1", False): 0.6})
     assert measured.split_as(graph.with_split()) is measured
     odd = replace(costs, overrides={("B", "llm.1", False, 1): 7.0}).split_as(graph.with_split())
     assert odd.of(Op("B", "llm.1", 1)) == odd.of(Op("W", "llm.1", 1)) == 3.5
-    one, two = one_f_one_b(graph, 4, costs), one_f_one_b(graph.with_split(), 4, costs)
-    assert simulate(two, costs).makespan < simulate(one, costs).makespan  # a B goes back before its W
-    assert simulate(two, costs).in_flight == simulate(one, costs).in_flight == {"llm.0": 2, "llm.1": 1}
+    unsplit, split = one_f_one_b(graph, 4, costs), one_f_one_b(graph.with_split(), 4, costs)
+    assert simulate(split, costs).makespan < simulate(unsplit, costs).makespan  # a B goes back before its W
+    assert simulate(split, costs).in_flight == simulate(unsplit, costs).in_flight == {"llm.0": 2, "llm.1": 1}
 
 
 def test_copies_run_beside_the_ranks_ops_and_one_after_another():
@@ -187,17 +187,17 @@ def test_nominal_costs_follow_what_is_trained():
 @given(st.data(), stage_graphs(), st.integers(1, 9), st.sampled_from([gpipe, one_f_one_b, forward_only]))
 def test_simulation_agrees_with_the_list_scheduler(data, graph, microbatches, make):
     costs = data.draw(costs_of(graph))
-    made = []
+    timelines = []
 
     def keep(*args, **kwargs):
-        made.append(list_schedule(*args, **kwargs))
-        return made[-1]
+        timelines.append(list_schedule(*args, **kwargs))
+        return timelines[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "list_schedule", keep)
         timeline = simulate(make(graph, microbatches, costs), costs)
-    assert timeline.starts == made[0].starts
-    assert timeline.ends == made[0].ends
+    assert timeline.starts == timelines[0].starts
+    assert timeline.ends == timelines[0].ends
     assert list(timeline.starts) == sorted(timeline.starts)
 
 

@@ -1,4 +1,4 @@
-"""What waits between F and B leaves the devices: how much is there, when it is back, and what that costs."""
+"""Residuals leave the devices between F and B: bytes on the devices, times of copies, and their cost."""
 
 from __future__ import annotations
 
@@ -27,16 +27,22 @@ WAYS = [("nested", inner) for inner in INNER] + [("encoders-first", "1f1b"), ("t
 
 def spread(depth: int, *, stash: bool = True, chunks: int = 1, lanes: bool = True, backward: bool = True) -> StageGraph:
     """An encoder on all ranks of an LLM's pipeline, in as many lanes or in one."""
-    width, own = chunks * depth, depth if lanes else 1
+    width, lanes_of_encoder = chunks * depth, depth if lanes else 1
     eye = StageNode(
-        name="eye.0", module="eye", index=0, ranks=tuple(range(depth)), lanes=own, stash=stash, trainable=backward
+        name="eye.0",
+        module="eye",
+        index=0,
+        ranks=tuple(range(depth)),
+        lanes=lanes_of_encoder,
+        stash=stash,
+        trainable=backward,
     )
     llm = [StageNode(name=f"llm.{i}", module="llm", index=i, ranks=(i % depth,)) for i in range(width)]
     return connected([eye, *llm], list(pairwise(node.name for node in (eye, *llm))), lambda *_: "async")
 
 
 def costs_of(graph: StageGraph, copy: float) -> Costs:
-    """Nominal ones, and seconds of a copy of what a microbatch's F keeps; an F takes 1."""
+    """Nominal costs, and seconds of a copy of a microbatch's residuals; an F takes 1."""
     copies = {(kind, "eye.0", False): copy for kind in STASH_COPIES}
     return Costs(seconds={**Costs.nominal(graph).seconds, **copies})
 
@@ -81,8 +87,8 @@ def test_the_way_back_is_beside_other_ops_and_no_earlier_than_it_needs(name: str
             ranks = participating_ranks(graph, Op("B", "eye.0", microbatch))
             before = [end for op, start, end in timeline.for_rank(ranks[0]) if start < need[0] and op.kind in "FBW"]
             assert back[0] < before[-1] <= need[0], "an op runs beside it"
-            own = [op for op in compute(timeline.schedule, ranks[0]) if op.stage == "eye.0"]
-            guard = own[max(0, own.index(Op("B", "eye.0", microbatch)) - 2)]
+            encoder_ops = [op for op in compute(timeline.schedule, ranks[0]) if op.stage == "eye.0"]
+            guard = encoder_ops[max(0, encoder_ops.index(Op("B", "eye.0", microbatch)) - 2)]
             assert back[0] >= timeline.span(guard)[1]
             if name == "nested" and microbatch >= 2:
                 assert back[1] <= need[0], "B need not wait for it"
@@ -95,8 +101,8 @@ def test_a_way_back_waits_until_what_was_there_has_left() -> None:
     schedule = make_schedule("encoders-first", graph, 8, costs_of(graph, 0.5))
     for m in range(4):
         assert Op("stash", "eye.0", m + 4) in schedule.awaits(Op("unstash", "eye.0", m))
-    later = (one for m in range(4, 8) for one in schedule.awaits(Op("unstash", "eye.0", m)))
-    assert not any(one.kind == "stash" for one in later), "a B has made room"
+    later = (awaited for m in range(4, 8) for awaited in schedule.awaits(Op("unstash", "eye.0", m)))
+    assert not any(awaited.kind == "stash" for awaited in later), "a B has made room"
 
 
 def test_an_encoder_without_lanes_has_one_microbatch_of_a_window_there() -> None:

@@ -31,8 +31,8 @@ def _schedule(graph, microbatches: int = 4) -> Schedule:
     return one_f_one_b(graph, microbatches, Costs.nominal(graph))
 
 
-def _swap(schedule: Schedule, one: Op, other: Op) -> Schedule:
-    exchange = {one: other, other: one}
+def _swap(schedule: Schedule, first: Op, second: Op) -> Schedule:
+    exchange = {first: second, second: first}
     return replace(schedule, ops=tuple(exchange.get(op, op) for op in schedule.ops))
 
 
