@@ -31,7 +31,7 @@ from mmjax.config import load_config
 from mmjax.data.batches import Batches, open_batches
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import TOKEN
-from mmjax.data.service.identity import DataSpec
+from mmjax.data.spec import DataSpec
 
 BENCH = "data"
 IMAGES, EDGE = 10, 1024

@@ -56,8 +56,8 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
 def _serve(values: dict[str, Any], description: Any, stopping: threading.Event) -> int:
     # Imported only now that JAX is forbidden.
     from mmjax.data.service.addresses import PLAIN, TLS, read_pair, read_token
-    from mmjax.data.service.identity import DataSpec
     from mmjax.data.service.server import BatchServer, require_free
+    from mmjax.data.spec import DataSpec
 
     spec, host, port = DataSpec.from_json(description), values["host"], values["port"]
     token, tls = read_token("--token_file", values["token_file"]), read_pair(values["tls_cert"], values["tls_key"])

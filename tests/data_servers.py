@@ -12,13 +12,15 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
+from mmjax.data.batch_shape import place_arrays
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
-from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.service import protocol
-from mmjax.data.service.encoding import fill, place_arrays
-from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.encoding import fill
+from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.protocol import SCHEMA, Request
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, StepBatch
@@ -65,7 +67,7 @@ def _other_cells(batch: StepBatch) -> StepBatch:
     """Rows of cell 0 where those of cell 1 are wanted, or of all."""
     first, *rest = batch.microbatches
     tokens = np.asarray(first.inputs["llm"]["tokens"])
-    held = HeldRows((0,), tokens.shape, 2, tokens[: len(tokens) // 2].copy())
+    held = PartialArray((0,), tokens.shape, 2, tokens[: len(tokens) // 2].copy())
     inputs = {**first.inputs, "llm": {**first.inputs["llm"], "tokens": held}}
     return replace(batch, microbatches=(replace(first, inputs=inputs), *rest))
 
@@ -141,7 +143,7 @@ class BentServer(flight.FlightServerBase):
         self.described = identity(spec, own.source)
         self.lie, self.delay, self.from_step = lie, delay, from_step
         self.asked: list[int] = []
-        self.shards: list[OwnRows | None] = []
+        self.shards: list[ProcessRows | None] = []
         super().__init__(f"grpc://127.0.0.1:{port}")
 
     @property
@@ -163,11 +165,11 @@ class BentServer(flight.FlightServerBase):
             return flight.RecordBatchStream(pa.table({"x": [1, 2]}))
         return flight.GeneratorStream(SCHEMA, self._send(context, step, lie, own))
 
-    def _send(self, context: Any, step: int, lie: str, own: OwnRows | None) -> Iterator[Any]:
+    def _send(self, context: Any, step: int, lie: str, own: ProcessRows | None) -> Iterator[Any]:
         end = time.monotonic() + self.delay
         while time.monotonic() < end and not context.is_cancelled():
             time.sleep(0.01)
-        maker = replace(self.maker, own=own) if isinstance(self.maker, StepMaker) else self.maker
+        maker = replace(self.maker, process_rows=own) if isinstance(self.maker, StepMaker) else self.maker
         batch = maker(step + (lie == "step"))
         header, block = encode(BATCHES.get(lie, lambda b: b)(batch))
         described = HEADERS.get(lie, lambda h: h)(json.loads(header))

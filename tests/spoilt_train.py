@@ -21,7 +21,7 @@ def spoilt(self, step):
     batch = plain(self, step)
     if step == 2 and jax_compat.process_index() == 1:
         patches = batch.microbatches[1].inputs["vision"]["patches"]
-        held = patches if isinstance(patches, np.ndarray) else patches.held
+        held = patches if isinstance(patches, np.ndarray) else patches.local_rows
         held[tuple(axis[0] for axis in np.nonzero(held))] = np.inf
     return batch
 

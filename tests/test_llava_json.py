@@ -18,8 +18,9 @@ from mmjax.build.assembly import build_packer, open_source
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker
-from mmjax.data.service.identity import DataSpec, difference, identity
+from mmjax.data.service.identity import difference, identity
 from mmjax.data.sources.config import KINDS
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval.folder import for_folder
 from mmjax.eval.samples import held_out

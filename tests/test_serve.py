@@ -25,10 +25,10 @@ from trial_runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, t
 
 from mmjax.build.assembly import planned_data_spec
 from mmjax.config import load_config
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.batch_shape import BatchShape
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.service import protocol
 from mmjax.data.service.client import Server, ServerAway, ServerError, ServerRefuses, Wanted
-from mmjax.data.service.encoding import BatchShape
 from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.protocol import REQUEST_LIMIT, Request
 from mmjax.flags import FOLLOWED
@@ -91,9 +91,11 @@ def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_pat
     server.probe()
     assert server.workers == 1
     assert same(server.fetch(7), spec.maker()(7))
-    own = OwnRows(cells={"vision": {"patches": (1,), "positions": (1,)}})
-    part = Server(address, replace(wanted, own=own, shape=BatchShape(spec.packer, spec.global_batch, own)), TOKEN)
-    assert same(part.fetch(7), spec.maker(own=own)(7))
+    own = ProcessRows(cells={"vision": {"patches": (1,), "positions": (1,)}})
+    part = Server(
+        address, replace(wanted, process_rows=own, shape=BatchShape(spec.packer, spec.global_batch, own)), TOKEN
+    )
+    assert same(part.fetch(7), spec.maker(process_rows=own)(7))
     client = flight.FlightClient(address)
     call = flight.FlightCallOptions(timeout=20, headers=[(b"authorization", f"Bearer {TOKEN}".encode())])
     [answer] = client.do_action(flight.Action("health", b""), call)

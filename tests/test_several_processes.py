@@ -143,7 +143,7 @@ def test_check_sees_rows_that_a_process_does_not_read(tmp_path: Path, monkeypatc
         assert command.end(500) == 1, command.text()
     finally:
         command.stop()
-    assert "error: process 1 has ended" in command.text() and "HeldRows" in command.text(), command.text()
+    assert "error: process 1 has ended" in command.text() and "PartialArray" in command.text(), command.text()
 
 
 @pytest.mark.slow

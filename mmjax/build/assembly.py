@@ -22,12 +22,12 @@ from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import ChosenBuckets, cells_for, choose, look_at, per_cell, per_microbatch
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, StepMaker, make_packer, make_source, tokenizer_of
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder, train_schedule
 from mmjax.data.send_lists import list_shapes
-from mmjax.data.service.identity import DataSpec
 from mmjax.data.sources.mixture import Mixture
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Microbatch
 from mmjax.mesh.layout import cell_count
@@ -188,7 +188,7 @@ def _kept(config: Config, before: Config, asked: Mapping[str, int]) -> Config | 
 def _decides(config: Config) -> tuple[object, ...]:
     """The settings that a choice of buckets depends on, beside the samples themselves and their costs."""
     train, cells = config.train, cell_count(config.layouts.values())
-    data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("here")}
+    data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("local")}
     about = config.task, config.sources, cells, one_bucket(config)
     return data, *about, train.seed, train.global_batch, train.microbatches
 
@@ -265,7 +265,7 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
     return shapes
 
 
-def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> OwnRows | None:
+def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> ProcessRows | None:
     """The rows that this process's devices read of a step's microbatches; ``None`` for all, in a run of one process.
 
     ``names`` are those of the host inputs that there are, by module.
@@ -273,10 +273,10 @@ def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
     if placed.world.processes == 1:
         return None
     count = math.lcm(*(layout.lanes for layout in placed.layouts.values()))
-    return OwnRows.in_turns([_rows_of(placed, names, microbatch) for microbatch in range(min(count, microbatches))])
+    return ProcessRows.in_turns([_rows_of(placed, names, microbatch) for microbatch in range(min(count, microbatches))])
 
 
-def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> OwnRows:
+def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> ProcessRows:
     """The rows of a microbatch that this process's devices read."""
     cells: dict[str, dict[str, set[int]]] = {}
     for stage in (placed.places[node.lane_name(microbatch)] for node in placed.graph.stages):
@@ -287,7 +287,7 @@ def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
         read = {cell for i in here for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
         for name in stage.model.read(names[stage.model.module]):
             own.setdefault(name, set()).update(read)
-    return OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})
+    return ProcessRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})
 
 
 def _cells(shard: int, dp: int, cells: int) -> range:

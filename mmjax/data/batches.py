@@ -8,7 +8,7 @@ from typing import Protocol
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker
 from mmjax.data.service.addresses import read_addresses, read_token, read_trusted
-from mmjax.data.service.identity import DataSpec
+from mmjax.data.spec import DataSpec
 from mmjax.data.types import StepBatch
 
 

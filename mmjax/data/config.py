@@ -17,8 +17,9 @@ from mmjax.data.tasks.registry import SOURCES, TASKS, Task
 
 FALLBACKS = ("error", "local")
 MOST_BUCKETS = 64
-_HERE: dict[str, Any] = {"here": True}
-"""Metadata of fields that say where and how batches are prepared; the batches' content does not depend on them."""
+_LOCAL: dict[str, Any] = {"local": True}
+"""Metadata of settings of this host: where and how batches are prepared. The content of batches does not depend on
+them."""
 
 
 @configurable("Data")
@@ -50,24 +51,24 @@ class DataConfig:
     sources: Mapping[str, float] = field(default_factory=dict, metadata={"example": {"mine": 1.0}})
     task: str = next(iter(TASKS))
     sequence_length: int = 96
-    workers: int = field(default=1, metadata=_HERE)
-    prefetch: int = field(default=2, metadata=_HERE)
+    workers: int = field(default=1, metadata=_LOCAL)
+    prefetch: int = field(default=2, metadata=_LOCAL)
     reorder: str = "none"
-    servers: tuple[str, ...] | str = field(default=(), metadata={**_HERE, "example": ("grpc+tls://host:8815",)})
-    fallback: str = field(default="error", metadata=_HERE)
-    patience: float = field(default=60.0, metadata=_HERE)
-    token_file: str = field(default="", metadata=_HERE)
-    tls_ca: str = field(default="", metadata=_HERE)
+    servers: tuple[str, ...] | str = field(default=(), metadata={**_LOCAL, "example": ("grpc+tls://host:8815",)})
+    fallback: str = field(default="error", metadata=_LOCAL)
+    patience: float = field(default=60.0, metadata=_LOCAL)
+    token_file: str = field(default="", metadata=_LOCAL)
+    tls_ca: str = field(default="", metadata=_LOCAL)
     tokenizer: str = ""
     new_tokens: tuple[str, ...] = field(default=(), metadata={"example": ("<tool>", "</tool>")})
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
     generator: str = "painter"
     folder: str = ""
-    cache: str = field(default="", metadata=_HERE)
+    cache: str = field(default="", metadata=_LOCAL)
     max_pixels: int = 65536
-    require_same: bool = field(default=False, metadata=_HERE)
-    max_broken: float = field(default=0.5, metadata=_HERE)
+    require_same: bool = field(default=False, metadata=_LOCAL)
+    max_broken: float = field(default=0.5, metadata=_LOCAL)
 
     def __post_init__(self) -> None:
         one_of("Data.task", self.task, TASKS)

@@ -19,9 +19,9 @@ import numpy as np
 from mmjax.attention.language import WORDS, Rules
 from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
-from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
 from mmjax.data.patches import patch_inputs, patch_places, patch_shapes
 from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
 from mmjax.data.split import WHOLE, Pointers, Split
 from mmjax.data.tiles import NEWLINE, Places, arrange
@@ -45,8 +45,8 @@ class Filling:
     cells: int
 
     def rows(
-        self, module: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
-    ) -> dict[str, HeldRows]:
+        self, module: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: ProcessRows | None
+    ) -> dict[str, PartialArray]:
         """The inputs of a module, by name, in wanted rows and those that others' are made of.
 
         Args:
@@ -58,8 +58,8 @@ class Filling:
         return self._llm_rows(plan, samples, own) if module == "llm" else self._encoder_rows(module, plan, samples, own)
 
     def _llm_rows(
-        self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
-    ) -> dict[str, HeldRows]:
+        self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: ProcessRows | None
+    ) -> dict[str, PartialArray]:
         shape = (plan.llm.rows_per_cell * plan.cells, plan.llm.width)
         values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
         values |= {f"{name}_index": -1 for name in self._shown}
@@ -70,12 +70,12 @@ class Filling:
         rules = Rules.parse(self.mask)
         words = WORDS if rules.kind == "words" else ()
         values |= dict.fromkeys(words, 0)
-        arrays: dict[str, HeldRows] = {}
+        arrays: dict[str, PartialArray] = {}
         for name, value in values.items():
             cells = self._llm_cells(name, plan.cells, own)
             dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
             dtype = np.uint32 if name in ("is", "attends") else dtype
-            arrays[name] = HeldRows.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
+            arrays[name] = PartialArray.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
             in_row[row] = in_row.get(row, 0) + 1
@@ -105,7 +105,7 @@ class Filling:
                     _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
         return arrays
 
-    def _llm_cells(self, name: str, cells: int, own: OwnRows | None) -> Sequence[int]:
+    def _llm_cells(self, name: str, cells: int, own: ProcessRows | None) -> Sequence[int]:
         """The cells whose rows of an input of the LLM are filled: the wanted ones; and those whose pointers are, where
         the input is these, or the order of the LLM's tokens follows from it."""
         if name == "segments":
@@ -116,7 +116,7 @@ class Filling:
                 found |= self._pointing_cells(one, own)
         return sorted(found)
 
-    def _pointing_cells(self, one: Pointers, own: OwnRows | None) -> set[int]:
+    def _pointing_cells(self, one: Pointers, own: ProcessRows | None) -> set[int]:
         """The cells whose pointers are filled: the wanted ones, and those whose lists are made of them."""
         made = wanted_cells(own, one.source, send_list(one.module), self.cells)
         return {*wanted_cells(own, one.module, one.name, self.cells), *made}
@@ -156,16 +156,16 @@ class Filling:
                 yield cell, sample, where, Places(tokens[np.where(index < 0, -1, index)], shares)
 
     def _encoder_rows(
-        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None
-    ) -> dict[str, HeldRows]:
+        self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: ProcessRows | None
+    ) -> dict[str, PartialArray]:
         spec, part = self.encoders[name], plan.encoders[name]
         rows, width = spec.buckets[part.bucket]
         lead = (rows * plan.cells, width)
 
-        def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> HeldRows:
+        def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> PartialArray:
             whole = input_ in ("segments", *self._ordered_by(name))
             cells = range(plan.cells) if whole else wanted_cells(own, name, input_, plan.cells)
-            return HeldRows.full(cells, shape, plan.cells, value, dtype)
+            return PartialArray.full(cells, shape, plan.cells, value, dtype)
 
         arrays = {
             "segments": empty("segments", lead, dtype=np.int32),
@@ -193,11 +193,11 @@ class Filling:
         if spec.drawn:
             (one,) = (one for one in self.pointers if one.module == name)
             shape, cells = (lead[0], width // spec.patches_per_token), sorted(self._pointing_cells(one, own))
-            arrays["index"] = HeldRows.full(cells, shape, plan.cells, -1)
+            arrays["index"] = PartialArray.full(cells, shape, plan.cells, -1)
             self._index(name, plan, samples, arrays["index"])
         return arrays
 
-    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: HeldRows) -> None:
+    def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray) -> None:
         """Writes into `out` [R, T/merge**A] where each token's placeholder is in the LLM rows of its cell."""
         rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
         for cell, sample, where, tokens in self._places(name, plan, samples):
@@ -214,7 +214,7 @@ def shown(encoders: Mapping[str, EncoderSpec]) -> list[str]:
     return [name for name, spec in encoders.items() if not spec.drawn]
 
 
-def _write(out: HeldRows, row: int, where: slice | np.ndarray, values: Any) -> None:
+def _write(out: PartialArray, row: int, where: slice | np.ndarray, values: Any) -> None:
     """Writes `values` into a row, if it is wanted; only then are they made, where they are a function."""
     target = out.row(row)
     if target is not None:

@@ -1,8 +1,8 @@
 """The stream of step batches: a Grain dataset over steps, made by worker processes that never import JAX.
 
 A batch is a pure function of (seed, step): step s holds samples s*G … s*G+G-1 of the source for a global batch of G, in
-an order that their metadata decide. So the stream can start at any step, and does not depend on how many workers make
-it.
+an order that follows from their metadata. So the stream can start at any step, and does not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 from mmjax.configurable import ConfigError
 from mmjax.data import worker
+from mmjax.data.batch_shape import BatchShape
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
-from mmjax.data.own_rows import OwnRows, turn_of
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows, turn_of
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
-from mmjax.data.service.encoding import BatchShape
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import IndexObserver
@@ -39,14 +39,14 @@ class Source(Protocol):
     """Samples by index: the same index gives the same sample in every process."""
 
     def meta(self, index: int) -> SampleMeta:
-        """The metadata of sample `index`, without opening a medium; every process asks for those of every sample."""
+        """The metadata of sample `index`, without opening a medium; every process reads those of every sample."""
         ...
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); others are not opened.
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); no others are opened.
 
-        `learned` says whether its loss weights are wanted. A broken medium sets them to zero, so all media may have to
-        be opened to know them.
+        `learned`: whether the loss weights are needed. A broken medium sets them to zero, so they may need all media
+        opened.
         """
         ...
 
@@ -81,9 +81,9 @@ def make_source(
       split: "train" or "test".
       task: the settings of the task that `config` names; by default its defaults.
       sources: the configuration of each of `config.sources`.
-      observer: told about the progress if metadata have to be collected.
-      skipped: a file for the names of records that cannot be read.
-      known: the records of each of `config.sources` as the run knows them; those that it holds out stay held out.
+      observer: receives the progress of collecting metadata, where that is necessary.
+      skipped: path of a file for the names of records that cannot be read.
+      known: the records of each of `config.sources` that the run knows; its held-out records stay held out.
 
     Raises:
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
@@ -91,9 +91,18 @@ def make_source(
     tokenizer = tokenizer_of(config, tuple(encoders))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
     config.check_modules(task, *media)
-    about: Any = {"sources": sources or {}, "observer": observer, "skipped": skipped, "known": known}
-    settings = config.origin.settings(task)
-    return config.origin.open(config, encoders, tokenizer, settings=settings, seed=seed, split=split, **about)
+    return config.origin.open(
+        config,
+        encoders,
+        tokenizer,
+        settings=config.origin.settings(task),
+        seed=seed,
+        split=split,
+        sources=sources or {},
+        observer=observer,
+        skipped=skipped,
+        known=known,
+    )
 
 
 def make_packer(
@@ -116,7 +125,9 @@ def make_packer(
     per_cell, length = -(-rows // cells), config.sequence_length
     costs = pairs or {}
     specs = fill_buckets(encoders, worst, rows_per_cell=per_cell, sequence_length=length, pairs=costs)
-    about: Any = {"samples_per_cell": per_cell, "sequence_length": length, "pairs": costs.get("llm", 0.0)}
+    llm_buckets = text_buckets(
+        text, worst, samples_per_cell=per_cell, sequence_length=length, pairs=costs.get("llm", 0.0)
+    )
     return Packer(
         encoders=specs,
         sequence_length=config.sequence_length,
@@ -124,7 +135,7 @@ def make_packer(
         cells=cells,
         pad=tokenizer.pad,
         one_bucket=one_bucket,
-        text=text_buckets(text, worst, **about),
+        text=llm_buckets,
         pairs=costs,
         axes=axes,
         mask=mask,
@@ -140,35 +151,39 @@ class StepMaker:
       packer: packs them.
       global_batch: samples of a step.
       order: reorders the samples of a step; by default they stay as they come.
-      own: the rows to fill in, all by default; samples that none of them needs are not read.
+      process_rows: the rows to fill in, all by default; samples that none of them needs are not read.
     """
 
     source: Source
     packer: Packer
     global_batch: int
     order: StepOrder | None = None
-    own: OwnRows | None = None
+    process_rows: ProcessRows | None = None
 
     def __call__(self, step: int) -> StepBatch:
         first = int(step) * self.global_batch
         metas = [self.source.meta(first + i) for i in range(self.global_batch)]
-        found = self.order(metas, self.packer) if self.order else None
-        order = found.order if found else range(self.global_batch)
+        reordered = self.order(metas, self.packer) if self.order else None
+        order = reordered.order if reordered else range(self.global_batch)
         plan = self.packer.plan(int(step), [metas[i] for i in order])
         filled, broken, left = [], list[tuple[str, ...]](), iter(order)
         for number, part in enumerate(plan.microbatches):
-            rows = turn_of(self.own, number)
-            own = [first + i for i in islice(left, len(part.metas))]
+            rows = turn_of(self.process_rows, number)
+            indices = [first + i for i in islice(left, len(part.metas))]
             needed, learned = part.needed(rows).items(), part.learned(rows)
-            chosen = {row: self._sample(own[row], part.metas[row], media, row in learned) for row, media in needed}
-            filled.append(self.packer.fill(part, chosen, rows))
-            broken += [sample.broken for sample in chosen.values() if sample.broken]
-        return replace(plan.batch(filled), figures=found.figures if found else {}, broken=tuple(broken))
+            samples = {
+                place: self._sample(indices[place], part.metas[place], media, place in learned)
+                for place, media in needed
+            }
+            filled.append(self.packer.fill(part, samples, rows))
+            broken += [sample.broken for sample in samples.values() if sample.broken]
+        figures = reordered.figures if reordered else {}
+        return replace(plan.batch(filled), figures=figures, broken=tuple(broken))
 
     @property
     def most_bytes(self) -> int:
         """Bytes of the arrays of the largest batch."""
-        return BatchShape(self.packer, self.global_batch, self.own).most_bytes
+        return BatchShape(self.packer, self.global_batch, self.process_rows).most_bytes
 
     def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
         """Reads a sample. Raises ConfigError if it differs from its metadata, with which other processes planned."""
@@ -179,11 +194,11 @@ class StepMaker:
 
 
 MOST_STEPS = 2**40
-"""Numbers of steps are below this."""
+"""An upper bound of step numbers."""
 
 
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
-    """The Grain dataset of the batches of steps first … stop-1; each is made when it is asked for by its index."""
+    """The Grain dataset of the batches of steps first … stop-1; each is made when it is indexed."""
     import grain  # slow to import, and batches can be made one by one without it
 
     return grain.MapDataset.range(first, stop).map(make)
@@ -231,7 +246,7 @@ class StepLoader(Iterator[StepBatch]):
         self._iterator: Any = self._open()
 
     def _open(self) -> Any:
-        """The iterator over the batches that are still to come; its workers are started."""
+        """Starts the workers, and returns the iterator over the remaining batches."""
         import grain
 
         read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
@@ -244,7 +259,8 @@ class StepLoader(Iterator[StepBatch]):
             dataset = dataset.map(spread_out) if shared else dataset
             dataset = dataset.mp_prefetch(options, worker_init_fn=worker.prepare)
             dataset = dataset.map(put_together) if shared else dataset
-            # Grain starts its processes at the first batch; a thread that asks at once starts them beside compilation.
+            # Grain starts its processes at the first batch; this thread wants one at once, so they start during
+            # compilation.
             dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
             worker.become_main_of_workers()
         iterator = iter(dataset)

@@ -23,9 +23,9 @@ from jaxtyping import Int
 from mmjax.configurable import ConfigError
 from mmjax.data.filling import Filling, shown
 from mmjax.data.first_fit import holds, rows_needed, spread
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.patches import unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import alone, send_list, with_lists
 from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
@@ -186,7 +186,7 @@ class Packer:
     @cached_property
     def inputs(self) -> Mapping[str, frozenset[str]]:
         """The names of a microbatch's arrays, by module; lists are there in some buckets alone."""
-        empty = self.fill(self.plan_microbatch((), 1), {}, OwnRows(cells={}))
+        empty = self.fill(self.plan_microbatch((), 1), {}, ProcessRows(cells={}))
         listed = {one.source: {send_list(one.module)} for one in self.listed}
         return {module: frozenset(arrays.keys() | listed.get(module, set())) for module, arrays in empty.inputs.items()}
 
@@ -245,7 +245,7 @@ class Packer:
         (rows, width), pairs = self.buckets_of(module)[bucket], self.pairs.get(module, 0.0)
         return tuple(tuple(spread(cell, rows, width, pairs)) for cell in _segments(module, cells))
 
-    def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: OwnRows | None = None) -> Microbatch:
+    def fill(self, plan: MicrobatchPlan, samples: Mapping[int, Sample], own: ProcessRows | None = None) -> Microbatch:
         """The microbatch of a plan, in the rows of `own` (all by default).
 
         `samples` is by place in the plan, and has at least the samples and media that `MicrobatchPlan.needed` names.
@@ -256,12 +256,12 @@ class Packer:
         inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, own, stay)
         # It is read by programs for whole rows, since the tokens that follow have no place in a list.
         inputs = inputs if plan.apart else with_lists(inputs, self.splits, self.listed, self.cells, own)
-        whole = {module: {name: rows.whole() for name, rows in arrays.items()} for module, arrays in inputs.items()}
-        return Microbatch(inputs=whole, bucket=plan.bucket)
+        arrays = {m: {name: array.simplified() for name, array in named.items()} for m, named in inputs.items()}
+        return Microbatch(inputs=arrays, bucket=plan.bucket)
 
     def context_work(self, plan: MicrobatchPlan) -> dict[str, Int[np.ndarray, "C K"]]:
         """Keys that the tokens of each rank see, by cell, of each module whose rows are split over ranks of cp."""
-        nothing, found = OwnRows(cells={}), {}
+        nothing, found = ProcessRows(cells={}), {}
         for name, split in self.splits.items():
             if split.ranks == 1:
                 continue
@@ -302,7 +302,7 @@ class Packer:
         spec, part, found = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
         if (split := self.splits.get(name, WHOLE)).permutes:
-            known = self._filling.rows(name, plan, {}, OwnRows(cells={}))
+            known = self._filling.rows(name, plan, {}, ProcessRows(cells={}))
             patches_RTE = restored(patches_RTE, split.order(known))
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):

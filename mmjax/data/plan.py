@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mmjax.attention.language import WORDS
-from mmjax.data.own_rows import OwnRows, wanted_cells
+from mmjax.data.process_rows import ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
@@ -89,12 +89,12 @@ class MicrobatchPlan:
         grids = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
         return [(sample, number, grid) for sample, own in grids for number, grid in enumerate(own)]
 
-    def learned(self, own: OwnRows | None) -> frozenset[int]:
+    def learned(self, own: ProcessRows | None) -> frozenset[int]:
         """The samples whose loss weights are in the rows of `own`."""
         cells = wanted_cells(own, "llm", "weights", self.cells)
         return frozenset(sample for cell in cells for sample in self.cell(cell))
 
-    def needed(self, own: OwnRows | None) -> dict[int, frozenset[str]]:
+    def needed(self, own: ProcessRows | None) -> dict[int, frozenset[str]]:
         """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
         # The LLM's segments follow from lengths alone, and so do positions that are places.
         named = (

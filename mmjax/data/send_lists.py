@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
+from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.split import WHOLE, Arrays, Pointers, Split
 
 SEND = "send_"
@@ -81,7 +81,7 @@ def with_lists(
     splits: Mapping[str, Split],
     pointers: Sequence[Pointers],
     cells: int,
-    own: OwnRows | None,
+    own: ProcessRows | None,
 ) -> dict[str, Arrays]:
     """A microbatch's inputs with lists where they save something, and what points through them numbered anew.
 
@@ -97,17 +97,17 @@ def with_lists(
     shapes = list_shapes(pointers, inputs, splits, cells)
     for one in (one for one in pointers if one.source in shapes):
         name, shape = shapes[one.source]
-        lists = HeldRows.full(wanted_cells(own, one.source, name, cells), shape, cells, -1)
+        lists = PartialArray.full(wanted_cells(own, one.source, name, cells), shape, cells, -1)
         found[one.module][one.name] = _listed(found[one.module][one.name], lists, splits.get(one.module, WHOLE).ranks)
         found[one.source][name] = lists
     return found
 
 
-def _listed(array: HeldRows, lists: HeldRows, ranks: int) -> HeldRows:
+def _listed(array: PartialArray, lists: PartialArray, ranks: int) -> PartialArray:
     """Pointers [R, T, ...] as places in their ranks' lists, which are written into `lists` where these are held."""
     per_cell, width = array.shape[0] // array.count, array.shape[1] // ranks
     length = lists.shape[1] // ranks
-    held = array.held.copy()
+    held = array.local_rows.copy()
     for number, cell in enumerate(array.cells):
         wanted = lists.row(cell)
         for rank in range(ranks):
@@ -117,4 +117,4 @@ def _listed(array: HeldRows, lists: HeldRows, ranks: int) -> HeldRows:
             part[real] = np.searchsorted(tokens, part[real])
             if wanted is not None:
                 wanted[rank * length : rank * length + len(tokens)] = tokens
-    return HeldRows(array.cells, array.shape, array.count, held)
+    return PartialArray(array.cells, array.shape, array.count, held)

@@ -1,7 +1,7 @@
-"""Batches from Grain's workers: a tree whose arrays Grain hands over in shared memory, instead of a pickled copy.
+"""Batches from Grain's workers as dicts of arrays, which Grain passes on in shared memory instead of pickling them.
 
-Grain copies the arrays of dicts and lists into shared memory and opens them on the other side without a copy; a
-dataclass is a leaf to it, which travels through a pipe as bytes.
+Grain copies the arrays of dicts and lists into shared memory, and opens them on the other side without a copy. To Grain
+a dataclass is a leaf, which travels through a pipe as bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.service import tree
+from mmjax.data import tree
 from mmjax.data.types import StepBatch
 
 _MOUNT = Path("/dev/shm")
 
 
 def spread_out(batch: StepBatch) -> dict[str, Any]:
-    """`batch` as words and a list of arrays. Runs in the worker."""
+    """`batch` as JSON and a list of arrays. Runs in the worker."""
     arrays: list[np.ndarray] = []
 
     def place(array: np.ndarray) -> list[Any]:
@@ -31,16 +31,17 @@ def spread_out(batch: StepBatch) -> dict[str, Any]:
     return {"batch": json.dumps(tree.write(batch, place)), "arrays": arrays}
 
 
-def put_together(found: dict[str, Any]) -> StepBatch:
-    """The batch again. Its arrays are views; each frees its memory when the last view of it is gone."""
-    arrays = [_claim(array) for array in found["arrays"]]
-    return tree.read(json.loads(found["batch"]), lambda place: arrays[place[0]])
+def put_together(parts: dict[str, Any]) -> StepBatch:
+    """The batch that `spread_out` took apart. Its arrays are views of memory that is freed with their last view."""
+    arrays = [_claim(array) for array in parts["arrays"]]
+    return tree.read(json.loads(parts["batch"]), lambda place: arrays[place[0]])
 
 
 def _claim(array: np.ndarray) -> np.ndarray:
-    """A view of the array, the name of its shared memory removed: so none is left over, however this process ends.
+    """Removes the name of the array's shared memory, and returns a view of the array.
 
-    Grain would remove the name when the array is freed, in a thread, which the process may end before.
+    So no memory is left over, however this process ends. Grain would remove the name in a thread when the array is
+    freed; the process may end before.
     """
     from grain.multiprocessing import SharedMemoryArray
 
@@ -51,5 +52,5 @@ def _claim(array: np.ndarray) -> np.ndarray:
 
 
 def has_room(bytes_needed: int) -> bool:
-    """Whether so much shared memory is free. With less, as in many containers, a worker that writes to it dies."""
+    """Whether so much shared memory is free. In many containers it is not, and a worker that writes to it dies."""
     return _MOUNT.is_dir() and shutil.disk_usage(_MOUNT).free >= bytes_needed

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from mmjax.attention.distribution import METHODS, whole_parts
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
-from mmjax.data.own_rows import HeldRows, OwnRows, wanted_cells
+from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 
 BLOCK = 512
 """The most positions of a block, which stays on one rank: those of a block of attention, which could skip less of the
@@ -26,7 +26,7 @@ pairs that a mask hides if its tokens came from several places."""
 FEWEST = 8
 """Blocks of a rank, if rows are long enough: with fewer, work is hard to balance."""
 
-Arrays = dict[str, HeldRows]
+Arrays = dict[str, PartialArray]
 Row = Mapping[str, np.ndarray]
 """Inputs of one row, by name."""
 Order = Int[np.ndarray, "R T"]
@@ -74,7 +74,7 @@ class Split:
         """The inputs that the order of tokens follows from."""
         return frozenset(name for _, mask in self.masks for name in mask.reads if name != "order") | {"segments"}
 
-    def order(self, inputs: Mapping[str, HeldRows]) -> Order:
+    def order(self, inputs: Mapping[str, PartialArray]) -> Order:
         """The order in which the tokens of rows are handed to the ranks; as they are in rows that are not held."""
         rows, width = inputs["segments"].shape
         order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
@@ -88,7 +88,7 @@ class Split:
         """The order of the tokens of one row, from the inputs that are read of it."""
         return np.argsort(self._distributed(row)[1], kind="stable").astype(np.int32)
 
-    def work(self, inputs: Mapping[str, HeldRows]) -> Int[np.ndarray, "R K"]:
+    def work(self, inputs: Mapping[str, PartialArray]) -> Int[np.ndarray, "R K"]:
         """Keys that the tokens of each rank see in rows, summed over layers.
 
         Where only segments are held, masks of words are taken to be causal, and windows of a grid to be none.
@@ -99,7 +99,7 @@ class Split:
 
     def imbalance(self, width: int) -> float:
         """Work of the fullest rank over the mean in a row of about this width that is one segment."""
-        segments = HeldRows.full((0,), (1, self.rounded(width)), 1, 1)
+        segments = PartialArray.full((0,), (1, self.rounded(width)), 1, 1)
         return fullest_over_mean(self.work({"segments": segments}))
 
     def pairs(self, row: Row) -> Int[np.ndarray, " T"]:
@@ -109,7 +109,7 @@ class Split:
         counted = [layers * pairs_of(mask, row).counted() for layers, mask in masks]
         return sum(counted, start=np.zeros(len(row["segments"]), np.int64))
 
-    def _row(self, inputs: Mapping[str, HeldRows], number: int) -> dict[str, np.ndarray]:
+    def _row(self, inputs: Mapping[str, PartialArray], number: int) -> dict[str, np.ndarray]:
         """The inputs that are read and held of a row."""
         read = {name: inputs[name].row(number) for name in self.reads & inputs.keys()}
         return {name: values for name, values in read.items() if values is not None}
@@ -177,7 +177,7 @@ def put_in_order(
     splits: Mapping[str, Split],
     pointers: tuple[Pointers, ...],
     cells: int,
-    own: OwnRows | None,
+    own: ProcessRows | None,
     whole: frozenset[str] = frozenset(),
 ) -> dict[str, Arrays]:
     """A microbatch's inputs with the columns of rows in the order of the ranks.
@@ -207,8 +207,8 @@ def put_in_order(
         rows, width = inputs[module]["segments"].shape
         order_RT = orders.get(module, np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)))
         wanted = wanted_cells(own, module, "order", cells)
-        held = HeldRows.full(wanted, (rows, width), cells)
-        held.held[:] = order_RT[held.rows]
+        held = PartialArray.full(wanted, (rows, width), cells)
+        held.local_rows[:] = order_RT[held.rows]
         found[module]["order"] = held
     return found
 
@@ -218,24 +218,24 @@ def _of_tokens(order_RT: Order, together: int) -> Order:
     return order_RT[:, ::together] // together
 
 
-def _ordered(array: HeldRows, order_RT: Order) -> HeldRows:
+def _ordered(array: PartialArray, order_RT: Order) -> PartialArray:
     """An input `[R, T, ...]`, or `[R, T/m, ...]` of tokens of m positions, in another order."""
     order = _of_tokens(order_RT, order_RT.shape[1] // array.shape[1])[array.rows]
     order = order.reshape(*order.shape, *[1] * (array.ndim - 2))
-    return HeldRows(array.cells, array.shape, array.count, np.take_along_axis(array.held, order, axis=1))
+    return PartialArray(array.cells, array.shape, array.count, np.take_along_axis(array.local_rows, order, axis=1))
 
 
-def _renumbered(array: HeldRows, order_RT: Order) -> HeldRows:
+def _renumbered(array: PartialArray, order_RT: Order) -> PartialArray:
     """Places `[row, ...]` among the flattened tokens of the row's cell in rows that are put in another order."""
     rows, width = order_RT.shape
     now_RT = np.empty_like(order_RT)  # for each place before, the place of its token now
     np.put_along_axis(now_RT, order_RT, np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)), axis=1)
     cell = array.rows * array.count // max(1, array.shape[0])
     first = (cell * (rows // array.count)).reshape(-1, *[1] * (array.ndim - 1))
-    row, place = np.divmod(array.held, width)
-    real = array.held >= 0
+    row, place = np.divmod(array.local_rows, width)
+    real = array.local_rows >= 0
     now = row * width + now_RT[np.where(real, first + row, 0), np.where(real, place, 0)]
-    return HeldRows(array.cells, array.shape, array.count, np.where(real, now, array.held).astype(np.int32))
+    return PartialArray(array.cells, array.shape, array.count, np.where(real, now, array.local_rows).astype(np.int32))
 
 
 def restored(values_RT: np.ndarray, order_RT: Order) -> np.ndarray:

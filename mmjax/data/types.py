@@ -262,7 +262,7 @@ class Microbatch:
     Where tokens go by lists, inputs of the module that has them: "send_<module that reads them>" [cells, ranks * N]
     int32, indices into its flattened tokens of the cell, -1 at the end; an index is then a place in its rank's list
     (see `send_lists`).
-    Where a process reads its own rows only, an input may be `HeldRows`; segments are always whole.
+    Where a process reads its own rows only, an input may be `PartialArray`; segments are always whole.
     bucket: the index of the static shape, per encoder and generator; and of the LLM where its rows are packed.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.attention.mask import Mask
-from mmjax.data.own_rows import HeldRows
+from mmjax.data.process_rows import PartialArray
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
 from mmjax.models.flops import seen_pairs, segment_lengths, training_flops
@@ -81,7 +81,7 @@ class Throughput:
 def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
     """``seen_pairs`` of a microbatch, of which this process may have some rows alone, or none."""
     words = inputs.get("is")
-    if not isinstance(words, HeldRows):
+    if not isinstance(words, PartialArray):
         return dict(seen_pairs(module, inputs))
     rows = [row for row in range(len(inputs["segments"])) if words.row(row) is not None]
     if not rows:

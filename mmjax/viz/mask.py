@@ -24,9 +24,9 @@ from mmjax.build.model import build_modules
 from mmjax.config import Config
 from mmjax.configurable import gin_name
 from mmjax.data.mask_words import token_kinds
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.types import Sample
 from mmjax.models.config import LLM
 from mmjax.schedule.timeline import set_title, shown
@@ -71,7 +71,7 @@ def first_row(config: Config) -> MaskedRow:
     samples = {index: source.sample(index, media=()) for index in range(len(part.metas))}
     columns = ("segments", "positions", "order", *WORDS)
     names: dict[str, tuple[int, ...]] = dict.fromkeys(columns, tuple(range(part.cells)))
-    rows = packer.fill(part, samples, OwnRows(cells={LLM: names})).inputs[LLM]
+    rows = packer.fill(part, samples, ProcessRows(cells={LLM: names})).inputs[LLM]
     row, masks = part.llm.places[0][0], dict[Mask, int]()
     for layers, mask in module.masks:
         masks[mask] = masks.get(mask, 0) + layers

@@ -19,7 +19,7 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config, load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import make_source
-from mmjax.data.service.identity import DataSpec
+from mmjax.data.spec import DataSpec
 from mmjax.eval.__main__ import main as evaluation_command
 from mmjax.inspect.__main__ import main as inspect_command
 from mmjax.inspect.inspection import inspect

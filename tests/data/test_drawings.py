@@ -14,9 +14,9 @@ from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.log_mel import LogMel
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of, prompt_only, swap_media
 from mmjax.data.tasks.digits.config import DRAW, DigitsConfig
 from mmjax.data.tasks.digits.recognise import read_drawing
@@ -36,11 +36,11 @@ def source(config: DigitsConfig = CONFIG, *, split: str = "train") -> DigitsSour
     return DigitsSource(DATA, SPECS, TOKENIZER, settings=config, seed=4, split=split)
 
 
-def step(own: OwnRows | None = None) -> StepBatch:
+def step(own: ProcessRows | None = None) -> StepBatch:
     """The first batch; in every microbatch something is drawn."""
     made = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
     packer = make_packer(DATA, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
-    return StepMaker(source=made, packer=packer, global_batch=BATCH, own=own)(0)
+    return StepMaker(source=made, packer=packer, global_batch=BATCH, process_rows=own)(0)
 
 
 def test_what_is_drawn_is_what_the_image_says_in_another_hand() -> None:
@@ -175,7 +175,7 @@ def test_generator_rows_are_the_pictures_through_noise_and_know_where_their_hidd
 @pytest.mark.parametrize("cells", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("names", [("patches", "times", "index"), ("targets", "weights"), ("times",), ("index",)])
 def test_a_process_reads_the_rows_of_its_generators(cells: tuple[int, ...], names: tuple[str, ...]) -> None:
-    own = OwnRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), cells)})
+    own = ProcessRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), cells)})
     for part, whole in zip(step(own).microbatches, step().microbatches, strict=True):
         for name in names:
             got, want = part.inputs["painter"][name], whole.inputs["painter"][name]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mmjax.attention.language import HOWS, KINDS, PRESETS
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.mask_words import sample_items, token_kinds
-from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Sample, Tiled
 from mmjax.models.dit.config import DiTConfig
@@ -140,12 +140,12 @@ def test_a_process_makes_the_words_of_its_own_rows() -> None:
     packer = packer_of(PRESETS["paligemma"], cells=2)
     plan = packer.plan_microbatch([meta_of(one, SPECS) for one in own], 4)
     whole = packer.fill(plan, dict(enumerate(own))).inputs["llm"]
-    mine = OwnRows(cells={"llm": {"is": (1,), "attends": (1,)}})
+    mine = ProcessRows(cells={"llm": {"is": (1,), "attends": (1,)}})
     assert plan.needed(mine).keys() == {2, 3} and not plan.learned(mine)
     part = packer.fill(plan, {index: own[index] for index in plan.needed(mine)}, mine).inputs["llm"]
     for name in ("is", "attends"):
         held: Any = part[name]
-        assert isinstance(held, HeldRows) and held.cells == (1,) and held.dtype == np.uint32
+        assert isinstance(held, PartialArray) and held.cells == (1,) and held.dtype == np.uint32
         np.testing.assert_array_equal(held[3:6], whole[name][3:6])
         assert whole[name][3:6].any()
     plain = packer_of("causal").microbatch(own, 4).inputs["llm"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.data.mrope import sample_positions
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.reference.positions import token_positions
@@ -98,7 +98,7 @@ def test_packed_rows_begin_anew_with_every_sample() -> None:
     for (row, start), one in zip(plan.llm.places, both, strict=True):
         np.testing.assert_array_equal(rows["positions"][row, start : start + len(one.tokens)], positions(one))
     assert rows["positions"].shape == (1, 12, 3) and not rows["positions"][rows["segments"] == 0].any()
-    own = OwnRows(cells={"llm": {"positions": (0,)}})
+    own = ProcessRows(cells={"llm": {"positions": (0,)}})
     assert plan.needed(own) == {0: frozenset(), 1: frozenset()}
     plain = Packer(encoders=ENCODERS, **about).plan_microbatch(plan.metas, 2)
     assert plain.needed(own) == {}

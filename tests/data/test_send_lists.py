@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.attention.mask import Mask
-from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import alone, list_length, list_shapes, with_lists
 from mmjax.data.split import Pointers, Split
@@ -27,12 +27,12 @@ from mmjax.parity.samples import Maker, buckets
 POINTERS = (Pointers(module="llm", name="vision_index", source="vision", together=4),)
 
 
-def held(array: np.ndarray, cells: int) -> HeldRows:
-    return HeldRows(range(cells), array.shape, cells, array)
+def held(array: np.ndarray, cells: int) -> PartialArray:
+    return PartialArray(range(cells), array.shape, cells, array)
 
 
 @st.composite
-def pointing(draw) -> tuple[dict[str, dict[str, HeldRows]], int, int]:
+def pointing(draw) -> tuple[dict[str, dict[str, PartialArray]], int, int]:
     """Inputs of some cells, of which places of the LLM point at random tokens; and the cells and ranks."""
     cells, ranks, rows, part, blended, tokens = (draw(st.integers(1, n)) for n in (3, 4, 2, 4, 3, 40))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -49,13 +49,13 @@ def test_every_place_reads_the_same_token_through_its_rank_s_list(drawn: Any) ->
     splits = {"llm": Split(ranks=ranks)}
     before, after = inputs["llm"]["vision_index"], with_lists(inputs, splits, POINTERS, cells, None)
     tokens = inputs["vision"]["segments"].shape[1] // 4
-    places = before.held.size // cells // ranks
+    places = before.local_rows.size // cells // ranks
     if places >= tokens:
         assert after == inputs
         return
     lists, index = np.asarray(after["vision"]["send_llm"]), np.asarray(after["llm"]["vision_index"])
     assert lists.shape == (cells, ranks * places) and lists.dtype == index.dtype == np.int32
-    old = before.held.reshape(cells, -1, ranks, before.shape[1] // ranks, *before.shape[2:])
+    old = before.local_rows.reshape(cells, -1, ranks, before.shape[1] // ranks, *before.shape[2:])
     for cell, row, rank, *place in np.ndindex(old.shape):
         new = index.reshape(old.shape)[cell, row, rank, *place]
         was = old[cell, row, rank, *place]
@@ -144,7 +144,7 @@ def test_processes_make_the_same_lists_from_the_rows_that_they_need(own: dict[st
     """Also where the order of the LLM's tokens follows from words, which are read in the text too."""
     given, read = samples(), packer(mask)
     plan = read.plan_microbatch([meta_of(sample, read.encoders) for sample in given], SAMPLES)
-    rows = OwnRows(cells=own)
+    rows = ProcessRows(cells=own)
     needed = {number: given[number] for number in plan.needed(rows)}
     assert len(needed) < len(given) or len({cell for m in own.values() for c in m.values() for cell in c}) > 1
     whole, part = read.fill(plan, dict(enumerate(given))), read.fill(plan, needed, rows)

@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from test_loader import assert_equal
 
+from mmjax.data import tree
+from mmjax.data.batch_shape import ALIGNMENT, BadBatchError, BatchShape
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
-from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
-from mmjax.data.service import tree
-from mmjax.data.service.encoding import ALIGNMENT, BadBatchError, BatchShape, _checksum, block_size, decode
-from mmjax.data.service.identity import DataSpec, difference, digest, identity
+from mmjax.data.process_rows import PartialArray, ProcessRows
+from mmjax.data.service.encoding import _checksum, block_size, decode
+from mmjax.data.service.identity import difference, digest, identity
 from mmjax.data.service.protocol import REQUEST_LIMIT, Request, read_shard, write_shard
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.spec import DataSpec
 from mmjax.data.split import Split
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
@@ -41,12 +43,12 @@ ARRAYS = hnp.arrays(
 
 
 @st.composite
-def held_rows(draw: st.DrawFn) -> HeldRows:
+def held_rows(draw: st.DrawFn) -> PartialArray:
     """Rows of some cells, of none and of all too."""
     count, rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 4))
     cells = sorted(draw(st.sets(st.integers(0, count - 1))))
     held = draw(hnp.arrays(np.float32, (len(cells) * rows, width)))
-    return HeldRows(cells, (count * rows, width), count, held)
+    return PartialArray(cells, (count * rows, width), count, held)
 
 
 INPUTS: st.SearchStrategy[Any] = ARRAYS | held_rows()
@@ -83,10 +85,10 @@ def test_a_batch_comes_back_bit_for_bit(batch: StepBatch) -> None:
             for name, array in arrays.items():
                 back = one.inputs[module][name]
                 assert type(back) is type(array)
-                if isinstance(array, HeldRows):
-                    assert isinstance(back, HeldRows)
+                if isinstance(array, PartialArray):
+                    assert isinstance(back, PartialArray)
                     assert (back.shape, back.cells, back.count) == (array.shape, array.cells, array.count)
-                    back, array = back.held, array.held
+                    back, array = back.local_rows, array.local_rows
                 assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
                 assert not array.size or np.shares_memory(back, block)
                 assert (back.ctypes.data - block.ctypes.data) % ALIGNMENT == 0
@@ -150,7 +152,7 @@ def test_nothing_else_is_read(value: object) -> None:
 )  # fmt: skip
 def test_rows_that_are_none(parts: list[object]) -> None:
     rows = np.zeros((2, 3), np.float32)
-    assert tree.read({"rows": [[1], [4, 3], 2, []]}, lambda _: rows).held is rows
+    assert tree.read({"rows": [[1], [4, 3], 2, []]}, lambda _: rows).local_rows is rows
     with pytest.raises(ValueError, match=r"."):
         tree.read({"rows": parts}, lambda _: rows)
 
@@ -222,23 +224,23 @@ SHARDS = {
 @given(st.fixed_dictionaries({}, optional=SHARDS))
 @settings(max_examples=40, deadline=None)
 def test_shards_come_back(cells: dict[str, dict[str, set[int]]]) -> None:
-    own = OwnRows(cells={m: {name: tuple(sorted(c)) for name, c in inputs.items()} for m, inputs in cells.items()})
+    own = ProcessRows(cells={m: {name: tuple(sorted(c)) for name, c in inputs.items()} for m, inputs in cells.items()})
     request = Request(identity="a", seed=1, step=2, shard=write_shard(own))
     assert Request.from_bytes(request.to_bytes()) == request
     assert read_shard(request.shard, PACKER) == own
 
 
 def test_rows_by_turns_come_back() -> None:
-    turns = [OwnRows(cells={"vision": {"patches": (cell,)}, "llm": {"tokens": (0, 1)}}) for cell in (0, 1)]
-    own = OwnRows.in_turns(turns)
+    turns = [ProcessRows(cells={"vision": {"patches": (cell,)}, "llm": {"tokens": (0, 1)}}) for cell in (0, 1)]
+    own = ProcessRows.in_turns(turns)
     assert own.cells == {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1)}}
     assert read_shard(write_shard(own), PACKER) == own
     with pytest.raises(ValueError, match="is not null or cells"):
-        read_shard(write_shard(OwnRows.in_turns(turns * PACKER.microbatches)), PACKER)
+        read_shard(write_shard(ProcessRows.in_turns(turns * PACKER.microbatches)), PACKER)
 
 
 def test_a_shard_is_short_however_many_cells_it_has() -> None:
-    own = OwnRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
+    own = ProcessRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
     assert write_shard(own) == {"llm": {"tokens": [[2048, 4096]]}}
 
 
@@ -354,8 +356,8 @@ def test_the_largest_batch_is_foreseen_whatever_the_buckets_are(
 
 def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
     for cells in ((), (0,), (1,), (0, 1)):
-        own = OwnRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
-        maker, shape = spec.maker(own=own), BatchShape(spec.packer, spec.global_batch, own)
+        own = ProcessRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
+        maker, shape = spec.maker(process_rows=own), BatchShape(spec.packer, spec.global_batch, own)
         for step in range(4):
             header, block = encode(maker(step))
             shape.check(decode(header, block), step)
@@ -402,7 +404,7 @@ def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> 
 def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spec: DataSpec) -> None:
     import dataclasses
 
-    here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("here")}
+    here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("local")}
     server = {"servers", "fallback", "patience", "token_file", "tls_ca"}
     assert here == {"workers", "prefetch", "cache", "require_same", "max_broken"} | server
     described = " ".join(identity(spec, spec.maker().source))

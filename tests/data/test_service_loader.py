@@ -16,17 +16,18 @@ from PIL import Image
 from test_loader import assert_equal
 
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_shape import BatchShape
 from mmjax.data.batches import open_batches
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
-from mmjax.data.own_rows import HeldRows, OwnRows
+from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.service.client import Server, ServerLies, Wanted
-from mmjax.data.service.encoding import BatchShape
-from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.loader import ServedLoader
 from mmjax.data.service.server import require_free
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.mixture import Mixture
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import NoBatchError, StepBatch
 
@@ -122,15 +123,15 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
 
 
 def test_a_process_asks_for_its_own_rows_alone(serve, spec, reference):
-    own = OwnRows(cells={"llm": {"tokens": (1,), "targets": (0, 1)}, "vision": {"patches": (0,), "positions": ()}})
-    maker, server = spec.maker(own=own), serve()
+    own = ProcessRows(cells={"llm": {"tokens": (1,), "targets": (0, 1)}, "vision": {"patches": (0,), "positions": ()}})
+    maker, server = spec.maker(process_rows=own), serve()
     batches, _ = Opened(maker, [server.address]).collect()
     assert server.shards == [own] * STEPS
     assert_equal(batches, [maker(step) for step in range(STEPS)])
     for batch, whole in zip(batches, reference, strict=True):
         for one, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):
             tokens, patches = one.inputs["llm"]["tokens"], one.inputs["vision"]["patches"]
-            assert isinstance(tokens, HeldRows) and isinstance(patches, HeldRows)
+            assert isinstance(tokens, PartialArray) and isinstance(patches, PartialArray)
             assert (tokens.cells, patches.cells) == ((1,), (0,))
             wanted = all_rows.inputs["llm"]["tokens"]
             assert np.array_equal(tokens[len(wanted) // 2 :], wanted[len(wanted) // 2 :])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mmjax.attention.distribution import METHODS
 from mmjax.attention.mask import Mask
-from mmjax.data.own_rows import HeldRows, OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.split import (
     BLOCK,
     FEWEST,
@@ -99,7 +99,7 @@ def test_whole_media_stay_on_a_rank_where_they_fit(ranks: int, token: int, data:
         return
     assert all((np.diff(order.reshape(ranks, -1)[rank][part > 0]) > 0).all() for rank, part in enumerate(parts))
     load = split.pairs(row)[order].reshape(ranks, -1).sum(axis=1)
-    held = {"segments": HeldRows((0,), (1, width), 1, row["segments"][None])}
+    held = {"segments": PartialArray((0,), (1, width), 1, row["segments"][None])}
     np.testing.assert_array_equal(split.work(held)[0], load)
 
 
@@ -132,7 +132,7 @@ def test_many_media_are_balanced_and_few_are_not() -> None:
     split = Split(ranks=4, method="segments", masks=(FULL,))
     for count, least, most in ((48, 1, 1.05), (5, 1.2, 2)):
         row = media(sizes[:count].tolist(), split.rounded(2 * int(sizes[:count].sum())))
-        work = split.work({"segments": HeldRows((0,), (1, len(row["segments"])), 1, row["segments"][None])})
+        work = split.work({"segments": PartialArray((0,), (1, len(row["segments"])), 1, row["segments"][None])})
         assert least <= fullest_over_mean(work) < most
 
 
@@ -140,7 +140,7 @@ SPEC = EncoderSpec(patch=2, merge=2, buckets=((2, 16),))
 CELLS = 2
 
 
-def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, HeldRows]]:
+def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, PartialArray]]:
     """Inputs of two cells, of which some rows are held, with numbers that tell where a token stood."""
     rng = np.random.default_rng(0)
     # One LLM row of 12 tokens a cell, two encoder rows of 16 patches, which are 4 tokens each.
@@ -154,14 +154,14 @@ def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, HeldRows]]:
         "vision": {"segments": np.sort(rng.integers(0, 3, (4, 16)), axis=1), "patches": numbered(2, 16)},
     }
     named["llm"]["vision_index"] = index
-    found: dict[str, dict[str, HeldRows]] = {}
+    found: dict[str, dict[str, PartialArray]] = {}
     for module, own in named.items():
         per_cell = rows[module][0]
         found[module] = {}
         for name, values in own.items():
             held = (0, 1) if name == "segments" else cells
             kept = np.concatenate([values[cell * per_cell : (cell + 1) * per_cell] for cell in held])
-            found[module][name] = HeldRows(held, values.shape, CELLS, kept.astype(np.int32))
+            found[module][name] = PartialArray(held, values.shape, CELLS, kept.astype(np.int32))
     return found
 
 
@@ -206,7 +206,7 @@ def test_a_module_may_stay_whole_and_has_an_order_all_the_same() -> None:
 
 
 def test_only_the_wanted_rows_have_an_order() -> None:
-    own = OwnRows(cells={"llm": {"order": (1,)}})
+    own = ProcessRows(cells={"llm": {"order": (1,)}})
     after = put_in_order(arrays((1,)), SPLITS, POINTERS, CELLS, own)
     assert after["llm"]["order"].cells == (1,) and after["vision"]["order"].cells == ()
 
@@ -236,7 +236,7 @@ def replace_text(packer: Packer) -> Packer:
 def test_work_of_ranks_is_that_of_their_tokens(method: str) -> None:
     split = Split(ranks=4, method=method, masks=(CAUSAL,))
     segments = np.repeat([[1, 2, 2, 3], [1, 1, 1, 0]], 64, axis=1)
-    rows = {"segments": HeldRows((0,), segments.shape, 1, segments)}
+    rows = {"segments": PartialArray((0,), segments.shape, 1, segments)}
     work, order = split.work(rows), np.tile(np.arange(256), (2, 1))
     if split.permutes:
         order = split.order(rows)

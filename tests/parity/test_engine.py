@@ -23,8 +23,8 @@ from mmjax.check import main, table
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data import packing
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
 from mmjax.models import layers
 from mmjax.parity import CheckReport, check
@@ -236,13 +236,13 @@ def test_samples_in_wrong_places(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_a_process_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of the encoder's two shards has no patches."""
 
-    def lacking(placed: Any, names: Any, microbatches: int) -> OwnRows:
+    def lacking(placed: Any, names: Any, microbatches: int) -> ProcessRows:
         inputs = {stage.model.module: stage.model.inputs for stage in placed.stages.values()}
         cells = {module: dict.fromkeys(own, (0, 1)) for module, own in inputs.items()}
-        return OwnRows(cells={**cells, "vision": {**cells["vision"], "patches": (0,)}})
+        return ProcessRows(cells={**cells, "vision": {**cells["vision"], "patches": (0,)}})
 
     monkeypatch.setattr(assembly, "own_rows", lacking)
-    with pytest.raises(Exception, match="HeldRows"):  # of one process all rows are put on devices at once
+    with pytest.raises(Exception, match="PartialArray"):  # of one process all rows are put on devices at once
         check(tiny(**FAN_IN, **PACKED), 1, style="silent")
 
 

@@ -12,7 +12,7 @@ from mmjax.build.assembly import build_packer, open_source, plan
 from mmjax.build.model import build_model
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepMaker
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.models import flops
@@ -114,10 +114,10 @@ def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...
             own.flops for own in real_work(config, model, [*map(source.meta, range(64))]).values()
         )
         # A process with the rows of some cells takes the others for like these.
-        own = OwnRows(cells={"llm": dict.fromkeys(packer.inputs["llm"], (0,))})
-        some = throughput.flops(replace(make, own=own)(0))
+        own = ProcessRows(cells={"llm": dict.fromkeys(packer.inputs["llm"], (0,))})
+        some = throughput.flops(replace(make, process_rows=own)(0))
         assert packer.cells > 1 and some != throughput.flops(batches[0]) == pytest.approx(some, rel=0.02)
-        none = replace(make, own=OwnRows(cells={"llm": {}}))(0)
+        none = replace(make, process_rows=ProcessRows(cells={"llm": {}}))(0)
         assert throughput.flops(none) > throughput.flops(batches[0])  # without any it takes them for causal
     assert 64 * sum(own.flops for own in real.values()) == pytest.approx(counted, rel=1e-12)
     for name, count in (("llm", "llm_tokens"), ("vision", "vision_patches")):

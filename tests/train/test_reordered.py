@@ -29,9 +29,10 @@ from mmjax.build.assembly import (
 )
 from mmjax.config import Config, load_config
 from mmjax.data.loader import StepLoader, StepMaker, make_source
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import METHODS
-from mmjax.data.service.identity import DataSpec, difference, identity
+from mmjax.data.service.identity import difference, identity
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
@@ -230,8 +231,8 @@ def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
     whole = make(1)
     inputs = {module: tuple(arrays) for module, arrays in whole.microbatches[0].inputs.items()}
     for cell in range(2):
-        own = OwnRows(cells={module: dict.fromkeys(names, (cell,)) for module, names in inputs.items()})
-        with StepLoader(replace(make, own=own), steps=2, start_step=1) as batches:
+        own = ProcessRows(cells={module: dict.fromkeys(names, (cell,)) for module, names in inputs.items()})
+        with StepLoader(replace(make, process_rows=own), steps=2, start_step=1) as batches:
             (batch,) = list(batches)
         assert batch.figures == whole.figures and batch.denominators == whole.denominators
         for mine, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):

@@ -1,1 +1,1 @@
-"""Batches from other hosts: servers that prepare steps on request, and the loader that asks them (ADR 27)."""
+"""Batches from other hosts: servers that prepare steps on request, and the loader that requests them (ADR 27)."""

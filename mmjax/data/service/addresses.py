@@ -1,4 +1,4 @@
-"""Addresses of servers, their tokens and their certificates: what may be asked, how, and what must be kept secret."""
+"""Addresses, tokens and certificates of data servers, and the checks of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_TOKEN = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this host can reach `host`."""
+    """Whether `host` can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,8 +34,8 @@ def check_address(field: str, address: str) -> None:
         port = parts.port
     except ValueError:
         port = None
-    whole = f"{parts.scheme}://{parts.netloc}" == address and not parts.username and not parts.password
-    require(parts.scheme in (PLAIN, TLS) and bool(parts.hostname) and bool(port) and whole, field, address, example)
+    complete = f"{parts.scheme}://{parts.netloc}" == address and not parts.username and not parts.password
+    require(parts.scheme in (PLAIN, TLS) and bool(parts.hostname) and bool(port) and complete, field, address, example)
     if parts.scheme == PLAIN:
         fix = f"without TLS anybody on the way reads and changes batches; write {TLS}://{parts.netloc}"
         require(is_loopback(parts.hostname or ""), field, address, fix)
@@ -96,7 +96,7 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes] | None:
     require(bool(cert) or not key, "--tls_key", key, "needs the certificate; add --tls_cert=FILE")
     if not cert:
         return None
-    found = _read("--tls_cert", cert, "the certificate"), _read("--tls_key", key, "its key")
+    pair = _read("--tls_cert", cert, "the certificate"), _read("--tls_key", key, "its key")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
@@ -104,27 +104,27 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes] | None:
         raise ConfigError(
             f"--tls_cert={cert!r}: does not go with --tls_key={key!r} ({_reason(error)}); {fix}"
         ) from None
-    return found
+    return pair
 
 
 def read_trusted(path: str) -> bytes | None:
     """The certificates of `Data.tls_ca`; None for the system's. Raises ConfigError when they cannot be read."""
     if not path:
         return None
-    found = _read("Data.tls_ca", path, "the servers' authority")
+    certificates = _read("Data.tls_ca", path, "the servers' authority")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError as error:
         fix = "name the servers' authority (PEM)"
         raise ConfigError(f"Data.tls_ca={path!r}: holds no certificate ({_reason(error)}); {fix}") from None
-    return found
+    return certificates
 
 
-def _read(field: str, path: str, what: str) -> bytes:
+def _read(field: str, path: str, content: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{field}={path!r}: cannot be read ({error.strerror}); name {what} (PEM)") from None
+        raise ConfigError(f"{field}={path!r}: cannot be read ({error.strerror}); name {content} (PEM)") from None
 
 
 def _reason(error: ssl.SSLError) -> str:
@@ -132,7 +132,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def _checked(where: str, token: str) -> str:
-    """`where` is named and the token never: messages end in logs."""
+    """The token, checked. The error names `where`, where it was set, and never the token: messages end in logs."""
     legal = not token or (len(token) >= LEAST_TOKEN and token.isascii() and token.isprintable() and " " not in token)
     if not legal:
         fix = f"a token is {LEAST_TOKEN} or more printable ASCII characters without spaces, such as"

@@ -1,4 +1,4 @@
-"""One server as a trainer sees it: asks it for batches, checks what comes, and remembers how fast it was."""
+"""One server as a trainer sees it: requests batches, checks them, and keeps a moving average of the server's time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.batch_shape import BadBatchError, BatchShape
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.service import protocol
 from mmjax.data.service.addresses import TOKEN
-from mmjax.data.service.encoding import BadBatchError, BatchShape, aligned, block_size, decode
+from mmjax.data.service.encoding import aligned, block_size, decode
 from mmjax.data.service.identity import difference
 from mmjax.data.service.protocol import MESSAGE_LIMIT, SCHEMA, Request
 from mmjax.data.types import StepBatch
 
 PROBE_SECONDS = 5.0
-"""Time limit for an answer that needs no batch."""
+"""Time limit of an answer that needs no batch."""
 MOST_ANSWER = 1 << 20
 """The most bytes of such an answer."""
 FIRST_SECONDS, LEAST_SECONDS, SLOWER = 60.0, 10.0, 10.0
-"""Time limit for a batch: of a server that has made none yet; the least; and as a multiple of its recent batches'."""
+"""Time limits of a batch: the first of a server; the least; and a multiple of the time of the server's recent ones."""
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -37,42 +38,42 @@ _OPTIONS = [
 
 
 class ServerError(Exception):
-    """A server did not give the batch that it was asked for."""
+    """A server did not send the requested batch."""
 
 
 class ServerAway(ServerError):
-    """It does not answer, or cannot now; it may later."""
+    """The server does not answer, or cannot send the batch now; it may later."""
 
 
 class ServerRefuses(ServerError):
-    """It answers and will not: the token, the configuration or the request is wrong for it."""
+    """The server refuses: the token, the configuration or the request is wrong for it."""
 
 
 class ServerLies(ServerError):
-    """It sent something else than the batch; it is not asked again."""
+    """The server sent something else than the batch; nothing more is requested from it."""
 
 
 class ServerCannot(ServerError):
-    """It cannot make this batch, and says why; no other server will."""
+    """The server cannot make this batch, and says why; no other server can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The batches that a process of a run asks every server for.
+    """The batches that a process of a run requests from every server.
 
     Attributes:
       described: their identity, see `identity`.
-      digest: its hash.
+      digest: the hash of the identity.
       seed: the run's seed.
       shape: the arrays that they must have.
-      own: the rows that this process needs; None for all.
+      process_rows: the rows that this process needs; None for all.
     """
 
     described: Mapping[str, Any]
     digest: str
     seed: int
     shape: BatchShape
-    own: OwnRows | None = None
+    process_rows: ProcessRows | None = None
 
 
 class Server:
@@ -80,15 +81,15 @@ class Server:
 
     Args:
       address: "grpc://…" or "grpc+tls://…".
-      wanted: the batches that it is asked for.
+      wanted: the batches that are requested.
       token: the token that is sent; "" sends none.
-      tls_ca: certificates (PEM) that its own is checked against; None takes the system's.
+      tls_ca: certificates (PEM) against which the server's certificate is checked; None takes the system's.
 
     Attributes:
-      outstanding: requests that it has not answered.
-      seconds: recent time of a batch, a moving average from request to the last check; 0 while unknown.
-      workers: how many batches it makes at a time.
-      lies: how many of its answers were not the batch asked for.
+      outstanding: number of requests without an answer.
+      seconds: moving average of the time of a batch, from its request to its last check; 0 while unknown.
+      workers: number of batches that the server makes at a time.
+      lies: number of answers that were not the requested batch.
     """
 
     def __init__(self, address: str, wanted: Wanted, token: str = "", tls_ca: bytes | None = None):
@@ -101,20 +102,20 @@ class Server:
         self.outstanding, self.seconds, self.workers, self.lies = 0, 0.0, 1, 0
 
     def probe(self) -> None:
-        """Asks whether it serves this run's configuration. Raises ServerAway and ServerRefuses."""
+        """Checks that the server serves this run's configuration. Raises ServerAway and ServerRefuses."""
         health = self._action(protocol.HEALTH)
         workers = health.get("workers")
         self.workers = workers if isinstance(workers, int) and 0 < workers <= 4096 else 1
         if health.get("identity") == self._wanted.digest:
             return
-        other = difference(self._wanted.described, self._action(protocol.CONFIGURATION))
-        raise ServerRefuses(f"serves another configuration: {other or 'another version of the protocol'}")
+        changes = difference(self._wanted.described, self._action(protocol.CONFIGURATION))
+        raise ServerRefuses(f"serves another configuration: {changes or 'another version of the protocol'}")
 
     def fetch(self, step: int) -> StepBatch:
-        """The batch of `step`, checked. Raises a ServerError."""
+        """Requests the batch of `step` and checks it. Raises a ServerError."""
         begin = time.monotonic()
         wanted = self._wanted
-        shard = protocol.write_shard(wanted.own)
+        shard = protocol.write_shard(wanted.process_rows)
         request = Request(identity=wanted.digest, seed=wanted.seed, step=step, shard=shard)
         try:
             batch = self._read(request, self._timeout())
@@ -127,7 +128,7 @@ class Server:
         return batch
 
     def cancel(self) -> None:
-        """Ends all requests to it; later ones fail."""
+        """Ends all requests to the server; later ones fail."""
         with self._lock:
             self._closed = True
             readers = list(self._readers)
@@ -135,7 +136,7 @@ class Server:
             reader.cancel()
 
     def close(self) -> None:
-        """Closes the connection, after `cancel`; one with an unfinished request stays open until the process ends."""
+        """Closes the connection, after `cancel`. With an unfinished request, it stays open until the process ends."""
         if self._client is not None and not self.outstanding:
             self._client.close()
 
@@ -182,7 +183,7 @@ class Server:
     def _action(self, name: str) -> dict[str, Any]:
         try:
             answering = self._connected().do_action(flight.Action(name, b""), self._call(PROBE_SECONDS))
-            answers = list(islice(answering, 2))  # whoever it is may have very many
+            answers = list(islice(answering, 2))  # a stranger may send very many
             legal = len(answers) == 1 and answers[0].body.size <= MOST_ANSWER
             value = json.loads(answers[0].body.to_pybytes()) if legal else None
         except (pa.ArrowException, OSError) as error:
@@ -205,7 +206,7 @@ class Server:
 
 
 def _translated(error: Exception) -> ServerError:
-    """The `ServerError` for a Flight error, with the first sentence of its text; the rest of it is gRPC's own."""
+    """The `ServerError` for a Flight error, with the first sentence of its text; the others are gRPC's."""
     text = str(error).partition(". Detail:")[0].partition(". gRPC client")[0].strip()[:300]
     if isinstance(error, flight.FlightUnauthenticatedError):
         return ServerRefuses(f"{text}; give it with Data.token_file or the environment's {TOKEN}")
@@ -213,7 +214,7 @@ def _translated(error: Exception) -> ServerError:
     if kind == protocol.NO_BATCH:
         return ServerCannot(text)
     if kind == protocol.WRONG_CONFIGURATION:
-        return ServerAway(text)  # it was started again with another one: the next probe names the difference
+        return ServerAway(text)  # it was restarted with another configuration: the next probe names the difference
     if kind == protocol.WRONG_REQUEST:
         return ServerRefuses(text)
     if isinstance(error, flight.FlightTimedOutError):

@@ -1,7 +1,7 @@
-"""The stream of step batches of a trainer whose batches other hosts prepare. A batch is the same, whoever makes it.
+"""The stream of step batches of a trainer whose batches are prepared by other hosts. Every host makes the same batches.
 
-Steps are requested ahead, each by a thread of its own that tries servers until one has given the batch. If the next
-step that is needed takes much longer than usual, it is requested from a second server too; the first answer counts.
+Steps are requested ahead. Each has a thread, which tries servers until one has sent the batch. If the next step takes
+much longer than usual, it is requested from a second server too; the first answer counts.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_shape import BatchShape
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import read_token, read_trusted
 from mmjax.data.service.client import Server, ServerCannot, ServerError, ServerLies, Wanted
-from mmjax.data.service.encoding import BatchShape, decode
-from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.encoding import decode
+from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.pool import BatchError, Pool
 from mmjax.data.service.roster import Member, Roster
+from mmjax.data.spec import DataSpec
 from mmjax.data.types import NoBatchError, StepBatch
 
-HERE = "local"
+LOCAL = "local"
 """The origin of a batch that was made on this host."""
 MOST_AHEAD, MOST_BYTES = 64, 2 << 30
-"""The most batches that are requested or held at a time, and their most bytes together."""
+"""The most batches that are requested or buffered at a time, and their most bytes together."""
 _FIRST_PROBES = 6.0
 """Seconds for which a run waits at its start for servers to say that they serve another configuration."""
 _HEDGE, _SLOWER = 0.5, 3.0
-"""When a batch that is needed is requested again: after so many seconds, or so many times a recent batch's time."""
+"""Delay of a second request for the next batch: so many seconds, or so many times a recent batch's time."""
 _LOOK = 0.1
 _LEAVE = 2.0
 
 
 @dataclass
 class _Slot:
-    """A step that is wanted.
+    """A requested step.
 
-    origin: where it was made. asked: servers that are making it. cannot: servers that cannot, and why. failure: why
-    nobody can.
+    origin: where its batch was made. makers: servers that are making it. cannot: servers that cannot make it, and why.
+    failure: why nobody can.
     """
 
     batch: StepBatch | None = None
     origin: str = ""
-    asked: set[str] = field(default_factory=set)
+    makers: set[str] = field(default_factory=set)
     cannot: dict[str, str] = field(default_factory=dict)
     failure: NoBatchError | None = None
 
@@ -54,7 +56,7 @@ class ServedLoader(Iterator[StepBatch]):
 
     Args:
       spec: all that batches depend on.
-      maker: makes the same batches here, where `Data.fallback` asks for that; servers are asked for its own rows.
+      maker: makes the same batches on this host, where `Data.fallback` is "local"; its rows are requested of servers.
       report: receives one-line messages, from any thread.
 
     Attributes:
@@ -67,8 +69,9 @@ class ServedLoader(Iterator[StepBatch]):
     def __init__(self, spec: DataSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]):
         data = spec.data
         described = identity(spec, maker.source)
-        shape = BatchShape(spec.packer, spec.global_batch, maker.own)
-        wanted = Wanted(described=described, digest=digest(described), seed=spec.seed, shape=shape, own=maker.own)
+        rows = maker.process_rows
+        shape = BatchShape(spec.packer, spec.global_batch, rows)
+        wanted = Wanted(described=described, digest=digest(described), seed=spec.seed, shape=shape, process_rows=rows)
         token = read_token("Data.token_file", data.token_file)
         trusted = read_trusted(data.tls_ca)
         self._data, self._maker, self._shape, self._report = data, maker, shape, report
@@ -80,9 +83,11 @@ class ServedLoader(Iterator[StepBatch]):
         self._threads: set[threading.Thread] = set()
         self._pool: Pool | None = None
         self.origin = ""
-        self._roster = Roster(
-            data.servers, lambda address: Server(address, wanted, token, trusted), report, self._changed
-        )
+
+        def connect(address: str) -> Server:
+            return Server(address, wanted, token, trusted)
+
+        self._roster = Roster(data.servers, connect, report, self._changed)
         self._start(self._watch)
         try:
             self._meet()
@@ -94,14 +99,14 @@ class ServedLoader(Iterator[StepBatch]):
         """The next batch.
 
         Raises:
-          NoBatchError: nobody has given it for longer than `Data.patience`.
+          NoBatchError: no server has sent it for longer than `Data.patience`.
         """
         with self._changed:
             if self._next >= self._stop or self._closed:
                 raise StopIteration
             slot, begin = self._fill(), time.monotonic()
             while slot.batch is None:
-                failure = slot.failure or (None if slot.asked else self._failure)
+                failure = slot.failure or (None if slot.makers else self._failure)
                 if failure:
                     raise failure
                 if self._closed:
@@ -140,7 +145,7 @@ class ServedLoader(Iterator[StepBatch]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- who is there ------------------------------------------------------------------------------------------------
+    # ---- servers -----------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
         """Waits until a server is ready or all have answered, for a few seconds at most."""
@@ -156,7 +161,7 @@ class ServedLoader(Iterator[StepBatch]):
                 self._report(f"waiting for a data server: {self._roster.complaints()}")
 
     def _watch(self) -> None:
-        """Probes the servers in the background, and notices when none is left."""
+        """Probes the servers in the background, and reacts when none is left or one is back."""
         while True:
             self._roster.tend()
             with self._changed:
@@ -167,11 +172,11 @@ class ServedLoader(Iterator[StepBatch]):
 
     def _judge(self) -> None:
         roster, data = self._roster, self._data
-        if roster.served():
+        if roster.is_serving():
             if self._alone:
                 self._report("a data server is there: batches come from it again")
             self._alone = False
-        elif not self._alone and (time.monotonic() - roster.heard > data.patience or roster.hopeless()):
+        elif not self._alone and (time.monotonic() - roster.last_served > data.patience or roster.hopeless()):
             if data.fallback == "error":
                 fix = "start servers, or prepare batches here with Data.fallback='local'"
                 self._fail(f"no data server is there: {roster.complaints()}; {fix}")
@@ -197,17 +202,17 @@ class ServedLoader(Iterator[StepBatch]):
         return self._slots[self._next]
 
     def _hedge(self, step: int, slot: _Slot, waited: float) -> None:
-        """Requests a step that is needed and late from another server too."""
-        late = waited > max(_HEDGE, _SLOWER * self._roster.seconds()) * max(1, len(slot.asked))
-        if late and slot.batch is None and slot.asked and self._roster.ready({*slot.asked, *slot.cannot}):
+        """Requests a step from another server too, if it has been waited for too long."""
+        late = waited > max(_HEDGE, _SLOWER * self._roster.seconds()) * max(1, len(slot.makers))
+        if late and slot.batch is None and slot.makers and self._roster.ready({*slot.makers, *slot.cannot}):
             self._start(self._fetch, step, slot)
 
     def _fetch(self, step: int, slot: _Slot) -> None:
         """Gets a step, in a thread of its own: tries servers until the batch is there, wherever it came from."""
         try:
-            while (member := self._turn_to(step, slot)) is not None:
-                if isinstance(member, Member):
-                    self._ask(step, slot, member)
+            while (maker := self._next_maker(step, slot)) is not None:
+                if isinstance(maker, Member):
+                    self._request(step, slot, maker)
                 else:
                     self._make(step, slot)
         except Exception as error:  # else the run would wait for ever
@@ -215,40 +220,43 @@ class ServedLoader(Iterator[StepBatch]):
                 self._fail(f"step {step}: {type(error).__name__}: {error}")
             raise
 
-    def _turn_to(self, step: int, slot: _Slot) -> Member | str | None:
-        """Waits for a server to ask, or this host. None if the step is no longer wanted, or nobody can make it."""
+    def _next_maker(self, step: int, slot: _Slot) -> Member | str | None:
+        """Waits until a server, or `LOCAL` (this host), can make the step, and returns it.
+
+        Returns None if the step is no longer wanted, or nobody can make it.
+        """
         with self._changed:
             while not (self._closed or self._failure or slot.batch or slot.failure):
-                member = self._roster.choose({*slot.asked, *slot.cannot})
+                member = self._roster.choose({*slot.makers, *slot.cannot})
                 if member:
                     member.server.outstanding += 1
-                    slot.asked.add(member.address)
+                    slot.makers.add(member.address)
                     return member
-                if self._alone and HERE not in slot.asked:
-                    slot.asked.add(HERE)
-                    return HERE
-                if slot.cannot and not slot.asked and self._roster.ready() and self._roster.settled():
-                    said = "; ".join(f"data server {name} says: {why}" for name, why in slot.cannot.items())
-                    slot.failure = NoBatchError(said)
+                if self._alone and LOCAL not in slot.makers:
+                    slot.makers.add(LOCAL)
+                    return LOCAL
+                if slot.cannot and not slot.makers and self._roster.ready() and self._roster.settled():
+                    reasons = "; ".join(f"data server {name} says: {why}" for name, why in slot.cannot.items())
+                    slot.failure = NoBatchError(reasons)
                     self._changed.notify_all()
                     return None
                 self._changed.wait()
             return None
 
-    def _ask(self, step: int, slot: _Slot, member: Member) -> None:
+    def _request(self, step: int, slot: _Slot, member: Member) -> None:
         batch, error = None, None
         try:
             batch = member.server.fetch(step)
-        except ServerError as found:
-            error = found
+        except ServerError as raised:
+            error = raised
         finally:
-            with self._changed:  # what it has said is known before anybody can ask it again
+            with self._changed:  # the answer is recorded before another request can go to this server
                 member.server.outstanding -= 1
-                slot.asked.discard(member.address)
+                slot.makers.discard(member.address)
                 if not self._closed:
-                    self._hear(slot, member, batch, error)
+                    self._record_answer(slot, member, batch, error)
 
-    def _hear(self, slot: _Slot, member: Member, batch: StepBatch | None, error: ServerError | None) -> None:
+    def _record_answer(self, slot: _Slot, member: Member, batch: StepBatch | None, error: ServerError | None) -> None:
         if isinstance(error, ServerCannot):
             slot.cannot[member.address] = str(error)
         elif error:
@@ -272,10 +280,10 @@ class ServedLoader(Iterator[StepBatch]):
             if self._closed:
                 return
             self._pool = self._pool or Pool(self._maker, max(1, self._data.workers))
-            future = self._pool.submit(step, self._maker.own)
+            future = self._pool.submit(step, self._maker.process_rows)
         try:
-            made = future.result()
-            batch = decode(made.header, made.block)
+            encoded = future.result()
+            batch = decode(encoded.header, encoded.block)
         except CancelledError:
             return
         except BatchError as error:
@@ -284,8 +292,8 @@ class ServedLoader(Iterator[StepBatch]):
                 self._changed.notify_all()
             return
         with self._changed:
-            slot.asked.discard(HERE)
-            self._deliver(slot, batch, HERE)
+            slot.makers.discard(LOCAL)
+            self._deliver(slot, batch, LOCAL)
 
     def _deliver(self, slot: _Slot, batch: StepBatch, origin: str) -> None:
         if slot.batch is None:

@@ -1,7 +1,7 @@
 """A pool of processes that make batches of any steps on request, and hand them over without a copy.
 
-A worker writes a batch's arrays into a memory file that it makes, and passes the file on; the serving process maps it.
-A worker that dies is started again, and its step given to the new one, once.
+A worker makes a memory file, writes a batch's arrays into it and passes it on; the serving process maps it. A worker
+that dies is replaced once, and its step is given to the new one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.data import worker
+from mmjax.data.batch_shape import place_arrays
 from mmjax.data.loader import StepMaker, steps_of
-from mmjax.data.own_rows import OwnRows
-from mmjax.data.service.encoding import fill, place_arrays
+from mmjax.data.process_rows import ProcessRows
+from mmjax.data.service.encoding import fill
 from mmjax.data.service.protocol import read_shard, write_shard
 
 
@@ -54,7 +55,7 @@ class BatchError(RuntimeError):
     """A step's batch cannot be made; asking again will not help."""
 
 
-_Task = tuple[int, OwnRows | None, Future[MadeBatch]]
+_Task = tuple[int, ProcessRows | None, Future[MadeBatch]]
 
 
 class Pool:
@@ -78,13 +79,16 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, step: int, own: OwnRows | None = None) -> Future[MadeBatch]:
-        """A future of the batch of `step` in the rows of `own` (all by default); cancelled in time, it is not made."""
+    def submit(self, step: int, process_rows: ProcessRows | None = None) -> Future[MadeBatch]:
+        """Requests the batch of `step` in `process_rows` (all by default), and returns a future of it.
+
+        If the future is cancelled before a worker takes the step, the batch is not made.
+        """
         future: Future[MadeBatch] = Future()
         if self._closed:
             future.cancel()
         else:
-            self._tasks.put((step, own, future))
+            self._tasks.put((step, process_rows, future))
         return future
 
     def close(self) -> None:
@@ -104,13 +108,13 @@ class Pool:
     def _run(self, number: int) -> None:
         process, connection = self._start(number)
         while not self._closed and (task := self._tasks.get()) is not None:
-            step, own, future = task
+            step, process_rows, future = task
             if not future.set_running_or_notify_cancel():
                 continue
             failure = None
             for _ in range(2):
                 try:
-                    future.set_result(_ask(connection, step, own))
+                    future.set_result(_ask(connection, step, process_rows))
                 except BatchError as error:
                     failure = error
                 except (EOFError, OSError):  # the process is gone
@@ -128,21 +132,21 @@ class Pool:
 
     def _start(self, number: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
+        parent_end, child_end = context.Pipe()
         process = context.Process(
-            target=_work, args=(there, self._maker), name=f"{worker.OWN_PROCESS}-{number}", daemon=True
+            target=_work, args=(child_end, self._maker), name=f"{worker.OWN_PROCESS}-{number}", daemon=True
         )
         with self._lock:
             process.start()
             self._processes[number] = process
             if self._closed:
                 process.kill()
-        there.close()
-        return process, here
+        child_end.close()
+        return process, parent_end
 
 
-def _ask(connection: Connection, step: int, own: OwnRows | None) -> MadeBatch:
-    connection.send_bytes(json.dumps([step, write_shard(own)]).encode())
+def _ask(connection: Connection, step: int, process_rows: ProcessRows | None) -> MadeBatch:
+    connection.send_bytes(json.dumps([step, write_shard(process_rows)]).encode())
     answer = json.loads(connection.recv_bytes())
     if "error" in answer:
         raise BatchError(f"step {step}: {answer['error']}")
@@ -158,7 +162,7 @@ def _ask(connection: Connection, step: int, own: OwnRows | None) -> MadeBatch:
 
 
 def _work(connection: Connection, maker: StepMaker) -> None:
-    """The life of a worker: steps come in, batches go out, until the other end is closed."""
+    """Runs a worker: receives steps and sends their batches, until the other end is closed."""
     worker.prepare(0, 1)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -166,7 +170,7 @@ def _work(connection: Connection, maker: StepMaker) -> None:
         while True:
             (step, shard), begin = json.loads(connection.recv_bytes()), time.perf_counter()
             try:
-                file, header, size = _make(steps_of(replace(maker, own=read_shard(shard, maker.packer)))[step])
+                file, header, size = _make(steps_of(replace(maker, process_rows=read_shard(shard, maker.packer)))[step])
             except Exception as error:  # whatever a source raises concerns this step alone
                 text = " ".join(str(error).split()) or "no message"
                 connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {text}"[:2000]}).encode())

@@ -1,4 +1,4 @@
-"""The protocol between trainers and servers, beside batches themselves: requests, limits, and kinds of refusals."""
+"""The protocol between trainers and servers: requests, limits, and kinds of refusals. Batches are in `encoding`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pyarrow as pa
 
 from mmjax.data.loader import MOST_STEPS
-from mmjax.data.own_rows import OwnRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 """A batch's block travels as record batches of one column; the header is the metadata of the first."""
 CHUNK = 16 << 20
 """Bytes of a message."""
 MESSAGE_LIMIT = CHUNK + (9 << 20)
-"""Bytes of a message with its header: what a client receives at most at once."""
+"""Bytes of a message with its header: a client receives no larger one."""
 REQUEST_LIMIT = 64 << 10
 """Bytes of a request."""
 HEALTH, CONFIGURATION = "health", "configuration"
@@ -34,8 +34,8 @@ class Request:
       identity: hash of all that batches depend on, see `identity.digest`.
       seed: the run's seed.
       step: the step, from 0.
-      shard: the rows that are wanted, as `write_shard` writes them; None wants all. It must be read only after the
-        configurations have turned out to be the same.
+      shard: the wanted rows, as `write_shard` writes them; None for all. To be read only after the configurations
+        have been found to be the same.
     """
 
     identity: str
@@ -67,30 +67,35 @@ class Request:
         return cls(**value)
 
 
-def write_shard(own: OwnRows | None) -> Any:
-    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows; a list of these
-    for microbatches in turn."""
-    if own is None:
+def write_shard(process_rows: ProcessRows | None) -> Any:
+    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows.
+
+    Rows that differ from microbatch to microbatch are a list of such objects, for microbatches in turn.
+    """
+    if process_rows is None:
         return None
-    if own.turns:
-        return [write_shard(turn) for turn in own.turns]
-    return {module: {name: _runs(cells) for name, cells in own.cells[module].items()} for module in own.cells}
+    if process_rows.turns:
+        return [write_shard(turn) for turn in process_rows.turns]
+    return {
+        module: {name: _runs(cells) for name, cells in process_rows.cells[module].items()}
+        for module in process_rows.cells
+    }
 
 
-def read_shard(value: Any, packer: Packer) -> OwnRows | None:
+def read_shard(value: Any, packer: Packer) -> ProcessRows | None:
     """The rows that `write_shard` wrote, for microbatches of `packer`. Raises ValueError for anything else.
 
-    A few characters may name very many cells, so a run is expanded only if the packer has its module, input and end:
-    the result takes no more memory than the largest shard of this configuration.
+    A few characters may name very many cells. So a run is expanded only if the packer has its module, input and last
+    cell: the result takes no more memory than the largest shard of this configuration.
     """
     if value is None:
         return None
     if isinstance(value, list) and 2 <= len(value) <= packer.microbatches:
-        return OwnRows.in_turns([_read_turn(turn, packer) for turn in value])
+        return ProcessRows.in_turns([_read_turn(turn, packer) for turn in value])
     return _read_turn(value, packer)
 
 
-def _read_turn(value: Any, packer: Packer) -> OwnRows:
+def _read_turn(value: Any, packer: Packer) -> ProcessRows:
     if not isinstance(value, dict) or not all(isinstance(inputs, dict) for inputs in value.values()):
         raise ValueError(
             f"shard={value!r:.80} is not null or cells by module and input, or such for microbatches in turn"
@@ -100,7 +105,7 @@ def _read_turn(value: Any, packer: Packer) -> OwnRows:
             raise ValueError(f"shard: no module {module!r:.40}")
         if strangers := inputs.keys() - packer.inputs[module]:
             raise ValueError(f"shard: {module} has no input {min(strangers)!r:.40}")
-    return OwnRows(
+    return ProcessRows(
         cells={
             module: {name: _cells(runs, packer.cells) for name, runs in inputs.items()}
             for module, inputs in value.items()

@@ -1,4 +1,4 @@
-"""The servers of a run: keeps track of which are up and ready, and chooses the next to ask. Servers come and go."""
+"""The servers of a run: tracks which are ready, and chooses one for the next request. Servers come and go."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmjax.data.service.client import Server, ServerAway, ServerError, ServerLie
 READ_EVERY = 1.0
 """Seconds between reads of the file of servers."""
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 5.0
-"""Seconds until a server that is away, or refuses, is asked again; doubled every time."""
+"""Seconds until a server that is away, or refuses, is probed again; doubled every time."""
 _FAILURES = 3
-"""How many requests in a row fail before a server that is up counts as not serving."""
+"""Number of requests in a row that fail before a server that is up counts as not serving."""
 NEW, READY, AWAY, REFUSING, DROPPED = "new", "ready", "away", "refusing", "dropped"
 
 
@@ -42,11 +42,11 @@ class Member:
 
     @property
     def lied(self) -> bool:
-        """Whether it has ever sent something else than the batch asked for."""
+        """Whether it has ever sent something else than the requested batch."""
         return self.server.lies > 0
 
     def score(self, fallback: float) -> float:
-        """Expected seconds until it has answered one more request."""
+        """Expected seconds until the member has answered one more request; `fallback`: a batch's time if unknown."""
         rounds = (self.server.outstanding + 1) / self.server.workers
         return max(1.0, rounds) * (self.server.seconds or fallback) + 1e-6 * self.server.outstanding
 
@@ -71,17 +71,17 @@ class Roster:
         self._servers, self._connect, self._report, self._changed = servers, connect, report, changed
         self._members: dict[str, Member] = {}
         self._read_at, self._complaint = 0.0, ""
-        self.heard = time.monotonic()
+        self.last_served = time.monotonic()
         """The time at which a server last served, or the loader began."""
         with changed:
             self._list(read_addresses(servers))
 
     def ready(self, without: Collection[str] = ()) -> list[Member]:
-        """Members that may be asked, except those with the addresses `without`."""
+        """Members that take requests, except those with the addresses `without`."""
         return [m for m in self._members.values() if m.state == READY and m.address not in without]
 
-    def served(self) -> bool:
-        """Whether a member is ready that has not failed several times in a row."""
+    def is_serving(self) -> bool:
+        """Whether any ready member has not failed several times in a row."""
         return any(m.failures < _FAILURES for m in self.ready())
 
     def choose(self, without: Collection[str] = ()) -> Member | None:
@@ -91,15 +91,15 @@ class Roster:
         return min(ready, key=lambda m: m.score(min(known, default=1.0)), default=None)
 
     def seconds(self) -> float:
-        """Seconds that a recent batch of the fastest member took; 0 while unknown."""
+        """Seconds of a recent batch of the fastest member; 0 while unknown."""
         return min((m.server.seconds for m in self.ready() if m.server.seconds), default=0.0)
 
     def workers(self) -> int:
-        """How many batches all ready members together make at a time."""
+        """Number of batches that all ready members together make at a time."""
         return sum(m.server.workers for m in self.ready())
 
     def hopeless(self) -> bool:
-        """Whether no member is ready, and none may become ready by itself."""
+        """Whether no member is ready, and none can become ready by itself."""
         lost = all(m.state in (REFUSING, DROPPED) and not m.probing for m in self._members.values())
         return lost and not (is_path(self._servers) and not self._members)
 
@@ -108,13 +108,13 @@ class Roster:
         return all(m.state != NEW for m in self._members.values())
 
     def complaints(self) -> str:
-        """Why no member is ready, address by address."""
+        """The reasons why no member is ready, by address."""
         wrong = [m for m in self._members.values() if m.state != READY or m.failures]
         lines = [f"{m.address} {m.why}" for m in wrong]
         return "; ".join(lines) or f"{self._servers} lists none"
 
     def failed(self, member: Member, error: ServerError) -> None:
-        """Notes a failed request."""
+        """Records a failed request."""
         member.failures += 1
         if self._members.get(member.address) is not member:
             return
@@ -128,8 +128,8 @@ class Roster:
         self._changed.notify_all()
 
     def succeeded(self, member: Member) -> None:
-        """Notes that a member gave a batch."""
-        member.failures, member.retry, self.heard = 0, SHORTEST_RETRY, time.monotonic()
+        """Records that a member has sent a batch."""
+        member.failures, member.retry, self.last_served = 0, SHORTEST_RETRY, time.monotonic()
 
     def cancel(self) -> None:
         """Ends all requests."""
@@ -142,13 +142,13 @@ class Roster:
             member.server.close()
 
     def tend(self) -> None:
-        """Reads the list again and probes members that are due; called now and then, without the lock."""
+        """Reads the list again and probes members that are due. To be called regularly, without the lock."""
         now = time.monotonic()
         if is_path(self._servers) and now > self._read_at + READ_EVERY:
             self._read_again(now)
         with self._changed:
-            if self.served():
-                self.heard = now
+            if self.is_serving():
+                self.last_served = now
             due = [m for m in self._members.values() if m.state not in (READY, DROPPED) and not m.probing]
             due = [m for m in due if m.due <= now]
             for member in due:
@@ -174,7 +174,7 @@ class Roster:
             if address not in self._members:
                 self._members[address] = Member(self._connect(address))
         for address in [address for address in self._members if address not in addresses]:
-            member = self._members.pop(address)  # what it was asked for, it may still answer
+            member = self._members.pop(address)  # it may still answer its requests
             if member.state == READY:
                 self._report(f"data server {address} has left")
             member.state, member.why = DROPPED, "has left"
@@ -184,8 +184,8 @@ class Roster:
         try:
             member.server.probe()
             error = None
-        except ServerError as found:
-            error = found
+        except ServerError as raised:
+            error = raised
         with self._changed:
             member.probing = False
             if member.state == DROPPED:

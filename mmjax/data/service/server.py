@@ -19,38 +19,39 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.service import protocol
-from mmjax.data.service.identity import DataSpec, digest, identity
+from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.pool import BatchError, MadeBatch, Pool
 from mmjax.data.service.protocol import CHUNK, SCHEMA, Request
+from mmjax.data.spec import DataSpec
 
 KEPT_BYTES = 1 << 30
-"""Bytes of finished batches that are kept, for a client that lost its connection, or for a second one."""
+"""Bytes of finished batches that are kept for a client that lost its connection, or for a second client."""
 _WAIT = 0.1
 """Seconds between checks whether a client still waits."""
 
 
 class _Guard(flight.ServerMiddlewareFactory):
-    """Lets nobody in without the token."""
+    """Refuses calls without the token."""
 
     def __init__(self, token: str):
         self._token = token.encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        given = [value for name, values in headers.items() if name.lower() == "authorization" for value in values]
-        text = given[0] if len(given) == 1 and isinstance(given[0], str) else ""
+        sent = [value for name, values in headers.items() if name.lower() == "authorization" for value in values]
+        text = sent[0] if len(sent) == 1 and isinstance(sent[0], str) else ""
         scheme, _, token = text.partition(" ")
         if scheme != "Bearer" or not hmac.compare_digest(token.encode(errors="replace"), self._token):
             raise flight.FlightUnauthenticatedError("the token is missing or wrong")
 
 
 _Key = tuple[int, str]
-"""A step, and its rows that are wanted, as JSON."""
+"""A step, and the wanted rows as JSON."""
 
 
 class _Shelf:
-    """Batches that are being made or were made lately, each made once for all who ask for the same rows."""
+    """Batches that are being made or were made lately; equal requests share one batch."""
 
     def __init__(self, pool: Pool, most_waiting: int):
         self._pool, self._most_waiting = pool, most_waiting
@@ -64,18 +65,18 @@ class _Shelf:
             return sum(not future.done() for future in self._futures.values())
 
     @contextmanager
-    def read(self, step: int, own: OwnRows | None) -> Iterator[Future[MadeBatch]]:
+    def read(self, step: int, process_rows: ProcessRows | None) -> Iterator[Future[MadeBatch]]:
         """A context with a future of the batch of `step`. It is dropped from the queue when its last reader leaves.
 
         Raises BlockingIOError when too many are waiting.
         """
-        key = step, json.dumps(protocol.write_shard(own), sort_keys=True)
+        key = step, json.dumps(protocol.write_shard(process_rows), sort_keys=True)
         with self._lock:
             future = self._futures.get(key)
             if future is None:
-                if sum(not other.done() for other in self._futures.values()) >= self._most_waiting:
+                if sum(not pending.done() for pending in self._futures.values()) >= self._most_waiting:
                     raise BlockingIOError
-                future = self._futures[key] = self._pool.submit(step, own)
+                future = self._futures[key] = self._pool.submit(step, process_rows)
             self._futures.move_to_end(key)
             self._readers[key] = self._readers.get(key, 0) + 1
         try:
@@ -90,10 +91,10 @@ class _Shelf:
                 self._forget()
 
     def _forget(self) -> None:
-        """Drops batches beyond `KEPT_BYTES`, those first that were asked for longest ago; none that is being read."""
-        made = [(key, future) for key, future in self._futures.items() if future.done() and not _failed(future)]
-        size = sum(future.result().nbytes for _, future in made)
-        for key, future in made:
+        """Drops batches beyond `KEPT_BYTES`, the least recently requested first, and none that is being read."""
+        finished = [(key, future) for key, future in self._futures.items() if future.done() and not _failed(future)]
+        size = sum(future.result().nbytes for _, future in finished)
+        for key, future in finished:
             if size <= KEPT_BYTES:
                 break
             if key not in self._readers:
@@ -114,13 +115,13 @@ def require_free(host: str, port: int) -> None:
 
 
 class BatchServer(flight.FlightServerBase):
-    """Serves the batches of one configuration; it runs as soon as it is made.
+    """Serves the batches of one configuration, from its construction on.
 
     Args:
       spec: all that batches depend on.
-      workers: number of processes that make them.
-      location: where to listen, such as "grpc://127.0.0.1:0".
-      token: the token that requests must carry; "" lets everybody in.
+      workers: number of processes that make batches.
+      location: the address to listen on, such as "grpc://127.0.0.1:0".
+      token: the token that requests must carry; "" accepts all.
       tls: certificate and key (PEM) of a grpc+tls location.
 
     Raises:
@@ -190,28 +191,28 @@ class BatchServer(flight.FlightServerBase):
         if request.identity != self.identity or request.seed != self.spec.seed:
             raise self._refusal("another configuration is served here", protocol.WRONG_CONFIGURATION)
         try:
-            own = protocol.read_shard(request.shard, self.spec.packer)
+            process_rows = protocol.read_shard(request.shard, self.spec.packer)
         except ValueError as error:
             raise self._refusal(str(error), protocol.WRONG_REQUEST) from None
         # The stream opens at once and waits for its first message: a client may cancel it meanwhile.
-        return flight.GeneratorStream(SCHEMA, self._send(context, request.step, own))
+        return flight.GeneratorStream(SCHEMA, self._send(context, request.step, process_rows))
 
-    def _send(self, context: Any, step: int, own: OwnRows | None) -> Iterator[Any]:
+    def _send(self, context: Any, step: int, process_rows: ProcessRows | None) -> Iterator[Any]:
         try:
-            with self._shelf.read(step, own) as future:
-                made = self._awaited(context, future)
+            with self._shelf.read(step, process_rows) as future:
+                batch = self._awaited(context, future)
         except BlockingIOError:
             raise self._refusal("too many requests are waiting", protocol.BUSY) from None
         except BatchError as error:
             with self._lock:
                 self.failed += 1
             raise self._refusal(str(error), protocol.NO_BATCH) from None
-        for start in range(0, max(1, made.block.nbytes), CHUNK):
-            part = _column(made.block[start : start + CHUNK])
-            yield (part, made.header) if start == 0 else part
+        for start in range(0, max(1, batch.block.nbytes), CHUNK):
+            part = _column(batch.block[start : start + CHUNK])
+            yield (part, batch.header) if start == 0 else part
         with self._lock:
             self.served += 1
-            self.sent_bytes += made.block.nbytes
+            self.sent_bytes += batch.block.nbytes
 
     def _awaited(self, context: Any, future: Future[MadeBatch]) -> MadeBatch:
         while True:

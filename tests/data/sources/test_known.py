@@ -15,10 +15,11 @@ from data_sources import ENCODERS, TOKENIZER, encoded, opened, pixels
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
-from mmjax.data.service.identity import DataSpec, difference, identity
+from mmjax.data.service.identity import difference, identity
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known import Known
 from mmjax.data.sources.mixture import Mixture
+from mmjax.data.spec import DataSpec
 
 RECORDS, HELD_OUT = 31, 5
 Row = dict[str, str]

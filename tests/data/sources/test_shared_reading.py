@@ -13,7 +13,7 @@ from data_sources import ENCODERS, TOKENIZER, encoded, opened, pixels, recorded
 
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer
-from mmjax.data.own_rows import OwnRows
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Media
 from mmjax.data.types import StepBatch
@@ -23,9 +23,9 @@ BROKEN = {2: "2a.png", 5: "5b.png", 7: "7.wav", 11: "11a.png"}
 TEXT = ("tokens", "targets", "weights", "vision_index", "audio_index")
 
 
-def own_rows(cell: int, *, encoders: tuple[str, ...] = (), llm: tuple[str, ...] = ()) -> OwnRows:
+def own_rows(cell: int, *, encoders: tuple[str, ...] = (), llm: tuple[str, ...] = ()) -> ProcessRows:
     wanted = {name: {"patches": (cell,), "positions": (cell,), "segments": (cell,)} for name in encoders}
-    return OwnRows(cells={**wanted, "llm": dict.fromkeys(llm, (cell,))})
+    return ProcessRows(cells={**wanted, "llm": dict.fromkeys(llm, (cell,))})
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def maker(folder: Path, own: OwnRows | None = None, strict: bool = False) -> StepMaker:
+def maker(folder: Path, own: ProcessRows | None = None, strict: bool = False) -> StepMaker:
     source = opened(folder, SourceConfig(path=str(folder / "data.jsonl"), max_patches=0, strict=strict), split="test")
     config = DataConfig(sequence_length=96)
     packer = make_packer(
         config, ENCODERS, source, TOKENIZER, global_batch=GLOBAL_BATCH, microbatches=2, cells=CELLS, one_bucket=True
     )
-    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, own=own)
+    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=own)
 
 
 def truncate(folder: Path) -> None:
@@ -82,7 +82,7 @@ def assert_agree(part: StepBatch, whole: StepBatch, cell: int, inputs: dict[str,
                 assert np.array_equal(a.inputs[module][name][rows], expected[rows]), (module, name)
 
 
-def broken_maker(data: Path, own: OwnRows | None = None) -> StepMaker:
+def broken_maker(data: Path, own: ProcessRows | None = None) -> StepMaker:
     """With the index of whole media and then broken ones."""
     for name in BROKEN.values():
         (data / name).write_bytes(encoded(pixels(16, 24, 1)) if name.endswith("png") else recorded(np.zeros(1200)))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
-from mmjax.data.own_rows import HeldRows, OwnRows, turn_of
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import PartialArray, ProcessRows, turn_of
 from mmjax.data.sample import meta_of
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch
@@ -52,18 +52,18 @@ class Opened:
         return self.plain.worst_case()
 
 
-def maker(own: OwnRows | None = None) -> tuple[StepMaker, Opened]:
+def maker(own: ProcessRows | None = None) -> tuple[StepMaker, Opened]:
     config = DataConfig(sequence_length=112)
     source = Opened(make_source(config, SPECS, seed=3, split="train"))
     sizes: Any = {"global_batch": GLOBAL_BATCH, "microbatches": 2, "cells": CELLS}
     packer = make_packer(config, SPECS, source, make_tokenizer("", tuple(SPECS)), **sizes)
-    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, own=own), source
+    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=own), source
 
 
-def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> OwnRows:
+def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> ProcessRows:
     """The cells of the encoder's first stage, of the LLM, and of a later stage of the encoder."""
     positions = tuple(sorted({*vision, *later}))
-    return OwnRows(
+    return ProcessRows(
         cells={
             "vision": {"patches": vision, "segments": positions, "positions": positions},
             "llm": dict.fromkeys((*LLM, "segments"), llm),
@@ -71,7 +71,7 @@ def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tup
     )
 
 
-def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
+def assert_rows(batch: StepBatch, whole: StepBatch, own: ProcessRows) -> None:
     """All that is wanted is bit for bit what it is in the whole batch, and the rest is not there."""
     assert (batch.denominators, batch.counts, batch.step) == (whole.denominators, whole.counts, whole.step)
     for number, (part, other) in enumerate(zip(batch.microbatches, whole.microbatches, strict=True)):
@@ -103,11 +103,11 @@ def assert_rows(batch: StepBatch, whole: StepBatch, own: OwnRows) -> None:
         own_rows(vision=(3,), llm=(0, 1)),
         own_rows(later=(0, 1, 2, 3)),
         own_rows(vision=(0, 1, 2, 3), llm=(2,)),
-        OwnRows.in_turns([own_rows(vision=(0, 1), llm=(1, 2)), own_rows(llm=(1, 2))]),
+        ProcessRows.in_turns([own_rows(vision=(0, 1), llm=(1, 2)), own_rows(llm=(1, 2))]),
     ],
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_rows_that_are_wanted_are_those_of_the_whole_batch(own: OwnRows, workers: int) -> None:
+def test_rows_that_are_wanted_are_those_of_the_whole_batch(own: ProcessRows, workers: int) -> None:
     whole = maker()[0]
     with StepLoader(maker(own)[0], steps=2, workers=workers) as batches:
         for step, batch in enumerate(batches):
@@ -169,7 +169,7 @@ def test_the_plan_of_metadata_is_that_of_samples(sizes: Any, cells: int, count: 
     for part, made in zip(plan.microbatches, batch.microbatches, strict=True):
         own, left = left[: len(part.metas)], left[len(part.metas) :]
         # Without a sample there is what depends on lengths alone, in the places where the samples' patches lie.
-        empty = packer.fill(part, {}, OwnRows(cells={"vision": {"positions": tuple(range(cells))}}))
+        empty = packer.fill(part, {}, ProcessRows(cells={"vision": {"positions": tuple(range(cells))}}))
         assert empty.bucket == made.bucket == part.bucket
         for name in ("segments", "positions"):
             np.testing.assert_array_equal(empty.inputs["vision"][name], made.inputs["vision"][name])
@@ -215,7 +215,7 @@ def test_a_sample_that_could_not_be_read_keeps_its_place() -> None:
 
 def test_rows_that_are_held() -> None:
     dense = np.arange(24).reshape(8, 3)
-    held = HeldRows((1, 2), (8, 3), 4, dense[2:6])
+    held = PartialArray((1, 2), (8, 3), 4, dense[2:6])
     for rows in (pickle.loads(pickle.dumps(held)), held):
         assert (rows.shape, rows.dtype, rows.ndim) == (dense.shape, dense.dtype, 2)
         np.testing.assert_array_equal(rows[slice(2, 6), slice(None)], dense[2:6])
@@ -224,9 +224,9 @@ def test_rows_that_are_held() -> None:
         for wrong in (slice(None), slice(0, 4), slice(4, 7), slice(2, 6, 2)):
             with pytest.raises(IndexError, match="not read by this process"):
                 rows[wrong]
-    apart = HeldRows((0, 3), (8, 3), 4, dense[[0, 1, 6, 7]])
+    apart = PartialArray((0, 3), (8, 3), 4, dense[[0, 1, 6, 7]])
     np.testing.assert_array_equal(apart[6:8], dense[6:])
     with pytest.raises(IndexError):
         apart[0:8]
-    assert isinstance(HeldRows((0, 1), (4, 3), 2, dense[:4]).whole(), np.ndarray)
+    assert isinstance(PartialArray((0, 1), (4, 3), 2, dense[:4]).simplified(), np.ndarray)
     assert held.row(1) is None and np.array_equal(np.asarray(held.row(2)), dense[2])

@@ -1,10 +1,10 @@
-"""Values of the data side as JSON: dicts, tuples, dataclasses and arrays' places. Nothing else can be written or read.
+"""Values of the data side as JSON: dicts, tuples, dataclasses and places of arrays. Nothing else is written or read.
 
     {"tuple": [1, 2]}    {"dict": {"a": 1}}    {"EncoderSpec": {"patch": 14, ...}}    {"array": ["<f4", [2, 3], 64]}
     {"rows": [[0, 3], [8, 5], 4, ["<f4", [4, 5], 64]]}    rows of cells 0 and 3 of 4, of an array of shape [8, 5]
 
-Numbers, strings, True, False and None are themselves. Reading makes only the dataclasses of this package that a batch
-or its description may hold, so that bytes from another host can name no other class and run no code.
+Numbers, strings, True, False and None stand for themselves. Reading makes only the dataclasses of this package that a
+batch or its description may contain: bytes from another host can name no other class and run no code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mmjax.data.config import DataConfig
-from mmjax.data.own_rows import HeldRows
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import PartialArray
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known import Known
@@ -34,15 +34,15 @@ Fetch = Callable[[list[Any]], np.ndarray]
 
 
 def write(value: object, place: Place | None = None) -> Any:
-    """`value` as JSON. Raises TypeError for anything that is not listed above, and for arrays without `place`."""
+    """`value` as JSON. Raises TypeError for values that are not listed above, and for arrays without `place`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if isinstance(value, np.ndarray) and place:
         return {"array": place(value)}
-    if isinstance(value, HeldRows) and place:
-        return {"rows": [list(value.cells), list(value.shape), value.count, place(value.held)]}
+    if isinstance(value, PartialArray) and place:
+        return {"rows": [list(value.cells), list(value.shape), value.count, place(value.local_rows)]}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(f"a dict's keys must be strings: {list(value)}")
@@ -67,7 +67,7 @@ def read(value: Any, fetch: Fetch | None = None) -> Any:
     if tag == "array" and isinstance(inside, list) and fetch:
         return fetch(inside)
     if tag == "rows" and isinstance(inside, list) and fetch:
-        return _held(inside, fetch)
+        return _partial_array(inside, fetch)
     if tag == "dict" and isinstance(inside, dict):
         return {key: read(item, fetch) for key, item in inside.items()}
     if tag in _CLASSES and isinstance(inside, dict):
@@ -79,8 +79,8 @@ def read(value: Any, fetch: Fetch | None = None) -> Any:
     raise ValueError(f"unknown tag {tag!r:.80}")
 
 
-def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
-    """The rows that these parts describe. Raises ValueError if they do not fit together."""
+def _partial_array(parts: list[Any], fetch: Fetch) -> PartialArray:
+    """The partial array that these parts describe. Raises ValueError if they do not fit together."""
     if len(parts) != 4:
         raise ValueError("rows are cells, a shape, a count of cells and an array")
     cells, shape, count, place = parts
@@ -88,11 +88,13 @@ def _held(parts: list[Any], fetch: Fetch) -> HeldRows:
     legal = legal and all(type(cell) is int and cell >= 0 for cell in cells)
     if not legal or not count or not shape or shape[0] % count:
         raise ValueError(f"cells {cells!r:.80} of {count!r:.80} of an array of shape {shape!r:.80}")
-    held = fetch(place)
-    whole = (len(cells) * (shape[0] // count), *shape[1:])
-    if cells != sorted({*cells}) or (cells and cells[-1] >= count) or held.shape != whole:
-        raise ValueError(f"rows of shape {list(held.shape)} as cells {cells} of {count} of an array of shape {shape}")
-    return HeldRows(cells, tuple(shape), count, held)
+    local_rows = fetch(place)
+    expected = (len(cells) * (shape[0] // count), *shape[1:])
+    if cells != sorted({*cells}) or (cells and cells[-1] >= count) or local_rows.shape != expected:
+        raise ValueError(
+            f"rows of shape {list(local_rows.shape)} as cells {cells} of {count} of an array of shape {shape}"
+        )
+    return PartialArray(cells, tuple(shape), count, local_rows)
 
 
 def is_shape(value: Any) -> bool:
