@@ -27,7 +27,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.chat import TEMPLATES
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.processor.template import read_template
-from mmjax.data.sample import layout_tokens
+from mmjax.data.sample import encode_dialogue
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec, Sample
@@ -230,8 +230,8 @@ def test_the_template_has_images_where_the_run_had_them(template: str, image: bo
     laid, question = {}, Turn(role="user", text="<image>\nq")
     for path in (config.data.tokenizer, str(out)):
         tokenizer = make_tokenizer(path, ("vision",), "vision")
-        about = layout_tokens(tokenizer, encoders, counts, turns, template=read_template(path), system="s")
-        asked = layout_tokens(tokenizer, encoders, {"vision": [2]}, [question], template=read_template(path)).tokens
+        about = encode_dialogue(tokenizer, encoders, counts, turns, template=read_template(path), system="s")
+        asked = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=read_template(path)).tokens
         medium = tokenizer.media_token("vision")
         laid[path] = [[-1 if token == medium else token for token in own] for own in (about.tokens, asked)]
         weights = about.weights
@@ -252,8 +252,8 @@ def test_a_named_template_is_written_too(name: str, tmp_path: Path) -> None:
         asked = [*turns, Turn(role="user", text="and?")]
         found = [
             (
-                layout_tokens(own, encoders, counts, turns, template=template, system=system).tokens,
-                layout_tokens(own, encoders, counts, asked, template=template, system=system).tokens,
+                encode_dialogue(own, encoders, counts, turns, template=template, system=system).tokens,
+                encode_dialogue(own, encoders, counts, asked, template=template, system=system).tokens,
             )
             for own, template in ((tokenizer, named), (theirs, read))
         ]

@@ -158,7 +158,7 @@ def with_buckets(
     chosen = {name: PackingConfig(buckets=per_microbatch(own.buckets, cells)) for name, own in found.items()}
     for name, own in found.items():
         shares = f"{own.padding:.1%} of its compute is padding, {own.alone:.1%} in the last one alone"
-        say(f"{name}/Packing.buckets={chosen[name].buckets}: chosen from {own.seen} microbatches; {shares}")
+        say(f"{name}/Packing.buckets={chosen[name].buckets}: chosen from {own.microbatches} microbatches; {shares}")
     return replace(config, packing={**config.packing, **chosen})
 
 

@@ -61,7 +61,7 @@ def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
         microbatches=train.microbatches,
         window=train.window,
         costs=tuple((*key, seconds) for key, seconds in costs.seconds.items()),
-        others=1 + pairs[LLM] * length,
+        constant_scale=1 + pairs[LLM] * length,
         modules=modules,
         rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
     )

@@ -1,9 +1,9 @@
-"""Buckets, the static shapes of a module's cells: checks given ones, and chooses others from the data.
+"""Buckets, the static shapes of a module's cells: checks configured ones, or chooses them from the data.
 
 A bucket is (rows per cell, positions per row). Its compute counts whole rows, attention included. In a configuration
-its rows are those of a microbatch, whatever the layouts (see `per_cell`). When buckets are chosen, each microbatch of a
-sample of the data goes into the cheapest bucket that holds its fullest cell; the buckets with the least total compute
-win. One of the buckets holds the worst case, so that no step can fail.
+its rows are those of a microbatch, whatever the layouts (see `per_cell`). To choose buckets, each microbatch of some
+steps goes into the cheapest bucket that holds its fullest cell; the buckets with the least total compute win. One of
+the buckets holds the worst case, so that no step can fail.
 
 Legend: N microbatches of these steps, W widths, C candidates.
 """
@@ -27,31 +27,34 @@ from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 Bucket = tuple[int, int]
 _NONE: Mapping[str, float] = MappingProxyType({})
 _WIDTHS, _HEIGHTS = 8, 32
-"""Most candidates: widths from the sizes of segments, and as many from those of whole cells; and rows of each width."""
+"""The most candidates: widths from sizes of segments, and as many from sizes of cells; numbers of rows per width."""
 _TIMES = (1, 2, 4)
 """Widths that hold this many of the largest segments are candidates."""
 _STEPS, _SAMPLES = (16, 64), 8_192
-"""How much is read to choose buckets: the least and the most steps, and about this many samples in between."""
+"""The data read to choose buckets: the least and the most steps, and about this many samples in between."""
 _NEVER = np.iinfo(np.int64).max
 """The number of rows that stands for a segment wider than the row."""
 
 
 def compute(bucket: Bucket, pairs: float) -> float:
-    """Compute of a cell of this shape, in units of a position's; `pairs` is that of a pair of positions in one row."""
+    """Compute of a cell of this shape, in units of a position's.
+
+    pairs: compute of a pair of positions in one row, in the same unit.
+    """
     rows, width = bucket
     return rows * (width + pairs * width * width)
 
 
-# ---- given buckets ---------------------------------------------------------------------------------------------------
+# ---- configured buckets ----------------------------------------------------------------------------------------------
 
 
 def per_cell(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """The shapes of a cell for these shapes of a microbatch, duplicates removed."""
+    """Shapes of a cell from shapes of a microbatch, duplicates removed."""
     return tuple(dict.fromkeys((-(-rows // cells), width) for rows, width in buckets))
 
 
 def per_microbatch(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """The shapes of a microbatch of `cells` cells of these shapes."""
+    """Shapes of a microbatch from shapes of its `cells` cells."""
     return tuple((rows * cells, width) for rows, width in buckets)
 
 
@@ -63,22 +66,21 @@ def fill_buckets(
     sequence_length: int,
     pairs: Mapping[str, float] = _NONE,
 ) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets, cheapest first. One bucket of each holds any batch that a source can make.
+    """`encoders` with buckets, cheapest first. Each has a bucket that holds any batch that a source can make.
 
-    If no given bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of at
-    most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit leaves a row only when
-    it holds floor(T / p) media or more.
+    If no configured bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of
+    at most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit opens a row only
+    when the others hold floor(T / p) media or more.
 
     Args:
-      encoders: specs by name, with the buckets that are given, if any.
+      encoders: specs by name, with their configured buckets, if any.
       worst: the source's worst case.
       rows_per_cell: samples of a cell.
       sequence_length: tokens of an LLM row.
       pairs: see `Packer`.
 
     Raises:
-      ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case. So a run fails
-        at its start and not hours later.
+      ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
@@ -95,7 +97,10 @@ def fill_buckets(
                 f"the learned positions; scale it down to {spec.longest * spec.patch} {spec.unit}, or train with "
                 f"{field}={side} or positions='{spec.boundless}'"
             )
-    return {name: _fill(name, spec, worst, rows_per_cell, pairs.get(name, 0.0)) for name, spec in encoders.items()}
+    return {
+        name: _with_buckets(name, spec, worst, rows_per_cell=rows_per_cell, pairs=pairs.get(name, 0.0))
+        for name, spec in encoders.items()
+    }
 
 
 def text_buckets(
@@ -116,24 +121,28 @@ def text_buckets(
                 f"llm/Packing.buckets: rows of {width} tokens are longer than Data.sequence_length={sequence_length}; "
                 f"use {sequence_length}"
             )
-    return _with_room(buckets, samples_per_cell, max(1, worst.tokens), sequence_length, pairs) if buckets else ()
+    if not buckets:
+        return ()
+    return _with_room(
+        buckets, most=samples_per_cell, largest=max(1, worst.tokens), least_width=sequence_length, pairs=pairs
+    )
 
 
 def _with_room(
-    buckets: Sequence[Bucket], most: int, largest: int, least_width: int, pairs: float
+    buckets: Sequence[Bucket], *, most: int, largest: int, least_width: int, pairs: float
 ) -> tuple[Bucket, ...]:
     """The buckets, cheapest first; if none holds `most` segments of `largest` positions, one that does is added.
 
-    That one is as wide as the widest given one, or `least_width` if these are too narrow.
+    The added bucket is as wide as the widest bucket that holds a segment, or `least_width` if none does.
     """
-    found = list(buckets)
+    candidates = list(buckets)
     if not any(rows * (width // largest) >= most for rows, width in buckets):
         width = max([width for _, width in buckets if width >= largest], default=least_width)
-        found.append((-(-most // (width // largest)), width))
-    return tuple(sorted(found, key=lambda bucket: compute(bucket, pairs)))
+        candidates.append((-(-most // (width // largest)), width))
+    return tuple(sorted(candidates, key=lambda bucket: compute(bucket, pairs)))
 
 
-def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pairs: float) -> EncoderSpec:
+def _with_buckets(name: str, spec: EncoderSpec, worst: WorstCase, *, rows_per_cell: int, pairs: float) -> EncoderSpec:
     media = worst.media.get(name, 0) * rows_per_cell
     largest = _largest(name, spec, worst)
     if not spec.buckets:
@@ -143,11 +152,12 @@ def _fill(name: str, spec: EncoderSpec, worst: WorstCase, rows_per_cell: int, pa
             merge, unit = "merge²" if spec.axes == 2 else "merge", spec.patches_per_token
             fix = f"must be multiples of {merge} = {unit}, such as {-(-width // unit) * unit}"
             raise ConfigError(f"{name}/Packing.buckets: rows of {width} patches {fix}")
-    return replace(spec, buckets=_with_room(spec.buckets, media, largest, largest, pairs))
+    buckets = _with_room(spec.buckets, most=media, largest=largest, least_width=largest, pairs=pairs)
+    return replace(spec, buckets=buckets)
 
 
 def _largest(name: str, spec: EncoderSpec, worst: WorstCase) -> int:
-    """The most positions that a medium takes."""
+    """The most positions of a medium."""
     return spec.prefix + max(worst.patches.get(name, 0), spec.patches_per_token)
 
 
@@ -156,19 +166,19 @@ def _largest(name: str, spec: EncoderSpec, worst: WorstCase) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenBuckets:
-    """Buckets of a module and what they cost.
+    """Buckets of a module and their padding.
 
     Attributes:
       buckets: the buckets, cheapest first.
       padding: share of padding in the compute of the microbatches that were read.
-      alone: the same if the last bucket were the only one.
-      seen: how many microbatches were read.
+      alone: the same with the last bucket alone.
+      microbatches: number of microbatches that were read.
     """
 
     buckets: tuple[Bucket, ...]
     padding: float
     alone: float
-    seen: int
+    microbatches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +189,8 @@ class Cells:
       sizes: positions of each segment, by microbatch and cell.
       largest: the most positions of a segment.
       most: the most segments of a cell.
-      widest: the widest row that is allowed; 0 = any.
-      split: how rows are divided among ranks, which rounds widths up.
+      widest: the largest width of a row; 0 = any.
+      split: how rows are split over ranks, which rounds widths up.
       pairs: see `compute`.
     """
 
@@ -193,106 +203,119 @@ class Cells:
 
     @property
     def real(self) -> float:
-        """Compute that is no padding; each segment attends to itself alone."""
+        """Compute without padding; each segment attends to itself alone."""
         return sum(compute((1, n), self.pairs) for cells in self.sizes for cell in cells for n in cell)
 
 
 def look_at(
     packer: Packer, meta: Callable[[int], SampleMeta], global_batch: int, order: StepOrder | None = None
 ) -> list[tuple[MicrobatchPlan, ...]]:
-    """The planned microbatches of 16 to 64 steps of a run, fewer where a step has more samples.
+    """Plans the microbatches of 16 to 64 steps of a run, fewer where a step has more samples.
 
     The steps are 0, 1, 3, 6, 10, …, denser at the beginning; they do not depend on where the run ends.
     """
-    found = []
+    plans = []
     for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
         first = number * (number + 1) // 2 * global_batch
         metas = [meta(first + sample) for sample in range(global_batch)]
         if order:
             metas = [metas[sample] for sample in order(metas).order]
-        found.append(packer.plan(0, metas).microbatches)
-    return found
+        plans.append(packer.plan(0, metas).microbatches)
+    return plans
 
 
 def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together: bool) -> list[list[list[int]]]:
     """The segments of `module` by microbatch and cell; by step and cell with `together`, as for a shared bucket."""
-    found: list[list[list[int]]] = []
+    segments: list[list[list[int]]] = []
     for step in parts:
-        own = [[part.segments(module, cell) for cell in range(part.cells)] for part in step]
-        found += [[cell for cells in own for cell in cells]] if together else own
-    return found
+        of_step = [[part.segments(module, cell) for cell in range(part.cells)] for part in step]
+        segments += [[cell for cells in of_step for cell in cells]] if together else of_step
+    return segments
 
 
 def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:
     """The cells of `module` in the microbatches of some steps, and their bounds."""
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
-    about = {"sizes": cells_of(parts, module, together=packer.one_bucket), "pairs": packer.pairs.get(module, 0.0)}
+    sizes, pairs = cells_of(parts, module, together=packer.one_bucket), packer.pairs.get(module, 0.0)
     if module == "llm":
-        split = packer.splits.get(module, WHOLE)
-        return Cells(largest=worst.tokens, most=per_cell, widest=packer.sequence_length, split=split, **about)
+        return Cells(
+            sizes=sizes,
+            largest=worst.tokens,
+            most=per_cell,
+            widest=packer.sequence_length,
+            split=packer.splits.get(module, WHOLE),
+            pairs=pairs,
+        )
     spec, media = packer.encoders[module], worst.media.get(module, 0)
-    split = packer.splits.get(module, Split(unit=spec.patches_per_token))
-    return Cells(largest=_largest(module, spec, worst), most=max(1, media * per_cell), split=split, **about)
+    return Cells(
+        sizes=sizes,
+        largest=_largest(module, spec, worst),
+        most=max(1, media * per_cell),
+        split=packer.splits.get(module, Split(unit=spec.patches_per_token)),
+        pairs=pairs,
+    )
 
 
 def choose(cells: Cells, count: int) -> ChosenBuckets:
-    """At most `count` buckets of least compute for `cells`, none beyond the widest row. One holds the worst case.
+    """At most `count` buckets of least compute for `cells`, none wider than `cells.widest`. One holds the worst case.
 
-    Dynamic programming searches chains only, in which each bucket holds whatever a cheaper one holds. If all candidates
-    have one width, the best chain is also the best set. Candidates for widths come from `_widths`.
+    Dynamic programming searches only chains, in which each bucket holds all that a cheaper one holds. If all candidates
+    have the same width, the best chain is also the best set. Candidates for widths come from `_widths`.
     """
     widths = _widths(cells)
-    rows_NW = np.array([_rows(own, widths) for own in cells.sizes], np.int64).reshape(-1, len(widths))
-    best = shortest_chain(rows_NW, widths, _tops(cells, widths), count, cells.pairs)
+    rows_NW = np.array([_rows(of_microbatch, widths) for of_microbatch in cells.sizes], np.int64)
+    rows_NW = rows_NW.reshape(-1, len(widths))
+    best = shortest_chain(rows_NW, widths, tops=_tops(cells, widths), count=count, pairs=cells.pairs)
     real, padded = cells.real, _padded(rows_NW, widths, best, cells.pairs)
     alone = _padded(rows_NW, widths, best[-1:], cells.pairs)
-    of_all = sum(len(own) for own in cells.sizes) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
-    shares = [1 - real / (total * of_all) if total else 0.0 for total in (padded, alone)]
-    # The packer rounds widths up again, for any layout: a run that goes on under another one rounds to its own.
+    per_microbatch = sum(map(len, cells.sizes)) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
+    shares = [1 - real / (total * per_microbatch) if total else 0.0 for total in (padded, alone)]
+    # Widths are not rounded here: the packer rounds them for its layout, which may change when a run goes on.
     allowed = tuple((rows, min(width, cells.widest or width)) for rows, width in best)
-    return ChosenBuckets(buckets=allowed, padding=shares[0], alone=shares[1], seen=len(cells.sizes))
+    return ChosenBuckets(buckets=allowed, padding=shares[0], alone=shares[1], microbatches=len(cells.sizes))
 
 
 def shortest_chain(
-    rows_NW: np.ndarray, widths: Sequence[int], tops: Sequence[Bucket], count: int, pairs: float
+    rows_NW: np.ndarray, widths: Sequence[int], *, tops: Sequence[Bucket], count: int, pairs: float
 ) -> tuple[Bucket, ...]:
-    """The chain of at most `count` buckets of least compute; each serves every microbatch that a cheaper one serves.
+    """The chain of at most `count` buckets of least compute; each holds every microbatch that a cheaper one holds.
 
     Ties go to fewer buckets, so the result is a pure function of its arguments.
 
     Args:
       rows_NW: rows that each microbatch needs at each width.
       widths: the widths.
-      tops: buckets that serve everything; the dearest bucket of the chain is one of them.
+      tops: buckets that hold every microbatch; the costliest bucket of the chain is one of them.
       count: the most buckets.
       pairs: see `compute`.
     """
     rows_NW, weight_N = np.unique(rows_NW, axis=0, return_counts=True)
-    found = {*tops}
+    candidates = {*tops}
     for column, width in enumerate(widths):
-        seen = np.unique(np.maximum(rows_NW[:, column], 1))  # a microbatch without segments has a shape too
-        found |= {(int(rows), width) for rows in _spread_over(seen[seen < _NEVER], _HEIGHTS)}
-    found = sorted(found, key=lambda bucket: (compute(bucket, pairs), bucket))
-    costs_C = np.array([compute(bucket, pairs) for bucket in found])
+        row_counts = np.unique(np.maximum(rows_NW[:, column], 1))  # a microbatch without segments has a shape too
+        candidates |= {(int(rows), width) for rows in _spread_over(row_counts[row_counts < _NEVER], _HEIGHTS)}
+    candidates = sorted(candidates, key=lambda bucket: (compute(bucket, pairs), bucket))
+    costs_C = np.array([compute(bucket, pairs) for bucket in candidates])
     column_of = {width: column for column, width in enumerate(widths)}
-    served_CN = np.array([rows_NW[:, column_of[width]] <= rows for rows, width in found]).reshape(len(found), -1)
-    counts_C = served_CN @ weight_N
-    nested_CC = (served_CN.astype(np.float32) @ (~served_CN).T.astype(np.float32)) == 0
+    holds_CN = np.array([rows_NW[:, column_of[width]] <= rows for rows, width in candidates])
+    holds_CN = holds_CN.reshape(len(candidates), -1)
+    counts_C = holds_CN @ weight_N
+    nested_CC = (holds_CN.astype(np.float32) @ (~holds_CN).T.astype(np.float32)) == 0
     nested_CC &= costs_C[:, None] < costs_C[None, :]
     # For each candidate: the least cost of a chain that ends with it, and the candidate before it in that chain.
-    least_C, before = costs_C * counts_C, [np.full(len(found), -1)]
+    least_C, before = costs_C * counts_C, [np.full(len(candidates), -1)]
     for _ in range(count - 1):
         through_CC = least_C[:, None] + costs_C[None, :] * (counts_C[None, :] - counts_C[:, None])
         through_CC = np.where(nested_CC, through_CC, np.inf)
         at_C, best_C = through_CC.argmin(axis=0), through_CC.min(axis=0)
         before.append(np.where(best_C < least_C, at_C, -1))
         least_C = np.minimum(least_C, best_C)
-    end = min((place for place, bucket in enumerate(found) if bucket in tops), key=lambda place: least_C[place])
-    return tuple(found[place] for place in _walked(end, before))
+    end = min((place for place, bucket in enumerate(candidates) if bucket in tops), key=lambda place: least_C[place])
+    return tuple(candidates[place] for place in _walked(end, before))
 
 
 def _walked(end: int, before: Sequence[np.ndarray]) -> list[int]:
-    """The chain that ends at `end`, from the predecessors found in each round; -1: as in the round before."""
+    """The chain that ends at `end`. before: predecessors from each round; -1 where the previous round's is kept."""
     chain, place = [end], end
     for round_C in reversed(before):
         if round_C[place] >= 0:
@@ -316,19 +339,19 @@ def _rows(cells: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
 
 
 def _widths(cells: Cells) -> list[int]:
-    """Candidates for the width of rows: sizes of segments, several times the largest one, and sizes of whole cells."""
-    segments = np.unique([n for own in cells.sizes for cell in own for n in cell])
-    wholes = np.unique([max(map(sum, own)) for own in cells.sizes])
+    """Candidates for the width of rows: sizes of segments, multiples of the largest one, and sizes of cells."""
+    segments = np.unique([n for of_microbatch in cells.sizes for cell in of_microbatch for n in cell])
+    wholes = np.unique([max(map(sum, of_microbatch)) for of_microbatch in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
     rounded, widest = cells.split.rounded, cells.widest or several[-1]
-    found = [
+    candidates = [
         cells.split.unit,
         *_spread_over(segments, _WIDTHS),
         *_spread_over(wholes[wholes <= widest], _WIDTHS),
         *several,
     ]
-    found += [cells.widest] if cells.widest else []
-    return sorted(width for width in {rounded(int(width)) for width in found} if 0 < width <= rounded(widest))
+    candidates += [cells.widest] if cells.widest else []
+    return sorted(width for width in {rounded(int(width)) for width in candidates} if 0 < width <= rounded(widest))
 
 
 def _spread_over(values: np.ndarray, count: int) -> list[int]:
@@ -339,5 +362,5 @@ def _spread_over(values: np.ndarray, count: int) -> list[int]:
 
 
 def _tops(cells: Cells, widths: Sequence[int]) -> list[Bucket]:
-    """For every width that is possible, the bucket that holds the worst case; see `fill_buckets`."""
+    """The bucket that holds the worst case, for every width with which this is possible; see `fill_buckets`."""
     return [(-(-cells.most // (width // cells.largest)), width) for width in widths if width >= cells.largest]

@@ -31,7 +31,7 @@ class Template:
         `{system}`.
       question: around each question.
       answer: around each answer. Text after `{text}` is learned with the answer; text before it is part of the prompt.
-      strip: whether blanks around questions and answers are removed.
+      strip: whether to remove blanks around questions and answers.
     """
 
     system: str = "{text} "
@@ -40,7 +40,7 @@ class Template:
     strip: bool = False
 
     def changed(self, field: str, pieces: Mapping[str, str]) -> Template:
-        """This template with other `pieces`; `field` is the setting they are from. Raises ConfigError."""
+        """This template with other `pieces`, which come from the setting `field`. Raises ConfigError."""
         for name, text in pieces.items():
             if name not in PIECES:
                 raise ConfigError(f"{field}={dict(pieces)!r}: a template has no {name!r}; {suggest(name, PIECES)}")
@@ -50,8 +50,8 @@ class Template:
                 raise ConfigError(f"{field}[{name!r}]={text!r}: only a question may have {SYSTEM}, and once")
         return replace(self, **pieces)
 
-    def said(self, text: str) -> str:
-        """A turn's text as it goes into the dialogue, its blanks stripped if `strip` is set."""
+    def formatted(self, text: str) -> str:
+        """A turn's text as the template writes it: without blanks around it if `strip` is set."""
         return text.strip() if self.strip else text
 
     @property

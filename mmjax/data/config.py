@@ -1,4 +1,4 @@
-"""The configurable part of the data side: `Data` (what is trained on) and `Packing` (static shapes per encoder).
+"""The configurable part of the data side: `Data` (the training data) and `Packing` (static shapes per encoder).
 
 `Source`, a dataset of `Data.sources`, is in `mmjax.data.sources.config`; the tasks of `Data.task` are in
 `mmjax.data.tasks`.
@@ -88,35 +88,37 @@ class DataConfig:
             0 <= self.max_broken <= 1, "Data.max_broken", self.max_broken, "must be a share from 0 to 1, such as 0.5"
         )
         for name in ("image_encoder", "audio_encoder", "generator"):
-            value, what = getattr(self, name), "a generator" if name == "generator" else "an encoder"
-            example = "painter" if name == "generator" else "vision"
-            require(bool(value), f"Data.{name}", value, f"name {what} of the model, such as {example!r}")
+            kind, example = ("a generator", "painter") if name == "generator" else ("an encoder", "vision")
+            value = getattr(self, name)
+            require(bool(value), f"Data.{name}", value, f"name {kind} of the model, such as {example!r}")
 
     @property
     def origin(self) -> Task:
-        """Where samples come from: the task, or the datasets of `sources`."""
+        """The origin of samples: the task, or the entry for the datasets of `sources`."""
         return SOURCES if self.sources else TASKS[self.task]
 
     def drawn(self, task: Any) -> tuple[str, ...]:
-        """The generators for which samples have something to draw; `task`: settings of the task."""
+        """The generators for which some samples have a picture to draw; `task`: settings of the task."""
         settings = self.origin.settings(task)
         return (self.generator,) if settings and settings.draws else ()
 
     def check_modules(self, task: Any, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
-        """Requires that the encoders and the generator named here are there for what samples have.
+        """Requires that the model has the named encoders and generator, if samples have media for them.
 
-        task: settings of the task. encoders, generators: by name, "image" or "recording". Raises ConfigError.
+        task: settings of the task. encoders, generators: their medium, "image" or "recording", by name. Raises
+        ConfigError.
         """
         settings = self.origin.settings(task)
         wanted = settings.media if settings else self.origin.media
         for named, medium in (("image_encoder", "image"), ("audio_encoder", "recording")):
-            legal = [name for name, own in encoders.items() if own == medium]
+            legal = [name for name, of_encoder in encoders.items() if of_encoder == medium]
             if legal if wanted is None else medium in wanted:
                 fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
                 require(bool(legal), f"Data.{named}", getattr(self, named), fix)
                 one_of(f"Data.{named}", getattr(self, named), legal)
         if settings:
-            settings.check_generators(self.generator, [name for name, own in generators.items() if own == "image"])
+            legal = [name for name, medium in generators.items() if medium == "image"]
+            settings.check_generators(self.generator, legal)
 
 
 @configurable("Packing")
@@ -145,5 +147,5 @@ class PackingConfig:
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:
-        """The buckets; () where they are still to be chosen."""
+        """The list of buckets; () if the setting is a number of buckets to choose."""
         return () if isinstance(self.buckets, int) else self.buckets

@@ -1,4 +1,4 @@
-"""First fit: how segments are laid into rows of one width."""
+"""First fit: packs segments into rows of one width."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """Where each item goes, as (row, offset): largest first, each into the first row with room.
+    """The (row, offset) of each item: largest first, each into the first row with room.
 
     Every size must be at most `capacity`. Ties keep the given order, so the result is a pure function of `sizes`.
     """
@@ -22,10 +22,10 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
 
 
 def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
-    """Where each item goes, as (row, offset), in `rows` rows, which must be enough for `first_fit_decreasing`.
+    """The (row, offset) of each item in `rows` rows, which must be enough for `first_fit_decreasing`.
 
-    Rows are balanced in compute, n + pairs * n² for an item of size n: largest first, each into the row with room that
-    has the least compute. If an item finds no room so, or `pairs` is 0, first fit decides.
+    Balances the compute of rows, n + pairs * n² for an item of size n: largest first, each into the row with the least
+    compute among those with room. If this leaves an item without room, or `pairs` is 0, first fit decides.
     """
     if not pairs:
         return first_fit_decreasing(sizes, capacity)
@@ -43,7 +43,7 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
 
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:
-    """How many rows of `width` first fit needs for the segments of a cell."""
+    """Number of rows of `width` that first fit needs for the segments of a cell."""
     return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Lengths of samples and media, and figures of them: how many, the mean, and percentiles."""
+"""Lengths of samples and media, and their statistics: count, mean, and percentiles."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ def figures_of(lengths: Sequence[int]) -> dict[str, float]:
 
     A percentile is one of the lengths: the smallest for which that share of all lengths is not larger.
     """
-    own = sorted(lengths) or [0]
-    at = lambda share: float(own[math.ceil(share * len(own)) - 1])  # noqa: E731
-    figures = (len(lengths), math.fsum(own) / len(own), at(0.5), at(0.9), at(0.99), float(own[-1]))
+    ascending = sorted(lengths) or [0]
+
+    def percentile(share: float) -> float:
+        return float(ascending[math.ceil(share * len(ascending)) - 1])
+
+    mean, most = math.fsum(ascending) / len(ascending), float(ascending[-1])
+    figures = (len(lengths), mean, percentile(0.5), percentile(0.9), percentile(0.99), most)
     return dict(zip(FIGURES, figures, strict=True))
 
 

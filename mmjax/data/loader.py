@@ -42,7 +42,7 @@ class Source(Protocol):
         """The metadata of sample `index`, without opening a medium; every process reads those of every sample."""
         ...
 
-    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+    def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
         """Sample `index`, with the media of the encoders `media` alone (by default of all); no others are opened.
 
         `learned`: whether the loss weights are needed. A broken medium sets them to zero, so they may need all media
@@ -172,7 +172,7 @@ class StepMaker:
             indices = [first + i for i in islice(left, len(part.metas))]
             needed, learned = part.needed(rows).items(), part.learned(rows)
             samples = {
-                place: self._sample(indices[place], part.metas[place], media, place in learned)
+                place: self._sample(indices[place], part.metas[place], media, learned=place in learned)
                 for place, media in needed
             }
             filled.append(self.packer.fill(part, samples, rows))
@@ -185,9 +185,9 @@ class StepMaker:
         """Bytes of the arrays of the largest batch."""
         return BatchShape(self.packer, self.global_batch, self.process_rows).most_bytes
 
-    def _sample(self, index: int, meta: SampleMeta, media: Collection[str], learned: bool) -> Sample:
+    def _sample(self, index: int, meta: SampleMeta, media: Collection[str], *, learned: bool) -> Sample:
         """Reads a sample. Raises ConfigError if it differs from its metadata, with which other processes planned."""
-        sample = self.source.sample(index, media, learned)
+        sample = self.source.sample(index, media, learned=learned)
         if wrong := disagreement(sample, meta, media, self.packer.encoders):
             raise ConfigError(f"sample {index} ({sample.question!r}) is not what its metadata say: {wrong}")
         return sample
@@ -205,23 +205,23 @@ def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
 
 
 _LOST = "Worker process was terminated unexpectedly"
-"""How Grain says that a worker has ended without an exception of its own."""
+"""Part of Grain's message for a worker that has ended without a Python exception."""
 _MOST_LOST = 3
-"""Workers that may end while one and the same batch is waited for."""
+"""Number of times that workers end while the same batch is waited for, before the run ends."""
 
 
 class StepLoader(Iterator[StepBatch]):
     """Batches of steps start_step … steps-1, in order. Close it, or use it in a `with` block.
 
-    Arrays come from workers in shared memory, if there is room for all batches that may be ready. Where a worker is
-    killed, by the kernel for want of memory perhaps, new ones are started, which go on with the next batch.
+    Arrays come from workers in shared memory, if there is room for all batches that may be ready. If a worker is
+    killed, perhaps by the kernel for lack of memory, new workers are started and go on with the next batch.
 
     Args:
       make: makes the batches.
       steps: the number of the last step, plus 1.
       start_step: the number of the first step.
-      workers: worker processes; 0 makes batches in this process, when they are asked for.
-      prefetch: steps that each worker holds ready.
+      workers: worker processes; 0 makes batches in this process, on demand.
+      prefetch: steps that each worker prepares ahead.
       report: receives one-line messages.
     """
 

@@ -1,6 +1,6 @@
 """Log-mel spectrograms, the input of audio encoders. NumPy only.
 
-As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a rate of r per second:
+As in Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a rate of r per second:
 
   frame t      N samples around sample t·hop; beyond its ends the recording has zeros, or itself, mirrored at its first
                sample, and at the last of the silence that fills its last frame.
@@ -11,8 +11,8 @@ As for Whisper (Radford et al. 2022, §2.2), step by step, for samples x at a ra
   filters      bin j rises from point j to j + 1 and falls to j + 2, linearly in hertz, with an area of 1 hertz.
   log          L = log10(max(filters · P, 1e-10)), no more than 8 below the largest L of the recording; (L + 4) / 4.
 
-The number of frames follows from the number of samples alone. Mirrored and of ``chunk`` frames it is what
-``WhisperFeatureExtractor`` of ``transformers`` computes, which has filters up to 8 kHz at any rate.
+The number of frames follows from the number of samples alone. With mirrored ends and ``chunk`` frames, the result is
+that of ``WhisperFeatureExtractor`` of ``transformers``, which has filters up to 8 kHz at any rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BREAK_HERTZ, _BREAK_MEL = 1000.0, 15.0
 _STEP = np.log(6.4) / 27.0
 _FLOOR, _RANGE = 1e-10, 8.0
 EDGES = ("silent", "reflected")
-"""What is beyond the ends of a recording: zeros, or its mirror image."""
+"""The continuation of a recording beyond its ends: zeros, or its mirror image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class LogMel:
 
     sample_rate: samples per second. window, hop: samples under a frame's window, and from one frame to the next.
     mels: bins of a frame. edges: one of ``EDGES``. chunk: frames of every recording, which is cut or followed by
-    silence; 0 = as many as it has samples for.
+    silence; 0 = according to its length.
     """
 
     sample_rate: int
@@ -47,7 +47,7 @@ class LogMel:
     chunk: int = 0
 
     def frames(self, samples: int, multiple: int = 1) -> int:
-        """Frames of a recording of so many samples, rounded up to a multiple (silence follows the recording)."""
+        """Number of frames of a recording, rounded up to a multiple (silence follows the recording)."""
         frames = self.chunk or -(-samples // self.hop)
         return multiple * max(1, -(-frames // multiple))
 
@@ -61,15 +61,15 @@ class LogMel:
         return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
 
     def _beyond_its_ends(self, samples_N: np.ndarray, frames: int) -> np.ndarray:
-        """The samples that so many frames see, float64, from half a window before the first one on."""
+        """The samples that `frames` frames see, float64, from half a window before the first sample on."""
         before, length = self.window // 2, (frames - 1) * self.hop + self.window
         if self.edges == "reflected":
-            whole = np.zeros(frames * self.hop)
-            whole[: len(samples_N)] = samples_N
-            return np.pad(whole, before, mode="reflect")[:length]
+            extended = np.zeros(frames * self.hop)
+            extended[: len(samples_N)] = samples_N
+            return np.pad(extended, before, mode="reflect")[:length]
         padded = np.zeros(length)
-        kept = samples_N[: length - before]
-        padded[before : before + len(kept)] = kept
+        present = samples_N[: length - before]
+        padded[before : before + len(present)] = present
         return padded
 
 

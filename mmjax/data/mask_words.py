@@ -1,4 +1,4 @@
-"""The words of a sample's tokens, from which a mask tells which tokens see which (see ``attention.language``).
+"""The words of a sample's tokens, from which a mask decides which tokens attend (see ``attention.language``).
 
 Legend: N tokens of a sample.
 """
@@ -25,8 +25,8 @@ def sample_words(
     """The host inputs "is", "attends" and "items" of a sample's tokens.
 
     Args:
-      rules: the mask's.
-      sample: the sample; of its media only the places of their tokens are read.
+      rules: the rules of the mask.
+      sample: the sample; only the places of its media's tokens are read, not the media.
       grids: the patches of its media.
       encoders: the specs of encoders and generators.
 
@@ -39,10 +39,10 @@ def sample_words(
 
 
 def token_kinds(sample: Sample, names: Mapping[str, object]) -> dict[str, Bool[np.ndarray, " N"]]:
-    """Which of a sample's tokens are of each kind; ``names`` are those of encoders and generators.
+    """The tokens of a sample that are of each kind; ``names``: the names of encoders and generators.
 
-    The prefix ends where a token is learned, or where the model is to answer, whichever comes first. So a token of an
-    earlier answer, which is learned too, does not see what follows it.
+    The prefix ends at the first learned token, or at the last answer if that comes first. So a token of an earlier
+    answer, which is learned too, does not see later tokens.
     """
     kinds = {name: sample.placeholders(name) for name in names}
     number_N = np.arange(len(sample.tokens))
@@ -67,11 +67,11 @@ def sample_items(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpe
 
 
 def _token_counts(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], sample: Sample, name: str) -> list[int]:
-    """LLM tokens of each image, recording or drawing."""
+    """Number of LLM tokens of each image, recording or drawing."""
     if not spec.newline:
         return [prod(grid) // spec.patches_per_token for grid in grids]
-    left, found = list(grids), []
+    remaining, counts = list(grids), []
     for tiled in sample.tiled.get(name, ()):
-        own, left = left[: 1 + prod(tiled.grid)], left[1 + prod(tiled.grid) :]
-        found.append(len(arrange(spec, own, [tiled]).index))
-    return found
+        of_image, remaining = remaining[: 1 + prod(tiled.grid)], remaining[1 + prod(tiled.grid) :]
+        counts.append(len(arrange(spec, of_image, [tiled]).index))
+    return counts

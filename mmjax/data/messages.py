@@ -1,7 +1,7 @@
-"""Messages that are to be answered, as transformers takes them, written as a dataset that any source can be like.
+"""Prompts as lists of messages, in the format of transformers, and their conversion to a dataset.
 
 A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …} and
-{"type": "image", "image": path}. The last one is the user's or a tool's, which the model answers.
+{"type": "image", "image": path}. The last message is from the user or a tool; the model answers it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def parse_messages(text: str, name: str) -> list[Dialogue]:
 
     Args:
       text: the JSON.
-      name: of the flag and its value, for errors.
+      name: the flag and its value, for errors.
 
     Raises:
-      ConfigError: it is something else.
+      ConfigError: it is neither.
     """
     try:
-        whole = json_files.parse(text)
-        found = whole if isinstance(whole, list) and whole and isinstance(whole[0], list) else [whole]
+        value = json_files.parse(text)
+        dialogues = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     except ValueError:
-        found = [_line(line, number, name) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if not found:
+        dialogues = [_line(line, number, name) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not dialogues:
         raise ConfigError(f"{name}: is empty; write a list such as {_EXAMPLE}")
-    return [_dialogue(value, number if len(found) > 1 else 0, name) for number, value in enumerate(found, 1)]
+    return [_dialogue(value, number if len(dialogues) > 1 else 0, name) for number, value in enumerate(dialogues, 1)]
 
 
 def _line(line: str, number: int, name: str) -> Any:
@@ -55,8 +55,8 @@ def _dialogue(value: Any, number: int, name: str) -> Dialogue:
     where = f"{name}: prompt {number}" if number else name
     messages = value["messages"] if isinstance(value, Mapping) and isinstance(value.get("messages"), list) else value
     if not isinstance(messages, list) or not messages:
-        what = "an empty list" if messages == [] else type(messages).__name__
-        raise ConfigError(f"{where}: must be a list of messages, not {what}; write {_EXAMPLE}")
+        kind = "an empty list" if messages == [] else type(messages).__name__
+        raise ConfigError(f"{where}: must be a list of messages, not {kind}; write {_EXAMPLE}")
     last = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
     if last == "assistant" or not isinstance(last, str):
         raise ConfigError(f"{where}: the last message is from {last!r}; end with one from 'user', which is answered")
@@ -69,20 +69,20 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
     Args:
       dialogues: the dialogues.
       path: the file.
-      media: the folder that names of media start from.
-      name: of the flag and its value, for errors.
+      media: the folder to which names of media are relative.
+      name: the flag and its value, for errors.
 
     Raises:
-      ConfigError: a message is no message, or a medium is not there.
+      ConfigError: a message is malformed, or a medium is missing.
     """
 
-    def find(named: object, what: str) -> Media:
-        if not isinstance(named, str):
-            raise Unusable(f"{what} {str(named)[:60]!r} must be the name of a file")
-        place = storage.beside(media, named)
+    def find(file_name: object, key: str) -> Media:
+        if not isinstance(file_name, str):
+            raise Unusable(f"{key} {str(file_name)[:60]!r} must be the name of a file")
+        place = storage.beside(media, file_name)
         if not storage.is_url(place) and not Path(place).is_file():
-            raise Unusable(f"{what} {named!r} does not exist: put it at {place}")
-        return Media(name=f"{what} {named!r}", path=place)
+            raise Unusable(f"{key} {file_name!r} does not exist: put it at {place}")
+        return Media(name=f"{key} {file_name!r}", path=place)
 
     lines = []
     for number, dialogue in enumerate(dialogues, 1):

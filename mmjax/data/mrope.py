@@ -1,8 +1,8 @@
 """Positions of a sample's tokens along three axes, time, row and column: M-RoPE (Wang et al., "Qwen2-VL", 2024, §2.1).
 
-A token of text, and what stands for a recording or for a picture to be drawn, has one number three times, the next one.
-An image that begins at number n has its token in row r and column c at (n, n + r, n + c); what follows goes on behind
-the largest of these. So after any token the next number is its own largest plus 1.
+A token of text, of a recording, or of a picture to be drawn has the same number along all three axes. An image whose
+first token has number n has its token in row r and column c at (n, n + r, n + c). The number of the next token is
+always the largest number so far plus 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sample_positions(sample: Sample, grids: Grids, encoders: Mapping[str, Encode
     """The positions of a sample's tokens, int32.
 
     Args:
-      sample: the sample; of its media only the places of their tokens are read.
+      sample: the sample; only the places of its media's tokens are read, not the media.
       grids: the patches of its media.
       encoders: the specs of encoders and generators.
 
@@ -46,17 +46,17 @@ def sample_positions(sample: Sample, grids: Grids, encoders: Mapping[str, Encode
 
 
 def _images(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The first token of each image that is seen, and its rows and columns of tokens."""
-    for name, own in grids.items():
+    """The first token of each image that an encoder sees, and its rows and columns of tokens."""
+    for name, grids_of in grids.items():
         spec = encoders[name]
         if spec.drawn or spec.axes != 2:
             continue
         places, used = np.flatnonzero(sample.placeholders(name)), 0
-        for rows, columns in own:
+        for rows, columns in grids_of:
             sides = rows // spec.merge, columns // spec.merge
-            here = places[used : used + prod(sides)]
+            of_image = places[used : used + prod(sides)]
             used += prod(sides)
-            if len(here) != prod(sides) or here[-1] - here[0] + 1 != len(here):
-                what = f"an image of {sides[0]}x{sides[1]} tokens has {len(here)} places in a row"
-                raise ValueError(f"{sample.question!r}: {what}; M-RoPE needs its tokens one behind the other")
-            yield int(here[0]), sides
+            if len(of_image) != prod(sides) or of_image[-1] - of_image[0] + 1 != len(of_image):
+                count = f"an image of {sides[0]}x{sides[1]} tokens has {len(of_image)} places in a row"
+                raise ValueError(f"{sample.question!r}: {count}; M-RoPE needs its tokens one behind the other")
+            yield int(of_image[0]), sides

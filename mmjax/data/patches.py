@@ -1,4 +1,4 @@
-"""Cuts media into patches: those that an encoder sees, and those that a generator learns from.
+"""Cuts media into patches for encoders and generators, and puts them together again.
 
 Legend: N patches of one medium, E numbers in a patch, A axes of a medium.
 """
@@ -13,11 +13,11 @@ from mmjax.data.types import EncoderSpec, Sample
 
 
 def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Patches [N, E] float32 of a medium, and the place of each along every axis [N, A] int32.
+    """Patches [N, E] float32 of a medium, and the place of each patch along every axis [N, A] int32.
 
-    Each block of merge patches along every axis is contiguous; blocks are row-major, and so are the patches inside a
-    block and the pixels inside a patch (channels last). Raises ValueError when a side is no multiple of patch * merge,
-    or the medium has other axes or channels than the encoder's.
+    The patches of a block (merge patches along every axis) are consecutive. Blocks, patches inside a block and pixels
+    inside a patch are row-major, channels last. Raises ValueError if a side is no multiple of patch * merge, or if the
+    axes or channels are not the encoder's.
     """
     *size, channels = medium.shape
     if len(size) != spec.axes or channels != spec.channels:
@@ -27,7 +27,7 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
         raise ValueError(f"{spec.medium} of {shown} {spec.unit}: pad it to multiples of patch * merge = {spec.block}")
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // spec.block for side in size]
-    # Of every axis the block, the patch in it and the pixel in that; then all blocks, all patches, all pixels.
+    # From (block, patch, pixel) of every axis to all blocks, then all patches, then all pixels.
     cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
     order = [3 * axis + level for level in range(3) for axis in every]
     patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
@@ -38,9 +38,9 @@ def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -
     """The medium, channels last, that `patchify` cuts into these patches; `grid` is their number along every axis."""
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // k for side in grid]
-    laid = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
+    cut = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
     order = [spec.axes * level + axis for axis in every for level in range(3)]
-    return laid.transpose(*order, 3 * spec.axes).reshape(*(side * p for side in grid), spec.channels)
+    return cut.transpose(*order, 3 * spec.axes).reshape(*(side * p for side in grid), spec.channels)
 
 
 def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
@@ -52,17 +52,17 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
 
 
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """The float32 inputs that media are opened for, and the shape of each for one patch."""
+    """The float32 inputs that are made from media, and the shape of each for one patch."""
     values = (spec.patch_values,)
     drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
     return {"patches": values} | (drawn if spec.drawn else {})
 
 
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
-    """Those inputs [N, ...] for medium `number` of encoder or generator `name`.
+    """The inputs of `patch_shapes` [N, ...] for medium `number` of encoder or generator `name`.
 
-    A generator sees x_t = (1 - t) x + t noise and predicts noise - x (see `mmjax.models.dit`); where the sample has no
-    noise for it, everything is 0, the weights too.
+    A generator sees x_t = (1 - t) x + t noise and predicts noise - x (see `mmjax.models.dit`). If the sample has no
+    noise for it, all inputs are 0, also the weights.
     """
     medium = sample.media[name][number]
     if not spec.drawn:

@@ -1,4 +1,4 @@
-"""The pieces of a dialogue's text: what a template writes, what is learned, and where each medium stands."""
+"""The pieces of a dialogue's text: text of the template and of the turns, with loss weights, and media between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Piece:
     weight: float = 0.0
 
     def coded(self, tokenizer: Tokenizer) -> str | int:
-        """Its text, or the id of its special token."""
+        """The text of the piece, or the id of its special token."""
         if self.kind == "medium":
             return tokenizer.media_token(self.text)
         special = {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind)
@@ -40,7 +40,7 @@ class Piece:
 
 
 class Marks:
-    """Puts marks for media into the text that a folder's template is given, and media in place of those it writes."""
+    """Puts marks for media into the text for a folder's template, and media in place of the marks in its output."""
 
     def __init__(self, tokenizer: Tokenizer, media: DialogueMedia, template: FolderTemplate):
         self._tokenizer, self._media, self._template = tokenizer, media, template
@@ -48,7 +48,7 @@ class Marks:
         self._queues: dict[str, list[Piece]] = {mark: [] for mark in (template.image, MEDIUM) if mark}
 
     def written(self, number: int) -> str:
-        """A turn's text, the folder's image token in place of its images, ``MEDIUM`` of other media."""
+        """A turn's text, with the folder's image token in place of its images, and ``MEDIUM`` of other media."""
         image, text = self._template.image, ""
         for piece in self._media.of_turn(number):
             if piece.kind == "medium":
@@ -60,12 +60,12 @@ class Marks:
             else:
                 text += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
         if image and self._template.takes_parts(USER) and not has_inline_images(self._template.source):
-            # LLaVA's data have a line of its own for an image; a template that has places for images writes its own.
+            # In LLaVA's data an image stands on a separate line; a template with places for images writes line breaks.
             text = text.replace(f"{image}\n", image).replace(f"\n{image}", image)
         return text
 
     def pieces(self, rendered: Rendered) -> list[Piece]:
-        """The pieces of the text that the template wrote. Raises ValueError if it has not a place for each medium."""
+        """The pieces of the template's text. Raises ValueError if it has not exactly one place for each medium."""
         text, place, pieces = rendered.text, self._template.place, list[Piece]()
         split = re.compile(f"({'|'.join(map(re.escape, self._queues))})")
         ends = {0, len(text), rendered.answer, *(at for start, end, _ in rendered.learned for at in (start, end))}
@@ -86,7 +86,7 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
     pieces: list[Piece] = [] if SYSTEM in template.question else begin
     first, last = media.first_question, last_answer(turns)
     for number, turn in enumerate(turns):
-        inside = media.of_turn(number, numbered=True, said=template.said)
+        inside = media.of_turn(number, numbered=True, transform=template.formatted)
         if turn.is_answer:
             before, after = template.answer.split(TEXT)
             pieces += [*_marked(before), *([Piece(kind="answer")] if number == last else []), *inside]
@@ -110,28 +110,28 @@ class DialogueMedia:
         for mark, name in self._by_mark.items():
             marks, tokens = sum(turn.text.count(mark) for turn in turns), list(counts[name])
             if marks > len(tokens):
-                what = f"{marks} {mark} marks for {len(tokens)} {encoders[name].medium}s"
-                raise ValueError(f"question {without_literals(last_question(turns))!r} has {what}")
+                described = f"{marks} {mark} marks for {len(tokens)} {encoders[name].medium}s"
+                raise ValueError(f"question {without_literals(last_question(turns))!r} has {described}")
             self._unmarked[name], self._left[name] = tokens[: len(tokens) - marks], tokens[len(tokens) - marks :]
             if self._unmarked[name] and any(mark in turn.text for turn in turns[: self.first_question]):
                 raise ValueError(f"{mark} stands before the first question, where media without a mark are")
 
     @property
     def before(self) -> dict[str, int]:
-        """How many media of each encoder come before the last answer."""
+        """Number of media of each encoder before the last answer."""
         turns = self._turns[: last_answer(self._turns)]
         marks = {name: sum(turn.text.count(mark) for turn in turns) for mark, name in self._by_mark.items()}
         return {name: count + len(self._unmarked[name]) for name, count in marks.items()}
 
     def of_turn(
-        self, number: int, *, numbered: bool = False, said: Callable[[str], str] = lambda text: text
+        self, number: int, *, numbered: bool = False, transform: Callable[[str], str] = lambda text: text
     ) -> list[Piece]:
         """The pieces of a turn's text, the next media in place of its marks.
 
         Args:
           number: the turn's number.
-          numbered: whether each of the media without a mark comes after its number.
-          said: changes the text.
+          numbered: whether to write its number before each medium without a mark.
+          transform: changes the text.
         """
         turn, pieces = self._turns[number], list[Piece]()
         if number == self.first_question:
@@ -139,7 +139,7 @@ class DialogueMedia:
             for at, (name, count) in enumerate(unmarked, 1):
                 pieces += [Piece(text=f"{at}:")] if numbered else []
                 pieces.append(Piece(kind="medium", text=name, count=count))
-        text = said(turn.text)
+        text = transform(turn.text)
         for at, part in enumerate(self._split.split(text) if self._split else [text]):
             name = self._by_mark[part] if at % 2 else ""
             medium = Piece(kind="medium", text=name, count=self._left[name].pop(0)) if name else None

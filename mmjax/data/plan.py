@@ -15,7 +15,7 @@ from mmjax.data.send_lists import send_list
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
 OPENED = ("patches", "targets", "times", "weights")
-"""Inputs of an encoder or a generator that its media are opened for (see `patch_shapes`)."""
+"""Inputs of an encoder or a generator that need its media opened (see `patch_shapes`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class TextPlan:
       width: tokens of a row.
       places: the (row, offset) of each sample, rows counted within the microbatch.
       bucket: index of the static shape; None where there is a single one, with a row for each sample.
-      axes: numbers of a token's position; with several they follow from where media stand in the text.
+      axes: numbers of a token's position; with several, they depend on the places of media in the text.
     """
 
     rows_per_cell: int
@@ -60,7 +60,7 @@ class MicrobatchPlan:
       cells: number of cells.
       llm: the LLM rows.
       encoders: the rows of each encoder and generator.
-      apart: whether each sample has an LLM row of its own, to be answered.
+      apart: whether each sample has a separate LLM row, for generation.
     """
 
     metas: tuple[SampleMeta, ...]
@@ -72,9 +72,9 @@ class MicrobatchPlan:
 
     @property
     def bucket(self) -> dict[str, int]:
-        """Index of each encoder's static shape; and the LLM's, where it has several."""
-        own = {name: part.bucket for name, part in self.encoders.items()}
-        return own if self.llm.bucket is None else {**own, "llm": self.llm.bucket}
+        """Index of the static shape of each encoder, and of the LLM where it has several."""
+        indices = {name: part.bucket for name, part in self.encoders.items()}
+        return indices if self.llm.bucket is None else {**indices, "llm": self.llm.bucket}
 
     def cell(self, cell: int) -> range:
         """The samples of a cell, by their place in `metas`."""
@@ -86,36 +86,36 @@ class MicrobatchPlan:
 
     def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:
         """The media of `encoder` in a cell: sample, number in that sample, and patches along every axis."""
-        grids = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
-        return [(sample, number, grid) for sample, own in grids for number, grid in enumerate(own)]
+        samples = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
+        return [(sample, number, grid) for sample, grids in samples for number, grid in enumerate(grids)]
 
-    def learned(self, own: ProcessRows | None) -> frozenset[int]:
-        """The samples whose loss weights are in the rows of `own`."""
-        cells = wanted_cells(own, "llm", "weights", self.cells)
+    def learned(self, process_rows: ProcessRows | None) -> frozenset[int]:
+        """The samples whose loss weights are in `process_rows` (``None``: all), by their place in `metas`."""
+        cells = wanted_cells(process_rows, "llm", "weights", self.cells)
         return frozenset(sample for cell in cells for sample in self.cell(cell))
 
-    def needed(self, own: ProcessRows | None) -> dict[int, frozenset[str]]:
-        """The samples that are needed to fill the rows of `own`, each with the encoders whose media are needed."""
-        # The LLM's segments follow from lengths alone, and so do positions that are places.
+    def needed(self, process_rows: ProcessRows | None) -> dict[int, frozenset[str]]:
+        """The samples needed to fill `process_rows` (``None``: all), by place, with the encoders of needed media."""
+        # The LLM's segments follow from lengths alone, and so do positions of a single axis.
         named = (
             *(["positions"] if self.llm.axes > 1 else []),
             "tokens",
             "targets",
             "weights",
             *WORDS,
-            *(f"{name}_{what}" for name in self.encoders for what in ("index", "shares")),
+            *(f"{name}_{suffix}" for name in self.encoders for suffix in ("index", "shares")),
         )
-        texts = {cell for name in named for cell in wanted_cells(own, "llm", name, self.cells)}
-        # Where a token goes is read in the text, also by who sends it.
+        texts = {cell for name in named for cell in wanted_cells(process_rows, "llm", name, self.cells)}
+        # The place of a medium's token is read in the text, also by the process that sends the token.
         for name in self.encoders:
             reading = (name, "index"), (name, send_list("llm")), ("llm", send_list(name))
-            texts |= {cell for pair in reading for cell in wanted_cells(own, *pair, self.cells)}
-        found: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
+            texts |= {cell for pair in reading for cell in wanted_cells(process_rows, *pair, self.cells)}
+        encoders_of: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
         for name in self.encoders:
-            for cell in {c for key in OPENED for c in wanted_cells(own, name, key, self.cells)}:
+            for cell in {c for key in OPENED for c in wanted_cells(process_rows, name, key, self.cells)}:
                 for sample, _, _ in self.media(name, cell):
-                    found.setdefault(sample, set()).add(name)
-        return {sample: frozenset(found[sample]) for sample in sorted(found)}
+                    encoders_of.setdefault(sample, set()).add(name)
+        return {sample: frozenset(encoders_of[sample]) for sample in sorted(encoders_of)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,16 @@ class StepPlan:
 
     def batch(self, filled: Sequence[Microbatch]) -> StepBatch:
         """The step's batch, its microbatches filled in."""
-        given = {"denominators": dict(self.denominators), "counts": dict(self.counts)}
-        return StepBatch(step=self.step, microbatches=tuple(filled), **given)
+        return StepBatch(
+            step=self.step,
+            microbatches=tuple(filled),
+            denominators=dict(self.denominators),
+            counts=dict(self.counts),
+        )
 
 
 def cell_range(cell: int, per_cell: int, count: int) -> range:
-    """Which of `count` samples are in a cell of `per_cell`."""
+    """The numbers of the samples, of `count`, that are in cell number `cell`, with `per_cell` samples in a cell."""
     return range(min(cell * per_cell, count), min((cell + 1) * per_cell, count))
 
 

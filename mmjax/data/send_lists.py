@@ -1,8 +1,8 @@
-"""Lists of the tokens that each rank of context parallelism reads of another module, so that only these are sent.
+"""Send lists: the tokens of one module that each context-parallel rank of another module reads, so only these are sent.
 
-A module's tokens of a cell are numbered; an input of the module that reads them holds such numbers at the places where
-the tokens go (`Pointers`). For each cell and rank, the numbers that stand among the rank's own positions are a list of
-fixed length, an input of the module that has the tokens. Pointers are numbered anew, by places in their rank's list.
+The source module's tokens of a cell are numbered. An input of the target module has the numbers of the tokens that its
+positions read (`Pointers`). For each cell and rank, a list of fixed length, which is an input of the source module, has
+the numbers at the rank's positions. The pointers are then renumbered as places in the list of their rank.
 
 Legend: C cells, P ranks that each have a part of a row, N places of a list, B rows of a cell, T positions of a row.
 """
@@ -23,57 +23,60 @@ SEND = "send_"
 
 
 def send_list(target: str) -> str:
-    """The name of the input that lists what the ranks of a module read."""
+    """The name of the source module's input that lists the tokens which the ranks of module `target` read."""
     return f"{SEND}{target}"
 
 
-def alone(pointers: Sequence[Pointers]) -> tuple[Pointers, ...]:
-    """Those whose tokens nothing else points at: a module gives all that read from it the same tensor."""
-    sources = [one.source for one in pointers]
-    return tuple(one for one in pointers if sources.count(one.source) == 1)
+def with_one_reader(pointers: Sequence[Pointers]) -> tuple[Pointers, ...]:
+    """The pointers whose source module has no other reader: all readers of a module receive the same tensor."""
+    sources = [pointer.source for pointer in pointers]
+    return tuple(pointer for pointer in pointers if sources.count(pointer.source) == 1)
 
 
-def list_length(one: Pointers, inputs: Mapping[str, Mapping[str, Any]], split: Split, cells: int) -> int:
-    """N: the most tokens that the positions of a rank can point at; 0 where a cell has no more than that.
+def list_length(pointers: Pointers, inputs: Mapping[str, Mapping[str, Any]], split: Split, cells: int) -> int:
+    """N: the most tokens that the positions of a rank can point at; 0 where a cell has no more tokens than that.
 
-    Follows from shapes alone, so that all processes have the same.
+    It follows from shapes alone, so it is the same in all processes.
 
     Args:
-      one: the pointers.
+      pointers: the input that points at the tokens.
       inputs: arrays or shapes of a microbatch, by module and name.
-      split: how the rows of the module that reads are split.
-      cells: cells of the microbatch.
+      split: how the rows of the target module are split.
+      cells: number of cells of the microbatch.
     """
-    tokens = math.prod(inputs[one.source]["segments"].shape) // one.together // cells
-    most = math.prod(inputs[one.module][one.name].shape) // cells // split.ranks
+    tokens = math.prod(inputs[pointers.source]["segments"].shape) // pointers.together // cells
+    most = math.prod(inputs[pointers.module][pointers.name].shape) // cells // split.ranks
     return most if most < tokens else 0
 
 
 def list_shapes(
     pointers: Sequence[Pointers], inputs: Mapping[str, Mapping[str, Any]], splits: Mapping[str, Split], cells: int
 ) -> dict[str, tuple[str, tuple[int, int]]]:
-    """By the module that has the tokens, name and shape [C, P·N] of its list, where one saves something."""
-    found = {}
-    for one in pointers:
-        split = splits.get(one.module, WHOLE)
-        if length := list_length(one, inputs, split, cells):
-            found[one.source] = send_list(one.module), (cells, split.ranks * length)
-    return found
+    """Name and shape [C, P·N] of each send list that is shorter than all tokens, by source module."""
+    shapes = {}
+    for pointer in pointers:
+        split = splits.get(pointer.module, WHOLE)
+        if length := list_length(pointer, inputs, split, cells):
+            shapes[pointer.source] = send_list(pointer.module), (cells, split.ranks * length)
+    return shapes
 
 
 def longest_lists(
     pointers: Sequence[Pointers],
-    each: Sequence[Mapping[str, Mapping[str, Any]]],
+    inputs_by_bucket: Sequence[Mapping[str, Mapping[str, Any]]],
     splits: Mapping[str, Split],
     cells: int,
 ) -> dict[str, tuple[str, tuple[int, int]]]:
-    """`list_shapes` of the longest lists, where any module may have the shapes that it has in any of these inputs."""
-    found: dict[str, tuple[str, tuple[int, int]]] = {}
-    for one, sending, reading in product(pointers, each, each):
-        inputs = {**reading, one.source: sending[one.source]}
-        for module, (name, shape) in list_shapes([one], inputs, splits, cells).items():
-            found[module] = name, max(shape, found.get(module, (name, shape))[1])
-    return found
+    """`list_shapes` of the longest lists, for all pairs of a bucket of the source and a bucket of the target.
+
+    inputs_by_bucket: arrays or shapes of a microbatch by module and name, for each bucket.
+    """
+    longest: dict[str, tuple[str, tuple[int, int]]] = {}
+    for pointer, source_inputs, target_inputs in product(pointers, inputs_by_bucket, inputs_by_bucket):
+        inputs = {**target_inputs, pointer.source: source_inputs[pointer.source]}
+        for module, (name, shape) in list_shapes([pointer], inputs, splits, cells).items():
+            longest[module] = name, max(shape, longest.get(module, (name, shape))[1])
+    return longest
 
 
 def with_lists(
@@ -81,40 +84,41 @@ def with_lists(
     splits: Mapping[str, Split],
     pointers: Sequence[Pointers],
     cells: int,
-    own: ProcessRows | None,
+    process_rows: ProcessRows | None,
 ) -> dict[str, Arrays]:
-    """A microbatch's inputs with lists where they save something, and what points through them numbered anew.
+    """A microbatch's inputs with send lists where these are shorter than all tokens, and their pointers renumbered.
 
     Args:
-      inputs: by module and name, rows split and in their order; the pointers of wanted rows, and of the cells whose
-        lists are wanted.
+      inputs: by module and name, rows split and in the order of the ranks. They have the pointers of wanted rows, and
+        those of the cells whose lists are wanted.
       splits: by module.
-      pointers: those that are to go through lists.
-      cells: cells of the microbatch.
-      own: the rows that are wanted.
+      pointers: the pointers that go through lists.
+      cells: number of cells of the microbatch.
+      process_rows: the wanted rows; ``None`` for all.
     """
-    found = {module: dict(arrays) for module, arrays in inputs.items()}
+    result = {module: dict(arrays) for module, arrays in inputs.items()}
     shapes = list_shapes(pointers, inputs, splits, cells)
-    for one in (one for one in pointers if one.source in shapes):
-        name, shape = shapes[one.source]
-        lists = PartialArray.full(wanted_cells(own, one.source, name, cells), shape, cells, -1)
-        found[one.module][one.name] = _listed(found[one.module][one.name], lists, splits.get(one.module, WHOLE).ranks)
-        found[one.source][name] = lists
-    return found
+    for pointer in (pointer for pointer in pointers if pointer.source in shapes):
+        name, shape = shapes[pointer.source]
+        lists = PartialArray.full(wanted_cells(process_rows, pointer.source, name, cells), shape, cells, -1)
+        target, ranks = result[pointer.module], splits.get(pointer.module, WHOLE).ranks
+        target[pointer.name] = _listed(target[pointer.name], lists, ranks)
+        result[pointer.source][name] = lists
+    return result
 
 
 def _listed(array: PartialArray, lists: PartialArray, ranks: int) -> PartialArray:
-    """Pointers [R, T, ...] as places in their ranks' lists, which are written into `lists` where these are held."""
+    """Pointers [R, T, ...] as places in their ranks' lists. Writes the lists into the cells that `lists` has."""
     per_cell, width = array.shape[0] // array.count, array.shape[1] // ranks
     length = lists.shape[1] // ranks
-    held = array.local_rows.copy()
+    local_rows = array.local_rows.copy()
     for number, cell in enumerate(array.cells):
-        wanted = lists.row(cell)
+        written = lists.row(cell)
         for rank in range(ranks):
-            part = held[number * per_cell : (number + 1) * per_cell, rank * width : (rank + 1) * width]
-            real = part >= 0
-            tokens = np.unique(part[real])
-            part[real] = np.searchsorted(tokens, part[real])
-            if wanted is not None:
-                wanted[rank * length : rank * length + len(tokens)] = tokens
-    return PartialArray(array.cells, array.shape, array.count, held)
+            positions = local_rows[number * per_cell : (number + 1) * per_cell, rank * width : (rank + 1) * width]
+            real = positions >= 0
+            tokens = np.unique(positions[real])
+            positions[real] = np.searchsorted(tokens, positions[real])
+            if written is not None:
+                written[rank * length : rank * length + len(tokens)] = tokens
+    return PartialArray(array.cells, array.shape, array.count, local_rows)

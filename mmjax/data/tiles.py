@@ -1,14 +1,14 @@
-"""Images that come to the LLM whole and in tiles: which of an image's tokens stands at which of its places.
+"""The order of an image's tokens in the LLM's rows, for encoders that see an image as a whole and in tiles.
 
-The rule is that of LLaVA-NeXT (Liu et al. 2024), and of LLaVA-OneVision (Li et al. 2024), as ``transformers`` has it.
-An encoder sees the whole image and then its tiles, row by row. Its LLM tokens are those of the whole image; then the
-tiles' tokens put together to one picture, without what is there because the image has another aspect than its tiles
-have together; and behind each row of the picture a learned *newline*. An image without tiles has one newline at its
-end. A picture that is too large is resized: a place is then a mean of up to four tokens.
+It follows LLaVA-NeXT (Liu et al. 2024) and LLaVA-OneVision (Li et al. 2024), as implemented in ``transformers``. An
+encoder sees the whole image and then its tiles, row by row. The LLM sees the tokens of the whole image, then those of
+a *picture*: the tiles' tokens side by side, without the padding that the tiles' common aspect adds. A learned *newline*
+follows each row of the picture. An image without tiles ends with one newline. A picture that is too large is resized:
+each of its places is then a mean of up to four tokens.
 
-All of it is index arithmetic on sizes: nothing is decoded.
+All of this is index arithmetic on sizes: nothing is decoded.
 
-Legend: N places of an image in the LLM's rows, K tokens that a place is a mean of.
+Legend: N places of an image in the LLM's rows, K tokens that are averaged for a place.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mmjax.data.types import EncoderSpec, Tiled
 Size = tuple[int, int]
 """Height and width, or rows and columns."""
 NEWLINE = -2
-"""The index of a place that holds the newline."""
+"""The index of a newline."""
 TOO_LARGE = 1.1
-"""A picture is resized where its side is so many times that of the largest."""
+"""A picture is resized if its side is more than so many times the largest picture's."""
 
 
 class Places(NamedTuple):
-    """What stands at the places of a sample's images.
+    """The tokens at the places of a sample's images.
 
     Attributes:
-      index: int32 [N, K], the encoder's tokens that a place is a mean of, counted over the sample; ``NEWLINE`` in all
-        of them for a newline.
-      shares: float32 [N, K], the weight of each.
+      index: int32 [N, K], the encoder's tokens that are averaged for a place, numbered within the sample; ``NEWLINE``
+        in all K for a newline.
+      shares: float32 [N, K], the weight of each token.
     """
 
     index: np.ndarray
@@ -43,54 +43,56 @@ class Places(NamedTuple):
 
 
 def token_count(spec: EncoderSpec, sizes: Sequence[tuple[int, ...]], tiled: Tiled | None = None) -> int:
-    """LLM tokens of an image, or of a recording.
+    """Number of LLM tokens of an image or a recording.
 
     Args:
-      spec: its encoder's.
-      sizes: the sizes of the media that it becomes, without channels: a whole image, and its tiles.
-      tiled: how it was cut, where ``spec.newline``; by default it is whole.
+      spec: the spec of its encoder.
+      sizes: the sizes of its media, without channels: the whole image, then its tiles.
+      tiled: how it was cut, with ``spec.newline``; by default it has no tiles.
 
     Raises:
-      ValueError: the media are not those that ``tiled`` says.
+      ValueError: the media do not agree with ``tiled``.
     """
     if not spec.newline:
         return sum(spec.tokens(*size) for size in sizes)
     tile = _tile([spec.grid(*size) for size in sizes], spec, tiled)
     if not tiled or not prod(tiled.grid):
         return prod(tile) + 1
-    rows, columns = _resized(_kept(tile, tiled)[1], tile, spec.most_tiles)
+    rows, columns = _resized(_unpadded(tile, tiled)[1], tile, spec.most_tiles)
     return prod(tile) + rows * (columns + 1)
 
 
 def arrange(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], images: Sequence[Tiled]) -> Places:
-    """The places of a sample's images, one after another; K is ``spec.blended``.
+    """The places of a sample's images, one image after another; K is ``spec.blended``.
 
     Args:
-      spec: their encoder's.
+      spec: the spec of their encoder.
       grids: patches along every axis of each of their media.
-      images: how each was cut.
+      images: how each image was cut.
 
     Raises:
-      ValueError: the media are not those that ``images`` say.
+      ValueError: the media do not agree with ``images``.
     """
     if not spec.newline:
         index = np.arange(sum(prod(grid) for grid in grids) // spec.patches_per_token, dtype=np.int32)
         return Places(index[:, None], np.ones((len(index), 1), np.float32))
-    left, found, first = list(grids), list[Places](), 0
+    remaining, by_image, first = list(grids), list[Places](), 0
     for tiled in images:
-        own, left = left[: 1 + prod(tiled.grid)], left[1 + prod(tiled.grid) :]
-        tile = _tile(own, spec, tiled)
+        count = 1 + prod(tiled.grid)
+        of_image, remaining = remaining[:count], remaining[count:]
+        tile = _tile(of_image, spec, tiled)
         places = _image(tile, tiled, spec)
-        found.append(Places(np.where(places.index < 0, places.index, places.index + first), places.shares))
-        first += len(own) * prod(tile)
-    if left:
-        raise ValueError(f"{len(grids)} media for {len(images)} images, whose tiles make {len(grids) - len(left)}")
+        by_image.append(Places(np.where(places.index < 0, places.index, places.index + first), places.shares))
+        first += len(of_image) * prod(tile)
+    if remaining:
+        used = len(grids) - len(remaining)
+        raise ValueError(f"{len(grids)} media for {len(images)} images, whose tiles make {used}")
     empty = Places(np.zeros((0, spec.blended), np.int32), np.zeros((0, spec.blended), np.float32))
-    return Places(*(np.concatenate(own) for own in zip(empty, *found, strict=True)))
+    return _concatenated([empty, *by_image])
 
 
 def _tile(grids: Sequence[tuple[int, ...]], spec: EncoderSpec, tiled: Tiled | None) -> Size:
-    """LLM tokens along the sides of an image's media. Raises ValueError where they are not as many, or not equal."""
+    """LLM tokens along the sides of each of an image's media. Raises ValueError for a wrong number or unequal sizes."""
     count = 1 + (prod(tiled.grid) if tiled else 0)
     if len(grids) != count or len({*grids}) != 1:
         raise ValueError(f"an image as {count} media of one size wanted, not {[tuple(grid) for grid in grids]}")
@@ -99,40 +101,47 @@ def _tile(grids: Sequence[tuple[int, ...]], spec: EncoderSpec, tiled: Tiled | No
 
 
 def _image(tile: Size, tiled: Tiled, spec: EncoderSpec) -> Places:
-    """The places of one image, its tokens counted from 0."""
-    whole = _alone(np.arange(prod(tile)), spec.blended)
+    """The places of one image, its tokens numbered from 0."""
+    of_whole_image = _single(np.arange(prod(tile)), spec.blended)
     newline = Places(np.full((1, spec.blended), NEWLINE, np.int32), np.eye(1, spec.blended, dtype=np.float32))
     if not prod(tiled.grid):
-        return Places(*map(np.concatenate, zip(whole, newline, strict=True)))
-    (top, left), (height, width) = _kept(tile, tiled)
+        return _concatenated([of_whole_image, newline])
+    (top, left), (height, width) = _unpadded(tile, tiled)
     numbers = prod(tile) * (1 + np.arange(prod(tiled.grid)).reshape(tiled.grid))[:, None, :, None]
     numbers = numbers + np.arange(prod(tile)).reshape(tile)[None, :, None, :]
     picture = numbers.reshape(tiled.grid[0] * tile[0], -1)[top : top + height, left : left + width]
     rows, columns = _resized((height, width), tile, spec.most_tiles)
     if (rows, columns) == (height, width):
-        index, shares = _alone(picture.reshape(-1), spec.blended)
+        of_picture = _single(picture.reshape(-1), spec.blended)
     else:
-        index, shares = _blended(picture, (rows, columns))
+        of_picture = _blended(picture, (rows, columns))
     shape = (rows, columns, spec.blended)
-    rest = [
-        np.concatenate([own.reshape(shape), np.repeat(ending[None], rows, 0)], axis=1).reshape(-1, spec.blended)
-        for own, ending in zip((index, shares), newline, strict=True)
-    ]
-    return Places(*(np.concatenate([own, behind]) for own, behind in zip(whole, rest, strict=True)))
+    with_newlines = Places(
+        *(
+            np.concatenate([values.reshape(shape), np.repeat(ending[None], rows, 0)], axis=1).reshape(-1, spec.blended)
+            for values, ending in zip(of_picture, newline, strict=True)
+        )
+    )
+    return _concatenated([of_whole_image, with_newlines])
 
 
-def _alone(numbers: np.ndarray, blended: int) -> Places:
-    """Places that hold one token each."""
+def _concatenated(places: Sequence[Places]) -> Places:
+    """Places of several parts, one part after another."""
+    return Places(*(np.concatenate(arrays) for arrays in zip(*places, strict=True)))
+
+
+def _single(numbers: np.ndarray, blended: int) -> Places:
+    """Places with one token each, in arrays for `blended` tokens."""
     index = np.repeat(numbers[:, None], blended, axis=1).astype(np.int32)
     return Places(index, np.repeat(np.eye(1, blended, dtype=np.float32), len(numbers), axis=0))
 
 
-def _kept(tile: Size, tiled: Tiled) -> tuple[Size, Size]:
-    """The first row and column, and the rows and columns, of the picture without what the aspect adds.
+def _unpadded(tile: Size, tiled: Tiled) -> tuple[Size, Size]:
+    """The first row and column, and the rows and columns, of the picture without the padding that the aspect adds.
 
-    Rounding is that of ``unpad_image`` in ``transformers``.
+    Rounds as ``unpad_image`` in ``transformers``.
     """
-    (height, width), (rows, columns) = tiled.size, (own * side for own, side in zip(tiled.grid, tile, strict=True))
+    (height, width), (rows, columns) = tiled.size, (n * side for n, side in zip(tiled.grid, tile, strict=True))
     if width / height > columns / rows:
         above = (rows - int(round(height * (columns / width), 7))) // 2
         return (above, 0), (rows - 2 * above, columns)
@@ -141,7 +150,7 @@ def _kept(tile: Size, tiled: Tiled) -> tuple[Size, Size]:
 
 
 def _resized(size: Size, tile: Size, most: int) -> Size:
-    """Rows and columns of a picture that is no larger than ``most`` tiles; 0 lets it be.
+    """Rows and columns of a picture after resizing it to at most ``most`` tiles; 0 does not resize.
 
     Raises:
       ValueError: nothing would be left of it.
@@ -158,7 +167,7 @@ def _resized(size: Size, tile: Size, most: int) -> Size:
 def _blended(picture: np.ndarray, size: Size) -> Places:
     """The picture resized as ``torch.nn.functional.interpolate`` does it (bilinear, ``align_corners=False``)."""
     (above, below, down), (before, behind, right) = (
-        _between(own, wanted) for own, wanted in zip(picture.shape, size, strict=True)
+        _between(side, wanted) for side, wanted in zip(picture.shape, size, strict=True)
     )
     corners = [(rows, columns) for rows in (above, below) for columns in (before, behind)]
     index = np.stack([picture[np.ix_(rows, columns)] for rows, columns in corners], axis=-1)
@@ -167,7 +176,7 @@ def _blended(picture: np.ndarray, size: Size) -> Places:
 
 
 def _between(side: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each of so many places along a side: the token before it, that behind it, and the share of the latter."""
+    """For each of `wanted` places along a side: the token before it, the token after it, and the latter's share."""
     at = np.maximum((np.arange(wanted) + 0.5) * (side / wanted) - 0.5, 0.0)
     before = np.floor(at).astype(int)
     return before, np.minimum(before + 1, side - 1), at - before

@@ -1,7 +1,7 @@
-"""Turns text into token ids and back: bytes by default, a `tokenizer.json` of the `tokenizers` library when given.
+"""Turns text into token ids and back: as bytes by default, or with a `tokenizer.json` of the `tokenizers` library.
 
-Besides text there are pad, bos, eos and, per encoder, one placeholder id that marks where its tokens go. In a folder of
-Hugging Face's the files beside `tokenizer.json` say which tokens these are.
+Besides text there are pad, bos, eos and, per encoder, a placeholder id for its tokens. In a folder of Hugging Face's,
+the files beside `tokenizer.json` define these tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -27,9 +28,9 @@ class Encoded:
 
     Attributes:
       text: the text of all P pieces; a special token has one or more characters in it.
-      starts: int [P + 1], the character at which each piece begins in `text`, then the length of `text`.
-      ids: int [N], the tokens.
-      spans: int [N, 2], the first character of each token, and the one after its last.
+      starts: int [P + 1], the first character of each piece in `text`, then the length of `text`.
+      ids: int [N], the token ids.
+      spans: int [N, 2], the first character of each token, and the character after its last.
     """
 
     text: str
@@ -41,9 +42,13 @@ class Encoded:
 class Tokenizer(Protocol):
     """The interface of a tokenizer for the data side and decoding.
 
-    `vocab_size` counts all ids, `table_size` those that need a row in a table of embeddings: padding and placeholders
-    after all others need none. `bos` is what every text begins with, None for nothing. `eos` is what ends a dialogue;
-    an answer ends at any of `stops`, which has it too.
+    Attributes:
+      vocab_size: number of all ids.
+      table_size: number of rows of an embedding table: padding and placeholders after all other ids need none.
+      pad: the id of padding.
+      bos: the id at the beginning of every text; None for none.
+      eos: the id at the end of a dialogue.
+      stops: the ids that end an answer, `eos` among them.
     """
 
     vocab_size: int
@@ -54,7 +59,7 @@ class Tokenizer(Protocol):
     stops: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without bos and eos."""
+        """The token ids of `text`, without bos and eos."""
         ...
 
     def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
@@ -127,15 +132,14 @@ class FileTokenizer:
 
     Args:
       path: the file.
-      encoders: names of the encoders that placeholders are wanted for.
-      said: what the folder of the file says of special tokens; they are guessed by their usual names where it says
-        nothing.
+      encoders: names of the encoders that get placeholders.
+      special: special tokens from the other files of the folder; without them, tokens are found by their usual names.
       image: the encoder whose placeholder is the folder's image token.
-      new: texts that become tokens of their own, behind all others.
+      new: texts that become single tokens, after all others.
     """
 
     _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-    """Characters that no text has (Unicode keeps them free), around the name of a special token that is no text."""
+    """Characters around the id of a special token without text. Unicode reserves them, so no text has them."""
     _NAMES: ClassVar[dict[str, tuple[str, ...]]] = {
         "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
         "bos": ("<s>", "<bos>", "[CLS]", "<|begin_of_text|>", "<|startoftext|>"),
@@ -147,69 +151,77 @@ class FileTokenizer:
         path: str | Path,
         encoders: Sequence[str],
         *,
-        said: SpecialTokens | None = None,
+        special: SpecialTokens | None = None,
         image: str = "",
         new: Sequence[str] = (),
     ):
-        self._tokenizer = _load(Path(path), said.added if said else ())
-        if said and said.blank:
-            _put_blanks(self._tokenizer, said.blank)
-        nameless = _add_named(self._tokenizer, said) if said else set()
+        self._tokenizer = _load(Path(path), special.added if special else ())
+        if special and special.blank:
+            _put_blanks(self._tokenizer, special.blank)
+        unlisted = _add_named(self._tokenizer, special) if special else set()
         _add_new(self._tokenizer, new)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._text_size = size = 1 + max(vocabulary.values(), default=-1)
-        special: dict[str, int | None] = {}
+        special_ids: dict[str, int | None] = {}
         for kind in self._NAMES:
-            special[kind] = found = self._found(kind, said)
-            if found is None and (said is None or kind != "bos"):
-                special[kind] = size
+            special_ids[kind] = self._special_id(kind, special)
+            if special_ids[kind] is None and (special is None or kind != "bos"):
+                special_ids[kind] = size
                 size += 1
-        self.bos = special["bos"] if said is None or self._begins(said) else None
-        pad, eos = special["pad"], special["eos"]
+        self.bos = special_ids["bos"] if special is None or self._begins(special) else None
+        pad, eos = special_ids["pad"], special_ids["eos"]
         assert pad is not None and eos is not None
         self.pad, self.eos = pad, eos
-        self.stops = tuple(dict.fromkeys([eos, *(said.stops if said else ())]))
-        own = said.image if said else None
-        if own is not None and image in encoders and self._tokenizer.id_to_token(own) is None:
+        self.stops = tuple(dict.fromkeys([eos, *(special.stops if special else ())]))
+        image_id = special.image if special else None
+        if image_id is not None and image in encoders and self._tokenizer.id_to_token(image_id) is None:
             fix = "get its tokenizer_config.json and added_tokens.json too, which may list the token"
-            raise ConfigError(f"{path} has no token with the id {own}, which config.json gives an image's token; {fix}")
-        self._media = {image: own} if own is not None and image in encoders else {}
-        new = [name for name in encoders if name not in self._media]
-        self._media |= {name: size + i for i, name in enumerate(new)}
-        self.vocab_size = max(size + len(new), (own or 0) + 1)
-        rows = {*vocabulary.values()} - nameless
-        looked_up = {*rows, self.eos, self.eos if self.bos is None else self.bos} - {own}
+            raise ConfigError(
+                f"{path} has no token with the id {image_id}, which config.json gives an image's token; {fix}"
+            )
+        self._media = {image: image_id} if image_id is not None and image in encoders else {}
+        without_id = [name for name in encoders if name not in self._media]
+        self._media |= {name: size + i for i, name in enumerate(without_id)}
+        self.vocab_size = max(size + len(without_id), (image_id or 0) + 1)
+        rows = {*vocabulary.values()} - unlisted
+        looked_up = {*rows, self.eos, self.eos if self.bos is None else self.bos} - {image_id}
         self.table_size = 1 + max(map(int, looked_up))
         self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        specials = [self.eos, *([] if self.bos is None else [self.bos]), *self._media.values()]
-        self._marks, self._own_ids = self._mark(specials)
+        marked = [self.eos, *([] if self.bos is None else [self.bos]), *self._media.values()]
+        self._marks, self._ids_of_marks = self._mark(marked)
 
-    def _found(self, kind: str, said: SpecialTokens | None) -> int | None:
+    def _special_id(self, kind: str, special: SpecialTokens | None) -> int | None:
         """The id of the special token "pad", "bos" or "eos"; None if there is none."""
         name = f"{kind}_token"
-        if said and name in said.texts and kind != "pad":
-            return self._tokenizer.token_to_id(said.texts[name]) if said.texts[name] else None
-        if said and kind == "pad":
-            named = self._tokenizer.token_to_id(said.texts[name]) if said.texts.get(name) else None
-            return said.pad if named is None else named
+        if special and name in special.texts and kind != "pad":
+            return self._tokenizer.token_to_id(special.texts[name]) if special.texts[name] else None
+        if special and kind == "pad":
+            named = self._tokenizer.token_to_id(special.texts[name]) if special.texts.get(name) else None
+            return special.pad if named is None else named
         known = (self._tokenizer.token_to_id(text) for text in self._NAMES[kind])
         return next((i for i in known if i is not None), None)
 
-    def _begins(self, said: SpecialTokens) -> bool:
-        """Whether texts begin with bos: as the folder says, else as the file's own post-processor does it."""
-        if said.begin is not None:
-            return said.begin
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
-        return whole[: len(plain)] != plain and whole[:1] == [self._found("bos", said)]
+    def _begins(self, special: SpecialTokens) -> bool:
+        """Whether texts begin with bos, by the folder's setting or else by the file's post-processor."""
+        if special.begin is not None:
+            return special.begin
+        plain, with_special = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        return with_special[: len(plain)] != plain and with_special[:1] == [self._special_id("bos", special)]
 
     def _mark(self, ids: Sequence[int]) -> tuple[dict[int, str], dict[int, int]]:
-        """The text of each special id, and our ids by the ids that the library gives to the texts made up here."""
+        """Gives each special id a text.
+
+        Returns:
+          The texts by id; for ids without a text in the vocabulary, the id by the library's id of the invented text.
+        """
         from tokenizers import AddedToken
 
         marks = {i: text for text, i in self._added.items() if i in ids}
-        made = {i: f"{self._OPEN}{i}{self._CLOSE}" for i in ids if i not in marks}
-        self._tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in made.values()])
-        return marks | made, {self._tokenizer.token_to_id(text): i for i, text in made.items()}
+        invented = {i: f"{self._OPEN}{i}{self._CLOSE}" for i in ids if i not in marks}
+        self._tokenizer.add_special_tokens(
+            [AddedToken(text, normalized=False, special=True) for text in invented.values()]
+        )
+        return marks | invented, {self._tokenizer.token_to_id(text): i for i, text in invented.items()}
 
     def encode(self, text: str) -> list[int]:
         return self.encode_whole([text]).ids.tolist()
@@ -219,12 +231,12 @@ class FileTokenizer:
             piece.replace(self._OPEN, "\N{REPLACEMENT CHARACTER}") if isinstance(piece, str) else self._marks[piece]
             for piece in pieces
         ]
-        found = self._tokenizer.encode("".join(texts), add_special_tokens=False)
+        encoding = self._tokenizer.encode("".join(texts), add_special_tokens=False)
         return Encoded(
             text="".join(texts),
             starts=np.cumsum([0, *map(len, texts)]),
-            ids=np.asarray([self._own_ids.get(i, i) for i in found.ids], int),
-            spans=np.asarray(found.offsets, int).reshape(-1, 2),
+            ids=np.asarray([self._ids_of_marks.get(i, i) for i in encoding.ids], int),
+            spans=np.asarray(encoding.offsets, int).reshape(-1, 2),
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -239,14 +251,15 @@ class FileTokenizer:
         return _media_token(self._media, encoder)
 
     def shown(self, ids: Sequence[int]) -> str:
-        return _shown(self, ids, self._text_size, lambda own: self._tokenizer.decode(own, skip_special_tokens=False))
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return _shown(self, ids, self._text_size, decode)
 
 
 def _shown(tokenizer: Tokenizer, ids: Sequence[int], size: int, text_of: Callable[[list[int]], str]) -> str:
-    """Text of the ids below `size`, and names of special ids that have no text."""
+    """Text of the ids below `size`, and names of special ids without text."""
     names = {tokenizer.pad: "<pad>", tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}
-    parts = groupby(map(int, ids), key=lambda i: -1 if i < size else i)
-    return "".join(text_of([*own]) if i < 0 else names.get(i, f"<{i}>") * len([*own]) for i, own in parts)
+    runs = groupby(map(int, ids), key=lambda i: -1 if i < size else i)
+    return "".join(text_of([*run]) if i < 0 else names.get(i, f"<{i}>") * len([*run]) for i, run in runs)
 
 
 def _load(path: Path, added: Sequence[AddedToken] = ()) -> Any:
@@ -289,7 +302,7 @@ def _with_added(path: Path, added: Sequence[AddedToken]) -> str:
 
 
 def _add_named(tokenizer: Any, special: SpecialTokens) -> set[int]:
-    """Adds special tokens that a folder names and lists nowhere behind all others, as ``transformers`` does.
+    """Adds the special tokens that a folder names but does not list, after all others, as ``transformers`` does.
 
     Returns:
       Their ids.
@@ -303,7 +316,7 @@ def _add_named(tokenizer: Any, special: SpecialTokens) -> set[int]:
 
 
 def _put_blanks(tokenizer: Any, scheme: str) -> None:
-    """Makes a tokenizer whose normalizer puts blanks in front of texts do so by `scheme`; others stay as they are."""
+    """Sets the `scheme` by which a tokenizer puts blanks in front of texts, if its normalizer does so at all."""
     from tokenizers import pre_tokenizers
 
     if "Prepend" in str(tokenizer.normalizer):
@@ -312,14 +325,14 @@ def _put_blanks(tokenizer: Any, scheme: str) -> None:
 
 
 def _add_new(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Makes texts tokens of their own; decoded text keeps them."""
+    """Adds texts as single tokens, which decoded text keeps."""
     from tokenizers import AddedToken as Added
 
     tokenizer.add_tokens([Added(text, normalized=False, special=False) for text in texts])
 
 
 def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
-    """A tokenizer as the library has it; a folder's has all tokens that its files list or name."""
+    """A file's or folder's tokenizer as an object of the library; a folder's has all tokens that its files name."""
     if Path(path).is_dir():
         special = read_special_tokens(path)
         loaded = _load(Path(path) / TOKENIZER, special.added)
@@ -333,8 +346,8 @@ def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
 def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
 
-    Where `path` is a folder, the folder's own image token is the placeholder of the encoder `image`. Texts that are
-    `new` are tokens of their own.
+    If `path` is a folder, its image token is the placeholder of the encoder `image`. The texts `new` become single
+    tokens.
     """
     fix = "bytes have no tokens of their own; name a tokenizer.json, or a folder with one, in Data.tokenizer"
     require(bool(path) or not new, "Data.new_tokens", tuple(new), fix)
@@ -344,4 +357,4 @@ def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Seq
         return FileTokenizer(path, encoders, new=new)
     if not has_tokenizer(path):
         raise ConfigError(f"Data.tokenizer={path!r} has no {TOKENIZER}: name a folder or a file that is one, or ''")
-    return FileTokenizer(Path(path) / TOKENIZER, encoders, said=read_special_tokens(path), image=image, new=new)
+    return FileTokenizer(Path(path) / TOKENIZER, encoders, special=read_special_tokens(path), image=image, new=new)

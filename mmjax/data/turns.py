@@ -8,9 +8,9 @@ from typing import Any
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 LITERAL = "\ufdd5"
-"""Inside a mark that is mere text. Unicode keeps this character free: no text has it."""
+"""A character inside marks that are mere text. Unicode reserves it: no text has it."""
 MEANINGFUL = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of an answer that are a part of it: a template that does not write them would teach another answer."""
+"""Keys that are part of an answer: a template that does not write them would teach another answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Turn:
     Attributes:
       role: "user", "assistant", "system", or another role that a folder's template takes, such as "tool".
       text: its text; `<image>` and `<recording>` in it mark the places of media.
-      weight: the loss weight of an answer; 0 for an answer that is context alone.
-      keys: everything else that the message has, as a folder's template is given it, such as `tool_calls`.
+      weight: the loss weight of an answer; 0 for an answer that is only context.
+      keys: the other keys of the message, such as `tool_calls`, which a folder's template receives unchanged.
     """
 
     role: str
@@ -31,7 +31,7 @@ class Turn:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the model says it."""
+        """Whether it is an answer of the model."""
         return self.role == ASSISTANT
 
     @property
@@ -41,7 +41,7 @@ class Turn:
 
     @property
     def meaningful(self) -> tuple[str, ...]:
-        """The keys that it has of `MEANINGFUL`."""
+        """Those of its keys that are in `MEANINGFUL`."""
         return tuple(key for key in MEANINGFUL if self.keys.get(key))
 
 
@@ -62,12 +62,15 @@ def as_turns(turns: Iterable[Turn | tuple[str, str]]) -> tuple[Turn, ...]:
 
 
 def is_prompt(turns: Sequence[Turn]) -> bool:
-    """Whether an answer is still to come."""
+    """Whether the dialogue ends before an answer, which is to be generated."""
     return not turns[-1].is_answer
 
 
 def last_answer(turns: Sequence[Turn]) -> int:
-    """The number of the last answer that is learned, else of the last one; that of an answer still to come."""
+    """The number of the last learned answer, or of the last answer if none is learned.
+
+    For a prompt, the number that the answer will have.
+    """
     answers = [number for number, turn in enumerate(turns) if turn.is_answer]
     if is_prompt(turns) or not answers:
         return len(turns)
@@ -81,10 +84,10 @@ def last_question(turns: Sequence[Turn]) -> str:
 
 
 def as_text(text: str, mark: str) -> str:
-    """A text in which `mark` is no place of a medium."""
+    """The text with each `mark` changed so that it does not stand for a medium."""
     return text.replace(mark, f"{mark[0]}{LITERAL}{mark[1:]}")
 
 
 def without_literals(text: str) -> str:
-    """A text as it is written: marks that are mere text as they were."""
+    """The text with the marks that `as_text` changed as they were."""
     return text.replace(LITERAL, "")

@@ -24,18 +24,18 @@ _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 class EncoderSpec:
     """How the media of an encoder become patches, and patches LLM tokens, for the data side.
 
-    Or the reverse, for a generator: its LLM tokens become patches, and these a medium.
+    For a generator the reverse: its LLM tokens become patches, and these a medium.
 
     Attributes:
       patch: patch edge in pixels or frames.
-      merge: edge of the block of patches that becomes one LLM token.
+      merge: edge of the block of patches that become one LLM token.
       channels: 1 (grayscale), 3 (RGB) or the mel bins.
       axes: axes of a medium, 2 for images and 1 for recordings.
-      special: positions of a medium that hold no patch, such as a class token. They come before its patches.
+      special: number of positions of a medium without a patch, such as a class token. They come before its patches.
       buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
       longest: the most patches along a side of a medium; 0 = any.
-      bounded_by: the configuration's field that sets `longest`.
-      boundless: the value of `positions` with which there is no such bound.
+      bounded_by: the field of the configuration that sets `longest`.
+      boundless: the value of the setting `positions` with which there is no such bound.
       log_mel: how a recording becomes frames; None for images.
       drawn: whether this is a generator.
       newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
@@ -58,22 +58,22 @@ class EncoderSpec:
 
     @property
     def block(self) -> int:
-        """Edge of what becomes one LLM token, in pixels or frames; the sides of media are multiples of it."""
+        """Edge of the block that becomes one LLM token, in pixels or frames; sides of media are multiples of it."""
         return self.patch * self.merge
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that become one LLM token."""
+        """Number of patches that become one LLM token."""
         return self.merge**self.axes
 
     @property
     def blended(self) -> int:
-        """The most tokens that a place of the LLM's rows is a mean of."""
+        """The most tokens whose mean is a place of the LLM's rows."""
         return 4 if self.most_tiles else 1
 
     @property
     def prefix(self) -> int:
-        """Positions of a row before a medium's patches: its special ones, and padding to a whole LLM token."""
+        """Number of positions before a medium's patches: special ones, and padding up to a whole LLM token."""
         return -(-self.special // self.patches_per_token) * self.patches_per_token
 
     @property
@@ -88,7 +88,7 @@ class EncoderSpec:
 
     @property
     def unit(self) -> str:
-        """The unit of its sides: "pixels" or "frames"."""
+        """The unit of a medium's sides: "pixels" or "frames"."""
         return _MEDIA[self.axes][1]
 
     @property
@@ -115,7 +115,7 @@ class Tiled:
 
     Attributes:
       size: height and width of the image, upright, before it was resized.
-      grid: rows and columns of tiles; (0, 0) where the whole image is all.
+      grid: rows and columns of tiles; (0, 0) for none.
     """
 
     size: tuple[int, int]
@@ -128,11 +128,11 @@ class SampleMeta:
 
     Attributes:
       tokens: length of `Sample.tokens`.
-      weight: sum of its loss weights but the first, as float32.
+      weight: sum of its loss weights except the first, as float32.
       grids: per encoder, the patches along every axis of each medium in order of appearance; an encoder without media
         in this sample is left out.
       prefixes: per encoder, `EncoderSpec.prefix`; an encoder without one is left out.
-      learned: how many of its tokens have a loss weight; 0 where that is not known.
+      learned: number of its tokens with a loss weight; 0 if unknown.
     """
 
     tokens: int
@@ -152,7 +152,7 @@ class SampleMeta:
         learned: int = 0,
     ) -> SampleMeta:
         """The metadata of a sample whose media have these sizes, by encoder and without channels."""
-        grids = {name: tuple(encoders[name].grid(*size) for size in own) for name, own in sizes.items()}
+        grids = {name: tuple(encoders[name].grid(*size) for size in sizes_of) for name, sizes_of in sizes.items()}
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
         return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, learned=learned)
 
@@ -166,7 +166,7 @@ class SampleMeta:
         return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
 
     def segments(self, module: str) -> tuple[int, ...]:
-        """Positions of a row that each of a module's segments takes: its length, and what comes before its patches."""
+        """Number of positions of each of a module's segments: its length and its prefix."""
         return tuple(self.prefixes.get(module, 0) + length for length in self.lengths(module))
 
 
@@ -198,22 +198,22 @@ class Sample:
         of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, the media to be
         drawn.
       question: the text of the (last) question.
-      answer: its right answer.
-      prompt: length of the part of `tokens` that a model is given before it answers the last question.
-      asked: what it is given instead, where a folder's template writes a question that is to be answered as other
-        tokens than one that has been; else empty.
-      prompt_media: per encoder, how many of its media come before that answer; all of an encoder that is not there.
+      answer: the right answer to it.
+      prompt: number of `tokens` before the answer to the last question; they are the prompt of generation.
+      prompt_tokens: the prompt of generation where it differs from the first `prompt` tokens, since a folder's template
+        writes an unanswered question in another way; else empty.
+      prompt_media: per encoder, the number of its media before that answer; all of an encoder that is missing here.
       lead: text of the template in the tokens after `prompt`, before the answer.
       tail: text of the template in the tokens after the answer.
       kind: the kind of the question, where the source knows kinds.
-      labels: per encoder and medium, the text to be read or heard in it, where the source knows.
+      labels: per encoder and medium, the text that can be read or heard in it, where the source knows.
       media_tokens: the placeholder id of each encoder and generator in `tokens`.
       noise: per generator and medium to be drawn, the noise that is mixed into it, of the medium's shape. A generator
-        that is not there is not trained on this sample.
+        that is missing here is not trained on this sample.
       times: per generator and medium to be drawn, the share of noise in the mixture, in 0…1.
       broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
-      normalised: the mean that was subtracted from each channel of its images, and the deviation that they were then
-        divided by; () for nothing.
+      normalised: the mean that was subtracted from each channel of its images, and the deviation by which they were
+        then divided; () for neither.
       tiled: how each image was cut, per encoder with `EncoderSpec.newline`; its media are each image and its tiles.
     """
 
@@ -223,7 +223,7 @@ class Sample:
     question: str
     answer: str
     prompt: int
-    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     prompt_media: Mapping[str, int] = field(default_factory=dict)
     lead: str = ""
     tail: str = ""
@@ -237,7 +237,7 @@ class Sample:
     tiled: Mapping[str, tuple[Tiled, ...]] = field(default_factory=dict)
 
     def placeholders(self, encoder: str) -> np.ndarray:
-        """Boolean [n]: where the tokens of `encoder` go."""
+        """Boolean [n]: the places of the tokens of `encoder`."""
         if encoder not in self.media_tokens:
             return np.zeros(len(self.tokens), bool)
         return self.tokens == self.media_tokens[encoder]
@@ -277,12 +277,12 @@ class StepBatch:
     Attributes:
       step: its number, from 0.
       microbatches: its microbatches.
-      denominators: by module, the divisor of its own losses: the sum of loss weights for the LLM, the numbers in all
-        patches for a generator, the number of patches for an encoder.
+      denominators: by module, the divisor of its losses: the sum of loss weights for the LLM, the count of numbers in
+        all patches for a generator, the number of patches for an encoder.
       counts: llm_tokens, llm_tokens_padded, media, samples, "<encoder>_patches", "<encoder>_patches_padded" (the padded
         counts include the padding; positions of class tokens are in neither).
       figures: figures of reordering; see `Reordered`.
-      broken: `Sample.broken` of the samples that were read and could not be used.
+      broken: `Sample.broken` of the samples that could not be used.
     """
 
     step: int
@@ -294,9 +294,9 @@ class StepBatch:
 
     @property
     def divisors(self) -> dict[str, float]:
-        """All counts that a loss may be divided by, by name: those of modules and `counts`."""
+        """All counts by which a loss may be divided, by name: `denominators` and `counts`."""
         return {**self.counts, **self.denominators}
 
 
 class NoBatchError(RuntimeError):
-    """There is no batch: no server gives it, and none is prepared here. The message says why, server by server."""
+    """No server gives the batch, and it is not prepared here. The message says why, server by server."""

@@ -19,8 +19,8 @@ from typing import Any
 
 from mmjax.sigterm import quieten_tracker
 
-GRAIN_PROCESS = "grain-process-prefetch"  # how the names of Grain's processes begin
-OWN_PROCESS = "mmjax-data"  # and those of ours
+GRAIN_PROCESS = "grain-process-prefetch"  # the beginning of names of Grain's processes
+POOL_PROCESS = "mmjax-data"  # the beginning of names of a pool's processes
 SPAWNED = "__mp_main__"  # the name under which a spawned process imports its parent's main module
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,7 +34,7 @@ class _NoJax(MetaPathFinder):
 
 
 def forbid_jax() -> None:
-    """From now on, importing JAX fails in this process."""
+    """Makes `import jax` fail in this process."""
     sys.meta_path.insert(0, _NoJax())
     logging.getLogger("absl").setLevel(logging.ERROR)  # Grain warns that it profiles without JAX
 
@@ -44,8 +44,8 @@ if __name__ == SPAWNED:
 
 
 def become_main_of_workers() -> None:
-    """From now on, data processes import this module as their parent's main module, and are born deaf to signals that
-    their parent answers; others start as before."""
+    """Makes data processes import this module as their parent's main module, with signals blocked that their parent
+    handles. Other processes start as before."""
     quieten_tracker()
     original = spawn.get_preparation_data
     if getattr(original, "serves_workers", False):
@@ -53,7 +53,7 @@ def become_main_of_workers() -> None:
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         data = original(name)
-        if name.startswith((GRAIN_PROCESS, OWN_PROCESS)):
+        if name.startswith((GRAIN_PROCESS, POOL_PROCESS)):
             data.pop("init_main_from_path", None)
             data["init_main_from_name"] = "mmjax.data.worker"
         return data
@@ -63,7 +63,7 @@ def become_main_of_workers() -> None:
     launch = getattr(popen_spawn_posix.Popen, "_launch")  # noqa: B009  Python's type stubs leave this name out
 
     def launch_deaf(popen: Any, process: Any) -> None:
-        if not process.name.startswith((GRAIN_PROCESS, OWN_PROCESS)):
+        if not process.name.startswith((GRAIN_PROCESS, POOL_PROCESS)):
             launch(popen, process)
             return
         resource_tracker.ensure_running()  # which unblocks signals when it has started
@@ -78,7 +78,7 @@ def become_main_of_workers() -> None:
 
 
 def prepare(index: int, count: int) -> None:
-    """Leaves Ctrl-C and SIGTERM to the parent, and ends this process as soon as the parent is gone, however it went."""
+    """Leaves Ctrl-C and SIGTERM to the parent, and ends this process as soon as the parent has ended for any reason."""
     del index, count
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from mmjax.config import Config
 from mmjax.config.validate import advise
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
-from mmjax.data.split import fullest_over_mean
+from mmjax.data.split import busiest_over_mean
 from mmjax.eval.evaluator import Evaluator
 from mmjax.flags import counted
 from mmjax.mesh.spmd import Program
@@ -229,7 +229,7 @@ def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, floa
         return {}
     metas = [source.meta(index) for index in range(config.train.global_batch)]
     works = [packer.context_work(one) for one in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
-    return {name: fullest_over_mean(np.concatenate([own[name] for own in works])) for name in works[0]}
+    return {name: busiest_over_mean(np.concatenate([own[name] for own in works])) for name in works[0]}
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:

@@ -52,7 +52,7 @@ def test_the_choice_costs_what_the_best_of_all_choices_costs(cells, count, pairs
     rows_NW = needs(cells, widths)
     tops = [(-(-5 // (width // 6)), width) for width in widths if width >= 6]
     shapes = [(rows, width) for width in widths for rows in range(1, 6) if (rows, width) not in tops]
-    found = shortest_chain(rows_NW, widths, tops, count, pairs)
+    found = shortest_chain(rows_NW, widths, tops=tops, count=count, pairs=pairs)
     assert found[-1] in tops and len(found) <= count
     assert [compute(bucket, pairs) for bucket in found] == sorted({compute(bucket, pairs) for bucket in found})
     sets = (

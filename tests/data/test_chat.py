@@ -13,7 +13,7 @@ import pytest
 
 from mmjax.configurable import ConfigError
 from mmjax.data.chat import TEMPLATES, Template
-from mmjax.data.sample import Laid, answer_text, layout_tokens
+from mmjax.data.sample import EncodedDialogue, answer_text, encode_dialogue
 from mmjax.data.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample
 
@@ -30,7 +30,7 @@ def shown(tokens: list[int]) -> str:
 
 
 def laid(turns, template="plain", system="", **counts):
-    found = layout_tokens(TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system)
+    found = encode_dialogue(TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system)
     tokens, weights = found.tokens, found.weights
     assert len(tokens) == len(weights) and weights[0] == 0
     learned = "".join(c for c, weight in zip(shown(tokens), weights[1:], strict=True) if weight)
@@ -121,7 +121,7 @@ def tokenizers(tmp_path_factory):
 def test_tokens_are_those_of_the_published_text(tokenizers, kind, template):
     """Encoded as a whole, special tokens in it; ChatML has no first and last token of its own."""
     own = tokenizers[kind]
-    found = layout_tokens(own, ENCODERS, {}, SAID, template=TEMPLATES[template], system=SYSTEM).tokens
+    found = encode_dialogue(own, ENCODERS, {}, SAID, template=TEMPLATES[template], system=SYSTEM).tokens
     text = PUBLISHED[template]
     if isinstance(own, FileTokenizer):
         wanted = own._tokenizer.encode(text, add_special_tokens=False).ids  # what reads "<s>" as a special token
@@ -133,7 +133,7 @@ def test_tokens_are_those_of_the_published_text(tokenizers, kind, template):
     assert found == (wanted if wanted[-1] == own.eos else [*wanted, own.eos])
 
 
-def sample_of(found: Laid, answer: str) -> Sample:
+def sample_of(found: EncodedDialogue, answer: str) -> Sample:
     return Sample(
         tokens=np.asarray(found.tokens),
         loss_weights=np.asarray(found.weights),
@@ -154,12 +154,12 @@ def test_a_right_answer_is_read_back_and_is_what_is_learned(tokenizers, kind, te
     for answer in [*answers, *(["é漢\U0001f600", "{eos}"] if "byte" in kind else [])]:
         for turns in ((("q", answer),), (("q", answer), ("<image>", "mid"), ("<image>", answer))):
             counts = {"vision": [3, 2]} if len(turns) > 1 else {}
-            found = layout_tokens(own, ENCODERS, counts, turns, template=style, system="be")
+            found = encode_dialogue(own, ENCODERS, counts, turns, template=style, system="be")
             sample = sample_of(found, answer)
             said = found.tokens[found.prompt :]
             assert all(found.weights[found.prompt :]) and not found.weights[found.prompt - 1]
             assert said[-1] == own.eos and own.media_token("vision") not in said
-            assert answer_text(own, sample, said[:-1]) == style.said(answer), (answer, found.lead, found.tail)
+            assert answer_text(own, sample, said[:-1]) == style.formatted(answer), (answer, found.lead, found.tail)
             assert found.tokens.count(own.media_token("vision")) == 5 * bool(counts)
             # The prompt is the same whatever the answer, but for what is one token with its beginning.
             learned = own.decode(t for t, w in zip(found.tokens, found.weights, strict=True) if w)
@@ -173,7 +173,7 @@ def test_a_tokenizers_own_marks_in_the_data(tokenizers):
     """The characters around made-up special tokens are none in the data."""
     own = tokenizers["bytelevel"]
     text = f"\ufdd0{own.media_token('vision')}\ufdd1"
-    found = layout_tokens(own, ENCODERS, {}, ((text, "a"),))
+    found = encode_dialogue(own, ENCODERS, {}, ((text, "a"),))
     assert own.media_token("vision") not in found.tokens and found.tokens.count(own.eos) == 1
     assert own.decode(found.tokens).startswith("\N{REPLACEMENT CHARACTER}")
 
@@ -197,7 +197,7 @@ def test_marks_of_absent_encoders_and_braces_are_text():
 
 def test_a_template_of_ones_own():
     own = Template().changed("Source.pieces", {"question": "Q: {text}\n", "answer": "A: {text}\n"})
-    assert shown(layout_tokens(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=own).tokens) == "Q: x\nA: y\n$"
+    assert shown(encode_dialogue(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=own).tokens) == "Q: x\nA: y\n$"
     with pytest.raises(ConfigError, match=r"a template has no 'asnwer'; did you mean 'answer'"):
         own.changed("Source.pieces", {"asnwer": "{text}"})
     with pytest.raises(ConfigError, match=r"Source\.pieces\['answer'\]='A': must have \{text\} once"):

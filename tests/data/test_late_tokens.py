@@ -16,7 +16,7 @@ import pytest
 from mmjax.configurable import ConfigError
 from mmjax.data.processor.files import tokenizer_digest
 from mmjax.data.processor.template import read_template
-from mmjax.data.sample import layout_tokens
+from mmjax.data.sample import encode_dialogue
 from mmjax.data.tokenizer import FileTokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
 
@@ -52,7 +52,7 @@ def said(folder: Path) -> tuple[FileTokenizer, tuple[list[int], list[float]]]:
     made = make_tokenizer(str(folder), ("vision",), "vision")
     assert isinstance(made, FileTokenizer)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
-    laid = layout_tokens(made, encoders, {"vision": [3]}, TURNS, template=read_template(str(folder)))
+    laid = encode_dialogue(made, encoders, {"vision": [3]}, TURNS, template=read_template(str(folder)))
     return made, (laid.tokens, laid.weights)
 
 

@@ -182,7 +182,7 @@ def _outlive() -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("name", [worker.GRAIN_PROCESS, worker.OWN_PROCESS])
+@pytest.mark.parametrize("name", [worker.GRAIN_PROCESS, worker.POOL_PROCESS])
 def test_workers_are_deaf_to_what_their_parent_answers(name: str) -> None:
     """From birth, before any line of Python's could make them so; they are ended all the same where Python does it."""
     worker.become_main_of_workers()

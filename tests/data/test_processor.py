@@ -17,7 +17,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_source
 from mmjax.data.processor.image_rules import image_settings
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.data.sample import answer_text, layout_tokens, prompt_only
+from mmjax.data.sample import answer_text, encode_dialogue, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
@@ -124,14 +124,14 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
     about: Any = {"template": template, "system": system}
     if "refused" in wanted:
         with pytest.raises(ValueError, match=wanted["refused"]):
-            layout_tokens(tokenizer, encoders, {}, found.turns, **about)
+            encode_dialogue(tokenizer, encoders, {}, found.turns, **about)
         return
     own = counts(name, found)
-    laid = layout_tokens(tokenizer, encoders, own, found.turns, **about)
+    laid = encode_dialogue(tokenizer, encoders, own, found.turns, **about)
     # A dialogue ends with an end token, which LLaVA's template does not write.
     ids = [*wanted["ids"], tokenizer.eos] if name == "llava" else wanted["ids"]
     assert laid.tokens == ids
-    asked = layout_tokens(tokenizer, encoders, own, found.dialogue[:-1], **about).tokens
+    asked = encode_dialogue(tokenizer, encoders, own, found.dialogue[:-1], **about).tokens
     assert asked == wanted["prompt"]
     if "mask" in wanted:
         mask = [*wanted["mask"], 1][: len(ids)]
@@ -140,13 +140,15 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
         assert laid.weights == [1.0 if i in ends else float(one) for i, one in enumerate(mask)]
     answered = Sample(
         tokens=np.asarray(laid.tokens), loss_weights=np.asarray(laid.weights), media={}, question="", answer="",
-        prompt=laid.prompt, asked=np.asarray(laid.asked), lead=laid.lead, tail=laid.tail,
+        prompt=laid.prompt, prompt_tokens=np.asarray(laid.prompt_tokens), lead=laid.lead, tail=laid.tail,
     )  # fmt: skip
     # LLaVA-OneVision's dialogues have a blank after "assistant", and its prompts have none.
-    assert bool(laid.asked) == (name == "llava_onevision")
+    assert bool(laid.prompt_tokens) == (name == "llava_onevision")
     assert prompt_only(answered).tokens.tolist() == asked
     until = next(i for i, token in enumerate(laid.tokens) if i >= laid.prompt and token in tokenizer.stops)
-    assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.said(found.dialogue[-1].text)
+    assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.formatted(
+        found.dialogue[-1].text
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llama2", "llama3", "mistral"])
@@ -154,7 +156,7 @@ def test_every_answer_is_learned_with_its_end_and_nothing_else(name: str) -> Non
     """Of templates that do not say what is generated."""
     tokenizer, template = folder(name)
     turns = (("q one", "yes"), ("q two", "no no"))
-    laid = layout_tokens(tokenizer, {}, {}, turns, template=template)
+    laid = encode_dialogue(tokenizer, {}, {}, turns, template=template)
     learned = [i for i, weight in zip(laid.tokens, laid.weights, strict=True) if weight]
     text = tokenizer.decode(learned)
     assert learned.count(tokenizer.eos) == 2 and text.replace("\n", "").split() == (
@@ -169,10 +171,10 @@ def test_odd_answers(name: str, answer: str) -> None:
     tokenizer, template = folder(name)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
     counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
-    laid = layout_tokens(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
+    laid = encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
     question = Turn(role="user", text="<image>q")
-    asked = layout_tokens(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
-    given = list(laid.asked) or laid.tokens[: laid.prompt]
+    asked = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
+    given = list(laid.prompt_tokens) or laid.tokens[: laid.prompt]
     sees = tokenizer.media_token("vision")
     assert given == asked and asked.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
     assert laid.tokens[-1] == tokenizer.eos or laid.tokens[-2] == tokenizer.eos
@@ -193,7 +195,7 @@ def test_special_tokens() -> None:
 
 def test_a_named_template_under_a_tokenizer_without_bos() -> None:
     tokenizer, _ = folder("qwen2_vl")
-    laid = layout_tokens(tokenizer, {}, {}, (("q", "a"),))
+    laid = encode_dialogue(tokenizer, {}, {}, (("q", "a"),))
     assert laid.tokens == [*tokenizer.encode("q a"), tokenizer.eos] and laid.weights[0] == 0
 
 
@@ -206,7 +208,7 @@ def test_media_of_other_encoders_and_images_without_a_mark() -> None:
     tokenizer, template = folder("qwen2_vl")
     sees, hears = tokenizer.media_token("vision"), tokenizer.media_token("audio")
     own = {"vision": [2], "audio": [3]}
-    laid = layout_tokens(tokenizer, encoders, own, (("say <recording> now", "a"),), template=template)
+    laid = encode_dialogue(tokenizer, encoders, own, (("say <recording> now", "a"),), template=template)
     start, end = tokenizer.token("<|vision_start|>"), tokenizer.token("<|vision_end|>")
     at = laid.tokens.index(sees)
     assert laid.tokens[at - 1 : at + 3] == [start, sees, sees, end]
@@ -214,7 +216,7 @@ def test_media_of_other_encoders_and_images_without_a_mark() -> None:
     assert laid.tokens[at : at + 3] == [hears] * 3 and not any(laid.weights[at : at + 3])
     # LLaVA's data have an image on a line of its own.
     one, other = (
-        layout_tokens(tokenizer, encoders, {"vision": [2]}, ((f"<image>{line}what", "a"),), template=template)
+        encode_dialogue(tokenizer, encoders, {"vision": [2]}, ((f"<image>{line}what", "a"),), template=template)
         for line in ("", "\n")
     )
     assert one == other
@@ -223,9 +225,9 @@ def test_media_of_other_encoders_and_images_without_a_mark() -> None:
 def test_a_language_models_template_has_images_where_their_marks_are() -> None:
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
     tokenizer, template = folder("llama3")
-    laid = layout_tokens(tokenizer, encoders, {"vision": [2]}, (("a <image>\nb", "c"),), template=template)
+    laid = encode_dialogue(tokenizer, encoders, {"vision": [2]}, (("a <image>\nb", "c"),), template=template)
     sees = tokenizer.media_token("vision")
-    wanted = layout_tokens(tokenizer, {}, {}, (("a \nb", "c"),), template=template).tokens
+    wanted = encode_dialogue(tokenizer, {}, {}, (("a \nb", "c"),), template=template).tokens
     at = laid.tokens.index(sees)
     assert laid.tokens[at : at + 2] == [sees] * 2
     assert tokenizer.decode(laid.tokens) == tokenizer.decode(wanted)
@@ -234,7 +236,7 @@ def test_a_language_models_template_has_images_where_their_marks_are() -> None:
 def test_text_that_holds_an_image_token_is_refused() -> None:
     tokenizer, template = folder("qwen2_vl")
     with pytest.raises(ValueError, match=r"<\|image_pad\|>, which stands for an image"):
-        layout_tokens(tokenizer, {}, {}, (("<|image_pad|>", "a"),), template=template)
+        encode_dialogue(tokenizer, {}, {}, (("<|image_pad|>", "a"),), template=template)
 
 
 TURNS_APART = "{% for m in messages %}{{ (m['content'] if loop.last else m['content'][:1]) + '/' }}{% endfor %}"

@@ -14,7 +14,7 @@ from mmjax.attention.mask import Mask
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.sample import meta_of
-from mmjax.data.send_lists import alone, list_length, list_shapes, with_lists
+from mmjax.data.send_lists import list_length, list_shapes, with_lists, with_one_reader
 from mmjax.data.split import Pointers, Split
 from mmjax.data.types import Microbatch
 from mmjax.models.dit.config import DiTConfig
@@ -75,7 +75,7 @@ def test_no_list_is_as_long_as_all_tokens() -> None:
     }
     assert [list_length(*POINTERS, inputs, Split(ranks=n), 2) for n in (1, 2, 3, 4)] == [0, 0, 8, 6]
     drawn = [Pointers(module=name, name="index", source="llm") for name in ("painter", "printer")]
-    assert alone([*POINTERS, *drawn]) == POINTERS and alone(drawn[:1]) == (drawn[0],)
+    assert with_one_reader([*POINTERS, *drawn]) == POINTERS and with_one_reader(drawn[:1]) == (drawn[0],)
     found = list_shapes([*POINTERS, drawn[0]], inputs, {"llm": Split(ranks=3)}, 2)
     assert found == {"vision": ("send_llm", (2, 24)), "llm": ("send_painter", (2, 3))}
 

@@ -19,7 +19,7 @@ from mmjax.data.split import (
     WHOLE,
     Pointers,
     Split,
-    fullest_over_mean,
+    busiest_over_mean,
     put_in_order,
     restored,
 )
@@ -133,7 +133,7 @@ def test_many_media_are_balanced_and_few_are_not() -> None:
     for count, least, most in ((48, 1, 1.05), (5, 1.2, 2)):
         row = media(sizes[:count].tolist(), split.rounded(2 * int(sizes[:count].sum())))
         work = split.work({"segments": PartialArray((0,), (1, len(row["segments"])), 1, row["segments"][None])})
-        assert least <= fullest_over_mean(work) < most
+        assert least <= busiest_over_mean(work) < most
 
 
 SPEC = EncoderSpec(patch=2, merge=2, buckets=((2, 16),))
@@ -245,7 +245,7 @@ def test_work_of_ranks_is_that_of_their_tokens(method: str) -> None:
             order[row]
         ]
         np.testing.assert_array_equal(work[row], seen.reshape(4, -1).sum(axis=1))
-    assert fullest_over_mean(work) == pytest.approx(work.max(axis=1).sum() / (work.sum() / 4))
+    assert busiest_over_mean(work) == pytest.approx(work.max(axis=1).sum() / (work.sum() / 4))
 
 
 def test_imbalance_of_a_causal_row() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mmjax.data.chat import TEMPLATES
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.data.sample import answer_text, layout_tokens, prompt_only
+from mmjax.data.sample import answer_text, encode_dialogue, prompt_only
 from mmjax.data.sources.record import Media, Record, Turn, Unusable, parse_record
 from mmjax.data.tokenizer import ByteTokenizer, FileTokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample
@@ -49,7 +49,7 @@ def no_media(name: object, what: str) -> Media:
 
 def laid(name: str, record: Record) -> Any:
     about: Any = {"template": template(name), "system": record.system, "tools": record.tools}
-    return layout_tokens(tokenizer(), {}, {}, record.dialogue, **about)
+    return encode_dialogue(tokenizer(), {}, {}, record.dialogue, **about)
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)
@@ -62,7 +62,7 @@ def test_tokens_prompts_and_masks(name: str, which: str) -> None:
         return
     found = laid(name, record)
     assert found.tokens == wanted["ids"]
-    prompt = list(found.asked) or found.tokens[: found.prompt]
+    prompt = list(found.prompt_tokens) or found.tokens[: found.prompt]
     assert prompt == wanted["prompt"]
     if which != "two_answers":
         asked = parse_record({**value, "messages": value["messages"][:-1]}, no_media, is_prompt=True)
@@ -101,8 +101,8 @@ def test_the_last_answer_is_the_last_that_is_learned(name: str) -> None:
         laid(name, parse_record(masked, no_media)),
         laid(name, parse_record({"messages": messages[:3]}, no_media)),
     )
-    asked = list(found.asked) or found.tokens[: found.prompt]
-    assert asked == (list(short.asked) or short.tokens[: short.prompt])
+    asked = list(found.prompt_tokens) or found.tokens[: found.prompt]
+    assert asked == (list(short.prompt_tokens) or short.tokens[: short.prompt])
     learned = [token for token, weight in zip(found.tokens, found.weights, strict=True) if weight]
     assert tokenizer().shown(learned) == "a cat<|im_end|>"
 
@@ -116,9 +116,9 @@ def test_calls_and_thoughts_are_a_part_of_the_answer(name: str, which: str) -> N
     assert found.answer.endswith("</tool_call>" if which == "call" else "a cat")
     sample = Sample(
         tokens=np.asarray(found.tokens), loss_weights=np.asarray(found.weights), media={}, question="", answer="",
-        prompt=found.prompt, asked=np.asarray(found.asked), lead=found.lead, tail=found.tail,
+        prompt=found.prompt, prompt_tokens=np.asarray(found.prompt_tokens), lead=found.lead, tail=found.tail,
     )  # fmt: skip
-    assert not found.asked and prompt_only(sample).tokens.tolist() == TALKS["ids"][name][which]["prompt"]
+    assert not found.prompt_tokens and prompt_only(sample).tokens.tolist() == TALKS["ids"][name][which]["prompt"]
     end = found.tokens.index(tokenizer().eos, found.prompt)
     assert answer_text(tokenizer(), sample, found.tokens[found.prompt : end]) == found.answer
 
@@ -129,7 +129,7 @@ def test_places_of_media_in_calls_and_tools_are_refused() -> None:
     call = {"function": {"name": "<|endoftext|>"}}
     turns = [Turn(role="user", text="q"), Turn(role="assistant", text="", keys={"tool_calls": [call]})]
     with pytest.raises(ValueError, match="more places of media than there are media"):
-        layout_tokens(tokenizer(), {"vision": EncoderSpec(patch=1)}, {}, turns, template=image)
+        encode_dialogue(tokenizer(), {"vision": EncoderSpec(patch=1)}, {}, turns, template=image)
 
 
 def test_a_role_is_written_by_templates_that_know_it() -> None:
@@ -146,4 +146,4 @@ def test_named_templates_write_no_calls() -> None:
     call = Turn(role="assistant", text="", keys={"tool_calls": [{"function": {"name": "f"}}]})
     for named in TEMPLATES.values():
         with pytest.raises(ValueError, match="turn 2 has tool_calls, which the template of a folder alone"):
-            layout_tokens(ByteTokenizer(()), {}, {}, [Turn(role="user", text="q"), call], template=named)
+            encode_dialogue(ByteTokenizer(()), {}, {}, [Turn(role="user", text="q"), call], template=named)

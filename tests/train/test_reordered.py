@@ -352,8 +352,8 @@ def test_a_data_server_finds_the_order_of_the_run(session):
     assert own.order
     source = own.maker().source
     assert identity(served, source) == identity(own, source)
-    other = replace(own, order=replace(own.order, others=2.0))
-    assert f"reorder: others is {own.order.others} here and 2.0 there" == difference(
+    other = replace(own, order=replace(own.order, constant_scale=2.0))
+    assert f"reorder: constant_scale is {own.order.constant_scale} here and 2.0 there" == difference(
         *(identity(s, source) for s in (own, other))
     )
     for mine, theirs in zip(own.maker()(1).microbatches, served.maker()(1).microbatches, strict=True):

@@ -1,4 +1,4 @@
-"""The small files of a folder that say how its model's input is made. Nothing else of the folder is read."""
+"""The small files of a folder about the input of its model. Nothing else of the folder is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SENTENCEPIECE = "tokenizer.model"
 _JINJA, _OLD_JINJA = "chat_template.jinja", "chat_template.json"
 _MOST_TEMPLATE = 1 << 20
 _NAMED = "default"
-"""The name of the template that counts, where ``tokenizer_config.json`` has several."""
+"""The name of the template that is used if ``tokenizer_config.json`` has several."""
 _READ = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -26,7 +26,7 @@ _READ = (
     _JINJA,
     _OLD_JINJA,
 )
-"""What tokens depend on."""
+"""The files on which tokens depend."""
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def is_processor(folder: str) -> bool:
-    """Whether the folder's model takes more than text, so that a processor makes its input."""
+    """Whether the folder's model takes images or recordings, so that a processor makes its input."""
     config = read_json(folder, "config.json")
     return "vision_config" in config or "audio_config" in config or is_there(Path(folder) / "processor_config.json")
 
@@ -58,18 +58,18 @@ def find_chat_template(folder: str) -> tuple[str, str]:
     if is_there(Path(folder) / _JINJA):
         return read_text(Path(folder) / _JINJA, most=_MOST_TEMPLATE), _JINJA
     for name in (_OLD_JINJA, "tokenizer_config.json"):
-        found = read_json(folder, name).get("chat_template")
-        if isinstance(found, list):
-            found = {one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)}
-        if isinstance(found, Mapping):
-            found = found.get(_NAMED)
-        if isinstance(found, str) and found:
-            return found, name
+        template = read_json(folder, name).get("chat_template")
+        if isinstance(template, list):
+            template = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
+        if isinstance(template, Mapping):
+            template = template.get(_NAMED)
+        if isinstance(template, str) and template:
+            return template, name
     return "", ""
 
 
 def tokenizer_digest(path: str) -> str:
-    """A hash of what tokens depend on: the file of a tokenizer, or a folder's files; "" for no path."""
+    """A hash of a tokenizer's file, or of a folder's files that tokens depend on; "" for no path."""
     files = [Path(path) / name for name in _READ] if Path(path).is_dir() else [Path(path)] if path else []
-    found = [file.name.encode() + b"\0" + read_bytes(file) for file in files if is_there(file)]
-    return hashlib.blake2b(b"\0".join(found), digest_size=16).hexdigest() if found else ""
+    contents = [file.name.encode() + b"\0" + read_bytes(file) for file in files if is_there(file)]
+    return hashlib.blake2b(b"\0".join(contents), digest_size=16).hexdigest() if contents else ""

@@ -1,6 +1,6 @@
-"""A folder's rules for images, as settings of a `Source`. They are those of the processors of transformers for Pillow.
+"""A folder's rules for images as settings of a `Source`. The rules are those of transformers' processors for Pillow.
 
-A rule that no setting has is an error: pixels that are nearly right train a model that is nearly right.
+A rule without a setting is an error: pixels that are nearly right train a model that is nearly right.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "do_convert_rgb": True,
     },
 }
-"""By processor, the values of what its file leaves out."""
+"""The values of missing keys, by processor."""
 _PINPOINTS = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
-"""LLaVA-OneVision's grids where the file has none."""
+"""LLaVA-OneVision's grids if the file has none."""
 FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
-"""Settings that may differ from the folder's: they bound what an image costs."""
+"""Settings that may differ from the folder's: they bound the cost of an image."""
 
 
 def image_settings(folder: str) -> dict[str, Any]:
-    """Fields of `Source` that a folder decides; {} where it has no rules for images.
+    """Fields of `Source` that a folder decides; {} if it has no rules for images.
 
     Raises:
       ConfigError: mmjax has no such rule; the message does not name the folder.
     """
-    said = read_json(folder, "preprocessor_config.json")
-    if "image_mean" not in said and "image_processor_type" not in said:
-        found = read_json(folder, "processor_config.json").get("image_processor")
-        said = found if isinstance(found, Mapping) else said
-    if not said:
+    processor = read_json(folder, "preprocessor_config.json")
+    if "image_mean" not in processor and "image_processor_type" not in processor:
+        nested = read_json(folder, "processor_config.json").get("image_processor")
+        processor = nested if isinstance(nested, Mapping) else processor
+    if not processor:
         return {}
-    kind = str(said.get("image_processor_type") or said.get("feature_extractor_type") or "")
+    kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type") or "")
     name = kind.removesuffix("Pil").removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
     if name not in _DEFAULTS:
         raise ConfigError(f"image_processor_type={kind!r} is none of {', '.join(_DEFAULTS)}; set Source.resize")
-    rules = {**_DEFAULTS[name], **{key: value for key, value in said.items() if value is not None}}
+    rules = {**_DEFAULTS[name], **{key: value for key, value in processor.items() if value is not None}}
     try:
         return _settings(name, rules)
     except ConfigError:
@@ -129,9 +129,9 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
 def _tiled(size: tuple[Any, ...], rules: Mapping[str, Any]) -> dict[str, Any]:
     height, width = size
     pinpoints = rules.get("image_grid_pinpoints")
-    if pinpoints and any(one[0] % height or one[1] % width for one in pinpoints):
+    if pinpoints and any(point[0] % height or point[1] % width for point in pinpoints):
         raise ConfigError(
             f"image_grid_pinpoints={pinpoints[:3]!r}… are no multiples of size={size!r}; set Source.resize"
         )
-    grids = tuple((one[0] // height, one[1] // width) for one in pinpoints) if pinpoints else _PINPOINTS
+    grids = tuple((point[0] // height, point[1] // width) for point in pinpoints) if pinpoints else _PINPOINTS
     return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": True}

@@ -1,4 +1,4 @@
-"""Chat templates of language models with places for images: where a message has an image, its text has a mark."""
+"""Adds places for images to chat templates of language models: a mark in the text of a message for each image."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SOURCE = """\
 
 
 def with_inline_images(source: str, image: str, parts: Collection[str]) -> str:
-    """A template that takes messages with images, where ``source`` takes text alone.
+    """A template that takes messages with images, made from ``source``, which takes only text.
 
     Args:
       source: the template of a language model.
@@ -69,15 +69,15 @@ _PIECE = re.compile("|".join(f"({re.escape(mark)})" for mark in (TEXT, SYSTEM, B
 
 
 def jinja_of(template: Template, bos: str, eos: str, end: str) -> str:
-    """A template of ours in Jinja, for messages of text.
+    """The Jinja source of one of mmjax's templates, for messages of text.
 
-    A prompt has no blank at its end: that belongs to the first token of the answer.
+    A prompt has no blank at its end: it belongs to the first token of the answer.
 
     Args:
       template: the template.
-      bos: the text of the token that every dialogue begins with; "" for none.
+      bos: the text of the token at the beginning of every dialogue; "" for none.
       eos: the text of the end token.
-      end: what follows the last answer, such as an end token that ``template`` does not write.
+      end: text after the last answer, such as an end token that ``template`` does not write.
     """
     values = {TEXT: "text", SYSTEM: "dialogue.system", BOS: repr(bos), EOS: repr(eos)}
     first = template.question if SYSTEM in template.question else template.system
@@ -92,15 +92,15 @@ def jinja_of(template: Template, bos: str, eos: str, end: str) -> str:
         "PROMPT": _expression(template.answer.split(TEXT)[0], values),
         "END": repr(end),
     }
-    return re.sub("|".join(pieces), lambda found: pieces[found[0]], _DIALOGUE)
+    return re.sub("|".join(pieces), lambda match: pieces[match[0]], _DIALOGUE)
 
 
 def _expression(piece: str, values: Mapping[str, str]) -> str:
-    """A piece of a template as a sum of texts and of values, which stand for its marks."""
+    """A piece of a template as a Jinja sum of texts and of values, which replace its marks."""
     parts = [part for part in _PIECE.split(piece) if part]
     return " + ".join(values.get(part) or repr(part) for part in parts) or "''"
 
 
 def has_inline_images(source: str) -> bool:
-    """Whether a template is one that ``with_inline_images`` has made: it writes a text around images as it is given."""
+    """Whether ``with_inline_images`` made the template. It writes the text around images unchanged."""
     return source.startswith(_BEGIN)

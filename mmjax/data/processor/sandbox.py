@@ -1,6 +1,6 @@
-"""Jinja for chat templates: a sandbox as transformers has it, with bounds on its time and its text.
+"""Jinja for chat templates: a sandbox like transformers' one, with bounds on time and text.
 
-Nothing is computed while a template is compiled: a product of constants may be as large as one likes.
+Nothing is computed while a template is compiled, since a product of constants may be arbitrarily large.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mmjax.configurable import ConfigError
 from mmjax.data.processor.template_limits import LimitError, Meter, limited
 
 LEARN, STOP = "\ufdd2", "\ufdd3"
-"""Around what a template marks as generated."""
+"""Marks around the text that a template marks as generated."""
 _TODAY = datetime(2024, 7, 26)
-"""The day on which all dialogues take place: a batch must not depend on when it is made. Llama 3's own default."""
+"""The day on which all dialogues take place: a batch must not depend on its time. It is Llama 3's default."""
 _SHORT = 1 << 16
-"""A dialogue of no more characters and parts is no cause for a template to go beyond its limits."""
+"""If a dialogue has no more characters and parts than this, it is the template's fault if limits are exceeded."""
 _LIKE_CHARACTERS = 16
-"""What a number of a range counts for: a filter may go through all of them."""
+"""A number of a range counts as so many characters: a filter may iterate over all of them."""
 _PROBES = ([{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}])
 _NAMES = ("bos_token", "eos_token")
 
@@ -37,8 +37,8 @@ class Compiled:
         """The text of messages.
 
         Raises:
-          ConfigError: it is endless, or near it.
-          jinja2.TemplateError: it refuses the dialogue, which may be too long for it.
+          ConfigError: the template exceeds its limits for a short dialogue.
+          jinja2.TemplateError: the template refuses the dialogue, or exceeds its limits for a long one.
         """
         import jinja2
 
@@ -54,7 +54,7 @@ class Compiled:
             raise jinja2.TemplateError("it takes too much memory") from None
 
     def _probe(self) -> None:
-        """Raises ConfigError for a template that goes beyond its limits for the shortest of dialogues."""
+        """Raises ConfigError for a template that exceeds its limits for the shortest dialogues."""
         for messages in _PROBES:
             try:
                 self.render(messages=messages, add_generation_prompt=True, **dict.fromkeys(_NAMES, ""))
@@ -66,7 +66,7 @@ class Compiled:
 
 @lru_cache(maxsize=16)
 def compiled(source: str, place: str) -> Compiled:
-    """The template, compiled as transformers compiles it. Raises ConfigError where it is no Jinja, or endless."""
+    """The template, compiled as transformers compiles it. Raises ConfigError if it is not Jinja, or does not end."""
     try:
         import jinja2
     except ImportError:
@@ -90,7 +90,7 @@ def _environment(meter: Meter) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Puts marks around what stands between {% generation %} and {% endgeneration %}."""
+        """Puts marks around the text between {% generation %} and {% endgeneration %}."""
 
         tags: ClassVar[set[str]] = {"generation"}
 
@@ -134,7 +134,7 @@ def _environment(meter: Meter) -> Any:
         raise TemplateError(message)
 
     def strftime_now(form: str) -> str:
-        meter.operate("%", form, ())  # it fills up too
+        meter.operate("%", form, ())  # it pads to widths too
         return _TODAY.strftime(form)
 
     environment = Sandbox(
@@ -159,7 +159,7 @@ def _join_of(meter: Meter) -> Any:
 
 
 def _counted(source: Any) -> Any:
-    """A parsed template that counts turns of loops and calls of macros, and the size of lists that it makes."""
+    """Makes a parsed template count iterations of loops, calls of macros, and sizes of lists."""
     from jinja2 import nodes
     from jinja2.visitor import NodeTransformer
 

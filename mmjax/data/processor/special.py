@@ -1,4 +1,4 @@
-"""The special tokens of a folder's tokenizer, as its JSON files say them."""
+"""The special tokens of a folder's tokenizer, from its JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.processor.files import read_json
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that have names, in templates too."""
+"""The names of special tokens, in templates too."""
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
 """Keys of special tokens without names."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -23,7 +23,7 @@ class AddedToken:
     Attributes:
       id: its id.
       text: its text.
-      flags: how it is found in texts, such as {"lstrip": False, "special": True}.
+      flags: how it is matched in texts, such as {"lstrip": False, "special": True}.
     """
 
     id: int
@@ -33,18 +33,18 @@ class AddedToken:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """What a folder says of its tokenizer's special tokens.
+    """The special tokens of a folder's tokenizer.
 
     Attributes:
-      texts: by the name that templates have for them, such as "bos_token"; one that the folder says is none is "".
-      begin: whether texts begin with bos; None: as ``tokenizer.json`` has it.
-      stops: ids of tokens at which an answer ends.
+      texts: texts by the name in templates, such as "bos_token"; "" for a token that the folder sets to none.
+      begin: whether texts begin with bos; None: as in ``tokenizer.json``.
+      stops: ids of the tokens that end an answer.
       pad: id of the padding; None if the files name none.
-      image: id of the token that stands for an image; None without one.
-      blank: where texts get a blank in front: "first" at their beginning, "always" behind special tokens too; "" as
-        ``tokenizer.json`` has it.
-      added: tokens with ids that other files than ``tokenizer.json`` list.
-      extra: texts of special tokens that have neither a name nor an id.
+      image: id of the image token; None without one.
+      blank: where texts get a blank in front: "first" at their beginning, "always" after special tokens too; "" as in
+        ``tokenizer.json``.
+      added: tokens with ids that are listed in files other than ``tokenizer.json``.
+      extra: texts of special tokens without a name or an id.
     """
 
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -57,29 +57,29 @@ class SpecialTokens:
     extra: tuple[str, ...] = ()
 
     @property
-    def given(self) -> dict[str, str]:
-        """Those that there are."""
+    def present(self) -> dict[str, str]:
+        """The texts without empty ones."""
         return {name: text for name, text in self.texts.items() if text}
 
 
 def read_special_tokens(folder: str) -> SpecialTokens:
     """The special tokens of a folder. Raises ConfigError for a file that cannot be read."""
-    own, mapped = read_json(folder, "tokenizer_config.json"), read_json(folder, "special_tokens_map.json")
+    tokenizer, mapped = read_json(folder, "tokenizer_config.json"), read_json(folder, "special_tokens_map.json")
     generation, config = read_json(folder, "generation_config.json"), read_json(folder, "config.json")
-    texts = {name: _text(files[name]) for name in NAMES for files in (mapped, own) if name in files}
-    flags = [name for name in ("add_bos_token", "add_eos_token") if name in own]
+    texts = {name: _text(file[name]) for name in NAMES for file in (mapped, tokenizer) if name in file}
+    flags = [name for name in ("add_bos_token", "add_eos_token") if name in tokenizer]
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     order = (generation, config, text or {})
     images = (config.get(name) for name in ("image_token_id", "image_token_index"))
-    extra = _extra(mapped) + _extra(own)
+    extra = _extra(mapped) + _extra(tokenizer)
     return SpecialTokens(
         texts=texts,
-        begin=bool(own.get("add_bos_token")) if flags else None,
-        stops=next((ids for ids in map(lambda one: _ids(one.get("eos_token_id")), order) if ids), ()),
-        pad=next((ids[0] for ids in map(lambda one: _ids(one.get("pad_token_id")), order) if ids), None),
-        image=next((one for one in images if isinstance(one, int)), None),
-        blank=_blank(own, config),
-        added=_added(folder, own.get("added_tokens_decoder"), {*texts.values(), *extra}),
+        begin=bool(tokenizer.get("add_bos_token")) if flags else None,
+        stops=next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ()),
+        pad=next((ids[0] for file in order if (ids := _ids(file.get("pad_token_id")))), None),
+        image=next((number for number in images if isinstance(number, int)), None),
+        blank=_blank(tokenizer, config),
+        added=_added(folder, tokenizer.get("added_tokens_decoder"), {*texts.values(), *extra}),
         extra=tuple(dict.fromkeys(extra)),
     )
 
@@ -87,7 +87,7 @@ def read_special_tokens(folder: str) -> SpecialTokens:
 def _added(folder: str, listed: Any, special: Collection[str]) -> tuple[AddedToken, ...]:
     """Tokens of ``tokenizer_config.json``, or of the older ``added_tokens.json``, in the order of their ids.
 
-    Published folders list tokens there that their ``tokenizer.json`` lacks. The second file counts only where the first
+    Published folders list tokens there that their ``tokenizer.json`` lacks. The second file is read only if the first
     has no list.
 
     Args:
@@ -109,7 +109,7 @@ def _added(folder: str, listed: Any, special: Collection[str]) -> tuple[AddedTok
 
 
 def _number(folder: str, value: Any) -> int:
-    """The id of an added token. Raises ConfigError where it is none."""
+    """The id of an added token. Raises ConfigError if it is malformed."""
     text = str(value)
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise ConfigError(f"{folder}: its files list an added token with the id {text[:40]!r}; get them again")
@@ -117,7 +117,7 @@ def _number(folder: str, value: Any) -> int:
 
 
 def _flags(token: Mapping[str, Any]) -> dict[str, bool]:
-    """The flags of an added token; one that is not special is found in normalized text, where nothing is said."""
+    """The flags of an added token. By default, a token that is not special is matched in normalized text."""
     usual = {"normalized": not token.get("special", False)}
     return {name: bool(token.get(name, usual.get(name, False))) for name in _FLAGS}
 
@@ -129,19 +129,20 @@ def _extra(file: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(text for text in texts if text)
 
 
-def _blank(own: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The blanks of Llama's tokenizer, which transformers builds anew for this model type alone."""
-    kind, made = config.get("model_type"), str(own.get("tokenizer_class"))
-    if kind != "llama" or made.removesuffix("Fast") != "LlamaTokenizer" or own.get("add_prefix_space") is False:
+def _blank(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The blanks of Llama's tokenizer, which transformers builds anew for this model type only."""
+    kind, class_name = config.get("model_type"), str(tokenizer.get("tokenizer_class"))
+    is_llama = kind == "llama" and class_name.removesuffix("Fast") == "LlamaTokenizer"
+    if not is_llama or tokenizer.get("add_prefix_space") is False:
         return ""
-    return "always" if own.get("legacy") else "first"
+    return "always" if tokenizer.get("legacy") else "first"
 
 
 def _text(value: Any) -> str:
-    found = value.get("content") if isinstance(value, Mapping) else value
-    return found if isinstance(found, str) else ""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else ""
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     several: Iterable[Any] = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(one for one in several if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
+    return tuple(item for item in several if isinstance(item, int) and not isinstance(item, bool) and item >= 0)

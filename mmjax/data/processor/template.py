@@ -1,6 +1,6 @@
 """A folder's chat template: Jinja in a sandbox, which turns a dialogue into text.
 
-The template is code from elsewhere. It sees strings, lists and dicts alone, can change none, and ends at limits.
+The template is foreign code. It sees only strings, lists and dicts, cannot change them, and stops at limits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mmjax.data.turns import ASSISTANT, SYSTEM, USER, Turn, last_answer
 from mmjax.json_files import read_object
 
 MEDIUM = "\ufdd4"
-"""Stands for a medium in the text of a turn. Unicode keeps this character and the next two free: no text has them."""
+"""The mark of a medium in the text of a turn. Unicode reserves this character and the next two: no text has them."""
 _PROBE = "probe"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that data and templates have for the thoughts of a message."""
+"""Keys of the reasoning of a message, in data and in templates."""
 _STAND_IN = Turn(role=ASSISTANT, text="a")
 _MARKS = (_LEARN, _STOP)
 
 Message = dict[str, Any]
 Span = tuple[int, int]
 Learned = tuple[int, int, float]
-"""The first character that is learned, the one after the last, and the loss weight."""
+"""The first learned character, the character after the last, and the loss weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,19 @@ class Rendered:
 
     Attributes:
       text: the text. ``FolderTemplate.image`` and ``MEDIUM`` stand for the media, in their order.
-      learned: the characters from and to which the model learns, with their loss weight.
-      answer: the first character that the model says in its last answer; the length of the text where that is still to
-        come.
-      apart: whether a dialogue that ends before that answer is written in another way than the text has it.
-      said: the text of that answer, where it is more than the text of the turn.
-      lead: text that the model says before it, such as a blank.
-      tail: text that follows it, up to the end token.
+      learned: the learned spans of characters, with their loss weights.
+      answer: the first character of the last answer; the length of the text if that is still to be generated.
+      apart: whether the template writes the dialogue before that answer differently if it ends there.
+      answer_text: the text of that answer, where it is more than the text of the turn.
+      lead: generated text before the answer, such as a blank.
+      tail: text after the answer, up to the end token.
     """
 
     text: str
     learned: tuple[Learned, ...]
     answer: int
     apart: bool = False
-    said: str = ""
+    answer_text: str = ""
     lead: str = ""
     tail: str = ""
 
@@ -67,7 +66,7 @@ class FolderTemplate:
     Attributes:
       place: its file, for messages.
       source: its text.
-      tokens: special tokens by the names that it has for them, such as ("bos_token", "<s>").
+      tokens: names of special tokens in the template, and their texts, such as ("bos_token", "<s>").
       image: the text of the folder's image token; "" without one.
       begins: whether a dialogue that does not begin with bos gets one.
     """
@@ -78,12 +77,12 @@ class FolderTemplate:
     image: str = ""
     begins: bool = False
 
-    def said(self, text: str) -> str:
-        """A turn's text as it goes into the dialogue."""
+    def formatted(self, text: str) -> str:
+        """A turn's text as the template writes it."""
         return text.strip() if _strips(self) else text
 
     def takes_parts(self, role: str) -> bool:
-        """Whether it takes a message of this role as a list of parts; else as a string."""
+        """Whether it takes a message of this role as a list of parts, not as a string."""
         return _takes_parts(self, role)
 
     def reads(self, key: str) -> bool:
@@ -91,24 +90,24 @@ class FolderTemplate:
         return not _words(self.source).isdisjoint(REASONING if key in REASONING else (key,))
 
     def render(
-        self, turns: Sequence[Turn], *, system: str = "", tools: Sequence[Any] = (), asks: bool = False
+        self, turns: Sequence[Turn], *, system: str = "", tools: Sequence[Any] = (), generation_prompt: bool = False
     ) -> Rendered:
         """A dialogue as text.
 
         Args:
-          turns: the turns, with ``image`` in place of each image, and ``MEDIUM`` in place of each medium that the
-            folder has no token for.
+          turns: the turns, with ``image`` in place of each image, and ``MEDIUM`` in place of each medium without a
+            token of the folder.
           system: the system prompt.
           tools: descriptions of the tools that the model may call.
-          asks: whether an answer is still to come; the text then ends where it begins.
+          generation_prompt: whether the text ends with the beginning of an answer, which is to be generated.
 
         Raises:
           ValueError: the template refuses the dialogue, or does not write a part of it.
-          ConfigError: what it writes for an answer cannot be told apart from the rest.
+          ConfigError: the text of an answer cannot be located in the text of the dialogue.
         """
         self._require_reads(turns, tools)
         dialogue = _Messages(self, turns, system, tools)
-        if asks:
+        if generation_prompt:
             text, ended = dialogue.text(prompt=True), _Messages(self, [*turns, _STAND_IN], system, tools)
             last = ended.last(ended.text(), [ended.last_span(len(turns))], len(turns))
             return Rendered(text=text, learned=(), answer=len(text), lead=last.lead, tail=last.tail)
@@ -132,17 +131,22 @@ class FolderTemplate:
         Args:
           messages: the messages.
           tools: descriptions of tools.
-          prompt: whether the beginning of an answer follows.
-          keep_marks: whether the marks around generated text stay.
+          prompt: whether the text ends with the beginning of an answer.
+          keep_marks: whether to keep the marks around generated text.
 
         Raises:
           ValueError: the template refuses them.
         """
         import jinja2
 
-        about = {"add_generation_prompt": prompt, "tools": list(tools) or None, "documents": None}
         try:
-            text = _compiled(self.source, self.place).render(messages=list(messages), **about, **dict(self.tokens))
+            text = _compiled(self.source, self.place).render(
+                messages=list(messages),
+                add_generation_prompt=prompt,
+                tools=list(tools) or None,
+                documents=None,
+                **dict(self.tokens),
+            )
         except ConfigError:
             raise
         except jinja2.TemplateError as error:
@@ -153,7 +157,7 @@ class FolderTemplate:
 
 
 class _Messages:
-    """The messages of a dialogue, and where a template writes each answer."""
+    """The messages of a dialogue; it locates the answers in a template's text of them."""
 
     def __init__(self, template: FolderTemplate, turns: Sequence[Turn], system: str, tools: Sequence[Any]):
         self._template, self._turns, self._tools = template, turns, _clean(list(tools), *_MARKS, MEDIUM)
@@ -180,15 +184,16 @@ class _Messages:
         return parts or [{"type": "text", "text": ""}]
 
     def text(self, count: int | None = None, *, prompt: bool = False, keep_marks: bool = False) -> str:
-        """The text of the first ``count`` turns, by default of all; other arguments as for the template's."""
+        """The text of the first ``count`` turns, by default of all; see ``FolderTemplate.text``."""
         end, key = None if count is None else self._before + count, (count, prompt, keep_marks)
         if key not in self._texts:
-            about: Any = {"tools": self._tools, "prompt": prompt, "keep_marks": keep_marks}
-            self._texts[key] = self._template.text(self._messages[:end], **about)
+            self._texts[key] = self._template.text(
+                self._messages[:end], tools=self._tools, prompt=prompt, keep_marks=keep_marks
+            )
         return self._texts[key]
 
     def spans(self) -> list[Learned]:
-        """Where the answers stand that are learned. Raises ValueError, and ConfigError where that is not to be seen."""
+        """The spans of the learned answers. Raises ValueError, and ConfigError if they cannot be located."""
         text, marked = _without_marks(self.text(keep_marks=True))
         if not marked:
             return [self._span(number, text) for number, turn in enumerate(self._turns) if turn.learned]
@@ -199,7 +204,7 @@ class _Messages:
         return [(*span, w) for span, w in zip(spans, weights * len(spans), strict=False) if w]
 
     def _weights(self, count: int) -> list[float]:
-        """The weight of each of ``count`` stretches that the template marks as generated."""
+        """The weight of each of ``count`` spans that the template marks as generated."""
         weights: list[float] = []
         for number, turn in enumerate(self._turns, 1):
             ends = len(_without_marks(self.text(number, keep_marks=True))[1])
@@ -211,36 +216,36 @@ class _Messages:
         return weights
 
     def _with_ends(self, spans: Sequence[Span], text: str) -> list[Span]:
-        """Spans with the end token behind them: without it a model would not learn to stop."""
+        """The spans, each extended by an end token that follows: without it a model would not learn to stop."""
         end = dict(self._template.tokens).get("eos_token", "")
         ends = (re.compile(rf"\s*{re.escape(end)}").match(text, stop) if end else None for _, stop in spans)
         return [(start, end.end() if end else stop) for (start, stop), end in zip(spans, ends, strict=True)]
 
-    def _span(self, number: int, whole: str) -> Learned:
-        """The text that an answer adds to the turns before it; ``whole`` is the text of all turns.
+    def _span(self, number: int, full_text: str) -> Learned:
+        """The span of an answer in ``full_text``, the text of all turns.
 
-        Where the text of the first turns is not the beginning of ``whole``, since a template may write earlier turns in
-        another way, it is the part of ``whole`` that is another one when the answer is.
+        It is the text that the answer adds to the turns before it. A template may write earlier turns differently when
+        later ones follow; then it is the part of ``full_text`` that changes with the text of the answer.
         """
         weight, before = self._turns[number].weight, self._prompt(number)
-        through = whole if number == len(self._turns) - 1 else self.text(number + 1)
-        if before is not None and through.startswith(before) and whole.startswith(through):
+        through = full_text if number == len(self._turns) - 1 else self.text(number + 1)
+        if before is not None and through.startswith(before) and full_text.startswith(through):
             return len(before), len(through), weight
         messages = [*self._messages]
         messages[self._before + number] = self._message(Turn(role=ASSISTANT, text=_LEARN))
         text = self._template.text(messages, tools=self._tools, keep_marks=True)
-        start = _shared(whole, text)
-        stop = len(whole) - _shared(whole[start:][::-1], text[start:][::-1])
-        # An answer begins behind its header, whatever thoughts follow that.
+        start = _shared(full_text, text)
+        stop = len(full_text) - _shared(full_text[start:][::-1], text[start:][::-1])
+        # An answer begins after its header, also if reasoning follows the header.
         header = before[len(self.text(number)) :] if before is not None and number else ""
-        at = whole.rfind(header, 0, start + len(header)) if header else -1
+        at = full_text.rfind(header, 0, start + len(header)) if header else -1
         start = min(start, at + len(header)) if at >= 0 else start
-        if text.count(_LEARN) != 1 or not self._is_written(number, whole[start:stop]):
+        if text.count(_LEARN) != 1 or not self._is_written(number, full_text[start:stop]):
             raise self._not_apart()
-        return (*self._with_ends([(start, stop)], whole)[0], weight)
+        return (*self._with_ends([(start, stop)], full_text)[0], weight)
 
     def _prompt(self, number: int) -> str | None:
-        """The text before an answer; None where the template writes no dialogue that begins with one."""
+        """The text before an answer; None where the template refuses a dialogue that begins with an answer."""
         try:
             return self.text(number, prompt=True)
         except ValueError as error:
@@ -249,41 +254,44 @@ class _Messages:
             return None
 
     def _is_written(self, number: int, text: str) -> bool:
-        """Whether ``text`` holds the answer; one with images is written with more than its text."""
-        answer, image = self._template.said(self._turns[number].text), self._template.image
+        """Whether ``text`` contains the answer; an answer with images counts as contained."""
+        answer, image = self._template.formatted(self._turns[number].text), self._template.image
         return answer in text or bool(image and image in answer)
 
     def _not_apart(self) -> Exception:
-        what = "writes earlier turns in another way when later ones follow, so answers cannot be told apart"
+        cause = "writes earlier turns in another way when later ones follow, so answers cannot be told apart"
         if any(turn.keys or turn.role not in (USER, ASSISTANT, SYSTEM) for turn in self._turns):
-            return ValueError(f"{self._template.place} {what}")
+            return ValueError(f"{self._template.place} {cause}")
         fix = "put {% generation %} around them in it, or name another Source.template"
-        return ConfigError(f"Source.template='folder': {self._template.place} {what}; {fix}")
+        return ConfigError(f"Source.template='folder': {self._template.place} {cause}; {fix}")
 
     def last_span(self, answer: int) -> Learned:
-        """Where the last answer stands."""
+        """The span of the last answer."""
         text, marked = _without_marks(self.text(keep_marks=True))
         return (*marked[-1], 1.0) if marked else self._span(answer, text)
 
-    def last(self, whole: str, learned: Sequence[Learned], answer: int) -> Rendered:
+    def last(self, full_text: str, learned: Sequence[Learned], answer: int) -> Rendered:
         """The dialogue as its template writes it, with ``answer`` as the number of the last answer."""
         turn, before = self._turns[answer], self._prompt(answer)
-        apart = before is None or not whole.startswith(before)
-        begin, stop = (learned[-1][0] if learned else 0) if apart else len(before or ""), len(whole)
+        apart = before is None or not full_text.startswith(before)
+        begin, stop = (learned[-1][0] if learned else 0) if apart else len(before or ""), len(full_text)
         end = dict(self._template.tokens).get("eos_token") or MEDIUM
         if turn.meaningful:
-            said = whole[begin:stop].split(end)[0]
-            return Rendered(text=whole, learned=tuple(learned), answer=begin, apart=apart, said=said)
-        said = self._template.said(turn.text)
-        at = max(whole.find(said, begin), begin)
-        lead, tail = whole[begin:at], whole[at + len(said) :] if whole.startswith(said, at) else whole[at:]
+            answer_text = full_text[begin:stop].split(end)[0]
+            return Rendered(text=full_text, learned=tuple(learned), answer=begin, apart=apart, answer_text=answer_text)
+        answer_text = self._template.formatted(turn.text)
+        at = max(full_text.find(answer_text, begin), begin)
+        lead, tail = (
+            full_text[begin:at],
+            full_text[at + len(answer_text) :] if full_text.startswith(answer_text, at) else full_text[at:],
+        )
         return Rendered(
-            text=whole, learned=tuple(learned), answer=begin, apart=apart, lead=lead, tail=tail.split(end)[0]
+            text=full_text, learned=tuple(learned), answer=begin, apart=apart, lead=lead, tail=tail.split(end)[0]
         )
 
 
 def read_template(folder: str) -> FolderTemplate:
-    """The chat template of a folder with a tokenizer. Raises ConfigError if it has none, or none that can be read."""
+    """The chat template of a folder with a tokenizer. Raises ConfigError if it is missing or cannot be read."""
     field = "Source.template='folder'"
     if not folder or not Path(folder).is_dir():
         raise ConfigError(
@@ -298,21 +306,21 @@ def read_template(folder: str) -> FolderTemplate:
     special, place = read_special_tokens(folder), str(Path(folder) / name)
     _compiled(source, place)
     image = _token_text(folder, special.image, special.added) if special.image is not None else ""
-    tokens = tuple(sorted(special.given.items()))
+    tokens = tuple(sorted(special.present.items()))
     return FolderTemplate(place=place, source=source, tokens=tokens, image=image, begins=is_processor(folder))
 
 
 def _token_text(folder: str, number: int, added: Sequence[AddedToken]) -> str:
-    """The text of a token of the folder's, which may also list it as ``added`` beside its tokenizer; "" for none."""
+    """The text of the token with id ``number``, in the folder's tokenizer or in ``added``; "" for none."""
     listed = read_object(Path(folder) / TOKENIZER).get("added_tokens") or ()
     texts = {token.id: token.text for token in added} | {token.get("id"): token["content"] for token in listed}
     return texts.get(number, "")
 
 
-def _shared(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))
+def _shared(text: str, another: str) -> int:
+    """The length of the common beginning of two texts."""
+    pairs = enumerate(zip(text, another, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(text), len(another)))
 
 
 def _clean(value: Any, *characters: str) -> Any:
@@ -327,23 +335,23 @@ def _clean(value: Any, *characters: str) -> Any:
 
 
 def _with_reasoning(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a message with its thoughts under each name that templates have for them, as in transformers."""
+    """The keys of a message, its reasoning under each key that templates read, as in transformers."""
     thoughts = next((keys[name] for name in REASONING if keys.get(name) is not None), None)
     return dict(keys) if thoughts is None else {"thinking": thoughts, **keys, "reasoning_content": thoughts}
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """The text without the marks around what is generated, and the characters between them."""
-    spans, at, begin, kept = [], 0, 0, []
+    """The text without the marks around generated text, and the spans that they enclosed."""
+    spans, at, begin, pieces = [], 0, 0, []
     for piece in re.split(f"([{_LEARN}{_STOP}])", text):
         if piece == _LEARN:
             begin = at
         elif piece == _STOP:
             spans.append((begin, at))
         else:
-            kept.append(piece)
+            pieces.append(piece)
             at += len(piece)
-    return "".join(kept), spans
+    return "".join(pieces), spans
 
 
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -351,12 +359,12 @@ _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 
 @lru_cache(maxsize=16)
 def _words(source: str) -> frozenset[str]:
-    """All words of a template that are no text of its own."""
+    """All words of a template's code."""
     return frozenset(word for code in _CODE.findall(source) for word in re.findall(r"\w+", code))
 
 
 def _try(template: FolderTemplate, *messages: tuple[str, str, bool]) -> str:
-    """The text of (role, text, whether in parts); "" where the template refuses them."""
+    """The template's text of (role, text, whether in parts) messages; "" if it refuses them."""
     try:
         return template.text(
             [
@@ -374,14 +382,14 @@ def _try(template: FolderTemplate, *messages: tuple[str, str, bool]) -> str:
 def _takes_parts(template: FolderTemplate, role: str) -> bool:
     question = () if role == USER else (("user", "x", _takes_parts(template, USER)),)
     before, after = ((), question) if role == SYSTEM else (question, ())
-    as_text, as_parts = (_try(template, *before, (role, _PROBE, own), *after) for own in (False, True))
-    # Where both are read, text that has no images is a string, as it is in the data of language models.
+    as_text, as_parts = (_try(template, *before, (role, _PROBE, in_parts), *after) for in_parts in (False, True))
+    # If the template reads both and has no images, text is a string, as in the data of language models.
     return _PROBE in as_parts and "'type'" not in as_parts and (bool(template.image) or _PROBE not in as_text)
 
 
 @lru_cache(maxsize=64)
 def _takes_role(template: FolderTemplate, role: str) -> bool:
-    """Whether a template knows a role, or writes the name of any."""
+    """Whether a template knows a role, or writes the name of any role."""
     if role in _words(template.source):
         return True
     question, answer = (("user", "x", template.takes_parts(USER)), ("assistant", "y", template.takes_parts(ASSISTANT)))

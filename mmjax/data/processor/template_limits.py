@@ -1,6 +1,6 @@
-"""Limits of a chat template: it is code from elsewhere, and small code may run for ever or write without end.
+"""Limits of a chat template: it is foreign code, and short code may run for ever or write endless text.
 
-All but the seconds are counts, which depend on the template and its dialogue alone: a batch must not depend on chance.
+All limits but the seconds are counts, which depend only on template and dialogue: a batch must not depend on chance.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ MOST_TEXT = 1 << 24
 MOST_ELEMENTS = 1 << 19
 """Elements of a list, with those of the lists in it."""
 MOST_IN_ALL = 1 << 28
-"""Characters of all texts that it makes on the way."""
+"""Characters of all texts that it makes, intermediate ones included."""
 MOST_STEPS = 500_000
-"""Turns of its loops, calls and filters."""
+"""Iterations of its loops, calls and filters."""
 _BETWEEN_LOOKS, _LONG = 256, 1 << 16
-"""Steps between two looks at the clock, and characters that are worth one."""
+"""Steps between two readings of the clock, and characters of a text that cause one more."""
 MOST_SECONDS = 60.0
-"""Of the processor's time: far more than the steps take, so that no busy machine comes near it."""
+"""Seconds of processor time: far more than the steps take, even on a busy machine."""
 _PRINTF = re.compile(r"%(?:\([^)]*\))?[#0\-_^ +]*(\d+|\*)?(?:\.(\d+|\*))?")
 _WIDTHS = re.compile(r"\{[^{}]*?[:.<>^=](\d+)(?:\.(\d+))?")
 _NESTED = re.compile(r"\{[^{}]*\{")
 _PLAIN = ("length", "count", "first", "last", "default", "d", "select", "reject", "selectattr", "rejectattr", "map")
-"""Filters whose work does not depend on what is inside the elements of a list."""
+"""Filters whose work does not depend on the contents of a list's elements."""
 _PADDING = ("ljust", "rjust", "center", "zfill", "expandtabs")
 
 
 class LimitError(Exception):
-    """A template goes beyond a limit; the message says which, and has no name of a file."""
+    """A template exceeds a limit, which the message names; the message does not name a file."""
 
 
 class Meter(threading.local):
@@ -43,12 +43,12 @@ class Meter(threading.local):
         self.start()
 
     def start(self) -> None:
-        """Begins to count."""
+        """Resets all counts."""
         self._steps = self._made = 0
         self._until = time.thread_time() + MOST_SECONDS
 
     def step(self) -> str:
-        """Counts a turn of a loop, or a call. Returns "", since it stands where a template writes."""
+        """Counts an iteration of a loop, or a call. Returns "", since templates write its value."""
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise LimitError(f"takes more than {MOST_STEPS} steps")
@@ -61,7 +61,7 @@ class Meter(threading.local):
             raise LimitError(f"takes more than {MOST_SECONDS:.0f} seconds")
 
     def make(self, size: int) -> None:
-        """Counts a text of so many characters, or a list, before it is made."""
+        """Counts a text of `size` characters, or a list of that size, before it is made."""
         self._made += size
         if size > MOST_TEXT or self._made > MOST_IN_ALL:
             raise LimitError(f"makes a text of more than {MOST_TEXT} characters")
@@ -80,8 +80,10 @@ class Meter(threading.local):
         return "".join(texts)
 
     def weighed(self, value: Any) -> Any:
-        """The value, if it is no larger than a text may be, with all that is inside: a list may hold one list twice,
-        which holds another twice, and so on."""
+        """Returns the value if its size, with all nested values, is within the limits, and else raises LimitError.
+
+        A list may contain another list twice, which contains a third list twice, and so on.
+        """
         if value is None or isinstance(value, str | int):
             return value  # a text was counted when it was made
         left, size, elements = [value], 0, 0
@@ -135,7 +137,8 @@ class Meter(threading.local):
         elif name == "join" and args:
             self.make(_joined_size(text, args[0]))
         elif name == "translate" and args and isinstance(args[0], dict):
-            self.make(len(text) * max((len(one) for one in args[0].values() if isinstance(one, str)), default=1))
+            longest = max((len(value) for value in args[0].values() if isinstance(value, str)), default=1)
+            self.make(len(text) * longest)
         elif name in _PADDING:
             tabs = text.count("\t") if name == "expandtabs" else 1
             self.make(len(text) + tabs * max((n for n in values if isinstance(n, int)), default=8))
@@ -145,7 +148,7 @@ class Meter(threading.local):
             self.make(len(text))
 
     def filter(self, name: str, args: Sequence[Any], keys: Mapping[str, Any]) -> None:
-        """Counts the value of a filter; `args` begins with what is filtered."""
+        """Counts the value of a filter; `args` begins with the filtered value."""
         self.step()
         if len(args) == 1 and not keys and type(args[0]) is str:  # nearly all of them
             self.make(len(args[0]))
@@ -172,7 +175,7 @@ class Meter(threading.local):
 
 
 def limited(filters: Mapping[str, Callable[..., Any]], meter: Meter) -> dict[str, Callable[..., Any]]:
-    """Filters that are counted before they work."""
+    """Filters that are counted before they run."""
     return {name: _limited(name, filter, meter) for name, filter in filters.items()}
 
 
@@ -194,14 +197,14 @@ def _joined_size(between: Any, pieces: Any) -> int:
 
 
 def _printf_widths(text: str, values: Sequence[Any]) -> int:
-    """Characters that "%9d" and "%*d" fill up."""
-    found = [width for match in _PRINTF.finditer(text) for width in match.groups() if width]
-    stars = sum(abs(n) for n in values if isinstance(n, int)) if "*" in found else 0
-    return stars + sum(int(width) for width in found if width != "*" and len(width) < 30)
+    """Characters of padding by "%9d" and "%*d"."""
+    widths = [width for match in _PRINTF.finditer(text) for width in match.groups() if width]
+    stars = sum(abs(n) for n in values if isinstance(n, int)) if "*" in widths else 0
+    return stars + sum(int(width) for width in widths if width != "*" and len(width) < 30)
 
 
 def _format_widths(text: Any, values: Sequence[Any]) -> int:
-    """Characters that "{:9}" and "{:{}}" fill up."""
+    """Characters of padding by "{:9}" and "{:{}}"."""
     text = text if isinstance(text, str) else ""
     nested = sum(abs(n) for n in values if isinstance(n, int)) if _NESTED.search(text) else 0
     return nested + sum(int(width) for match in _WIDTHS.finditer(text) for width in match.groups() if width)

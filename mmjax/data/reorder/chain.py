@@ -1,6 +1,6 @@
-"""The pipeline of one dp rank as papers draw it: encoder, LLM and maybe a generator in a row, with a rank per stage.
+"""The pipeline of one dp rank as in the papers: encoder, LLM and maybe a generator in a row, with a rank per stage.
 
-In a nested schedule encoder and generator have no ranks of their own: each is one stage, spread over those of the LLM.
+In a nested schedule, encoder and generator are one stage each, on the ranks of the LLM.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Chain:
     """Stages in a row.
 
     Attributes:
-      encoder, llm, generator: how many pipeline stages each has; a generator is optional. In a nested schedule encoder
-        and generator have one, with a lane on each rank of the LLM.
+      encoder, llm, generator: number of pipeline stages of each; a generator is optional. In a nested schedule encoder
+        and generator have one stage, with a lane on each rank of the LLM.
       chunks: stages on each rank of every module with more than one stage, for the interleaved schedule.
       schedule: one of `SCHEDULES` that a chain can have.
-      inner: the LLM's own schedule inside a nested one.
+      inner: the LLM's schedule inside a nested schedule.
       forward, backward: seconds of the LLM for a microbatch of a rank, by pipeline stage.
     """
 
@@ -43,15 +43,15 @@ class Chain:
     def pipeline(
         self, *, samples: int, microbatches: int, dp: int, together: bool = False, effort: Effort | None = None
     ) -> Pipeline:
-        """The pipeline of these stages, for steps of so many samples.
+        """The pipeline of these stages, for steps of `samples` samples.
 
         Raises:
           ScheduleError: the schedule does not fit.
         """
         graph = _graph(self._stages())
-        own = 1.0 / self._chunks(LLM)
+        scale = 1.0 / self._chunks(LLM)
         seconds = {
-            (kind, node.name, False): cost * own
+            (kind, node.name, False): cost * scale
             for node in graph.stages
             for kind, cost in (("F", self.forward), ("B", self.backward))
         }
@@ -69,7 +69,7 @@ class Chain:
         return self.chunks if getattr(self, module) > 1 else 1
 
     def _stages(self) -> list[StageNode]:
-        """The stages in a row; ranks of nested modules are those of the LLM."""
+        """The stages in a row; nested modules have the ranks of the LLM."""
         nodes, first, nested = [], 0, self.schedule in NESTING
         for module in (ENCODER, LLM, GENERATOR):
             depth, spread = getattr(self, module), nested and module != LLM

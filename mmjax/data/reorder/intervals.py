@@ -1,18 +1,18 @@
 """The order of a rank's microbatches by the intervals that they fill: Zhang et al., "DistTrain", §5.3, Alg. 2.
 
-The *lead* is the submesh where a pipeline begins. Its forwards run in the *intervals* between its backwards: the first
-one, from its first forward to its first backward, takes a pipeline's warm-up; each later one takes what the schedule
-puts there, in 1F1B one forward; the last ones stay empty. The paper fills an interval with the microbatches whose
-forwards come closest to it. How long an interval is (GETINTERVAL) is asked of the recurrence that times the schedule,
-with the microbatches that are not placed yet taking no time.
+The *lead* is the submesh where a pipeline begins. Its forwards run in the *intervals* between its backwards. The first
+interval, from its first forward to its first backward, holds a pipeline's warm-up. Each later interval holds the
+forwards that the schedule puts there, in 1F1B one; the last ones stay empty. The paper fills an interval with the
+microbatches whose forwards come closest to its length. This length (GETINTERVAL) comes from the recurrence that times
+the schedule, in which microbatches without a place take no time.
 
 Two things differ from the paper. The loop of Alg. 2 ends when no microbatch is left: the printed bound, l - p, counts
-p - 2 too many. And with an interleaved schedule, where a microbatch comes to the lead once for each chunk, the sum of
-its forwards is compared with the sum of the intervals that they lie in. Where a lead has no backward, being frozen, the
-intervals are those between the forwards of its consumer that it awaits.
+p - 2 too many. With an interleaved schedule, where a microbatch comes to the lead once for each chunk, the sum of its
+forwards is compared with the sum of their intervals. If a lead is frozen and has no backward, the intervals are between
+the forwards of its consumer that it awaits.
 
-Where stages have lanes, whole units are put in order, by the intervals of the lead's first lane, and a unit's forwards
-are those of its longest lane (see `Units`).
+If stages have lanes, whole units are ordered, by the intervals of the lead's first lane, and a unit's forwards are
+those of its longest lane (see `Units`).
 
 Legend: M microbatches, U units, K ranks.
 """
@@ -31,10 +31,10 @@ from mmjax.schedule.recurrence import Recurrence, Wave
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """Places of units in the order that are filled at once.
+    """Places in the order of units that are filled at once.
 
-    opens, closes: the ends of ops between which each interval lies, as places in the array of ends. waves: the waves of
-    ops that have to be timed to know these.
+    opens, closes: the ops whose ends delimit each interval, as places in the array of ends. waves: the waves of ops
+    that have to be timed to know these ends.
     """
 
     places: range
@@ -48,15 +48,15 @@ class Intervals:
 
     Attributes:
       lead: name of the stage where the pipeline begins.
-      rear: how many units are kept for the end.
+      rear: number of units that are kept for the end.
     """
 
     def __init__(self, recurrence: Recurrence, lead: str, units: Units):
-        """`lead` has no stage before it, and its costs vary; at least one of `units` is whole."""
+        """`lead` must have no stage before it, and costs that vary; at least one of `units` must be whole."""
         self.lead, self._recurrence, self._units = lead, recurrence, units
         graph, node = recurrence.schedule.graph, recurrence.schedule.graph.stage(lead)
         self._lanes, ranks = node.lanes, set(node.ranks)
-        chunks = {other.name for other in graph.stages if other.module == node.module and ranks & set(other.ranks)}
+        chunks = {stage.name for stage in graph.stages if stage.module == node.module and ranks & set(stage.ranks)}
         first = [op for op in recurrence.ops if node.lane(op.microbatch) == 0]
         on_lead = [op for op in first if op.stage in chunks]
         forwards = [op for op in on_lead if op.kind == "F"]
@@ -73,23 +73,23 @@ class Intervals:
         empty = len(markers) - 1 - max(interval.values())
         each = len(self._forwards) * units.size // node.lanes
         self.rear = max(units.kept, min(units.count - 1, -(-empty // each)))
-        # Consumers that take no time leave no intervals.
+        # Consumers without time leave no intervals.
         self._choices = self._choose([index[op] for op in markers], interval, index[forwards[0]]) if markers else ()
 
     def _choose(self, markers: Sequence[int], interval: dict[Op, int], first: int) -> tuple[_Choice, ...]:
-        """The choices in their order, each with the waves that have to be timed for it."""
+        """The choices in order, each with the waves that have to be timed for it."""
         recurrence, last = self._recurrence, self._units.count - self.rear
-        mine: dict[int, list[int]] = {}
+        intervals_of: dict[int, list[int]] = {}
         for op, number in interval.items():
-            mine.setdefault(op.microbatch // self._units.size, []).append(number)
+            intervals_of.setdefault(op.microbatch // self._units.size, []).append(number)
         opening = [first, *markers]
         placed, timed, result = 1, set[int](), []
         while placed < last:
-            here = min(mine[placed])
+            earliest = min(intervals_of[placed])
             end = placed + 1
-            while end < last and min(mine[end]) <= here:
+            while end < last and min(intervals_of[end]) <= earliest:
                 end += 1
-            numbers = sorted({min(n, len(markers) - 1) for place in range(placed, end) for n in mine[place]})
+            numbers = sorted({min(n, len(markers) - 1) for place in range(placed, end) for n in intervals_of[place]})
             closes = [markers[number] for number in numbers]
             needed = set().union(*(recurrence.ancestors(i) | {i} for i in closes)) - timed
             waves = recurrence.waves(needed)
@@ -100,12 +100,12 @@ class Intervals:
         return tuple(result)
 
     def _known(self, op: int, placed: int) -> bool:
-        """Whether this op and all ops that it waits for belong to microbatches that already have a place."""
+        """Whether this op and all ops before it belong to microbatches that already have a place."""
         ops = self._recurrence.ops
         return all(ops[i - 1].microbatch < placed for i in (op, *self._recurrence.ancestors(op)))
 
     def order(self, sizes_CMK: np.ndarray) -> np.ndarray:
-        """The whole units in the order of Alg. 2, rank by rank [U, K]; sizes_CMK are the costs of microbatches."""
+        """The whole units in the order of Alg. 2, for each rank [U, K]; sizes_CMK: the costs of microbatches."""
         units, ranks = self._units, sizes_CMK.shape[-1]
         rising_UK = units.rising(sizes_CMK)
         every, rear = np.arange(ranks), self.rear - units.kept
@@ -129,12 +129,12 @@ class Intervals:
         return order_UK
 
     def _place(self, table_CMK: np.ndarray, sizes_CMK: np.ndarray, place: int, picked_K: np.ndarray) -> None:
-        """Writes the costs of the picked units where the unit at `place` has its own."""
+        """Writes the costs of the picked units to the microbatches at `place`."""
         for step, microbatch in enumerate(self._units.members(place)):
             table_CMK[:, microbatch] = sizes_CMK[:, picked_K * self._units.size + step, np.arange(len(picked_K))]
 
     def _room(self, choice: _Choice, ends_NK: np.ndarray, costs_XK: np.ndarray) -> np.ndarray:
-        """Seconds of all intervals of a choice together, in each case [K]."""
+        """The sum of the seconds of all intervals of a choice, in each case [K]."""
         closed_IK = ends_NK[choice.closes]
         if self._returns:  # a backward ends its interval where it starts, a consumer's forward where it ends
             closed_IK = closed_IK - costs_XK[self._recurrence.cost_of(choice.closes)]

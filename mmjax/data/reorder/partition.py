@@ -1,7 +1,7 @@
-"""Shares samples among ranks that have fixed numbers of rows: as the paper does, and with better balance.
+"""Shares samples among ranks with fixed numbers of rows: as the paper does, and with better balance.
 
-Shapes are static, so a rank gets as many samples as it has rows, no more and no fewer. Everything here is a pure
-function of its arguments; equal loads and sizes are told apart by index.
+Shapes are static, so a rank gets exactly as many samples as it has rows. Everything here is a pure function of its
+arguments; ties of loads and sizes go to the lower index.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Groups = list[list[int]]
 def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
     """Zhang et al., "DistTrain", Alg. 1 with equal rows: largest first, each to the least loaded rank with a free row.
 
-    A rank's samples are in the order in which it got them.
+    A rank's samples are in the order of assignment.
 
     Args:
       sizes_S: sizes of the samples, 0 or more.
       rows: rows of each rank; their sum is the number of samples.
     """
     left = list(rows)
-    # A number is compared faster than a pair: the load above, the rank in the lowest bits.
+    # A number, with the load above and the rank in the lowest bits, is compared faster than a pair.
     bits = max(1, len(left) - 1).bit_length()
     mask = (1 << bits) - 1
     heap = [rank for rank, room in enumerate(left) if room]
@@ -45,7 +45,7 @@ def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
 
 
 def _whole(sizes_S: np.ndarray) -> np.ndarray:
-    """Sizes as multiples of a unit, a power of two, such that their sum is at most 2^40 units."""
+    """Sizes as integers, in a unit (a power of two) such that their sum is at most 2^40."""
     _, exponent = np.frexp(sizes_S.max(initial=0.0) * len(sizes_S))
     return np.rint(np.ldexp(sizes_S, 40 - exponent)).astype(np.int64)
 
@@ -58,34 +58,35 @@ def descending(sizes_S: np.ndarray) -> np.ndarray:
 def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None = None, exchanges: int = 64) -> Groups:
     """`greedy` (or its result, `groups`), followed by exchanges of samples between the most and the least loaded rank.
 
-    Each of at most `exchanges` is the one that brings the two loads closest together; they end when none does, or at
-    `least_load`. A rank's samples are sorted from the largest to the smallest.
+    Each of at most `exchanges` exchanges brings the two loads as close together as one can. They end when none helps,
+    or at `least_load`. A rank's samples are sorted from the largest to the smallest.
     """
-    own = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
-    loads = np.array([sizes_S[group].sum() for group in own])
-    held = np.array([room > 0 for room in rows])
+    samples_of = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
+    loads = np.array([sizes_S[group].sum() for group in samples_of])
+    has_rows = np.array([room > 0 for room in rows])
     enough = least_load(sizes_S, rows) * (1 + 1e-6)
-    for _ in range(exchanges if held.sum() > 1 else 0):
+    for _ in range(exchanges if has_rows.sum() > 1 else 0):
         most = int(loads.argmax())
-        least = int(np.where(held, loads, np.inf).argmin())
+        least = int(np.where(has_rows, loads, np.inf).argmin())
         gap = loads[most] - loads[least]
         if loads[most] <= enough or gap <= 0:
             break
-        moved = sizes_S[own[most]][:, None] - sizes_S[own[least]][None, :]
-        one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
-        if not 0 < moved[one, other] < gap:
+        moved = sizes_S[samples_of[most]][:, None] - sizes_S[samples_of[least]][None, :]
+        from_most, from_least = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        if not 0 < moved[from_most, from_least] < gap:
             break
-        own[most][one], own[least][other] = own[least][other], own[most][one]
+        largest, smallest = samples_of[most], samples_of[least]
+        largest[from_most], smallest[from_least] = smallest[from_least], largest[from_most]
         for rank in (most, least):
-            loads[rank] = sizes_S[own[rank]].sum()
-    return [group[descending(sizes_S[group])].tolist() for group in own]
+            loads[rank] = sizes_S[samples_of[rank]].sum()
+    return [group[descending(sizes_S[group])].tolist() for group in samples_of]
 
 
 def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
-    """A lower bound of the largest load of a rank, however samples are shared among ranks with so many `rows`.
+    """A lower bound of the largest load of a rank, for any assignment of samples to ranks with these `rows`.
 
-    The largest of the mean load and, for each n, this sum: some rank has n + 1 of the n·ranks + 1 largest samples, at
-    least the smallest of these, and the smallest of all samples in the rest of its rows.
+    It is the largest of the mean load and one sum for each n: some rank has n + 1 of the n·ranks + 1 largest samples,
+    at least the smallest of these, and at least the smallest of all samples in its other rows.
     """
     ranks = sum(room > 0 for room in rows)
     least = min((room for room in rows if room), default=0)
@@ -103,10 +104,11 @@ def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
 
 
 def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
-    """Samples of similar size in one group of ranks, the largest in the first: the samples of each rank, by group.
+    """The samples of each rank, by group of ranks; a group has samples of similar size, the first group the largest.
 
-    A group has the largest samples that are left, shared by `greedy`. But one that costs as much with the smallest of
-    all for company as the other ranks do on average without it has these: they wait for it and for nothing else.
+    A group gets the largest remaining samples, shared by `greedy`. There is one exception: a very large sample shares
+    its rank with the smallest samples of all, if their cost together is at least the mean load of the group's other
+    ranks, which wait for it anyway.
 
     Args:
       sizes_S: sizes of the samples, 0 or more.
@@ -114,27 +116,27 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
     """
     left = descending(sizes_S)
     result: list[Groups] = []
-    for own in rows:
-        groups: Groups = [[] for _ in own]
-        free = [rank for rank, room in enumerate(own) if room]
-        # A rank with one row has no company.
-        for rank in sorted((rank for rank in free if own[rank] > 1), key=lambda rank: own[rank])[: len(free) - 1]:
-            end, others = len(left) - own[rank] + 1, sum(own[other] for other in free) - own[rank]
-            alone = np.append(left[:1], left[end:])
-            if sizes_S[alone].sum() * (len(free) - 1) < sizes_S[left[1 : 1 + others]].sum():
+    for rows_of in rows:
+        groups: Groups = [[] for _ in rows_of]
+        free = [rank for rank, room in enumerate(rows_of) if room]
+        # A rank with one row has no room for small samples beside a large one.
+        for rank in sorted((r for r in free if rows_of[r] > 1), key=lambda r: rows_of[r])[: len(free) - 1]:
+            end, count = len(left) - rows_of[rank] + 1, sum(rows_of[r] for r in free) - rows_of[rank]
+            with_smallest = np.append(left[:1], left[end:])
+            if sizes_S[with_smallest].sum() * (len(free) - 1) < sizes_S[left[1 : 1 + count]].sum():
                 break
-            groups[rank], left = alone.tolist(), left[1:end]
+            groups[rank], left = with_smallest.tolist(), left[1:end]
             free.remove(rank)
-        count = sum(own[rank] for rank in free)
+        count = sum(rows_of[rank] for rank in free)
         block, left = left[:count], left[count:]
-        for rank, share in zip(free, greedy(sizes_S[block], [own[rank] for rank in free]), strict=True):
+        for rank, share in zip(free, greedy(sizes_S[block], [rows_of[rank] for rank in free]), strict=True):
             groups[rank] = block[share].tolist()
         result.append(groups)
     return result
 
 
 def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int) -> Groups:
-    """A rank's samples in `microbatches` of equally many, with sums as even as `greedy` makes them."""
-    own = np.array(group, np.int64)
-    shares = greedy(sizes_S[own], [len(group) // microbatches] * microbatches)
-    return [own[share].tolist() for share in shares]
+    """Cuts a rank's samples into `microbatches` of equal length, with sums as even as `greedy` makes them."""
+    samples = np.array(group, np.int64)
+    shares = greedy(sizes_S[samples], [len(group) // microbatches] * microbatches)
+    return [samples[share].tolist() for share in shares]

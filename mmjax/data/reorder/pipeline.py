@@ -1,24 +1,24 @@
 """Reorders a step's samples for one pipeline: assigns each to a rank and a microbatch, by one of three methods.
 
-* "none": as they come.
-* "disttrain": Zhang et al., "DistTrain", §5: Alg. 1 shares them among the dp ranks, Alg. 2 orders each rank's
+* "none": the order of the data.
+* "disttrain": Zhang et al., "DistTrain", §5: Alg. 1 shares samples among the dp ranks, Alg. 2 orders each rank's
   microbatches.
-* "best": balances loads further, tries several ways to cut and order them, and searches from the best of these. By the
-  simulation it is never slower than "disttrain" and "none", which are among its candidates.
+* "best": balances loads further, tries several ways to cut and order microbatches, and searches from the best of these.
+  In the simulation it is never slower than "disttrain" and "none", which are among its candidates.
 
 With `together`, every op is one program over all its dp ranks, padded to the largest of its cells. Ranks then wait for
-each other in every op, and a microbatch costs as much as its largest rank, so it pays to put samples of similar size
-into one microbatch. Without it, ranks do not wait for each other until the step ends, as in the paper.
+each other in every op, and a microbatch costs as much as its largest rank, so samples of similar size should share a
+microbatch. Without it, ranks do not wait for each other until the step ends, as in the paper.
 
-Where encoders or generators have lanes, a unit of microbatches, one on each lane, takes the place of a microbatch (see
-`Units`): its samples are shared among its microbatches and their ranks, and units are put in order. Only the search
-moves single microbatches out of their unit, where the simulation then is shorter.
+If encoders or generators have lanes, a unit of microbatches, one on each lane, takes the place of a microbatch (see
+`Units`): its samples are shared among its microbatches and their ranks, and units are ordered. Only the search moves
+single microbatches out of their unit, if this makes the simulated step shorter.
 
-Everything is a pure function of the samples' costs, so processes that know the costs agree without talking. Costs are
-rounded to multiples of a power of two. That makes their sums exact in any order of addition.
+Everything is a pure function of the samples' costs, so processes that know the costs agree without communication. Costs
+are rounded to multiples of a power of two, which makes their sums exact in any order of addition.
 
 Legend: C costs that vary, S samples, R dp ranks, M microbatches, W rows of a rank in a microbatch, L lines (pipelines
-that run by themselves: R, or one if together), U units, K cases.
+that run independently: R, or one if together), U units, K cases.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _EMPTY = -1
 _ENOUGH = 1.001
 """A search ends this close to the lower bound."""
 _BITS = 50
-"""Bits for a sum of costs: these are rounded so that it is exact."""
+"""Bits of a sum of costs; costs are rounded so that it is exact."""
 
 Seconds = Mapping[str, np.ndarray]
 """Forward and backward seconds of each sample [S, 2], by module whose samples differ."""
 Order = tuple[tuple[tuple[int, ...], ...], ...]
-"""The samples by dp rank, and by microbatch in the order in which these run."""
+"""The samples by dp rank and by microbatch, in the order in which microbatches run."""
 Padded = Callable[[Order], Mapping[str, np.ndarray]]
-"""From an order to forward and backward seconds of its microbatches in static shapes [M, 2], by module whose samples
-differ."""
+"""A function from an order to the forward and backward seconds of its microbatches in static shapes [M, 2], by module
+whose samples differ."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A step's samples: their costs [C, S], and the costs in static shapes, if these matter."""
+    """A step's samples: their costs [C, S], and their costs in static shapes, if there are buckets."""
 
     sizes_CS: np.ndarray
     padded: Padded | None
 
 
 def rows_of_ranks(rows: int, ranks: int) -> tuple[int, ...]:
-    """How many of a microbatch's `rows` each dp rank has: all the same, but the last ones fewer or none.
+    """The number of a microbatch's `rows` on each dp rank: equal numbers, but fewer or none on the last ranks.
 
     `Packer` cuts rows into cells in the same way.
     """
@@ -79,7 +79,7 @@ class Pipeline:
       rows: rows of a microbatch, by dp rank.
       units: the units of the stages whose samples differ.
       together: whether ranks wait for each other in every op.
-      effort: how long a search goes on.
+      effort: limits of a search.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pipeline:
         together: bool = False,
         effort: Effort | None = None,
     ):
-        """Prepares what all steps share.
+        """Prepares the pipeline for all steps.
 
         Args:
           schedule: the schedule of every step.
@@ -105,7 +105,8 @@ class Pipeline:
         self._costs = costs
         self.recurrence = Recurrence(schedule, costs, [stage for stages in shares.values() for stage in stages])
         self.rows, self.together, self.effort = tuple(rows), together, effort or Effort()
-        self._shares = {stage: (module, share) for module, own in shares.items() for stage, share in own.items()}
+        by_stage = ((module, *item) for module, of_module in shares.items() for item in of_module.items())
+        self._shares = {stage: (module, share) for module, stage, share in by_stage}
         self.units = Units.of(schedule.graph, self._shares, schedule.microbatches)
         self._intervals: dict[str, Intervals] = {}
 
@@ -119,16 +120,18 @@ class Pipeline:
         """Number of samples of a step."""
         return sum(self.rows) * self.microbatches
 
-    # ---- what others ask ---------------------------------------------------------------------------------------------
+    # ---- interface ---------------------------------------------------------------------------------------------------
 
     def reorder(self, seconds: Seconds, method: str, padded: Padded | None = None) -> Order:
         """The samples in the order of `method`, one of `METHODS`; each occurs once, and each rank has its `rows`.
 
-        `padded` gives the costs of microbatches in static shapes, where ranks are together; without it, a microbatch
-        costs as much as its largest rank's samples.
+        padded: gives the costs of microbatches in static shapes, if ranks are together. Without it, a microbatch costs
+        as much as its largest rank's samples.
         """
-        ways = {"none": lambda _: self._given, "disttrain": self._disttrain, "best": self._best}
-        return self._order(ways[method](self._work(seconds, padded)))
+        if method == "none":
+            return self._order(self._original)
+        find_order = {"disttrain": self._disttrain, "best": self._best}[method]
+        return self._order(find_order(self._work(seconds, padded)))
 
     def makespan(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> float:
         """Simulated seconds of a step in this order, on its slowest rank."""
@@ -136,34 +139,34 @@ class Pipeline:
         return float(self.recurrence.makespans(lines_CML).max())
 
     def timeline(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> Timeline:
-        """The simulation of a step in this order, op by op; only where ranks are together."""
-        assert self.together, "each rank has a timeline of its own"
+        """The simulation of a step in this order, op by op; only if ranks are together."""
+        assert self.together, "each rank has a separate timeline"
         table_CM = self._lines(self._work(seconds, padded), self._slots(order))[..., 0]
         overrides = {
-            (kind, stage, False, m): float(own)
-            for (kind, stage), row_M in zip(self.recurrence.keys, table_CM, strict=True)
-            for m, own in enumerate(row_M)
+            (kind, stage, False, m): float(cost)
+            for (kind, stage), costs_M in zip(self.recurrence.keys, table_CM, strict=True)
+            for m, cost in enumerate(costs_M)
         }
         schedule = self.recurrence.schedule
         costs = self._costs.split_as(schedule.graph)
         return simulate(schedule, Costs(seconds=costs.seconds, overrides={**costs.overrides, **overrides}))
 
     def loads(self, seconds: Seconds, order: Order) -> np.ndarray:
-        """Seconds of the modules whose samples differ, by dp rank and microbatch [R, M]."""
+        """Seconds of all modules whose samples differ, by dp rank and microbatch [R, M]."""
         return self._table(self.sizes(seconds), self._slots(order)).sum(axis=0).T
 
     def imbalance(self, seconds: Seconds, order: Order) -> float:
-        """Seconds of the modules whose samples differ, in the largest cell of each unit over those in the mean cell."""
+        """Load of the largest cell of each unit over the load of the mean cell, summed over units; see `loads`."""
         loads_RM = self.loads(seconds, order)
-        cells = [loads_RM[:, self.units.members(unit)] for unit in range(self.units.count)]
-        return float(sum(own.max() for own in cells) / max(sum(own.mean() for own in cells), 1e-30))
+        units = [loads_RM[:, self.units.members(unit)] for unit in range(self.units.count)]
+        return float(sum(cells.max() for cells in units) / max(sum(cells.mean() for cells in units), 1e-30))
 
     def least_load(self, seconds: Seconds) -> float:
-        """No order's largest load is below this."""
+        """A lower bound of the largest load of any order."""
         return least_load(self.sizes(seconds).sum(axis=0), self._rows_of_step)
 
     def bound(self, seconds: Seconds) -> float:
-        """No order's makespan is below this."""
+        """A lower bound of the makespan of any order."""
         return self._bound(self.sizes(seconds))
 
     def sizes(self, seconds: Seconds) -> np.ndarray:
@@ -175,13 +178,13 @@ class Pipeline:
     def _columns(self, seconds: Seconds) -> np.ndarray:
         graph, columns = self.recurrence.schedule.graph, []
         for kind, stage in self.recurrence.keys:
-            (module, share), way = self._shares[stage], int(kind != "F")
-            split = 0.5 if way and graph.stage(stage).split else 1.0
-            columns.append(seconds[module][:, way] * (share[way] * split))
+            (module, share), direction = self._shares[stage], int(kind != "F")
+            split = 0.5 if direction and graph.stage(stage).split else 1.0
+            columns.append(seconds[module][:, direction] * (share[direction] * split))
         return np.stack(columns)
 
     def _work(self, seconds: Seconds, padded: Padded | None) -> _Work:
-        assert self.together or padded is None, "ranks that wait for nobody have shapes of their own"
+        assert self.together or padded is None, "independent ranks have different shapes"
         return _Work(self.sizes(seconds), padded)
 
     # ---- timing ------------------------------------------------------------------------------------------------------
@@ -199,8 +202,11 @@ class Pipeline:
         return np.ascontiguousarray(table_CMR.max(axis=-1, keepdims=True) if self.together else table_CMR)
 
     def _bound(self, sizes_CS: np.ndarray) -> float:
-        """A lower bound of makespans: the larger of the least load of the lanes of any submesh, beside what else runs
-        there, and the makespan with the largest sample in its best place and the smallest ones everywhere else."""
+        """A lower bound of makespans, the larger of two.
+
+        One is the least load of the lanes of any submesh, plus the other ops that run there. The other is the makespan
+        with the largest sample in its best place and the smallest samples in all others.
+        """
         graph = self.recurrence.schedule.graph
         loads: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
@@ -220,8 +226,8 @@ class Pipeline:
     # ---- the methods -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _given(self) -> np.ndarray:
-        """Samples in their order: microbatch by microbatch, rank by rank, row by row [R, M, W]."""
+    def _original(self) -> np.ndarray:
+        """Samples in the order of the data: microbatch by microbatch, rank by rank, row by row [R, M, W]."""
         slots_RMW = np.full((len(self.rows), self.microbatches, max(self.rows)), _EMPTY)
         starts = np.cumsum([0, *self.rows])
         for rank, rows in enumerate(self.rows):
@@ -235,16 +241,16 @@ class Pipeline:
         return _ordered(slots_RMW, self._by_intervals(sizes_CS, self._table(sizes_CS, slots_RMW)))
 
     def _best(self, work: _Work) -> np.ndarray:
-        """The fastest of "none", "disttrain" and the result of a search from the best start."""
+        """The fastest order of "none", "disttrain" and a search from the best start."""
         sizes_CS = work.sizes_CS
         total_S = sizes_CS.sum(axis=0)
         groups = greedy(total_S, self._rows_of_step)
         paper_RMW = self._cut(groups, sizes_CS, even=False)
         items = self._items(sizes_CS, balanced(total_S, self._rows_of_step, groups=groups))
         tables = [self._lines(work, slots_RMW) for slots_RMW in items]
-        # Alg. 2 for all of these at once: a wave costs more than the cases in it.
-        whole = np.concatenate([self._table(sizes_CS, paper_RMW), *tables], axis=-1)
-        order_MK = self._by_intervals(sizes_CS, whole)
+        # Alg. 2 for all cases at once: the time of a wave hardly depends on their number.
+        cases_CMK = np.concatenate([self._table(sizes_CS, paper_RMW), *tables], axis=-1)
+        order_MK = self._by_intervals(sizes_CS, cases_CMK)
         ranks, lines = len(self.rows), tables[0].shape[-1]
         starts = []
         for number, table_CML in enumerate(tables):
@@ -252,22 +258,22 @@ class Pipeline:
             orders = [order_MK[:, first : first + lines], *self._rising(table_CML)]
             starts.append((*self._start(table_CML, orders), number))
         _, order_ML, number = min(starts, key=lambda start: start[0])
-        found = self._searched(items[number], tables[number], order_ML, self._bound(sizes_CS))
-        ways = [found, _ordered(paper_RMW, order_MK[:, :ranks]), self._given]
-        lines_CML = [self._lines(work, way) for way in ways]
-        spans = self.recurrence.makespans(np.concatenate(lines_CML, axis=-1)).reshape(len(ways), -1).max(axis=1)
-        return ways[int(spans.argmin())]
+        searched = self._searched(items[number], tables[number], order_ML, self._bound(sizes_CS))
+        candidates = [searched, _ordered(paper_RMW, order_MK[:, :ranks]), self._original]
+        lines_CML = [self._lines(work, slots_RMW) for slots_RMW in candidates]
+        spans = self.recurrence.makespans(np.concatenate(lines_CML, axis=-1)).reshape(len(candidates), -1).max(axis=1)
+        return candidates[int(spans.argmin())]
 
     def _items(self, sizes_CS: np.ndarray, groups: list[list[int]]) -> list[np.ndarray]:
         """Several ways to cut the samples into microbatches, not ordered yet; each is [R, M, W]."""
-        ways = (False, True) if max(self.rows) > 1 else (False,)
+        choices = (False, True) if max(self.rows) > 1 else (False,)
         if not self.together:
-            return [self._cut(groups, sizes_CS, even=even) for even in ways]
-        return [self._in_step(sizes_S, even=even) for sizes_S in self._weights(sizes_CS) for even in ways]
+            return [self._cut(groups, sizes_CS, even=even) for even in choices]
+        return [self._in_step(sizes_S, even=even) for sizes_S in self._weights(sizes_CS) for even in choices]
 
     def _weights(self, sizes_CS: np.ndarray) -> list[np.ndarray]:
-        """Costs [S] by which samples can be shared: of all modules, and of those alone that have lanes, if others
-        vary too."""
+        """Costs [S] by which samples can be shared: those of all modules, and those of modules with lanes, if the costs
+        of others vary too."""
         graph = self.recurrence.schedule.graph
         spread = [i for i, (_, stage) in enumerate(self.recurrence.keys) if graph.stage(stage).lanes > 1]
         total_S = sizes_CS.sum(axis=0)
@@ -276,26 +282,25 @@ class Pipeline:
     def _in_step(self, sizes_S: np.ndarray, *, even: bool) -> np.ndarray:
         """Microbatches [R, M, W] in units whose cells cost about the same.
 
-        Samples of similar size go together; with `even`, all microbatches cost about the same instead, and the samples
+        Samples of similar size share a unit. With `even`, all microbatches cost about the same instead, and the samples
         of each are then shared among its ranks.
         """
-        slots_RMW = np.full_like(self._given, _EMPTY)
+        slots_RMW = np.full_like(self._original, _EMPTY)
         units = Units(1, self.microbatches) if even else self.units
         places = [units.members(unit) for unit in range(units.count)]
         if even:
             blocks = map(np.array, greedy(sizes_S, [sum(self.rows)] * self.microbatches))
             shared = [[block[share] for share in greedy(sizes_S[block], self.rows)] for block in blocks]
         else:
-            shared = similar(sizes_S, [self.rows * len(own) for own in places])
-        for own, groups in zip(places, shared, strict=True):
-            cells = [(rank, place) for place in own for rank in range(len(self.rows))]
+            shared = similar(sizes_S, [self.rows * len(members) for members in places])
+        for members, groups in zip(places, shared, strict=True):
+            cells = [(rank, place) for place in members for rank in range(len(self.rows))]
             for (rank, place), share in zip(cells, groups, strict=True):
                 slots_RMW[rank, place, : len(share)] = share
         return slots_RMW
 
     def _start(self, table_CML: np.ndarray, orders: Sequence[np.ndarray]) -> tuple[tuple[float, float], np.ndarray]:
-        """Puts each line into the best of these orders. Returns seconds of the slowest and of the mean line, and the
-        order of each line [M, L]."""
+        """The best of these orders for each line [M, L], after the seconds of the slowest and of the mean line."""
         cases = np.concatenate([np.take_along_axis(table_CML, order_ML[None], axis=1) for order_ML in orders], axis=-1)
         spans_OL = self.recurrence.makespans(cases.astype(np.float32)).reshape(len(orders), -1)
         order_ML = np.take_along_axis(np.stack(orders), spans_OL.argmin(axis=0)[None, None], axis=0)[0]
@@ -305,7 +310,7 @@ class Pipeline:
     def _searched(self, slots_RMW: np.ndarray, table_CML: np.ndarray, order_ML: np.ndarray, bound: float) -> np.ndarray:
         """`slots_RMW` in the order that a search from `order_ML` finds."""
         lines = table_CML.shape[-1]
-        found_ML = improve(
+        best_ML = improve(
             self.recurrence,
             table_CML.reshape(len(table_CML), -1),
             order_ML * lines + np.arange(lines),
@@ -314,23 +319,24 @@ class Pipeline:
             effort=self.effort,
         )
         if self.together:
-            return slots_RMW[:, found_ML[:, 0]]
-        return slots_RMW[found_ML.T % lines, found_ML.T // lines]
+            return slots_RMW[:, best_ML[:, 0]]
+        return slots_RMW[best_ML.T % lines, best_ML.T // lines]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _by_intervals(self, sizes_CS: np.ndarray, table_CMK: np.ndarray) -> np.ndarray:
-        """The order of Alg. 2 [M, K]; the given order if no stage at the pipeline's beginning has costs that vary."""
+        """The order of Alg. 2 [M, K]; the original order if no stage at the pipeline's beginning has varying costs."""
         lead = self._lead(sizes_CS)
         if not lead or not self.units.whole:
             return np.repeat(np.arange(self.microbatches)[:, None], table_CMK.shape[-1], axis=1)
         return self.units.expand(self._intervals_of(lead).order(table_CMK))
 
     def _rising(self, table_CMK: np.ndarray) -> list[np.ndarray]:
-        """Two orders: the smallest first, the next smallest last and rising between; and with every other one first."""
+        """Two orders: the smallest unit first, the next smallest last, the others ascending between them; and the same
+        with every other one of these first."""
         rising, rear = self.units.rising(table_CMK), self._rear
-        first, last, rest = rising[:1], rising[1 : 1 + rear][::-1], rising[1 + rear :]
-        orders = ([first, rest, last], [first, rest[::2], rest[1::2], last])
+        first, last, between = rising[:1], rising[1 : 1 + rear][::-1], rising[1 + rear :]
+        orders = ([first, between, last], [first, between[::2], between[1::2], last])
         return [self.units.expand(np.concatenate(order)) for order in orders]
 
     @cached_property
@@ -343,7 +349,7 @@ class Pipeline:
 
     @cached_property
     def _others(self) -> dict[int, float]:
-        """Seconds of the ops whose costs do not vary, by world rank."""
+        """Seconds of the ops with constant costs, by world rank."""
         schedule, costs = self.recurrence.schedule, self._costs.split_as(self.recurrence.schedule.graph)
         seconds = dict.fromkeys(schedule.graph.ranks, 0.0)
         for op in schedule.ops:
@@ -354,8 +360,9 @@ class Pipeline:
 
     @cached_property
     def _rear(self) -> int:
-        whole = self._leads and self.units.whole
-        return self._intervals_of(self._leads[0]).rear - self.units.kept if whole else 0
+        if not self._leads or not self.units.whole:
+            return 0
+        return self._intervals_of(self._leads[0]).rear - self.units.kept
 
     @cached_property
     def _leads(self) -> list[str]:
@@ -364,7 +371,7 @@ class Pipeline:
         return [stage for stage in varying if not graph.in_edges(stage)]
 
     def _lead(self, sizes_CS: np.ndarray) -> str:
-        """The stage with the most work among those that begin the pipeline; "" if none has costs that vary."""
+        """The stage with the most work at the pipeline's beginning; "" if none there has varying costs."""
         work = dict.fromkeys(self._leads, 0.0)
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
             if stage in work:
@@ -377,16 +384,16 @@ class Pipeline:
         return self._intervals[lead]
 
     def _cut(self, groups: list[list[int]], sizes_CS: np.ndarray, *, even: bool) -> np.ndarray:
-        """Each rank's samples in microbatches [R, M, W]: those of each unit, or with `even` all, as even as can be."""
-        slots_RMW, total_S = np.full_like(self._given, _EMPTY), sizes_CS.sum(axis=0)
+        """Cuts each rank's samples into microbatches [R, M, W], evenly within each unit, or with `even` over all."""
+        slots_RMW, total_S = np.full_like(self._original, _EMPTY), sizes_CS.sum(axis=0)
         units = Units(self.microbatches, self.microbatches) if even else self.units
         for rank, (rows, group) in enumerate(zip(self.rows, groups, strict=True)):
             if units.size == 1:
                 slots_RMW[rank, :, :rows] = np.array(group, np.int64).reshape(self.microbatches, -1)
                 continue
-            for own in map(units.members, range(units.count)):
-                block = group[own.start * rows : own.stop * rows]
-                slots_RMW[rank, own.start : own.stop, :rows] = cut(block, total_S, len(own))
+            for members in map(units.members, range(units.count)):
+                block = group[members.start * rows : members.stop * rows]
+                slots_RMW[rank, members.start : members.stop, :rows] = cut(block, total_S, len(members))
         return slots_RMW
 
     def _order(self, slots_RMW: np.ndarray) -> Order:
@@ -394,7 +401,7 @@ class Pipeline:
         return tuple(tuple(map(tuple, slots_MW[:, :rows].tolist())) for rows, slots_MW in pairs)
 
     def _slots(self, order: Order) -> np.ndarray:
-        slots_RMW = np.full_like(self._given, _EMPTY)
+        slots_RMW = np.full_like(self._original, _EMPTY)
         for rank, microbatches in enumerate(order):
             for place, samples in enumerate(microbatches):
                 slots_RMW[rank, place, : len(samples)] = samples

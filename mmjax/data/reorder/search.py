@@ -1,8 +1,8 @@
-"""Searches for an order of microbatches by moves and exchanges; those of a round are timed at once.
+"""Searches for an order of microbatches by moves and exchanges; all candidates of a round are timed at once.
 
-A *line* is a pipeline with microbatches of its own: that of a dp rank, or of all of them together where they are in
-step. The line that takes longest counts. The search draws from a fixed sequence and stops after a fixed number of
-timings (`Effort`), never by the clock, so every process finds the same order.
+A *line* is a pipeline with separate microbatches: that of one dp rank, or of all of them if they run in step. The
+slowest line counts. The search draws from a fixed sequence and stops after a fixed number of timings (`Effort`), never
+by the clock, so every process finds the same order.
 
 Legend: C costs that vary, M microbatches of a line, L lines, K cases, I microbatches of all lines.
 """
@@ -18,10 +18,10 @@ from mmjax.schedule.recurrence import Recurrence
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long a search goes on.
+    """Limits of a search.
 
-    cases: orders that are timed in a round. timings: the most timings of an op in a case, in all rounds together.
-    rounds: the most rounds. patience: rounds without gain after which it ends.
+    cases: number of orders that are timed in a round. timings: the most timings of an op in a case, in all rounds
+    together. rounds: the most rounds. patience: number of rounds without gain after which the search ends.
     """
 
     cases: int = 256
@@ -30,12 +30,12 @@ class Effort:
     patience: int = 6
 
     def rounds_of(self, ops: int) -> int:
-        """How many rounds a schedule of so many ops gets."""
+        """Number of rounds for a schedule of `ops` ops."""
         return min(self.rounds, self.timings // max(1, ops * self.cases))
 
 
 class Draws:
-    """Whole numbers that look random: SplitMix64 (Steele et al. 2014), the same everywhere and for ever."""
+    """Pseudorandom integers: SplitMix64 (Steele et al. 2014), the same on every machine."""
 
     def __init__(self) -> None:
         self._state = 0
@@ -60,14 +60,14 @@ def improve(
     enough: float = 0.0,
     effort: Effort | None = None,
 ) -> np.ndarray:
-    """An order whose slowest line takes no longer than that of `order_ML`, microbatches by place in sizes_CI.
+    """Searches from `order_ML` for an order whose slowest line takes less time.
 
-    Microbatches move inside their line, and are exchanged between the slowest line and others of as many rows. The
-    search ends once the slowest line takes `enough` seconds or less.
+    Microbatches, by place in sizes_CI, move inside their line, and are exchanged between the slowest line and other
+    lines of as many rows. The search ends once the slowest line takes `enough` seconds or less.
     """
     effort = effort or Effort()
     order_ML = order_ML.copy()
-    sizes_CI = sizes_CI.astype(np.float32)  # half the bytes; what is found is timed again in full
+    sizes_CI = sizes_CI.astype(np.float32)  # half the bytes; the result is timed again in full precision
     microbatches, lines = order_ML.shape
     spans_L = recurrence.makespans(sizes_CI[:, order_ML])
     draws, idle = Draws(), 0
@@ -81,10 +81,10 @@ def improve(
         moves = _moves(order_ML, spans_L, effort.cases - 2 * pairs, draws)
         swaps = _exchanges(order_ML, slowest, peers, pairs, draws)
         trial_MK = np.concatenate([moves[1], swaps[1]], axis=1)
-        found_K = recurrence.makespans(sizes_CI[:, trial_MK])
-        _take_moves(order_ML, spans_L, *moves, found_K[: len(moves[0])])
+        spans_K = recurrence.makespans(sizes_CI[:, trial_MK])
+        _take_moves(order_ML, spans_L, *moves, spans_K[: len(moves[0])])
         if pairs:
-            _take_exchange(order_ML, spans_L, slowest, *swaps, found_K[len(moves[0]) :])
+            _take_exchange(order_ML, spans_L, slowest, *swaps, spans_K[len(moves[0]) :])
         idle = 0 if spans_L.max() < before else idle + 1
         if idle == effort.patience:
             break
@@ -92,7 +92,7 @@ def improve(
 
 
 def _moves(order_ML: np.ndarray, spans_L: np.ndarray, cases: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """Cases in which one microbatch of a slow line goes elsewhere, or two change places: (lines [K], orders [M, K])."""
+    """Cases that move one microbatch of a slow line, or swap two: (lines [K], orders [M, K])."""
     microbatches = len(order_ML)
     slow = np.argsort(-spans_L, kind="stable")
     near = int((spans_L >= 0.99 * spans_L.max()).sum())
@@ -116,7 +116,8 @@ def _exchanges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cases in which the slowest line and another one exchange a microbatch.
 
-    Returns the other lines [pairs], and orders [M, 2 · pairs], those of the slowest line first.
+    Returns:
+      The other lines [pairs], and orders [M, 2 · pairs], first those of the slowest line.
     """
     microbatches = len(order_ML)
     if not pairs:
@@ -132,14 +133,14 @@ def _exchanges(
 
 
 def _take_moves(
-    order_ML: np.ndarray, spans_L: np.ndarray, line_K: np.ndarray, trial_MK: np.ndarray, found_K: np.ndarray
+    order_ML: np.ndarray, spans_L: np.ndarray, line_K: np.ndarray, trial_MK: np.ndarray, spans_K: np.ndarray
 ) -> None:
     """Gives each line its best case, if that is shorter."""
     for line in np.unique(line_K).tolist():
-        own = np.flatnonzero(line_K == line)
-        best = own[found_K[own].argmin()]
-        if found_K[best] < spans_L[line]:
-            order_ML[:, line], spans_L[line] = trial_MK[:, best], found_K[best]
+        cases = np.flatnonzero(line_K == line)
+        best = cases[spans_K[cases].argmin()]
+        if spans_K[best] < spans_L[line]:
+            order_ML[:, line], spans_L[line] = trial_MK[:, best], spans_K[best]
 
 
 def _take_exchange(
@@ -148,16 +149,16 @@ def _take_exchange(
     slowest: int,
     other_K: np.ndarray,
     trial_MK: np.ndarray,
-    found_K: np.ndarray,
+    spans_K: np.ndarray,
 ) -> None:
-    """Makes the best exchange, unless a move has made its line as short or changed the other one."""
+    """Makes the best exchange, unless a move has made the slowest line as short or changed the other line."""
     pairs = len(other_K)
-    both_K = np.maximum(found_K[:pairs], found_K[pairs:])
-    best = int(both_K.argmin())
-    other = int(other_K[best])
-    same = sorted([*order_ML[:, slowest], *order_ML[:, other]]) == sorted(
+    longer_K = np.maximum(spans_K[:pairs], spans_K[pairs:])
+    best = int(longer_K.argmin())
+    peer = int(other_K[best])
+    same = sorted([*order_ML[:, slowest], *order_ML[:, peer]]) == sorted(
         [*trial_MK[:, best], *trial_MK[:, pairs + best]]
     )
-    if same and both_K[best] < max(spans_L[slowest], spans_L[other]):
-        for line, case in ((slowest, best), (other, pairs + best)):
-            order_ML[:, line], spans_L[line] = trial_MK[:, case], found_K[case]
+    if same and longer_K[best] < max(spans_L[slowest], spans_L[peer]):
+        for line, case in ((slowest, best), (peer, pairs + best)):
+            order_ML[:, line], spans_L[line] = trial_MK[:, case], spans_K[case]

@@ -23,12 +23,12 @@ from mmjax.schedule.validate import ScheduleError
 class ModuleCost:
     """Costs of the stages of a module for the segments of a cell, in the unit of the schedule's costs.
 
-    A segment is a medium of so many patches, or a sample of so many tokens.
+    A segment is a medium (its length counts patches) or a sample (its length counts tokens).
 
     Attributes:
       forward: cost of a position in a forward, by stage.
       backward: cost of a position in a backward, by stage.
-      pairs: cost of attention between two positions of a segment, over that of a position.
+      pairs: cost of attention between two positions of a segment, relative to the cost of a position.
     """
 
     forward: Mapping[str, float]
@@ -36,7 +36,7 @@ class ModuleCost:
     pairs: float = 0.0
 
     def seconds(self, segments: Sequence[int]) -> tuple[float, float]:
-        """Costs of forward and backward for segments of so many positions, in all stages together."""
+        """Costs of forward and backward of segments of these lengths, summed over all stages."""
         positions = sum(n + self.pairs * n * n for n in segments)
         return positions * sum(self.forward.values()), positions * sum(self.backward.values())
 
@@ -44,8 +44,8 @@ class ModuleCost:
         """Each stage's share of the module's forward and backward."""
         forward, backward = sum(self.forward.values()), sum(self.backward.values())
         return {
-            stage: (own / forward if forward else 0.0, self.backward[stage] / backward if backward else 0.0)
-            for stage, own in self.forward.items()
+            stage: (cost / forward if forward else 0.0, self.backward[stage] / backward if backward else 0.0)
+            for stage, cost in self.forward.items()
         }
 
 
@@ -55,9 +55,9 @@ class Reordered:
 
     Attributes:
       order: the samples by microbatch, cell and row, as `Packer` takes them.
-      figures: "imbalance_nominal" and "imbalance_given": nominal seconds of modules in the largest cell of each
-        microbatch (each unit where stages have lanes) over those in the mean cell, with and without reordering;
-        "reorder_gain": the step's simulated time without reordering over that with it.
+      figures: "imbalance_nominal" and "imbalance_given": nominal seconds of the largest cell of each microbatch (of
+        each unit if stages have lanes) over the mean cell's, with and without reordering. "reorder_gain": the step's
+        simulated time without reordering over its time with it.
     """
 
     order: tuple[int, ...]
@@ -72,8 +72,8 @@ class StepOrder:
       method: one of `METHODS`.
       graph, schedule, inner, microbatches, window: see `make_schedule`.
       costs: the schedule's costs, as (kind, stage or edge, whether backward, seconds).
-      others: factor on the costs of F and B of the stages whose costs do not vary.
-      modules: the modules whose costs vary: encoders and generators, and the LLM where its rows are packed.
+      constant_scale: factor on the costs of F and B of the stages with constant costs.
+      modules: the modules with varying costs: encoders and generators, and the LLM where its rows are packed.
       rows: samples of a microbatch, by cell.
     """
 
@@ -84,7 +84,7 @@ class StepOrder:
     microbatches: int
     window: int
     costs: tuple[tuple[str, str, bool, float], ...]
-    others: float
+    constant_scale: float
     modules: Mapping[str, ModuleCost]
     rows: tuple[int, ...]
 
@@ -94,30 +94,33 @@ class StepOrder:
         Without a packer there are no buckets yet, and a microbatch takes the time of the samples in its fullest cell.
         """
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
-        given, order = (pipeline.reorder(seconds, method, padded) for method in ("none", self.method))
-        spans = [pipeline.makespan(seconds, one, padded) for one in (given, order)]
-        before, after = (pipeline.imbalance(seconds, one) for one in (given, order))
-        figures = {"imbalance_nominal": after, "imbalance_given": before, "reorder_gain": spans[0] / spans[1]}
-        return Reordered(order=tuple(_flat(order, self.microbatches)), figures=figures)
+        original, reordered = (pipeline.reorder(seconds, method, padded) for method in ("none", self.method))
+        before, after = (pipeline.makespan(seconds, order, padded) for order in (original, reordered))
+        figures = {
+            "imbalance_nominal": pipeline.imbalance(seconds, reordered),
+            "imbalance_given": pipeline.imbalance(seconds, original),
+            "reorder_gain": before / after,
+        }
+        return Reordered(order=tuple(_flat(reordered, self.microbatches)), figures=figures)
 
     def makespan(self, metas: Sequence[SampleMeta], packer: Packer) -> float:
-        """Simulated time of a step whose samples come in this order, in the unit of the costs."""
+        """Simulated time of a step with samples in this order, in the unit of the costs."""
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         return pipeline.makespan(seconds, pipeline.reorder(seconds, "none"), padded)
 
     def timeline(self, metas: Sequence[SampleMeta], packer: Packer) -> Timeline:
-        """The simulation of a step whose samples come in this order."""
+        """The simulation of a step with samples in this order."""
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         return pipeline.timeline(seconds, pipeline.reorder(seconds, "none"), padded)
 
     def seconds(self, metas: Sequence[SampleMeta]) -> dict[str, np.ndarray]:
-        """Costs of forward and backward of each sample in all stages together [S, 2], by module."""
+        """Costs of forward and backward of each sample [S, 2], summed over stages, by module."""
         return {
             name: np.array([cost.seconds(meta.segments(name)) for meta in metas]) for name, cost in self.modules.items()
         }
 
     def _padded(self, metas: Sequence[SampleMeta], packer: Packer | None) -> Padded | None:
-        """Costs of microbatches by their buckets, however little of these is filled; None without a packer."""
+        """Costs of microbatches from their buckets, which may be partly filled; None without a packer."""
         if packer is None:
             return None
         of_bucket = {
@@ -127,15 +130,16 @@ class StepOrder:
 
         def padded(order: Order) -> dict[str, np.ndarray]:
             buckets = packer.buckets([metas[i] for i in _flat(order, self.microbatches)])
-            return {name: np.array([own[bucket[name]] for bucket in buckets]) for name, own in of_bucket.items()}
+            return {name: np.array([costs[bucket[name]] for bucket in buckets]) for name, costs in of_bucket.items()}
 
         return padded
 
     @cached_property
     def _pipeline(self) -> Pipeline:
-        """The pipeline; each process that uses one makes its own."""
-        costs = Costs(seconds={(kind, name, way): seconds for kind, name, way, seconds in self.costs})
-        scaled = {key: own * (self.others if key[0] in ("F", "B") else 1.0) for key, own in costs.seconds.items()}
+        """The pipeline. It is not pickled: each process makes another."""
+        costs = Costs(seconds={(kind, name, backward): seconds for kind, name, backward, seconds in self.costs})
+        scale = {"F": self.constant_scale, "B": self.constant_scale}
+        scaled = {key: seconds * scale.get(key[0], 1.0) for key, seconds in costs.seconds.items()}
         shares = {name: cost.shares() for name, cost in self.modules.items()}
         schedule = train_schedule(self.schedule, self.graph, self.microbatches, costs, self.window, self.inner)
         return Pipeline(schedule, Costs(seconds=scaled), shares, self.rows, together=True)
@@ -145,7 +149,7 @@ class StepOrder:
 
 
 def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int, inner: str) -> Schedule:
-    """`make_schedule` of `Train.schedule`. Raises ConfigError where the schedule does not go with the stages."""
+    """`make_schedule` of `Train.schedule`. Raises ConfigError if the schedule does not fit the stages."""
     try:
         return make_schedule(name, graph, microbatches, costs, window=window, inner=inner)
     except ScheduleError as error:

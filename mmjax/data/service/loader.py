@@ -208,7 +208,7 @@ class ServedLoader(Iterator[StepBatch]):
             self._start(self._fetch, step, slot)
 
     def _fetch(self, step: int, slot: _Slot) -> None:
-        """Gets a step, in a thread of its own: tries servers until the batch is there, wherever it came from."""
+        """Fetches a step, in a separate thread: tries servers until one thread has received the batch."""
         try:
             while (maker := self._next_maker(step, slot)) is not None:
                 if isinstance(maker, Member):

@@ -92,7 +92,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing; batches that are not made are cancelled."""
+        """Kills the processes; batches that are not made are cancelled."""
         self._closed = True
         for _ in self._threads:
             self._tasks.put(None)
@@ -134,7 +134,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         parent_end, child_end = context.Pipe()
         process = context.Process(
-            target=_work, args=(child_end, self._maker), name=f"{worker.OWN_PROCESS}-{number}", daemon=True
+            target=_work, args=(child_end, self._maker), name=f"{worker.POOL_PROCESS}-{number}", daemon=True
         )
         with self._lock:
             process.start()
@@ -171,7 +171,7 @@ def _work(connection: Connection, maker: StepMaker) -> None:
             (step, shard), begin = json.loads(connection.recv_bytes()), time.perf_counter()
             try:
                 file, header, size = _make(steps_of(replace(maker, process_rows=read_shard(shard, maker.packer)))[step])
-            except Exception as error:  # whatever a source raises concerns this step alone
+            except Exception as error:  # an error of a source concerns only this step
                 text = " ".join(str(error).split()) or "no message"
                 connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {text}"[:2000]}).encode())
                 continue

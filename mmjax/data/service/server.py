@@ -39,8 +39,8 @@ class _Guard(flight.ServerMiddlewareFactory):
         self._token = token.encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        sent = [value for name, values in headers.items() if name.lower() == "authorization" for value in values]
-        text = sent[0] if len(sent) == 1 and isinstance(sent[0], str) else ""
+        texts = [value for name, values in headers.items() if name.lower() == "authorization" for value in values]
+        text = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else ""
         scheme, _, token = text.partition(" ")
         if scheme != "Bearer" or not hmac.compare_digest(token.encode(errors="replace"), self._token):
             raise flight.FlightUnauthenticatedError("the token is missing or wrong")
@@ -107,7 +107,7 @@ def _failed(future: Future[MadeBatch]) -> bool:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises OSError if the port cannot be listened on; gRPC itself would first print lines of its own."""
+    """Raises OSError if the port cannot be listened on; gRPC would print lines first."""
     family, kind, protocol_, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol_) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

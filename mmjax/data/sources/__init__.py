@@ -1,7 +1,8 @@
-"""Datasets that a user brings: finds and reads their records, and makes samples of them.
+"""Datasets of users: finds and reads their records, and makes samples of them.
 
-A `Reader` finds and reads the records of one dataset (`llava`, `webdataset`, `array_record`, `parquet`, or a user's
-own); `PreparedRecords` makes samples of them, with a metadata index; `Mixture` shuffles and mixes several.
+A `Reader` finds and reads the records of one dataset (`llava`, `webdataset`, `array_record`, `parquet`, or a reader
+from a user's code). `PreparedRecords` makes samples of them, with a metadata index. `Mixture` shuffles and mixes
+several datasets.
 """
 
 from mmjax.data.sources.config import SourceConfig

@@ -1,5 +1,5 @@
-"""ArrayRecord files, which Grain's own sources use. A record is a tar with the members of one sample (see `tar`), or
-JSON text where there are no media. Files behind URLs are copied to the cache first: the library reads local ones."""
+"""ArrayRecord files, which Grain's sources use. A record is a tar with the members of one sample (see `tar`), or JSON
+without media. Files behind URLs are copied to the cache first: the library reads only local files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmjax.data.sources.tar import record_of
 
 
 class ArrayRecordReader:
-    """A place is (file, number of the record)."""
+    """Reads ArrayRecord files. A place is (file, number of the record)."""
 
     def __init__(self, config: SourceConfig, cache: Path):
         self._paths, self._cache = storage.expand(config.path), cache
@@ -39,7 +39,7 @@ class ArrayRecordReader:
             yield from (Entry(name=f"{path}[{record}]", place=(number, record)) for record in range(count))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record with that number."""
+        """The record at a place."""
         path, number = self._paths[place[0]], place[1]
         try:
             (data,) = self._file(path).read([number])
@@ -63,5 +63,5 @@ class ArrayRecordReader:
         return self._open[path]
 
 
-def _no_media(name: object, what: str) -> Media:
-    raise Unusable(f"{what} {str(name)[:60]!r}: a record with media is a tar")
+def _no_media(name: object, kind: str) -> Media:
+    raise Unusable(f"{kind} {str(name)[:60]!r}: a record with media is a tar")

@@ -13,7 +13,7 @@ from mmjax.user_code import CODE, names_code
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
 PROMPTS = "messages"
-"""The kind of a file of dialogues that are to be answered, which `mmjax.generate` writes."""
+"""The kind of a file of prompts, which `mmjax.generate` writes."""
 FOLDER = "folder"
 """The template that is the chat template of the folder in ``Data.tokenizer``."""
 _READ = {
@@ -23,11 +23,11 @@ _READ = {
     "smart": ("max_pixels", "min_pixels"),
     "naflex": ("max_patches",),
 }
-"""The settings that each way to resize reads, of those that not all of them do."""
+"""The settings that each value of `resize` reads, among the settings that not all read."""
 RESIZES = tuple(_READ)
 FITS = ("pad", "crop", "stretch", "square")
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""In the order of Pillow's numbers, which folders have."""
+"""Filters in the order of Pillow's numbers, which folders contain."""
 MOST_PIXELS = 89_478_485
 """Pillow warns of larger images."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -133,13 +133,13 @@ class SourceConfig:
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """The settings without effect, given the others, each with the reason."""
         read = set(_READ[self.resize]) - ({"edge"} if self.fit not in ("crop", "square") else set())
         names = {name for fields in _READ.values() for name in fields}
         return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read}
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
-        """The template, with the pieces that are given; `tokenizer` is Data.tokenizer. Raises ConfigError."""
+        """The template, with `pieces` in place of its own; `tokenizer`: Data.tokenizer. Raises ConfigError."""
         if self.template == FOLDER:
             return read_template(tokenizer)
         return TEMPLATES[self.template].changed("Source.pieces", self.pieces)

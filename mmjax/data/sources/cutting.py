@@ -1,4 +1,4 @@
-"""Records that lose their last turns, where a dialogue is longer than a row."""
+"""Cuts the last turns off records whose dialogue is longer than a row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmjax.data.turns import SYSTEM, USER, Turn
 
 
 def cut_points(turns: Sequence[Turn]) -> list[int]:
-    """The numbers of turns that a dialogue may be cut to: up to an answer, and not amid the answers to one question."""
+    """The numbers of turns to which a dialogue may be cut: it ends after the last answer to a question."""
     first = next((number for number, turn in enumerate(turns) if turn.learned), len(turns))
     ends = range(first + 1, len(turns))
     return [end for end in ends if turns[end - 1].is_answer and turns[end].role in (USER, SYSTEM)]
 
 
 def cut(record: Record, count: int) -> Record:
-    """A record with the first `count` turns and the media in them; media without a mark are in them too."""
+    """The record with its first `count` turns and their media; media without a mark are kept."""
     turns = record.dialogue
 
     def media(values: tuple[Media, ...], mark: str) -> tuple[Media, ...]:

@@ -1,4 +1,4 @@
-"""Builds a `Mixture` from the configuration: of the datasets of `Data.sources`, or of the one folder `Data.folder`."""
+"""Builds a `Mixture` from the configuration: from the datasets `Data.sources`, or from the folder `Data.folder`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmjax.data.types import EncoderSpec
 __all__ = ["IndexObserver", "folder_as_source", "open_folder", "open_sources"]
 DATA_FILE = "data.jsonl"
 _LINE = '{"images": ["a.png"], "question": "what is it?", "answer": "a cat"}'
-"""A line of it."""
+"""A line of this file, for messages."""
 
 
 def open_sources(
@@ -42,35 +42,45 @@ def open_sources(
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
-    observer: told about the progress of indexes that have to be made. skipped: a file for records that cannot be used.
-    known: by dataset, its records as the run knows them. settings: none, as there is no task. Raises ConfigError.
+    observer: receives the progress of indexes that have to be made. skipped: a file for records that cannot be used.
+    known: by dataset, the records that the run knows. settings: None, as there is no task. Raises ConfigError.
     """
-    found = Skipped(path=Path(skipped) if skipped else None)
+    unusable = Skipped(path=Path(skipped) if skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
     shares = quotas(config.sources)
     opened = []
     for name in config.sources:
         if name not in sources:
             raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as 'data.json'")
-        own = PreparedRecords(
-            name, sources[name], config, encoders, tokenizer, cache=cache, observer=observer or Silent(), skipped=found
+        opened.append(
+            PreparedRecords(
+                name,
+                sources[name],
+                config,
+                encoders,
+                tokenizer,
+                cache=cache,
+                observer=observer or Silent(),
+                skipped=unusable,
+            )
         )
-        opened.append(own)
     return Mixture(opened, shares, seed=seed, split=split, known=known)
 
 
-def open_folder(config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **about: Any) -> Mixture:
-    """The samples of `Data.folder`; arguments are those of `open_sources`. Raises ConfigError."""
+def open_folder(
+    config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **options: Any
+) -> Mixture:
+    """The samples of `Data.folder`. options: as of `open_sources`; its `sources` are ignored. Raises ConfigError."""
     config, sources = folder_as_source(config)
-    return open_sources(config, encoders, tokenizer, **{**about, "sources": sources})
+    return open_sources(config, encoders, tokenizer, **{**options, "sources": sources})
 
 
 def folder_as_source(
     config: DataConfig, like: SourceConfig | None = None
 ) -> tuple[DataConfig, dict[str, SourceConfig]]:
-    """`Data.folder` as the one dataset of `Data.sources`; a record of it that cannot be used ends the run.
+    """`Data.folder` as the only dataset of `Data.sources`; a record of it that cannot be used ends the run.
 
-    like: a source whose template and preprocessing its samples get. Raises ConfigError.
+    like: a source with the template and the preprocessing for the samples. Raises ConfigError.
     """
     folder, like = config.folder, like or SourceConfig(max_pixels=config.max_pixels, max_patches=0)
     if not folder:
@@ -81,7 +91,7 @@ def folder_as_source(
 
 
 def data_file(folder: str, field: str) -> str:
-    """The path of a folder's data.jsonl. Raises ConfigError where there is none; `field` is who names the folder."""
+    """The path of a folder's data.jsonl. Raises ConfigError if it is missing; `field`: the setting of the folder."""
     path = os.path.join(folder, DATA_FILE)
     if not os.path.isfile(path):
         lines = f"write one line per sample into {path}, such as {_LINE}"

@@ -1,7 +1,7 @@
 """Turns encoded images into media of an encoder: decodes, turns upright, resizes, normalises, pads, cuts into tiles.
 
-`Pictures.measure` plans an image's media from its header, so that metadata costs no decoding; `Pictures.media` makes
-media of exactly these sizes. How images get their sizes is in `sizes.py`.
+`Pictures.measure` plans an image's media from its header, so that metadata needs no decoding. `Pictures.media` makes
+media of exactly these sizes, which `sizes.py` computes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mmjax.data.types import EncoderSpec, Tiled
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _HEAD = 1 << 16
-"""Bytes of an image that are read to know its size; if they are not enough, all are read."""
+"""Bytes of an image that are read for its size; if they are not enough, all are read."""
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 """Tags of TIFF, and a value of the latter."""
 
 
 class Measure(NamedTuple):
-    """What an image's header says of its media.
+    """Sizes of an image and its media, from its header.
 
     Attributes:
       original: the upright image's height and width.
-      media: heights and widths of the media that it becomes, in their order.
+      media: heights and widths of the media that it becomes, in order.
     """
 
     original: Size
@@ -46,7 +46,7 @@ class Measure(NamedTuple):
 
 
 class Pictures:
-    """Images of a source for an encoder. Raises ConfigError where its settings do not fit the encoder."""
+    """Makes media of a source's images for an encoder. Raises ConfigError if the settings do not fit the encoder."""
 
     def __init__(self, name: str, config: SourceConfig, spec: EncoderSpec):
         self.config, self.spec = config, spec
@@ -65,16 +65,16 @@ class Pictures:
         """The sizes of an image and of the media that it becomes, from its header.
 
         Args:
-          data: the start of its bytes; all of them do too.
+          data: the start of its bytes, or all of them.
           alone: whether it is the only image of its dialogue.
-          tail: the end of its bytes, where `data` is the start alone.
+          tail: the end of its bytes, if `data` is only the start.
         """
         with _opened(data) as image:
             size = self._upright_size(image, orientation(image, tail or data))
-        return Measure(size, [self._covered(step.canvas) for step in self._plan(size, alone)])
+        return Measure(size, [self._covered(step.canvas) for step in self._plan(size, alone=alone)])
 
     def measure_file(self, image: Media, *, alone: bool) -> Measure:
-        """`measure` of an image of which no more is read than it takes. Raises Unusable if it is too large."""
+        """Measures an image and reads only as much of it as needed. Raises Unusable if it is too large."""
         limit = self.config.byte_limit
         head = image.read(limit, _HEAD)
         begun = image.data is None and len(head) == _HEAD
@@ -87,12 +87,12 @@ class Pictures:
             return self.measure(image.read(limit), alone=alone)  # its header may be longer, or be at its end
 
     def tiled(self, image: Measure) -> Tiled:
-        """How an image is cut."""
+        """How an image is cut into tiles."""
         grid = tile_grid(image.original, self.config) if len(image.media) > 1 else (0, 0)
         return Tiled(size=image.original, grid=grid)
 
     def tokens(self, image: Measure) -> int:
-        """LLM tokens of an image."""
+        """Number of LLM tokens of an image."""
         return token_count(self.spec, image.media, self.tiled(image))
 
     def sizes(self, data: bytes, *, alone: bool = True) -> list[Size]:
@@ -103,27 +103,29 @@ class Pictures:
         """The media of an image, float32 [h, w, C], sides multiples of patch * merge; see `measure`."""
         with _opened(data) as image:
             turn = orientation(image, data)
-            steps = self._plan(self._upright_size(image, turn), alone)
+            steps = self._plan(self._upright_size(image, turn), alone=alone)
             if self.config.draft:
                 largest = max(step.size[0] for step in steps), max(step.size[1] for step in steps)
-                # JPEGs are decoded at a half, a quarter or an eighth where that is still large enough.
+                # JPEGs are decoded at a half, a quarter or an eighth if that is still large enough.
                 image.draft("L" if self.spec.channels == 1 else "RGB", largest if turn >= 5 else flipped(largest))
             decoded = upright(self._decoded(image), turn, image.format)
         # Tiles are cut from one resized image.
         parts: dict[tuple[bool, Size], Part] = {}
         for step in steps:
             parts[step.square, step.size] = _around(parts.get((step.square, step.size)), step.crop)
-        resized = {key: self._resized(decoded, *key, part) for key, part in parts.items()}
+        resized = {
+            (square, size): self._resized(decoded, size, part, square=square) for (square, size), part in parts.items()
+        }
         corners = {key: part[:2] for key, part in parts.items()}
-        return [self._laid(resized[step.square, step.size], corners[step.square, step.size], step) for step in steps]
+        return [self._on_canvas(resized[s.square, s.size], corners[s.square, s.size], s) for s in steps]
 
     def _decoded(self, image: Image.Image) -> Image.Image:
         """The pixels in the encoder's channels. An alpha channel is left out."""
         decoded = _eight_bits(image).convert("L" if self.spec.channels == 1 else "RGB")
         if not self.config.white or decoded.info.get("transparency") is None:
             return decoded
-        seen = decoded.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert(decoded.mode)
+        with_alpha = decoded.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha).convert(decoded.mode)
 
     def _upright_size(self, image: Image.Image, turn: int) -> Size:
         height, width = image.height, image.width
@@ -131,7 +133,7 @@ class Pictures:
             raise Unusable(f"{width}x{height} pixels; Source.pixel_limit is {self.config.pixel_limit}")
         return (width, height) if swaps_sides(image, turn) else (height, width)
 
-    def _plan(self, size: Size, alone: bool) -> list[Step]:
+    def _plan(self, size: Size, *, alone: bool) -> list[Step]:
         try:
             steps = plan(size, self.config, self.spec, alone=alone)
         except ValueError as error:
@@ -147,11 +149,11 @@ class Pictures:
         patch = self.spec.patch
         return size[0] // patch * patch, size[1] // patch * patch
 
-    def _resized(self, image: Image.Image, square: bool, size: Size, part: Part) -> np.ndarray:
-        """A part of the image resized to `size`, normalised; with `square` it lies in a square before."""
+    def _resized(self, image: Image.Image, size: Size, part: Part, *, square: bool) -> np.ndarray:
+        """A part of the image resized to `size`, normalised. With `square`, the image is first padded to a square."""
         around = None
         if square:
-            # The mean's colour as whole numbers, rounded down: LLaVA's rule.
+            # The mean's colour rounded down to integers, as LLaVA does.
             colour = tuple(int(255 * value) for value in self.config.mean)
             around = (colour[0] if len(colour) == 1 else colour) or 0
         resample = Image.Resampling(RESAMPLES.index(self.config.resample))
@@ -164,8 +166,8 @@ class Pictures:
             values = (values - np.asarray(self.config.mean, np.float32)) / np.asarray(self.config.std, np.float32)
         return values
 
-    def _laid(self, pixels: np.ndarray, corner: Size, step: Step) -> np.ndarray:
-        """The medium of a step, from the pixels from `corner` on of the resized image."""
+    def _on_canvas(self, pixels: np.ndarray, corner: Size, step: Step) -> np.ndarray:
+        """The medium of a step. pixels: the resized image from `corner` on."""
         top, left, height, width = step.crop[0] - corner[0], step.crop[1] - corner[1], *step.crop[2:]
         canvas = part = pixels[top : top + height, left : left + width]
         if step.at != (0, 0) or (height, width) != step.canvas:
@@ -183,7 +185,7 @@ def _read_tail(path: str) -> bytes:
 
 
 def _around(part: Part | None, crop: Part) -> Part:
-    """The smallest part that has both."""
+    """The smallest part that contains both."""
     if part is None or not part[2] * part[3]:
         return crop
     if not crop[2] * crop[3]:
@@ -194,7 +196,7 @@ def _around(part: Part | None, crop: Part) -> Part:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits as grey of 8, by its upper bits, as Pillow reads colours of 16 bits; other images as they are."""
+    """Converts grey of 16 bits to 8, by the upper bits, as Pillow reads 16-bit colours; returns others unchanged."""
     if image.mode in ("I", "F"):
         kind = "whole" if image.mode == "I" else "floating-point"
         raise Unusable(f"grey in {kind} numbers of 32 bits has no white; save it with 8 or 16 bits")
@@ -209,7 +211,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large images, of which we judge ourselves, and of odd metadata
+        warnings.simplefilter("ignore")  # of large images, for which there is a limit, and of odd metadata
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError:  # whose message names an address in memory

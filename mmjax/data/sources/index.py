@@ -1,8 +1,8 @@
-"""The metadata index of a source: the place of each record, its tokens, and the sizes of its media. Made once.
+"""The metadata index of a source: the place of each record, its tokens, and the sizes of its media.
 
-An index's file is one line of JSON (format, settings that it was made for, digest, shapes) and the arrays' bytes. It is
-written under another name and then renamed, so that no reader ever sees a part of it. It is used only if its digest is
-right, it was made for the same settings, and the files that it was made from still have the same sizes and times.
+The file of an index is one line of JSON (format, settings, digest, shapes) and the bytes of the arrays. It is written
+under another name and then renamed, so that no reader sees a part of it. It is used only if its digest is right, the
+settings are the same, and the files of the data still have the same sizes and times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
-from mmjax.data.sources.known import key_of_contents, told_apart
+from mmjax.data.sources.known import key_of_contents, unique_keys
 from mmjax.data.sources.record import Record
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
@@ -34,7 +34,7 @@ _HEADER_LIMIT = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Strings:
-    """Many strings as two arrays: UTF-8 bytes, and where each ends."""
+    """Many strings as two arrays: UTF-8 bytes, and the end of each string in them."""
 
     data: np.ndarray
     ends: np.ndarray
@@ -44,7 +44,7 @@ class Strings:
         """The arrays of some texts; characters that UTF-8 cannot encode are escaped."""
         coded = [text.encode("utf-8", "backslashreplace") for text in texts]
         data = np.frombuffer(b"".join(coded), np.uint8)
-        return Strings(data=data, ends=np.cumsum([len(one) for one in coded], dtype=np.int64))
+        return Strings(data=data, ends=np.cumsum([len(text) for text in coded], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -75,25 +75,25 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Metadata of a source's N usable records, and of those left out.
+    """Metadata of a source's N usable records, and the faults of those left out.
 
     Attributes:
       numbers: int64 [N], each record's number among all records.
       places: int64 [N, ·], see `Entry`.
-      turns: int32 [N], how many of its turns are kept.
-      tokens: int32 [N].
-      learned: int32 [N], how many of its tokens have a loss weight.
-      weights: float64 [N], the sum of its loss weights but the first.
-      images: int32 [·, 3], for each medium that images become: the image's number in its record, height, width.
+      turns: int32 [N], number of turns after cutting.
+      tokens: int32 [N], number of tokens.
+      learned: int32 [N], number of tokens with a loss weight.
+      weights: float64 [N], sum of the loss weights except the first token's.
+      images: int32 [·, 3], for each medium made of images: the image's number in its record, height, width.
       image_ends: int64 [N], the end of each record's rows in `images`.
       originals: int32 [·, 2], height and width of each image, upright and before it is resized.
       original_ends: int64 [N], the end of each record's rows in `originals`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
-      keys: uint64 [N], hashes by which records are recognised where the data have changed; see `known`.
+      keys: uint64 [N], hashes by which records are recognised in changed data; see `known`.
       names: names of the records.
       faults: the fields of a `Fault` in turn, for each record left out.
-      files: the files that it was made from.
+      files: the files of the data.
     """
 
     numbers: np.ndarray
@@ -117,13 +117,13 @@ class Index:
         return len(self.tokens)
 
     def sizes(self, record: int) -> list[list[tuple[int, int]]]:
-        """For each image of a record, heights and widths of the media that it becomes."""
-        found: list[list[tuple[int, int]]] = []
+        """The (height, width) of each medium that an image becomes, for each image of a record."""
+        by_image: list[list[tuple[int, int]]] = []
         for number, height, width in self.images[_span(self.image_ends, record)].tolist():
-            if number == len(found):
-                found.append([])
-            found[number].append((height, width))
-        return found
+            if number == len(by_image):
+                by_image.append([])
+            by_image[number].append((height, width))
+        return by_image
 
     def upright(self, record: int) -> list[tuple[int, int]]:
         """Height and width of each image of a record, before it is resized."""
@@ -135,24 +135,24 @@ class Index:
 
     @property
     def scanned(self) -> int:
-        """Number of all records, left out ones included."""
+        """Number of all records, with those left out."""
         return len(self) + len(self.faults) // len(Fault._fields)
 
     def left_out(self) -> list[Fault]:
-        """The faults of the records that are left out."""
+        """The faults of the records left out."""
         texts, width = list(self.faults), len(Fault._fields)
         return [Fault(*texts[at : at + width]) for at in range(0, len(texts), width)]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array by its name in the file."""
-        found: dict[str, np.ndarray] = {}
+        by_name: dict[str, np.ndarray] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Strings):
-                found |= {f"{field.name}.data": value.data, f"{field.name}.ends": value.ends}
+                by_name |= {f"{field.name}.data": value.data, f"{field.name}.ends": value.ends}
             else:
-                found[field.name] = value
-        return found
+                by_name[field.name] = value
+        return by_name
 
 
 def _span(ends: np.ndarray, at: int) -> slice:
@@ -160,7 +160,7 @@ def _span(ends: np.ndarray, at: int) -> slice:
 
 
 def fingerprint(files: Iterable[str]) -> str:
-    """A digest of the sizes and times of files; one that is missing counts as such."""
+    """A digest of the sizes and times of files; missing files count too."""
     local = list(files)
     digest = hashlib.blake2b(digest_size=16)
     # Threads, since a network makes each call wait.
@@ -241,16 +241,16 @@ def _index(arrays: dict[str, np.ndarray]) -> Index:
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
     """A digest of names, types, shapes and contents."""
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data if array.size else b"")
-    return found.hexdigest()
+        hashed.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        hashed.update(np.ascontiguousarray(array).data if array.size else b"")
+    return hashed.hexdigest()
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """A context that one process enters at a time: others wait while it makes the index, and then find it made."""
+def exclusive(path: Path) -> Iterator[None]:
+    """A context that one process enters at a time: others wait while it makes the index, and then open it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f"{path.name}.lock"), "wb")  # noqa: SIM115
@@ -275,9 +275,9 @@ def default_cache() -> Path:
 
 
 def key_of(record: Record, question: str) -> int:
-    """A hash of a record's contents as the data have them, whatever the settings make of it.
+    """A hash of a record's contents in the data, which does not depend on settings.
 
-    `question` is the setting that is asked about captions.
+    question: `Source.question`, which is left out of the hash.
     """
     turns = [
         (turn.role, turn.text if turn.is_answer or turn.text != question else "", dict(turn.keys))
@@ -293,22 +293,22 @@ def key_of(record: Record, question: str) -> int:
 
 def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
     """The index of measured records and of those left out; all places have the same number of integers."""
-    media = [[(n, *size) for n, image in enumerate(one.images) for size in image] for one in records]
+    media = [[(n, *size) for n, image in enumerate(record.images) for size in image] for record in records]
     return Index(
-        numbers=np.asarray([one.number for one in records], np.int64),
-        places=np.asarray([one.place for one in records], np.int64).reshape(len(records), -1 if records else 1),
-        turns=np.asarray([one.turns for one in records], np.int32),
-        tokens=np.asarray([one.tokens for one in records], np.int32),
-        learned=np.asarray([one.learned for one in records], np.int32),
-        weights=np.asarray([one.weight for one in records], np.float64),
-        images=np.asarray([medium for own in media for medium in own], np.int32).reshape(-1, 3),
-        image_ends=np.cumsum([len(own) for own in media], dtype=np.int64),
-        originals=np.asarray([size for one in records for size in one.originals], np.int32).reshape(-1, 2),
-        original_ends=np.cumsum([len(one.originals) for one in records], dtype=np.int64),
-        recordings=np.asarray([n for one in records for n in one.recordings], np.int32),
-        recording_ends=np.cumsum([len(one.recordings) for one in records], dtype=np.int64),
-        keys=told_apart([record.key for record in records]),
-        names=Strings.of(one.name for one in records),
+        numbers=np.asarray([record.number for record in records], np.int64),
+        places=np.asarray([record.place for record in records], np.int64).reshape(len(records), -1 if records else 1),
+        turns=np.asarray([record.turns for record in records], np.int32),
+        tokens=np.asarray([record.tokens for record in records], np.int32),
+        learned=np.asarray([record.learned for record in records], np.int32),
+        weights=np.asarray([record.weight for record in records], np.float64),
+        images=np.asarray([medium for of_record in media for medium in of_record], np.int32).reshape(-1, 3),
+        image_ends=np.cumsum([len(of_record) for of_record in media], dtype=np.int64),
+        originals=np.asarray([size for record in records for size in record.originals], np.int32).reshape(-1, 2),
+        original_ends=np.cumsum([len(record.originals) for record in records], dtype=np.int64),
+        recordings=np.asarray([n for record in records for n in record.recordings], np.int32),
+        recording_ends=np.cumsum([len(record.recordings) for record in records], dtype=np.int64),
+        keys=unique_keys([record.key for record in records]),
+        names=Strings.of(record.name for record in records),
         faults=Strings.of(text for fault in faults for text in fault),
         files=Strings.of(files),
     )

@@ -1,4 +1,4 @@
-"""Keys of records and of their turns that change what is learned, and the ones that nobody reads."""
+"""Keys of records and turns that set loss weights, keys that are refused, and keys that are not read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from mmjax.data.sources.storage import Unusable
 
 WEIGHTS = ("loss", "train", "weight", "loss_scale")
-"""Say how much of an answer is learned: true, false, or a number that its loss is multiplied by."""
+"""Keys of the loss weight of an answer: true, false, or a factor of its loss."""
 MASKS = ("mask", "masked", "loss_mask", "ignore", "ignore_loss", "train_detail", "training_detail")
-"""Say that something is not learned, in ways that are not read here."""
+"""Keys that exclude something from learning in ways that mmjax does not read."""
 TURN = ("from", "role", "value", "content", *WEIGHTS, *MASKS)
-"""Keys of a turn that are read here; others are for a folder's template."""
+"""Keys of a turn that mmjax reads; others are for a folder's template."""
 _TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "system", "tools")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 RECORD = (*_TEXTS, *MEDIA, "id", "label", "functions", *WEIGHTS, *MASKS)
-"""Keys of a record that are read here."""
+"""Keys of a record that mmjax reads."""
 
 
 def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
@@ -25,7 +25,7 @@ def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
 
     Args:
       value: the turn or the record.
-      weight: the weight of an answer whose turn says nothing.
+      weight: the weight of an answer without such keys.
     """
     for key in MASKS:
         if value.get(key):
@@ -41,7 +41,7 @@ def _weight(key: str, value: object) -> float:
 
 
 def require_plain(value: Mapping[str, Any]) -> None:
-    """Requires that a record's keys ask for nothing that is not done here. Raises Unusable."""
+    """Refuses records with keys that mmjax cannot train on. Raises Unusable."""
     if value.get("label") is False:
         raise Unusable("label=false says that its answer is a bad one")
     if value.get("functions"):
@@ -52,12 +52,12 @@ def require_plain(value: Mapping[str, Any]) -> None:
 
 
 def unread(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a record that nobody reads; empty ones do not count."""
+    """The keys of a record that are not read; empty values do not count."""
     return named(key for key in value if key not in RECORD and value[key] not in (None, "", [], {}))
 
 
 def named(keys: Iterable[object]) -> tuple[str, ...]:
-    """Keys as they are shown, each once."""
+    """Keys as texts for messages, each once."""
     return tuple(dict.fromkeys(str(key)[:40] for key in keys))
 
 

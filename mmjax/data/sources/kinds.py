@@ -13,7 +13,7 @@ from mmjax.user_code import import_named, names_code
 
 def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
     """The reader of source `name`. Raises ConfigError if there is no such file or factory."""
-    reader = _own(name, config) if names_code(config.kind) else _built_in(name, config, cache)
+    reader = _from_user_code(name, config) if names_code(config.kind) else _built_in(name, config, cache)
     field, files = f"{name}/Source.path", reader.files()
     if not files and not names_code(config.kind):
         raise ConfigError(f"{field}={config.path!r}: no file is called so; name one, or a pattern that fits some")
@@ -26,7 +26,7 @@ def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
 
 
 def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
-    # Imported when wanted: each brings a library of its own.
+    # Imported when wanted: each imports another library.
     if not config.path:
         example = {"llava": "data.json", "webdataset": "shards/{000..012}.tar"}.get(config.kind, f"data.{config.kind}")
         raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as {example!r}")
@@ -47,7 +47,7 @@ def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
     return ParquetReader(config)
 
 
-def _own(name: str, config: SourceConfig) -> Reader:
+def _from_user_code(name: str, config: SourceConfig) -> Reader:
     field = f"{name}/Source.kind"
     reader = import_named(field, config.kind)(config)
     missing = [method for method in ("files", "scan", "read") if not callable(getattr(reader, method, None))]

@@ -1,8 +1,8 @@
-"""The records of a dataset as a run knows them. Its checkpoints keep this, since the data may change meanwhile.
+"""The records of a dataset that a run knows. They are kept in its checkpoints, since the data may change meanwhile.
 
-A record is recognised by its key, a hash of its contents, wherever it stands. So a record that was held out stays so in
-data that have grown, were sorted anew or have lost records, and one that was trained on is never held out. A later
-copy of a held-out record is held out too.
+A record is recognised by its key, a hash of its contents, and not by its place. So a held-out record stays held out in
+data that have grown, were sorted anew or have lost records, and a record that was trained on is never held out. A copy
+of a held-out record that is added later is held out too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Known:
     Attributes:
       usable: number of records that can be used.
       scanned: number of all records.
-      digest: of the usable records' keys in their order.
+      digest: a digest of the usable records' keys in their order.
       count: `Source.held_out`.
       held_out: keys of the records held out since the run began, 16 hexadecimal digits each. Some may be gone.
-      copies: keys of copies of these that were there when the run began, and are trained on.
+      copies: keys of copies of these that existed when the run began, and are trained on.
     """
 
     usable: int
@@ -38,7 +38,7 @@ class Known:
     copies: str = ""
 
     def is_held_out(self, keys: UInt64[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-        """Which records are held out: those of the beginning, and copies of them that have been added since."""
+        """Whether each record is held out: since the beginning, or as a copy that has been added since."""
         held_out, copies = _keys(self.held_out), _keys(self.copies)
         return np.isin(keys, np.setdiff1d(np.union1d(held_out, copies_among(keys, held_out)), copies))
 
@@ -46,7 +46,7 @@ class Known:
     def at_start(
         cls, keys: UInt64[np.ndarray, " N"], scanned: int, count: int, numbers: Int[np.ndarray, " K"]
     ) -> Known:
-        """The records of a run that begins; `numbers` are those of the records held out."""
+        """The records of a run that begins; `numbers`: the numbers of the held-out records."""
         held_out = keys[numbers]
         copies = written(np.setdiff1d(copies_among(keys, held_out), held_out))
         digest = digest_of(keys)
@@ -55,7 +55,7 @@ class Known:
         )
 
     def later(self, keys: UInt64[np.ndarray, " N"], scanned: int) -> Known:
-        """The records of the same run later on."""
+        """The records of the same run at a later step."""
         return replace(self, usable=len(keys), scanned=scanned, digest=digest_of(keys))
 
     @property
@@ -64,7 +64,7 @@ class Known:
         return len(_keys(self.held_out))
 
     def change(self, keys: UInt64[np.ndarray, " N"], scanned: int) -> str:
-        """The difference to the records now, in words; "" where the usable ones are the same.
+        """The difference to the records now, in words; "" if the usable records are the same.
 
         Args:
           keys: keys of the usable records now.
@@ -95,12 +95,12 @@ def digest_of(keys: UInt64[np.ndarray, " N"]) -> str:
 
 
 def key_of_contents(contents: bytes) -> int:
-    """The key of a record, the first with these contents."""
+    """The key of the first record with these contents."""
     return int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big")
 
 
-def told_apart(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
-    """Keys of records in their order, of which no two are equal: copies of a record get keys of their own."""
+def unique_keys(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
+    """Keys of records in their order, made unique: copies of a record get other keys."""
     counts: dict[int, int] = {}
     result = np.zeros(len(keys), np.uint64)
     for place, key in enumerate(keys):
@@ -110,7 +110,7 @@ def told_apart(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
 
 
 def copies_among(keys: UInt64[np.ndarray, " N"], originals: UInt64[np.ndarray, " K"]) -> UInt64[np.ndarray, " C"]:
-    """The keys of copies of some records that are among `keys`."""
+    """Those of `keys` that belong to copies of the records with the keys `originals`."""
     result, remaining, number = [np.zeros(0, np.uint64)], originals, 1
     while len(remaining):
         copies = np.asarray([_copy(int(key), number) for key in remaining], np.uint64)

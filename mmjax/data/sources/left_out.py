@@ -12,7 +12,7 @@ from mmjax.data.sources.skipped import Fault
 _SHOWN = 3
 """Reasons in a line."""
 _PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|\d+")
-"""The parts of a reason that are of one record: names, paths and numbers."""
+"""The parts of a reason that differ from record to record: names, paths and numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Reason:
     """A reason why records are left out.
 
     Attributes:
-      count: how many records.
-      first: the first of them.
+      count: number of records.
+      first: the fault of the first record.
     """
 
     count: int
@@ -44,12 +44,12 @@ class LeftOut:
 
     @property
     def share(self) -> float:
-        """Share of all records."""
+        """The share of all records."""
         return len(self.faults) / max(1, self.scanned)
 
     @property
     def reasons(self) -> list[Reason]:
-        """The reasons, the most frequent first; those that differ in names and numbers alone are one."""
+        """The reasons, the most frequent first; reasons that differ only in names and numbers count as one."""
         groups: dict[str, list[Fault]] = {}
         for fault in self.faults:
             groups.setdefault(_PARTICULAR.sub("…", fault.reason), []).append(fault)
@@ -65,7 +65,7 @@ class LeftOut:
         return f"{len(self.faults)} of {self.scanned} records cannot be used: {'; '.join(parts)}"
 
     def require_few(self, max_broken: float) -> None:
-        """Raises ConfigError where this is more than the share `max_broken` of the records."""
+        """Raises ConfigError if more than the share `max_broken` of the records are left out."""
         if self.share > max_broken:
             fix = f"of {self.source}, {self.describe()}; mend the data, or raise it to train on the others"
             raise ConfigError(f"Data.max_broken={max_broken!r}: {fix}")

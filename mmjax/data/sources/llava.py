@@ -16,7 +16,7 @@ _WHOLE_JSON = 1 << 34
 
 
 class LlavaReader:
-    """A place is (file, first byte, bytes)."""
+    """Reads JSON and JSONL. A place is (file, first byte, bytes)."""
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -38,15 +38,15 @@ class LlavaReader:
                 yield Entry(name=path, fault=str(error))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record whose JSON is there."""
+        """The record whose JSON is at a place."""
         file, start, size = place
         value = parse_json(storage.read(self._paths[file], start, size, limit=self._limit))
         return parse_record(value, self._find, self._question, is_prompt=self._prompts)
 
-    def _find(self, name: object, what: str) -> Media:
+    def _find(self, name: object, kind: str) -> Media:
         if not isinstance(name, str):
-            raise Unusable(f"{what} {str(name)[:60]!r} must be the name of a file")
-        return Media(name=f"{what} {name!r}", path=storage.beside(self._folder, name))
+            raise Unusable(f"{kind} {str(name)[:60]!r} must be the name of a file")
+        return Media(name=f"{kind} {name!r}", path=storage.beside(self._folder, name))
 
     def _lines(self, number: int, path: str) -> Iterator[Entry]:
         with storage.File(path) as file:
@@ -64,7 +64,7 @@ class LlavaReader:
 
     def _list(self, number: int, path: str) -> Iterator[Entry]:
         """Every value of a list, and faults for errors between them: missing commas or end, and text after the end."""
-        # One character a byte: places need no counting, and an object that is no UTF-8 spoils no other.
+        # One character per byte: places are offsets in bytes, and an object that is not UTF-8 spoils no other.
         text = storage.read(path, limit=_WHOLE_JSON).decode("latin-1")
         at, item = _passed(text, text.index("[") + 1), -1
         while text[at : at + 1] not in ("]", ""):
@@ -95,11 +95,11 @@ class LlavaReader:
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _EXTENT = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
-"""Finds the end of a value; numbers are not converted, which fails for very long ones."""
+"""Finds the end of a value; numbers are not converted, since that fails for very long ones."""
 
 
 def _passed(text: str, at: int) -> int:
-    """`at`, or the end of the blanks there."""
-    found = _SPACE.match(text, at)
-    assert found
-    return found.end()
+    """`at`, or the end of the blanks that begin there."""
+    blanks = _SPACE.match(text, at)
+    assert blanks
+    return blanks.end()

@@ -1,7 +1,7 @@
-"""Maps a sample's index to a record: shuffled epochs of each source, mixed by weight. Integer arithmetic alone.
+"""Maps a sample's index to a record: shuffled epochs of each source, mixed by weight. Only integer arithmetic.
 
-There is no state, so any process may ask for any index, in any order, and a run that continues sees the same samples as
-an uninterrupted one.
+There is no state: any process may compute any index, in any order, and a continued run sees the same samples as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MASK = (1 << 64) - 1
 def permuted(at: int, size: int, key: int) -> int:
     """The image of `at` under a pseudorandom permutation of 0 … size-1 that `key` chooses; O(1).
 
-    A Feistel network over the smallest even number of bits that hold `size`; a value outside the range is sent through
-    it again until it is inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", §3 and §5).
+    A Feistel network over the smallest even number of bits that represents `size`. A value outside the range goes
+    through it again until it is inside (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", §3 and §5).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
@@ -59,11 +59,11 @@ def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
     """
     exact = [Fraction(repr(float(weight))) for weight in weights.values()]
     shares = [weight / sum(exact) for weight in exact]
-    whole = next((n for n in range(1, FINEST + 1) if all((share * n).denominator == 1 for share in shares)), FINEST)
-    counts = [int(share * whole) for share in shares]
-    # What is left of a block goes to the largest remainders, the first of equals.
-    by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * whole)
-    for i in by_rest[: whole - sum(counts)]:
+    block = next((n for n in range(1, FINEST + 1) if all((share * n).denominator == 1 for share in shares)), FINEST)
+    counts = [int(share * block) for share in shares]
+    # The remaining samples of a block go to the largest remainders, the first of equals.
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * block)
+    for i in by_remainder[: block - sum(counts)]:
         counts[i] += 1
     for name, count in zip(weights, counts, strict=True):
         if not count:
@@ -75,8 +75,13 @@ def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
 class Mixing:
     """Maps the index of a training sample to (source, record).
 
-    Within a block the sources come in random order; each source's own records come in epochs, each a permutation of all
-    of them. sizes: training records of each source. quotas: samples of each source in a block, see `quotas`.
+    Within a block the sources come in random order. The records of each source come in epochs, each a permutation of
+    all of them.
+
+    Args:
+      sizes: number of training records of each source.
+      quotas: number of samples of each source in a block, see `quotas`.
+      seed: the run's seed.
     """
 
     def __init__(self, sizes: Sequence[int], quotas: Sequence[int], seed: int):
@@ -96,17 +101,17 @@ class Mixing:
 
 
 def held_out(size: int, count: int) -> np.ndarray:
-    """The numbers of the `count` records of `size` that are held out: evenly spread, rising."""
+    """The numbers of `count` held-out records among `size`: evenly spread, ascending."""
     return np.arange(count, dtype=np.int64) * size // max(1, count)
 
 
-def kept_in(held: np.ndarray, at: int) -> int:
-    """The number of the record that comes at place `at` among those not held out."""
-    return at + int(np.searchsorted(held - np.arange(len(held)), at, side="right"))
+def nth_trained(held_out_numbers: np.ndarray, at: int) -> int:
+    """The number of the record at place `at` among the records that are not held out."""
+    return at + int(np.searchsorted(held_out_numbers - np.arange(len(held_out_numbers)), at, side="right"))
 
 
 def in_turn(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Sources [N] and records [N] of all records, each source's spread evenly over the whole."""
+    """The source [N] and the number in it [N] of all records, with the records of each source evenly spread."""
     sources = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
     records = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
     order = np.argsort((records + 0.5) / np.asarray(sizes)[sources], kind="stable")

@@ -9,7 +9,7 @@ import numpy as np
 from mmjax.configurable import require
 from mmjax.data.sources.known import Known, digest_of
 from mmjax.data.sources.left_out import LeftOut
-from mmjax.data.sources.mixing import Mixing, held_out, in_turn, kept_in
+from mmjax.data.sources.mixing import Mixing, held_out, in_turn, nth_trained
 from mmjax.data.sources.prepared import PreparedRecords
 from mmjax.data.types import Sample, SampleMeta, WorstCase
 
@@ -17,8 +17,17 @@ from mmjax.data.types import Sample, SampleMeta, WorstCase
 class Mixture:
     """Samples by index: for split "train" shuffled epochs mixed by weight, for "test" the held-out records in turn.
 
-    A source that holds nothing out is evaluated on all its records. quotas: samples of each source in a block, see
-    `Mixing`. known: by source, its records as the run knows them, whose held-out ones stay so. Raises ConfigError.
+    A source without held-out records is evaluated on all its records.
+
+    Args:
+      sources: the sources.
+      quotas: number of samples of each source in a block, see `Mixing`.
+      seed: the run's seed.
+      split: "train" or "test".
+      known: by source, the records that the run knows; its held-out records stay held out.
+
+    Raises:
+      ConfigError: `Source.held_out` leaves no records, or differs from the run's.
     """
 
     def __init__(
@@ -31,11 +40,12 @@ class Mixture:
         known: Mapping[str, Known] | None = None,
     ):
         self.sources, self.split, self._known = tuple(sources), split, known or {}
-        self._held = [_held(source, self._known.get(source.name)) for source in sources]
-        own = [len(source) - len(held) for source, held in zip(sources, self._held, strict=True)]
-        self._mixing = Mixing(own, quotas, seed)
-        tested = [len(held) or len(source) for source, held in zip(sources, self._held, strict=True)]
-        self._length = sum(own) if split == "train" else sum(tested)
+        self._held_out = [_held_out_records(source, self._known.get(source.name)) for source in sources]
+        counts = [(len(source), len(numbers)) for source, numbers in zip(sources, self._held_out, strict=True)]
+        trained = [total - held_out for total, held_out in counts]
+        self._mixing = Mixing(trained, quotas, seed)
+        tested = [held_out or total for total, held_out in counts]
+        self._length = sum(trained) if split == "train" else sum(tested)
         self._order = in_turn(tested) if split != "train" else None
 
     @property
@@ -45,13 +55,13 @@ class Mixture:
 
     @property
     def held_out_identity(self) -> str:
-        """A digest of the records that are held out."""
-        pairs = zip(self.sources, self._held, strict=True)
+        """A digest of the held-out records."""
+        pairs = zip(self.sources, self._held_out, strict=True)
         return " ".join(digest_of(source.index.keys[numbers]) for source, numbers in pairs)
 
     def known(self) -> dict[str, Known]:
-        """The records of each source, as a run that goes on with them knows them."""
-        pairs = zip(self.sources, self._held, strict=True)
+        """The records of each source, for the checkpoints of the run."""
+        pairs = zip(self.sources, self._held_out, strict=True)
         return {source.name: self._known_of(source, numbers) for source, numbers in pairs}
 
     def _known_of(self, source: PreparedRecords, numbers: np.ndarray) -> Known:
@@ -61,8 +71,8 @@ class Mixture:
         return Known.at_start(keys, scanned, source.config.held_out, numbers)
 
     def count_held_out(self, name: str) -> tuple[int, int]:
-        """How many records of a source are held out, and how many of those that the run knows."""
-        pairs = zip(self.sources, self._held, strict=True)
+        """Number of held-out records of a source: in the data now, and when the run began."""
+        pairs = zip(self.sources, self._held_out, strict=True)
         now = sum(len(numbers) for source, numbers in pairs if source.name == name)
         return now, self._known[name].count_held_out
 
@@ -75,7 +85,7 @@ class Mixture:
         return [left_out for left_out in every if left_out.faults]
 
     def changes(self) -> dict[str, str]:
-        """How the records of sources differ from those that the run knows, by source that has changed."""
+        """The differences between a source's records and those that the run knows, by source that has changed."""
         compared = {
             source.name: self._known[source.name].change(source.index.keys, source.index.scanned)
             for source in self.sources
@@ -90,31 +100,31 @@ class Mixture:
         """The source of sample `index`, and the number of its record there."""
         if self._order is None:
             number, at = self._mixing(index)
-            return self.sources[number], kept_in(self._held[number], at)
+            return self.sources[number], nth_trained(self._held_out[number], at)
         number, at = (int(column[index]) for column in self._order)
-        held = self._held[number]
-        return self.sources[number], int(held[at]) if len(held) else at
+        numbers = self._held_out[number]
+        return self.sources[number], int(numbers[at]) if len(numbers) else at
 
     def meta(self, index: int) -> SampleMeta:
         """The metadata of sample `index`, from the index of its source."""
         source, record = self.record(index)
         return source.meta(record)
 
-    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+    def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
         """Sample `index`, with the media of the encoders `media` alone (by default of all)."""
         source, record = self.record(index)
-        return source.sample(record, media, learned)
+        return source.sample(record, media, learned=learned)
 
     def worst_case(self) -> WorstCase:
         """The largest counts over all records of all sources, held out or not."""
         cases = [source.worst_case() for source in self.sources]
 
         def largest(field: str) -> dict[str, int]:
-            found: dict[str, int] = {}
+            most: dict[str, int] = {}
             for case in cases:
                 for name, count in getattr(case, field).items():
-                    found[name] = max(count, found.get(name, 0))
-            return found
+                    most[name] = max(count, most.get(name, 0))
+            return most
 
         return WorstCase(
             tokens=max(case.tokens for case in cases),
@@ -124,10 +134,10 @@ class Mixture:
         )
 
 
-def _held(source: PreparedRecords, known: Known | None) -> np.ndarray:
-    """The usable records that are held out: those that the run has held out since it began.
+def _held_out_records(source: PreparedRecords, known: Known | None) -> np.ndarray:
+    """The numbers of the usable records that are held out: as the run has done since it began, or chosen for a new run.
 
-    The choice for a new run does not depend on which records are unusable. Raises ConfigError.
+    The choice does not depend on records that cannot be used. Raises ConfigError.
     """
     index, count = source.index, source.config.held_out
     field = f"{source.name}/Source.held_out"

@@ -1,4 +1,4 @@
-"""`IndexObserver`: is told about the progress of making an index."""
+"""`IndexObserver`: receives the progress of making an index."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 
 class IndexObserver(Protocol):
-    """An object that is told about the progress of making an index."""
+    """An object that receives the progress of making an index."""
 
     def progress(self, total: int, description: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A context whose value is a function to call with the number of records done."""
+        """A context; its value is a function that is called with the number of records done."""
         ...
 
     def message(self, text: str) -> None:

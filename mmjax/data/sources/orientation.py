@@ -1,7 +1,7 @@
-"""How an image is to be turned, from EXIF or XMP wherever its file has them; no pixel is decoded.
+"""The orientation of an image, from EXIF or XMP anywhere in its file; no pixel is decoded.
 
-The order in which places count is that of Pillow's ``exif_transpose``: EXIF, then a raw profile of EXIF, then XMP. A
-PNG may have all of them behind its pixels.
+As in Pillow's ``exif_transpose``, EXIF takes precedence over a raw profile of EXIF, and this over XMP. A PNG may have
+them after its pixels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from PIL import Image
 
 TAIL = 1 << 16
-"""Bytes at the end of a PNG in which its orientation is looked for."""
+"""Bytes at the end of a PNG that are searched for its orientation."""
 PNG = b"\x89PNG\r\n\x1a\n"
 _TAG = 0x0112
 _TURNS: dict[int, Image.Transpose] = {
@@ -31,56 +31,56 @@ _LONGEST_TEXT = 1 << 20
 
 
 def orientation(image: Image.Image, tail: bytes = b"") -> int:
-    """The Orientation tag of an open image, 1 to 8; 1 where it has none that can be read.
+    """The Orientation tag of an open image, 1 to 8; 1 if it has none that can be read.
 
-    tail: the end of its file, which counts for a PNG.
+    tail: the end of its file, which is read for a PNG.
     """
     if image.format == "PNG":
         image.info.update(_behind_pixels(tail[-TAIL:]))
     try:
-        # The method of the PNG's own class would decode the image.
+        # The method of the class for PNG would decode the image.
         turn = Image.Image.getexif(image).get(_TAG, 1)
-    except Exception:  # anything may be in there, and none of it keeps the image from being shown
+    except Exception:  # EXIF may contain anything, and an image can be shown without it
         return 1
     return turn if isinstance(turn, int) and turn in _TURNS else 1
 
 
 def swaps_sides(image: Image.Image, turn: int) -> bool:
-    """Whether height and width change places, after those that Pillow gives."""
-    if image.format == "TIFF":  # whose size may be that of the upright image
+    """Whether turning an image swaps the height and width that Pillow gives."""
+    if image.format == "TIFF":  # Pillow may give the size of the upright image
         stored = (image.tag_v2.get(256), image.tag_v2.get(257))  # type: ignore[attr-defined]
         return turn >= 5 and image.size == stored
     return turn >= 5
 
 
 def upright(image: Image.Image, turn: int, kind: str | None) -> Image.Image:
-    """The decoded image turned; Pillow turns a TIFF itself. `kind` is the format of the file."""
+    """The decoded image, turned upright; Pillow turns a TIFF itself. kind: the format of the file."""
     return image if kind == "TIFF" or turn not in _TURNS else image.transpose(_TURNS[turn])
 
 
 def _behind_pixels(tail: bytes) -> Iterator[tuple[str, str | bytes]]:
-    """Values of the chunks at the end of a PNG by Pillow's names. A chunk is known by its checksum."""
-    for found in _CHUNK.finditer(tail):
-        begin = found.start()
-        end = found.end() + int.from_bytes(tail[max(0, begin - 4) : begin], "big")
+    """Names, as in Pillow, and values of the chunks at the end of a PNG. A chunk is recognised by its checksum."""
+    for chunk in _CHUNK.finditer(tail):
+        begin = chunk.start()
+        end = chunk.end() + int.from_bytes(tail[max(0, begin - 4) : begin], "big")
         if (
             begin < 4
             or end + 4 > len(tail)
             or zlib.crc32(tail[begin:end]) != int.from_bytes(tail[end : end + 4], "big")
         ):
             continue
-        body = tail[found.end() : end]
-        if found[0] == b"eXIf":
+        body = tail[chunk.end() : end]
+        if chunk[0] == b"eXIf":
             yield "exif", b"Exif\0\0" + body
             continue
         key, _, text = body.partition(b"\0")
         name = key.decode("latin-1")
         if name in (_PROFILE, _XMP):
-            yield name, _text(found[0], text)
+            yield name, _text(chunk[0], text)
 
 
 def _text(kind: bytes, text: bytes) -> str:
-    """The text of a chunk, from behind its key; "" where it is damaged."""
+    """The text of a chunk, without its key; "" if it is damaged."""
     packed = kind == b"zTXt"
     if kind == b"iTXt":
         # A flag and a method of compression, then a language and a translated key.

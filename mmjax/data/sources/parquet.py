@@ -1,8 +1,8 @@
 """Parquet tables as Hugging Face writes them: `image` or `images` (bytes, or structs of `bytes` and `path`), and
 `conversations`, `messages`, `question` and `answer`, `caption` or `text`. Images with a path alone are files.
 
-A row is read with its row group, and the last few groups are kept; write groups of a hundred rows or so. Page headers
-tell how much memory a group takes before it is decoded. A group that takes too much for its stored size is refused.
+A row is read with its row group, and the last few groups are kept; write groups of a hundred rows or so. The memory of
+a group is computed from page headers before it is decoded. A group that takes too much for its stored size is refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_reco
 
 COLUMNS = RECORD
 _MOST = 1 << 30
-"""Bytes in memory of a row group, and of all that are kept."""
+"""The most bytes in memory of a row group, and of all groups that are kept."""
 _GROWTH = 100
-"""The most bytes in memory for each byte in the file, of a group that is larger than `Source.byte_limit` in memory."""
+"""The most bytes in memory per byte in the file, for a group that is larger than `Source.byte_limit` in memory."""
 _VALUE = 64
 """Bytes of a Python object."""
 
 
 class ParquetReader:
-    """A place is (file, row group, row of the group)."""
+    """Reads Parquet tables. A place is (file, row group, row of the group)."""
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -50,38 +50,38 @@ class ParquetReader:
                 metadata = self._file(path).metadata
                 rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
                 size, _ = storage.stamp(path)
-                # The footer is not to be trusted with the size of a loop: a record takes a byte at the least.
+                # The footer is not trusted with the length of a loop: a record takes at least a byte.
                 if min(rows, default=0) < 0 or sum(rows) > size:
                     raise Unusable(f"{path}: {sum(rows)} rows in {size} bytes")
             except Unusable as error:
                 yield Entry(name=path, fault=str(error))
                 continue
             count = 0
-            for group, own in enumerate(rows):
-                yield from (Entry(name=f"{path}[{count + row}]", place=(number, group, row)) for row in range(own))
-                count += own
+            for group, size in enumerate(rows):
+                yield from (Entry(name=f"{path}[{count + row}]", place=(number, group, row)) for row in range(size))
+                count += size
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record of that row."""
+        """The record of the row at a place."""
         file, group, row = place
         table = self._group(file, group)
         if row >= len(table):
             raise Unusable(f"the row group has {len(table)} rows")
-        own = table.slice(row, 1)
-        size = sum(_size(column.combine_chunks()) for column in own.columns)
+        values = table.slice(row, 1)
+        size = sum(_size(column.combine_chunks()) for column in values.columns)
         if size > self._limit:
             raise Unusable(f"the row takes {size} bytes in memory; at most {self._limit} (Source.byte_limit)")
-        (value,) = own.to_pylist()
+        (value,) = values.to_pylist()
         return parse_record(_without_nulls(value), self._find, self._question)
 
-    def _find(self, value: object, what: str) -> Media:
+    def _find(self, value: object, kind: str) -> Media:
         if isinstance(value, Mapping):
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
         if isinstance(value, str):
-            return Media(name=f"{what} {value!r}", path=storage.beside(self._folder, value))
+            return Media(name=f"{kind} {value!r}", path=storage.beside(self._folder, value))
         if not isinstance(value, bytes):
-            raise Unusable(f"{what} has no bytes in the table, and names no file")
-        return Media(name=what, data=value)
+            raise Unusable(f"{kind} has no bytes in the table, and names no file")
+        return Media(name=kind, data=value)
 
     def _group(self, file: int, group: int) -> Any:
         import pyarrow as pa
@@ -90,11 +90,11 @@ class ParquetReader:
         if key not in self._groups:
             cost, source = self._cost(self._paths[file], group), self._file(self._paths[file])
             columns = [name for name in source.schema_arrow.names if name in COLUMNS]
-            kept = sum(size for _, size in self._groups.values())
-            while self._groups and kept + cost > _MOST:
-                kept -= self._groups.popitem(last=False)[1][1]
+            cached = sum(size for _, size in self._groups.values())
+            while self._groups and cached + cost > _MOST:
+                cached -= self._groups.popitem(last=False)[1][1]
             try:
-                # In this thread: worker processes are as many as are wanted.
+                # Without threads: `Data.workers` decides how many cores are used.
                 table = source.read_row_group(group, columns=columns, use_threads=False)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
                 raise Unusable(f"the row group cannot be read ({_line(error)})") from None
@@ -112,8 +112,8 @@ class ParquetReader:
             most = min(_MOST, max(self._limit, _GROWTH * min(stored, file.size)))
         if decoded > most:
             rows = metadata.row_group(group).num_rows
-            what = f"a row group of {rows} rows in {stored} bytes takes {decoded} in memory; at most {most}"
-            raise Unusable(f"{what}: write groups of a hundred rows or so")
+            cause = f"a row group of {rows} rows in {stored} bytes takes {decoded} in memory; at most {most}"
+            raise Unusable(f"{cause}: write groups of a hundred rows or so")
         return decoded
 
     def _file(self, path: str) -> Any:
@@ -129,7 +129,7 @@ class ParquetReader:
                 names = [leaf.path for leaf in leaves]
                 if len(set(names)) < len(names):
                     raise Unusable(f"{path} has two columns of one name")
-                # Where a text is repeated in the file it is repeated in memory as a number.
+                # A text that the file repeats by its number in a dictionary is repeated so in memory too.
                 texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
                 self._open[path] = pq.ParquetFile(source, metadata=metadata, read_dictionary=texts)
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -138,7 +138,7 @@ class ParquetReader:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose turns and tools have no keys without a value: a table gives every struct the keys of all."""
+    """The row without empty keys in its turns and tools: a table gives every struct the keys of all others."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -150,29 +150,29 @@ def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(metadata: Any) -> list[int]:
-    """Numbers of the columns in the file that are read."""
+    """Numbers of the file's columns that are read."""
     paths = ((number, metadata.schema.column(number).path) for number in range(metadata.num_columns))
     return [number for number, path in paths if path.partition(".")[0] in COLUMNS]
 
 
 def _size(array: Any) -> int:
-    """Bytes that an array's values take as Python objects."""
+    """Bytes of an array's values as Python objects."""
     import pyarrow as pa
     import pyarrow.compute
 
     pc: Any = pyarrow.compute  # its functions are made when it is imported
-    own, kind = len(array) * _VALUE, array.type
+    objects, kind = len(array) * _VALUE, array.type
     if pa.types.is_struct(kind):
-        return own + sum(map(_size, array.flatten()))
+        return objects + sum(map(_size, array.flatten()))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return own + _size(array.flatten())
+        return objects + _size(array.flatten())
     if pa.types.is_dictionary(kind):
         lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-        return own + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+        return objects + (pc.sum(lengths.take(array.indices)).as_py() or 0)
     if pa.types.is_binary(kind) or pa.types.is_string(kind):
-        return own + (pc.sum(pc.binary_length(array).cast(pa.int64())).as_py() or 0)
+        return objects + (pc.sum(pc.binary_length(array).cast(pa.int64())).as_py() or 0)
     if pa.types.is_primitive(kind) or pa.types.is_null(kind):
-        return own
+        return objects
     raise Unusable(f"a column of {kind} is not read")
 
 

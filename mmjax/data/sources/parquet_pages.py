@@ -1,7 +1,7 @@
 """Computes the memory of a column of a Parquet row group from its page headers, before anything is decoded.
 
-Compression and dictionaries can turn a few kilobytes into gigabytes, and the footer need not say so: what a library
-allocates follows from the page headers. They are structs in Thrift's compact protocol.
+Compression and dictionaries can turn a few kilobytes into gigabytes, and the footer need not tell. The page headers
+decide how much a library allocates. They are structs in Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from mmjax.data.sources.storage import File, Unusable
 
 PER_VALUE = 16
-"""Bytes that a value takes beside its content: an index or offset, levels, and whether it is null."""
+"""Bytes of a value beside its content: an index or offset, levels, and whether it is null."""
 _HEADS = (1 << 12, 1 << 17)
-"""Bytes that are read for a page header; the second number if the first is not enough."""
+"""Bytes that are read for a page header: at first, and if these are not enough."""
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _DELTA_BYTE_ARRAY = 7
 _DEEPEST = 8
@@ -36,37 +36,37 @@ class Cost:
 def column_cost(file: File, chunk: Any) -> Cost:
     """The size of a column chunk (of pyarrow's metadata).
 
-    Raises Unusable for malformed pages, and for encodings in which a few bytes may stand for long values many times.
+    Raises Unusable for malformed pages, and for encodings in which a few bytes may stand for many long values.
     """
     if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
         raise Unusable("a column of FIXED_LEN_BYTE_ARRAY is not read")
     at = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < at:
         at = chunk.dictionary_page_offset
-    start, end, seen, decoded = at, at + chunk.total_compressed_size, 0, 0
-    while seen < chunk.num_values and at < end:
+    start, end, counted, decoded = at, at + chunk.total_compressed_size, 0, 0
+    while counted < chunk.num_values and at < end:
         head, size = _header(file, at)
-        kind, whole, stored = (_number(head, field) for field in (1, 2, 3))
+        kind, page_size, stored = (_number(head, field) for field in (1, 2, 3))
         values, encoding = _values(head, kind)
         at += size + stored
         if at > file.size:
             raise Unusable("a page ends after the file")
         if encoding == _DELTA_BYTE_ARRAY:
             raise Unusable("DELTA_BYTE_ARRAY is an encoding that is not read; write the table without it")
-        decoded += whole + values * PER_VALUE
-        seen += values if kind in (_DATA, _DATA_V2) else 0
+        decoded += page_size + values * PER_VALUE
+        counted += values if kind in (_DATA, _DATA_V2) else 0
     return Cost(stored=at - start, decoded=decoded)
 
 
 def _values(head: dict[int, Any], kind: int) -> tuple[int, int]:
-    """How many values a page has, and their encoding."""
+    """Number of values of a page, and their encoding."""
     where = {_DATA: (5, 2), _DICTIONARY: (7, 2), _DATA_V2: (8, 4)}.get(kind)
     if where is None:
         return 0, 0
-    own = head.get(where[0])
-    if not isinstance(own, dict):
+    struct = head.get(where[0])
+    if not isinstance(struct, dict):
         raise Unusable("a page header is damaged")
-    return _number(own, 1), _number(own, where[1])
+    return _number(struct, 1), _number(struct, where[1])
 
 
 def _number(struct: dict[int, Any], field: int) -> int:
@@ -87,7 +87,7 @@ def _header(file: File, at: int) -> tuple[dict[int, Any], int]:
             reader = _Reader(data)
             return reader.struct(0), reader.at
         except IndexError:
-            continue  # it is longer than what was read
+            continue  # the header is longer than the bytes read
     raise Unusable("a page header is damaged")
 
 
@@ -99,14 +99,14 @@ class _Reader:
 
     def struct(self, depth: int) -> dict[int, Any]:
         """Integers and structs by field number; other fields are skipped."""
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         field = 0
         while head := self._byte():
             field = field + (head >> 4) if head >> 4 else self._zigzag()
             value = self._value(head & 15, depth)
             if value is not None:
-                found[field] = value
-        return found
+                values[field] = value
+        return values
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > _DEEPEST:

@@ -1,4 +1,4 @@
-"""The places of a record's media in its dialogue, and which medium goes where."""
+"""The places of media in a record's dialogue, and the assignment of media to them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mmjax.data.turns import as_text
 
 IMAGE, RECORDING, AUDIO, VIDEO = "<image>", "<recording>", "<audio>", "<video>"
 PLACES = {"image": "\ufdd6", "recording": "\ufdd7"}
-"""Stand for the places of parts while a dialogue is read. Unicode keeps these characters free: no text has them."""
+"""Characters for the places of parts while a dialogue is read. Unicode reserves them: no text has them."""
 Find = Callable[[object, str], Media]
 """A function that makes a medium from its value in a record (a file name, or bytes) and a name for messages."""
 
 
 def is_empty(value: object) -> bool:
-    """Whether a value names no medium: null, an empty text, or a struct of such."""
+    """Whether a value names no medium: null, an empty text, or a struct of these."""
     if isinstance(value, Mapping):
         return bool(value) and all(map(is_empty, value.values()))
     return value is None or value in ("", b"")
@@ -30,12 +30,12 @@ def is_empty(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in the dialogue.
+    """The place of a medium in the dialogue.
 
     Attributes:
-      is_part: whether it is a part of a turn; else a mark in a text.
+      is_part: whether it is a part of a turn; else it is a mark in a text.
       is_question: whether it is in a turn that is no answer.
-      medium: the part's own medium; the number of one of the record's; None for the next one of the record's.
+      medium: the part's medium; or the number of a medium of the record; or None for the record's next medium.
     """
 
     is_part: bool
@@ -44,7 +44,7 @@ class _Place:
 
 
 class Places:
-    """Collects the places of the media of one sort in a dialogue, in order."""
+    """Collects the places of media of one sort in a dialogue, in order."""
 
     def __init__(self, sort: str, find: Find):
         self.sort, self._find = sort, find
@@ -52,12 +52,12 @@ class Places:
         self._places: list[_Place] = []
 
     def add_text(self, text: str, *, is_question: bool) -> None:
-        """Adds the places of the marks in a text, which may turn out to be mere text."""
+        """Adds the places of the marks in a text; they may still turn out to be mere text."""
         count = sum(map(text.count, self._marks))
         self._places += [_Place(is_part=False, is_question=is_question)] * count
 
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
-        """Adds the place of a part of a turn; returns the character that stands for it."""
+        """Adds the place of a part of a turn, and returns the character for it."""
         sort = "image" if self.sort == "image" else "audio"
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None
@@ -70,10 +70,10 @@ class Places:
         return PLACES[self.sort]
 
     def fill(self, beside: Sequence[object], texts: Sequence[str], *, is_named: bool) -> Filled:
-        """Chooses which marks are places, and the medium of each place.
+        """Decides which marks are places, and assigns a medium to each place.
 
         Args:
-          beside: the values of the record's media, which fill the places that have none.
+          beside: the values of the record's media, which fill the places without a medium.
           texts: all texts of the dialogue.
           is_named: whether the record has a key for media of this sort.
 
@@ -95,7 +95,7 @@ class Places:
             count = sum(not isinstance(place.medium, Media) for place in places)
             raise Unusable(f"{len(listed)} {self.sort}s beside the dialogue for {count} places in it")
         media = iter(following)
-        own = [
+        assigned = [
             place.medium
             if isinstance(place.medium, Media)
             else next(media)
@@ -103,16 +103,16 @@ class Places:
             else listed[place.medium]
             for place in places
         ]
-        return Filled(sort=self.sort, media=tuple(own), marks=marks)
+        return Filled(sort=self.sort, media=tuple(assigned), marks=marks)
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[_Place]:
-        """The places that are filled: marks beside parts, in answers or in text alone may be mere text.
+        """The places to fill: marks beside parts, in answers or in records without media may be mere text.
 
-        `count` is how many of the record's media no part has chosen by number.
+        count: number of the record's media that no part has chosen by number.
         """
         parts = [place for place in self._places if place.is_part]
-        asked = [place for place in self._places if place.is_part or place.is_question]
-        options = [self._places, asked, parts] if not parts else [parts, asked, self._places]
+        in_questions = [place for place in self._places if place.is_part or place.is_question]
+        options = [self._places, in_questions, parts] if not parts else [parts, in_questions, self._places]
         for places in options:
             if sum(place.medium is None for place in places) == count and (count or parts or not self._places):
                 return places
@@ -143,7 +143,7 @@ class Filled:
     Attributes:
       sort: "image" or "recording".
       media: the media.
-      marks: whether marks in questions and marks in answers are places; else they are mere text.
+      marks: whether marks in questions are places, and whether marks in answers are; else they are mere text.
     """
 
     sort: str
@@ -151,7 +151,7 @@ class Filled:
     marks: tuple[bool, bool]
 
     def text(self, text: str, *, is_question: bool) -> str:
-        """A text of the dialogue, a mark at each place and nowhere else."""
+        """A text of the dialogue, with a mark at each place and nowhere else."""
         mark = IMAGE if self.sort == "image" else RECORDING
         if self.sort == "recording" and self.media:
             text = text.replace(AUDIO, RECORDING)
@@ -161,7 +161,7 @@ class Filled:
 
 
 def has_place(text: str, mark: str = IMAGE) -> bool:
-    """Whether a text has a mark where data have the place of a medium: at its start or end, or at the end of a line."""
+    """Whether a text has a mark where media usually are: at its start or end, or at the end of a line."""
     text = text.strip()
     return text.startswith(mark) or bool(re.search(rf"(^|\s){mark}$", text, re.MULTILINE))
 

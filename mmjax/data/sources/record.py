@@ -20,10 +20,10 @@ _ROLES = {
     **{name: ASSISTANT for name in ("assistant", "gpt", "model")},
     **{name: name for name in (SYSTEM, "developer", "tool", "function", "ipython", "observation")},
 }
-"""Roles by their names in data, in small letters; the template of a folder alone takes those beyond the first three."""
+"""Roles by their lower-case names in data. Only a folder's template takes roles other than the first three."""
 _KEPT = f"[{LITERAL}{''.join(PLACES.values())}]"
 _MOST_VALUES = 1 << 20
-"""Of a record's JSON."""
+"""The most values in a record's JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class Record:
         the places of the media.
       images: its images, in the order of their marks.
       recordings: its recordings, in the order of their marks.
-      system: a system prompt of its own; "" = the source's.
+      system: its system prompt; "" = the source's.
       tools: descriptions of the tools that the model may call.
       id: its id in the data, for messages; "" without one.
-      unread: keys of it that nobody reads.
+      unread: its keys that are not read.
     """
 
     turns: Turns
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def dialogue(self) -> tuple[Turn, ...]:
-        """Its turns, a question and an answer in place of each pair."""
+        """Its turns, with a question and an answer in place of each pair."""
         return as_turns(self.turns)
 
 
@@ -61,7 +61,7 @@ class Entry:
 
     Attributes:
       name: its name in messages.
-      place: integers with which `Reader.read` finds it; the same number of them for every record.
+      place: integers from which `Reader.read` finds it; the same number of integers for every record.
       fault: why it cannot be read; "" if it can.
     """
 
@@ -86,13 +86,13 @@ class Reader(Protocol):
         ...
 
 
-def parse_json(data: bytes, what: str = "") -> Any:
-    """The value of UTF-8 JSON. Raises Unusable for any other bytes; `what` then starts the reason."""
+def parse_json(data: bytes, name: str = "") -> Any:
+    """The value of UTF-8 JSON. Raises Unusable for any other bytes, with a reason that starts with `name`."""
     try:
         return json_files.parse(data, _MOST_VALUES)
     except ValueError as error:
         raise Unusable(
-            f"{what} is {error}" if what else f"is {error}" if "UTF-8" in str(error) else str(error)
+            f"{name} is {error}" if name else f"is {error}" if "UTF-8" in str(error) else str(error)
         ) from None
 
 
@@ -101,17 +101,17 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
 
     Turns are in `conversations` or `messages` (LLaVA's `from`, `value`; or `role`, `content`), in `question` and
     `answer`, or in `caption` or `text`, which is an answer to `question`. Images are in `image` or `images`, recordings
-    in `audio` or `audios`: a value or a list of them. What is said in a turn is a string, or a list of parts of type
-    "text", "image" or "audio", as Hugging Face has it; a medium of a part is its own, or the next of the record's.
+    in `audio` or `audios`: a value or a list of them. The content of a turn is a string, or, as in Hugging Face's data,
+    a list of parts of type "text", "image" or "audio". A part may have a medium; else it takes the record's next one.
 
     Args:
       value: the object.
       find: makes a medium.
       question: the question that a caption answers.
-      is_prompt: whether an answer is still to come.
+      is_prompt: whether the dialogue ends before an answer, which is to be generated.
 
     Raises:
-      Unusable: it is no record, or asks for something that is not done here.
+      Unusable: it is no record, or has something that mmjax cannot train on.
     """
     if not isinstance(value, Mapping):
         raise Unusable(f"must be an object, not {type(value).__name__}")
@@ -138,20 +138,26 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
     if any(has_place(text, VIDEO) for text in texts):
         raise Unusable(f"it has a {VIDEO} mark; mmjax reads images and recordings, such as frames in `images`")
     filled = [
-        own.fill(_listed(value, *keys), texts, is_named=any(key in value for key in keys))
-        for own, keys in zip(places, (("image", "images"), ("audio", "audios")), strict=True)
+        of_kind.fill(_listed(value, *keys), texts, is_named=any(key in value for key in keys))
+        for of_kind, keys in zip(places, (("image", "images"), ("audio", "audios")), strict=True)
     ]
-    if not any(own.media for own in filled):
+    if not any(of_kind.media for of_kind in filled):
         _require_no_medium(value, question)
     written: list[Turn] = []
     for turn in turns:
         text = turn.text
-        for own in filled:
-            text = own.text(text, is_question=not turn.is_answer)
+        for of_kind in filled:
+            text = of_kind.text(text, is_question=not turn.is_answer)
         written.append(replace(turn, text=text))
-    images, recordings = (own.media for own in filled)
-    about: Any = {"system": system, "tools": _tools(value), "unread": unread(value)}
-    return Record(turns=tuple(written), images=images, recordings=recordings, **about)
+    images, recordings = (of_kind.media for of_kind in filled)
+    return Record(
+        turns=tuple(written),
+        images=images,
+        recordings=recordings,
+        system=system,
+        tools=_tools(value),
+        unread=unread(value),
+    )
 
 
 def _require_answer(turns: Sequence[Turn], *, is_prompt: bool) -> None:
@@ -164,7 +170,7 @@ def _require_answer(turns: Sequence[Turn], *, is_prompt: bool) -> None:
 
 
 def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
-    """A caption whose medium is missing is no sample: nobody could say it. Raises Unusable."""
+    """Refuses a caption whose medium is missing: nothing to caption. Raises Unusable."""
     key = _caption_key(value)
     names = [name for name in ("image", "images", "audio", "audios") if name in value]
     if key and (question or names):
@@ -173,7 +179,7 @@ def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
 
 
 def _caption_key(value: Mapping[str, Any]) -> str:
-    """The key of a caption; "" for a record of another form."""
+    """The key of a record's caption; "" for a record of another form."""
     forms = ("conversations", "messages", "question", "answer")
     if any(value.get(key) is not None for key in forms):
         return ""
@@ -181,7 +187,7 @@ def _caption_key(value: Mapping[str, Any]) -> str:
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The tools of a record, which some data have as JSON in a string. Raises Unusable."""
+    """The tools of a record, which may also be JSON in a string. Raises Unusable."""
     tools = value.get("tools")
     tools = parse_json(tools.encode(), "tools") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -190,7 +196,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _listed(value: Mapping[str, Any], single: str, several: str) -> list[Any]:
-    """The media of a record. Raises Unusable where two keys name different ones."""
+    """The media of a record. Raises Unusable if two keys name different media."""
     named = [_as_list(value[key]) for key in (several, single) if value.get(key) is not None]
     named = [values for values in named if not all(map(is_empty, values))]
     if len(named) > 1 and any(item not in named[0] for item in named[1]):
@@ -215,9 +221,9 @@ def _turns(value: Mapping[str, Any], question: str, places: Sequence[Places]) ->
             raise Unusable(f"{key}={_shown(texts[1])} says nothing")
     else:
         raise Unusable("has no conversations, messages, question and answer, caption or text")
-    for own in places:
-        own.add_text(texts[0], is_question=True)
-        own.add_text(texts[1], is_question=False)
+    for of_kind in places:
+        of_kind.add_text(texts[0], is_question=True)
+        of_kind.add_text(texts[1], is_question=False)
     return [Turn(role=USER, text=texts[0]), Turn(role=ASSISTANT, text=texts[1], weight=weight)]
 
 
@@ -240,7 +246,7 @@ def _dialogue(messages: object, places: Sequence[Places], weight: float) -> list
 
 
 def _turn(message: Mapping[str, Any], role: str, places: Sequence[Places], weight: float) -> Turn:
-    keys = {key: item for key, item in message.items() if key not in TURN and not _says_nothing(item)}
+    keys = {key: item for key, item in message.items() if key not in TURN and not _is_missing(item)}
     key = "value" if message.get("value") is not None else "content"
     turn = Turn(role=role, text="", weight=weight_of(message, weight) if role == ASSISTANT else 0.0, keys=keys)
     if message.get(key) is None and turn.meaningful:
@@ -248,12 +254,12 @@ def _turn(message: Mapping[str, Any], role: str, places: Sequence[Places], weigh
     return replace(turn, text=_content(message, key, places, is_question=role != ASSISTANT))
 
 
-def _says_nothing(value: object) -> bool:
+def _is_missing(value: object) -> bool:
     return value is None or (isinstance(value, (list, Mapping)) and not value)
 
 
 def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_question: bool) -> str:
-    """The text of a turn, with characters for its media, whose places are added to `places`."""
+    """The text of a turn, with a character for each medium. Adds the places of its media to `places`."""
     parts = turn.get(key)
     texts: list[str] = []
     for part in parts if isinstance(parts, (list, tuple)) else ({"type": "text", "text": _text(turn, key)},):
@@ -262,8 +268,8 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_
         sort = str(part.get("type")).removesuffix("_url")
         if sort == "text":
             texts.append(_text(part, "text"))
-            for own in places:
-                own.add_text(texts[-1], is_question=is_question)
+            for of_kind in places:
+                of_kind.add_text(texts[-1], is_question=is_question)
         elif sort in ("image", "audio") and places:
             texts.append(places[sort == "audio"].add_part(part, is_question=is_question))
         else:

@@ -1,7 +1,7 @@
 """Turns encoded recordings (WAV, FLAC, OGG, MP3) into log-mel frames: one channel, at the encoder's rate.
 
-One reader, soundfile, has all formats under every Python. It is imported when a recording is read: machines that train
-on text and images do without it.
+One library, soundfile, reads all formats under every Python. It is imported when a recording is read: training on text
+and images does not need it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
-"""As soundfile names them; WAVEX is WAV whose header is EXTENSIBLE."""
+"""Soundfile's names; WAVEX is WAV with an EXTENSIBLE header."""
 _BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", *(bytes((255, low)) for low in range(0xE0, 0x100)))
-"""Of files that are given to the library: it knows many more formats."""
+"""First bytes of the files that the library may open: it knows many more formats."""
 _MOST_CHUNKS = 1 << 12
 _RATES, _MOST_CHANNELS = range(1000, 768_001), 64
 _BLOCK = 1 << 16
 """Samples of all channels that are decoded at a time: a header may promise any number of them."""
 _KNOWN = 1 << 48
-"""A file with as many samples or more does not say how many it has: it was written to a pipe."""
+"""From this number of samples on, the length of a file is unknown: it was written to a pipe."""
 _PIPED = 0x7FFF_F000
-"""Programs that write a WAV to a pipe give its data such a length or more, or none."""
+"""Programs that write a WAV to a pipe give its data this length or more, or none."""
 
 
 class Recordings:
-    """Recordings of a source for an encoder."""
+    """Makes media of a source's recordings for an encoder."""
 
     def __init__(self, config: SourceConfig, spec: EncoderSpec):
         assert spec.log_mel is not None
         self.spec, self._log_mel, self._seconds = spec, spec.log_mel, config.max_seconds
 
     def frames(self, data: bytes) -> int:
-        """How many frames a recording becomes, from its header."""
+        """Number of frames of a recording, from its header."""
         with _opened(data) as file:
             return self._log_mel.frames(self._resampled(file, self._count(file)), self.spec.block)
 
     def __call__(self, data: bytes) -> np.ndarray:
-        """Log-mel frames [F, M]."""
+        """Log-mel frames [F, M] of a recording."""
         with _opened(data) as file:
             count = self._count(file)
             length = self._resampled(file, count)
@@ -59,7 +59,7 @@ class Recordings:
         return self._log_mel(resample(samples, length), self.spec.block)
 
     def _count(self, file: Any) -> int:
-        """How many samples are read."""
+        """Number of samples that are read."""
         rate, channels, count = file.samplerate, file.channels, file.frames
         most = max(1, int(rate * self._seconds))
         if rate in _RATES and channels <= _MOST_CHANNELS and count >= _KNOWN:
@@ -69,13 +69,13 @@ class Recordings:
         return min(count, most)
 
     def _resampled(self, file: Any, count: int) -> int:
-        """How many samples there are after resampling."""
+        """Number of samples after resampling."""
         return -(-count * self._log_mel.sample_rate // file.samplerate)
 
 
 @cache
 def _library() -> tuple[Any, type[Any]]:
-    """soundfile, and its class for a file that is read once from its start to its end."""
+    """soundfile, and a class of it for files that are read once from start to end."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # the package, or the library that it loads
@@ -84,7 +84,7 @@ def _library() -> tuple[Any, type[Any]]:
 
     class Stream(soundfile.SoundFile):
         def seekable(self) -> bool:
-            """After each block a seekable file is sought in, which fails where its length is unknown."""
+            """False: soundfile seeks after each block of a seekable file, which fails for an unknown length."""
             return False
 
     return soundfile, Stream
@@ -92,7 +92,7 @@ def _library() -> tuple[Any, type[Any]]:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """A recording that is read by blocks. Raises Unusable where it is none, or breaks off."""
+    """Opens a recording to be read by blocks. Raises Unusable if it is none, or breaks off."""
     soundfile, stream = _library()
     if not data.startswith(_BEGINNINGS):
         raise Unusable("no WAV, FLAC, OGG or MP3 recording")
@@ -106,7 +106,7 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 
 def _blocks(file: Any, most: int) -> Iterator[np.ndarray]:
-    """At most so many of the following samples, in -1 to 1, the mean of all channels."""
+    """At most `most` of the following samples, in -1 to 1, averaged over channels."""
     block = max(1, _BLOCK // file.channels)
     while most > 0:
         samples = file.read(min(block, most), dtype="float64", always_2d=True).mean(1)
@@ -117,7 +117,7 @@ def _blocks(file: Any, most: int) -> Iterator[np.ndarray]:
 
 
 def _mended(data: bytes) -> bytes:
-    """A WAV with the length of its data in its header, where a pipe left it open. Raises Unusable if it is cut off."""
+    """Writes the length of a WAV's data into its header, if a pipe left it open. Raises Unusable if it is cut off."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return data
     at = 12
@@ -137,18 +137,18 @@ def _mended(data: bytes) -> bytes:
 
 
 def _is_chunk(data: bytes) -> bool:
-    """Whether something begins like a chunk of a WAV, and is as long as it says."""
+    """Whether `data` begins with a chunk of a WAV, and is at least as long as its header says."""
     name, size = data[:4], int.from_bytes(data[4:8], "little")
     return len(data) >= 8 and name.isascii() and name.decode().isprintable() and 8 + size <= len(data)
 
 
 def resample(samples_N: np.ndarray, length: int) -> np.ndarray:
-    """`samples_N` resampled to `length` samples: its spectrum is cut or continued with zeros."""
+    """Resamples `samples_N` to `length` samples: cuts its spectrum, or continues it with zeros."""
     count = len(samples_N)
     if count == length:
         return samples_N
     spectrum = np.fft.rfft(samples_N)
-    kept = np.zeros(length // 2 + 1, complex)
-    most = min(len(spectrum), len(kept))
-    kept[:most] = spectrum[:most]
-    return np.fft.irfft(kept, length) * (length / count)
+    resized = np.zeros(length // 2 + 1, complex)
+    most = min(len(spectrum), len(resized))
+    resized[:most] = spectrum[:most]
+    return np.fft.irfft(resized, length) * (length / count)

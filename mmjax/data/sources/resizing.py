@@ -1,8 +1,8 @@
-"""Resizes pictures, those that are much longer than wide too: of a large result that is cut, only a part is made.
+"""Resizes pictures, also very long ones. If a large result is cropped, only the cropped part is made.
 
-A picture that is small on every way is resized by Pillow at once, as processors do it. Of a larger one the long side is
-resized first, in bands, and cut. Pillow rounds between the two sides and may take the other one first, so values may
-then differ in their last digits.
+Pillow resizes a picture at once, as processors do, if all intermediate pictures are small. Of a larger picture, the
+long side is resized first, in bands, and cropped. Pillow rounds between the two sides and may take the other one first,
+so values may then differ in their last digits.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from PIL import Image
 from mmjax.data.sources.sizes import Size, Step, flipped
 
 MOST = 1 << 26
-"""The most pixels that a picture may have on its way."""
+"""The most pixels of an intermediate picture."""
 _AT_ONCE = 1 << 22
 """Pixels of a band."""
 _MOST_CUT = 1 << 24
-"""The most pixels that are made to be cut."""
+"""The most pixels of a resized picture that is then cropped."""
 Part = tuple[int, int, int, int]
 """Top, left, height and width."""
 Colour = int | tuple[int, ...]
 
 
 def is_too_thin(size: Size, step: Step) -> bool:
-    """Whether an image of this size would have more than ``MOST`` pixels on its way to a medium."""
+    """Whether an image of this size takes an intermediate picture of more than ``MOST`` pixels."""
     square = (max(size), max(size)) if step.square else size
     if _fits(square, step.size, step.crop, padded=step.square):
         return False
@@ -36,14 +36,14 @@ def is_too_thin(size: Size, step: Step) -> bool:
 def resize_part(
     image: Image.Image, size: Size, resample: Image.Resampling, part: Part, *, square: Colour | None = None
 ) -> Image.Image:
-    """A part of an image that is resized to `size`; with `square` it first lies in a square of that colour."""
+    """A part of an image resized to `size`. With `square`, the image is first padded to a square of that colour."""
     top, left, rows, columns = part
     side = max(image.size)
     padded = (side, side) if square is not None else flipped(image.size)
     if _fits(padded, size, part, padded=square is not None):
-        whole = _in_square(image, square) if square is not None and image.width != image.height else image
-        whole = whole if flipped(whole.size) == size else whole.resize(flipped(size), resample)
-        return whole.crop((left, top, left + columns, top + rows))
+        resized = _in_square(image, square) if square is not None and image.width != image.height else image
+        resized = resized if flipped(resized.size) == size else resized.resize(flipped(size), resample)
+        return resized.crop((left, top, left + columns, top + rows))
     if image.width >= image.height:
         return _in_bands(image, size, resample, part, square)
     turn = Image.Transpose.TRANSPOSE
@@ -52,7 +52,7 @@ def resize_part(
 
 
 def _fits(size: Size, resized: Size, part: Part, *, padded: bool) -> bool:
-    """Whether Pillow may resize an image at once, whichever side it takes first."""
+    """Whether Pillow may resize an image at once, in either order of the sides."""
     most = max(resized[1] * size[0], resized[0] * size[1], size[0] * size[1] if padded else 0)
     return most <= MOST and resized[0] * resized[1] <= max(_MOST_CUT, part[2] * part[3])
 
@@ -67,7 +67,7 @@ def _in_square(image: Image.Image, colour: Colour) -> Image.Image:
 def _in_bands(
     image: Image.Image, size: Size, resample: Image.Resampling, part: Part, square: Colour | None
 ) -> Image.Image:
-    """`resize_part` of an image that is as wide as high, or wider, so that a square begins above it."""
+    """`resize_part` of an image that is at least as wide as high, so that a square adds rows above and below it."""
     (height, width), (top, left, rows, columns) = size, part
     high = image.width if square is not None else image.height
     first = (high - image.height) // 2

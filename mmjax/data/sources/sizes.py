@@ -1,4 +1,4 @@
-"""How images get their sizes: a `Step` for each medium that an image becomes. Arithmetic alone, no pixels."""
+"""The sizes of images: a `Step` for each medium that an image becomes. Only arithmetic, no pixels."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mmjax.data.types import EncoderSpec
 Size = tuple[int, int]
 """Height and width."""
 _MOST_ASPECT = 200
-"""Qwen2-VL takes no image that is longer than so many times its shorter side."""
+"""Qwen2-VL takes no image whose longer side is more than so many times its shorter side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Resize to `size`, then cut out `crop` (top, left, height, width), lay it at `at` on a canvas of `canvas`.
+    """One medium of an image: the image is resized, cropped, and placed on a canvas.
 
     Attributes:
       size: height and width after resizing.
-      crop: the part that is cut out.
+      crop: top, left, height and width of the part that is cut out.
       at: top and left of that part on the canvas.
       canvas: height and width of the medium.
-      square: whether the image is first laid on a square in the colour of the mean.
-      black: whether the canvas is black before normalising; else it is 0 after it.
+      square: whether the image is first padded to a square in the colour of the mean.
+      black: whether the rest of the canvas is black before normalising, or else 0 after it.
     """
 
     size: Size
@@ -37,11 +37,11 @@ class Step:
 
 
 def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = True) -> list[Step]:
-    """The media that an image of this size becomes.
+    """The steps that make the media of an image of this size.
 
     Args:
-      size: of the upright image.
-      config: says how.
+      size: size of the upright image.
+      config: the rule, `Source.resize`, and its settings.
       spec: the encoder's patches.
       alone: whether it is the only image of its dialogue.
 
@@ -86,23 +86,23 @@ def _padded(size: Size, block: int) -> Size:
 
 
 def _smart(size: Size, config: SourceConfig, block: int) -> Size:
-    """The nearest multiples of `block`, scaled to be within the bounds on pixels (Qwen2-VL's smart_resize)."""
+    """The nearest multiples of `block`, scaled to the bounds on pixels (Qwen2-VL's smart_resize)."""
     height, width = size
     if max(size) > _MOST_ASPECT * min(size):
         raise ValueError(f"{width}x{height} pixels: one side is more than {_MOST_ASPECT} times the other")
-    found = round(height / block) * block, round(width / block) * block
-    if config.max_pixels and found[0] * found[1] > config.max_pixels:
+    nearest = round(height / block) * block, round(width / block) * block
+    if config.max_pixels and nearest[0] * nearest[1] > config.max_pixels:
         scale = sqrt(height * width / config.max_pixels)
         down = (floor(side / scale / block) * block for side in size)
-        found = max(block, next(down)), max(block, next(down))
-    elif found[0] * found[1] < config.min_pixels:
+        nearest = max(block, next(down)), max(block, next(down))
+    elif nearest[0] * nearest[1] < config.min_pixels:
         scale = sqrt(config.min_pixels / (height * width))
-        found = ceil(height * scale / block) * block, ceil(width * scale / block) * block
-    return max(block, found[0]), max(block, found[1])
+        nearest = ceil(height * scale / block) * block, ceil(width * scale / block) * block
+    return max(block, nearest[0]), max(block, nearest[1])
 
 
 def _naflex(size: Size, block: int, most: int) -> Size:
-    """As many whole blocks as `most` allows, aspect kept as far as they do (SigLIP 2's rule, its search included)."""
+    """As many whole blocks as `most` allows, with about the same aspect (SigLIP 2's rule and search)."""
 
     def scaled(scale: float) -> Size:
         height, width = (max(block, ceil(side * scale / block) * block) for side in size)
@@ -139,32 +139,32 @@ def _fitted(size: Size, config: SourceConfig) -> Step:
 
 
 def _middle(side: int, wanted: int) -> tuple[int, int, int]:
-    """Begin and length of what is cut from the middle of a side, and where it lies in `wanted` if that is longer."""
+    """First pixel and length of the part cut from the middle of a side, and its place in `wanted` if that is longer."""
     return ((side - wanted) // 2, wanted, 0) if side >= wanted else (0, side, ceil((wanted - side) / 2))
 
 
 def tile_grid(size: Size, config: SourceConfig) -> Size:
-    """The grid of tiles that keeps most of an image's pixels and, of those, wastes least (LLaVA-NeXT's rule)."""
+    """The grid of tiles that keeps most of an image's pixels and, among equals, wastes least (LLaVA-NeXT's rule)."""
     height, width = config.size
 
-    def kept(grid: Size) -> tuple[int, int]:
-        whole = grid[0] * height, grid[1] * width
-        scale = min(whole[1] / size[1], whole[0] / size[0])
+    def useful_and_wasted(grid: Size) -> tuple[int, int]:
+        grid_size = grid[0] * height, grid[1] * width
+        scale = min(grid_size[1] / size[1], grid_size[0] / size[0])
         useful = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-        return useful, -(whole[0] * whole[1] - useful)
+        return useful, -(grid_size[0] * grid_size[1] - useful)
 
-    return max(config.grids, key=kept)
+    return max(config.grids, key=useful_and_wasted)
 
 
 def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
     """Tiles of the image's grid."""
     (height, width), (rows, columns) = config.size, tile_grid(size, config)
-    whole = rows * height, columns * width
-    inside = _within(size, whole)
-    top, left = (whole[0] - inside[0]) // 2, (whole[1] - inside[1]) // 2
+    grid_size = rows * height, columns * width
+    inside = _within(size, grid_size)
+    top, left = (grid_size[0] - inside[0]) // 2, (grid_size[1] - inside[1]) // 2
     for row in range(rows):
         for column in range(columns):
-            # The part of the resized image under this tile, and where in the tile it lies.
+            # The part of the resized image under this tile, and its place in the tile.
             begin = max(0, row * height - top), max(0, column * width - left)
             end = (
                 max(begin[0], min(inside[0], (row + 1) * height - top)),
@@ -175,21 +175,21 @@ def _tiles(size: Size, config: SourceConfig) -> Iterator[Step]:
             yield Step(size=inside, crop=crop, at=at, canvas=(height, width), black=True)
 
 
-def _inside(size: Size, whole: Size) -> Size:
-    """The largest size of the same aspect that fits into `whole`."""
-    scale = min(whole[0] / size[0], whole[1] / size[1])
+def _inside(size: Size, box: Size) -> Size:
+    """The largest size of the same aspect that fits into `box`."""
+    scale = min(box[0] / size[0], box[1] / size[1])
     return (
-        min(whole[0], max(1, round(size[0] * scale))),
-        min(whole[1], max(1, round(size[1] * scale))),
+        min(box[0], max(1, round(size[0] * scale))),
+        min(box[1], max(1, round(size[1] * scale))),
     )
 
 
-def _within(size: Size, whole: Size) -> Size:
-    """The size of the same aspect that fills one side of `whole`, the other rounded up (LLaVA-NeXT's rule)."""
-    scale_height, scale_width = whole[0] / size[0], whole[1] / size[1]
+def _within(size: Size, box: Size) -> Size:
+    """The size of the same aspect that fills one side of `box`, the other side rounded up (LLaVA-NeXT's rule)."""
+    scale_height, scale_width = box[0] / size[0], box[1] / size[1]
     if scale_width < scale_height:
-        return min(ceil(size[0] * scale_width), whole[0]), whole[1]
-    return whole[0], min(ceil(size[1] * scale_height), whole[1])
+        return min(ceil(size[0] * scale_width), box[0]), box[1]
+    return box[0], min(ceil(size[1] * scale_height), box[1])
 
 
 def flipped(size: Size) -> Size:

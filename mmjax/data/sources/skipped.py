@@ -1,4 +1,4 @@
-"""`skipped.jsonl`: a line for each record that could not be used, whichever process found out."""
+"""`skipped.jsonl`: a line for each record that could not be used, from all processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Fault(NamedTuple):
       name: the record's place in the dataset.
       reason: the reason, in one line.
       id: the record's id in the data; "" without one.
-      medium: the medium that is wrong, by file or by number; "" if it is not one.
+      medium: the broken medium, by file or by number; "" if the fault is not in a medium.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
     medium: str = ""
 
     def __str__(self) -> str:
-        """The fault in one line; a medium that the reason names already is not repeated."""
+        """The fault in one line; the medium is left out if the reason names it."""
         medium = f"{self.medium}: " if self.medium not in self.reason else ""
         return f"{self.name}{f' (id {self.id!r})' if self.id else ''}: {medium}{self.reason}"
 
@@ -44,22 +44,23 @@ class Fault(NamedTuple):
 
 @dataclass(kw_only=True)
 class Skipped:
-    """Adds lines `{"source": …, "name": …, "id": …, "medium": …, "reason": …}` to a file, one for each record however
-    often it is met. The keys `id` and `medium` are left out where they are empty.
+    """Adds lines `{"source": …, "name": …, "id": …, "medium": …, "reason": …}` to a file, one for each record.
 
-    path: the file; None only remembers the records.
+    The keys `id` and `medium` are left out if they are empty.
+
+    path: the file; None only remembers the records. listed: (source, name) of the records in it.
     """
 
     path: Path | None = None
-    seen: set[tuple[str, str]] = field(default_factory=set)
+    listed: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, source: str, faults: Iterable[Fault]) -> None:
         """Adds records of `source`. A full disk does not end a run: the next call for a record tries again."""
-        new = {fault.name: fault for fault in faults if (source, fault.name) not in self.seen}
+        new = {fault.name: fault for fault in faults if (source, fault.name) not in self.listed}
         if not new:
             return
         if self.path is None:
-            self.seen |= {(source, name) for name in new}
+            self.listed |= {(source, name) for name in new}
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,21 +69,19 @@ class Skipped:
                     fcntl.flock(file, fcntl.LOCK_EX)
                 file.seek(0)
                 text = file.read()
-                self.seen |= {(row["source"], row["name"]) for row in _rows(text)}
-                rows = [
-                    {"source": source, **_row(fault)} for name, fault in new.items() if (source, name) not in self.seen
-                ]
-                lines = "".join(json.dumps(row) + "\n" for row in rows)
-                # What a killed process left of a line stays a line of its own.
+                self.listed |= {(row["source"], row["name"]) for row in _rows(text)}
+                unlisted = [fault for name, fault in new.items() if (source, name) not in self.listed]
+                lines = "".join(json.dumps({"source": source, **_row(fault)}) + "\n" for fault in unlisted)
+                # Part of a line, from a killed process, is ended first.
                 start = b"\n" if text and not text.endswith(b"\n") else b""
                 file.write(start + lines.encode())
                 file.flush()
-                self.seen |= {(source, name) for name in new}
+                self.listed |= {(source, name) for name in new}
 
     def count(self) -> int:
-        """Records in the file, or remembered."""
+        """Number of records in the file, or remembered."""
         if self.path is None:
-            return len(self.seen)
+            return len(self.listed)
         if not self.path.is_file():
             return 0
         return len({(row["source"], row["name"]) for row in _rows(self.path.read_bytes())})
@@ -102,12 +101,12 @@ def _rows(text: bytes) -> Iterator[dict[str, str]]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason for an error, in one line."""
+    """The reason of an error, in one line."""
     named = type(error).__name__ not in ("Unusable", "ValueError")
     return one_line(f"{type(error).__name__}: {error}" if named else str(error))
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """`text` without line breaks, and not too long."""
+    """`text` in one line of at most `limit` characters."""
     text = " ".join(text.split()) or "no reason given"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

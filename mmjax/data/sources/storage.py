@@ -1,8 +1,8 @@
 """Files by local path or fsspec URL: listing, sizes, and reading a bounded stretch of one.
 
-A permanent problem of a file (it is missing, too large, a directory) makes its record `Unusable`. After a temporary one
-(a network, a busy disk) reading is tried again and then raises `Unreachable`, which ends the run: a batch must not
-depend on chance.
+A permanent problem of a file (it is missing, too large, a directory) makes its record `Unusable`. On a temporary one (a
+network, a busy disk), reading is tried again and then raises `Unreachable`, which ends the run: a batch must not depend
+on chance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 class Unusable(Exception):
     """A record, or a medium of it, cannot be used; the message is the reason, in one line.
 
-    record: its id, where it has one. medium: the medium that is wrong, by file or by number.
+    record: the record's id, if it has one. medium: the broken medium, by file or by number.
     """
 
     def __init__(self, reason: str, *, record: str = "", medium: str = ""):
@@ -43,11 +43,11 @@ class Unusable(Exception):
 
 
 class Unreachable(RuntimeError):
-    """Storage did not answer, several times."""
+    """Storage did not answer, although it was tried several times."""
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is for fsspec."""
+    """Whether `path` is a URL, for fsspec."""
     return "://" in path
 
 
@@ -67,27 +67,27 @@ def _split(url: str) -> tuple[Any, str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """The files that a path, a glob (`*`, `?`) or a range (`{000..012}`) names, in order; a range need not exist."""
-    found = _BRACES.search(pattern)
-    if found:
-        first, last = found[1], found[2]
+    """The files of a path, a glob (`*`, `?`) or a range (`{000..012}`), in order; those of a range need not exist."""
+    braces = _BRACES.search(pattern)
+    if braces:
+        first, last = braces[1], braces[2]
         numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-        return [path for n in numbers for path in expand(pattern[: found.start()] + n + pattern[found.end() :])]
+        return [path for n in numbers for path in expand(pattern[: braces.start()] + n + pattern[braces.end() :])]
     if not is_url(pattern):
         return sorted(glob.glob(pattern)) if set("*?") & set(pattern) else [pattern]
     if not set("*?") & set(pattern):
         return [pattern]
     system, path = _split(pattern)
-    return sorted(system.unstrip_protocol(found) for found in _patiently(lambda: system.glob(path), pattern))
+    return sorted(system.unstrip_protocol(match) for match in _patiently(lambda: system.glob(path), pattern))
 
 
 def stamp(path: str) -> tuple[int, str]:
     """Size in bytes, and a mark that changes with the file: its time of modification, or an ETag. Raises Unusable."""
     if not is_url(path):
-        found = _patiently(lambda: os.stat(path), path)
-        if not stat.S_ISREG(found.st_mode):
+        status = _patiently(lambda: os.stat(path), path)
+        if not stat.S_ISREG(status.st_mode):
             raise Unusable(f"{path} is no regular file")  # opening a pipe would wait for its writer
-        return found.st_size, str(found.st_mtime_ns)
+        return status.st_size, str(status.st_mtime_ns)
     system, inside = _split(path)
     info = _patiently(lambda: system.info(inside), path)
     if info.get("type") == "directory":
@@ -103,10 +103,10 @@ def read(path: str, start: int = 0, size: int | None = None, *, limit: int) -> b
       Unusable: the file is missing or shorter, or the stretch is longer than `limit`.
       Unreachable: storage did not answer.
     """
-    whole, _ = stamp(path)
-    end = whole if size is None else start + size
-    if not 0 <= start <= end <= whole:
-        raise Unusable(f"{path} has {whole} bytes, and not {start} to {end}")
+    file_size, _ = stamp(path)
+    end = file_size if size is None else start + size
+    if not 0 <= start <= end <= file_size:
+        raise Unusable(f"{path} has {file_size} bytes, and not {start} to {end}")
     if end - start > limit:
         raise Unusable(f"{path}: {end - start} bytes are more than {limit}")
     data = _patiently(lambda: _read(path, start, end), path)
@@ -125,7 +125,7 @@ def _read(path: str, start: int, end: int) -> bytes:
 
 
 class File:
-    """A file that is read with repeated attempts, and never beyond its end: lengths in its headers are not trusted."""
+    """A file, read with repeated attempts and never beyond its end: lengths in file headers are not trusted."""
 
     def __init__(self, path: str):
         """Raises Unusable and Unreachable."""
@@ -147,11 +147,11 @@ class File:
         return self._again(lambda most: self._file.readline(min(limit, most)))
 
     def seek(self, to: int, whence: int = 0) -> int:
-        """Moves, for the next read."""
+        """Sets the place of the next read."""
         return self._file.seek(to, whence)
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """The place of the next read."""
         return self._file.tell()
 
     def __enter__(self) -> File:
@@ -171,13 +171,13 @@ class File:
 
 
 def open_for_library(path: str) -> Any:
-    """A file object of fsspec, for a library that reads a URL by itself. Raises Unusable and Unreachable."""
+    """A file object of fsspec for a URL, for a library that reads files itself. Raises Unusable and Unreachable."""
     system, inside = _split(path)
     return _patiently(lambda: system.open(inside, "rb"), path)
 
 
 def local_copy(path: str, cache: Path) -> str:
-    """A local file with the contents of `path`: itself, or a copy in `cache`, made once for each version of it."""
+    """A local file with the contents of `path`: the file itself, or a copy in `cache`, one for each version of it."""
     if not is_url(path):
         return path
     import hashlib
@@ -195,28 +195,28 @@ def local_copy(path: str, cache: Path) -> str:
 
 
 def media_folder(path: str, media: str) -> str:
-    """The folder that names of media are relative to: `media`, or the one of the data in `path`."""
+    """The folder to which names of media are relative: `media`, or the folder of `path`."""
     return media or (path.rpartition("/")[0] if is_url(path) else os.path.dirname(path))
 
 
 def beside(folder: str, name: str) -> str:
-    """The file `name` in `folder`: a name in it, or an absolute path or URL that lies inside.
+    """The path of file `name` in `folder`; `name` may also be an absolute path or URL of a file in it.
 
     Raises:
-      Unusable: `name` leads out of it.
+      Unusable: `name` leads out of the folder.
     """
     wanted = inside(folder, name)
     parts = wanted.replace("\\", "/").split("/")
     if not wanted or wanted.startswith(("/", "\\")) or ".." in parts or is_url(wanted) or "\0" in wanted:
-        what = "leads out of the folder of media"
+        cause = "leads out of the folder of media"
         if is_url(wanted):
-            what = "is a URL; media are read from their folder alone"
-        raise Unusable(f"{name!r} {what}")
+            cause = "is a URL; media are read from their folder alone"
+        raise Unusable(f"{name!r} {cause}")
     return f"{folder.rstrip('/') or '/'}/{wanted}" if folder else wanted
 
 
 def inside(folder: str, name: str) -> str:
-    """The name in `folder` of an absolute path or URL that lies inside it; any other name as it is."""
+    """The name, relative to `folder`, of an absolute path or URL in it; any other name unchanged."""
     if is_url(folder):
         return name.removeprefix(f"{folder.rstrip('/')}/")
     if name[:7].lower() == "file://":
@@ -226,12 +226,12 @@ def inside(folder: str, name: str) -> str:
         path = name
     if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
         return name
-    # A folder may be named through a link, and a path not, or the other way round.
-    for resolved in (os.path.abspath, os.path.realpath):
-        within = f"{resolved(folder or '.').rstrip('/')}/"
-        whole = resolved(path)
-        if whole.startswith(within) and whole != within:
-            return whole.removeprefix(within)
+    # One of folder and path may be named through a link.
+    for resolve in (os.path.abspath, os.path.realpath):
+        within = f"{resolve(folder or '.').rstrip('/')}/"
+        resolved = resolve(path)
+        if resolved.startswith(within) and resolved != within:
+            return resolved.removeprefix(within)
     return name
 
 

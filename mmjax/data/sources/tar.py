@@ -1,8 +1,8 @@
 """Samples in tar files: WebDataset shards, and records that are small tars themselves.
 
 A sample is a run of members with one key: the name up to the first dot of its last part. LAION's layout is `key.jpg`
-with `key.txt` (a caption) and `key.json`; several media are `key.0.jpg`, `key.1.jpg`. JSON with turns counts for more
-than a caption. Nothing is ever unpacked to disk; members whose names lead out of a folder are refused all the same.
+with `key.txt` (a caption) and `key.json`; several media are `key.0.jpg`, `key.1.jpg`. JSON with turns takes precedence
+over a caption. Nothing is unpacked to disk; still, members whose names lead out of a folder are refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json
 
 IMAGES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "dib", "tif", "tiff", "avif", "image", "img")
 RECORDINGS = ("wav", "flac", "ogg", "oga", "opus", "mp3")
-"""Endings of members that are media; their bytes say of which kind."""
+"""Endings of members that are media; the format is recognised by the bytes."""
 _TEXTS = ("json", "txt")
 _TURNS = ("conversations", "messages", "question", "answer")
 _NAMES = ("image", "images", "audio", "audios")
-"""Keys of a sample's JSON that name its media elsewhere."""
+"""Keys of a sample's JSON that name its media in other layouts; they are ignored."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -33,8 +33,8 @@ _BLOCK = tarfile.BLOCKSIZE
 class _Member:
     """A member of a tar.
 
-    start, end: its first byte, header included, and the one after its last. data: first byte of its contents. fault:
-    why it is refused.
+    start: its first byte, header included. data: the first byte of its contents. size: bytes of its contents. end: the
+    byte after its last. fault: why it is refused; "" if it is not.
     """
 
     name: str
@@ -59,19 +59,25 @@ def members(file: Any, size: int) -> Iterator[_Member]:
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             last = -1
-            while (found := tar.next()) is not None:
-                # Sizes are signed in the format: a negative one would lead back, and round in circles.
-                if found.size < 0 or tar.offset <= last:  # type: ignore[attr-defined]
-                    raise Unusable(f"member {found.name[:80]!r} has no legal size")
+            while (info := tar.next()) is not None:
+                # Sizes are signed in the format: a negative one would lead back to an earlier member.
+                if info.size < 0 or tar.offset <= last:  # type: ignore[attr-defined]
+                    raise Unusable(f"member {info.name[:80]!r} has no legal size")
                 last = tar.offset  # type: ignore[attr-defined]
                 tar.members.clear()  # type: ignore[attr-defined]
-                end = found.offset_data + -(-found.size // _BLOCK) * _BLOCK
-                if found.isreg() and found.offset_data + found.size > size:
-                    raise Unusable(f"member {found.name[:80]!r} is truncated")
-                if not found.isdir():
-                    where = {"start": found.offset, "data": found.offset_data, "size": found.size, "end": end}
-                    yield _Member(name=found.name, fault=_fault(found), **where)
-            # Blocks of zeros end a tar; the library takes a damaged header for the end as well.
+                end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
+                if info.isreg() and info.offset_data + info.size > size:
+                    raise Unusable(f"member {info.name[:80]!r} is truncated")
+                if not info.isdir():
+                    yield _Member(
+                        name=info.name,
+                        start=info.offset,
+                        data=info.offset_data,
+                        size=info.size,
+                        end=end,
+                        fault=_fault(info),
+                    )
+            # Blocks of zeros end a tar; the library takes a damaged header for the end too.
             file.seek(max(0, last))
             if file.read(_BLOCK).strip(b"\0"):
                 raise Unusable(f"the header at byte {max(0, last)} is damaged")
@@ -83,10 +89,10 @@ def members(file: Any, size: int) -> Iterator[_Member]:
         raise Unusable(f"a damaged header ({type(error).__name__})") from None
 
 
-def _fault(found: tarfile.TarInfo) -> str:
-    if found.name.startswith("/") or ".." in PurePosixPath(found.name).parts or "\0" in found.name:
-        return f"member {found.name[:80]!r} leads out of the folder"
-    return "" if found.isreg() and not found.issparse() else f"member {found.name[:80]!r} is no plain file"
+def _fault(info: tarfile.TarInfo) -> str:
+    if info.name.startswith("/") or ".." in PurePosixPath(info.name).parts or "\0" in info.name:
+        return f"member {info.name[:80]!r} leads out of the folder"
+    return "" if info.isreg() and not info.issparse() else f"member {info.name[:80]!r} is no plain file"
 
 
 def record_of(data: bytes, question: str) -> Record:
@@ -101,23 +107,23 @@ def record_of(data: bytes, question: str) -> Record:
     value = _value(contents)
     if not set(value) - {"id"} and not media:
         raise Unusable("has no json, no txt and no image")
-    others = [suffix for suffix in contents if suffix not in (*_TEXTS, *media)]
-    if not media and others and not set(_TURNS) & set(value):
-        raise Unusable(f"its caption is of {others[0][:40]!r}, which ends as no image and no recording does")
+    unknown = [suffix for suffix in contents if suffix not in (*_TEXTS, *media)]
+    if not media and unknown and not set(_TURNS) & set(value):
+        raise Unusable(f"its caption is of {unknown[0][:40]!r}, which ends as no image and no recording does")
     for key, endings in (("images", IMAGES), ("audios", RECORDINGS)):
         if names := [suffix for suffix in media if _ending(suffix) in endings]:
             value[key] = names
 
-    def find(suffix: object, what: str) -> Media:
+    def find(suffix: object, kind: str) -> Media:
         if suffix not in contents:
-            raise Unusable(f"{what} {str(suffix)[:60]!r} is no member; a part takes the next of the members")
+            raise Unusable(f"{kind} {str(suffix)[:60]!r} is no member; a part takes the next of the members")
         return Media(name=str(suffix), data=contents[str(suffix)])
 
     return parse_record(value, find, question)
 
 
 def _value(contents: dict[str, bytes]) -> dict[str, Any]:
-    """The sample as a record, without its media; turns in its JSON count for more than a caption beside it."""
+    """The sample as a record, without its media; turns in its JSON take precedence over a caption beside it."""
     value: dict[str, Any] = {}
     if "json" in contents:
         value = {key: item for key, item in _json(contents["json"]).items() if key not in _NAMES}
@@ -131,7 +137,7 @@ def _ending(suffix: str) -> str:
 
 
 def _natural(suffix: str) -> list[tuple[int, str]]:
-    """A key for sorting that puts 2.jpg before 10.jpg."""
+    """A sort key that puts 2.jpg before 10.jpg."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", suffix)]
 
 
@@ -142,15 +148,15 @@ def _json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _utf8(data: bytes, what: str) -> str:
+def _utf8(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unusable(f"{what} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise Unusable(f"{name} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 class WebDatasetReader:
-    """A place is (shard, first byte, bytes): the members of a sample with their headers, a tar of their own."""
+    """Reads WebDataset shards. A place is (shard, first byte, bytes) of a sample's members with their headers."""
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -161,7 +167,7 @@ class WebDatasetReader:
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every sample of every shard; a damaged header becomes a fault, and the rest of its shard is lost."""
+        """Every sample of every shard. A damaged header becomes a fault, and the rest of its shard is lost."""
         for number, path in enumerate(self._paths):
             with storage.File(path) as file:
                 yield from self._shard(number, path, file, file.size)
@@ -189,6 +195,6 @@ class WebDatasetReader:
         return Entry(name=name, place=(number, group[0].start, group[-1].end - group[0].start))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record of the members there."""
+        """The record of the members at a place."""
         shard, start, size = place
         return record_of(storage.read(self._paths[shard], start, size, limit=self._limit), self._question)

@@ -1,4 +1,4 @@
-"""Writes dialogues about images in each layout that is read here, to convert data and to try the layouts."""
+"""Writes dialogues about images in each layout that mmjax reads, to convert data and to try the layouts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Dialogue:
 
     def conversations(self) -> list[dict[str, str]]:
         """The turns in LLaVA's layout."""
-        pairs = [(("human", asked), ("gpt", said)) for asked, said in self.turns]
-        return [{"from": who, "value": text} for pair in pairs for who, text in pair]
+        pairs = [(("human", question), ("gpt", answer)) for question, answer in self.turns]
+        return [{"from": speaker, "value": text} for pair in pairs for speaker, text in pair]
 
 
 def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:

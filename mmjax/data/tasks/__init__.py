@@ -1,1 +1,1 @@
-"""Tasks that come with mmjax: `registry` has an entry for each, and those with code of their own have a folder."""
+"""Tasks that come with mmjax: `registry` has an entry for each; a task with code has a folder."""

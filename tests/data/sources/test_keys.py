@@ -12,7 +12,7 @@ import pytest
 from data_sources import TOKENIZER, Heard, encoded, opened, pixels, text_of
 from test_formats import PLACE, dialogue, parts, write_json
 
-from mmjax.data.sample import layout_tokens
+from mmjax.data.sample import encode_dialogue
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Turn
 
@@ -296,7 +296,7 @@ def test_a_token_on_the_border_of_two_weights_has_the_larger() -> None:
         Turn(role="assistant", text="é", weight=0.5),
         Turn(role="assistant", text="b"),
     ]
-    laid = layout_tokens(TOKENIZER, {}, {}, turns)
+    laid = encode_dialogue(TOKENIZER, {}, {}, turns)
     assert laid.weights == [0, 0, 0, 0.5, 0.5, 0.5, 1, 1]
 
 

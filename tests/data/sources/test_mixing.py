@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.sources.mixing import Mixing, held_out, in_turn, kept_in, key_of, permuted, quotas
+from mmjax.data.sources.mixing import Mixing, held_out, in_turn, key_of, nth_trained, permuted, quotas
 
 
 @given(size=st.integers(1, 700), key=st.integers(0, 2**64 - 1))
@@ -84,7 +84,7 @@ def test_seeds_and_epochs_reshuffle():
 @given(size=st.integers(1, 200), data=st.data())
 def test_held_out_records_are_spread_and_never_trained_on(size, data):
     held = held_out(size, data.draw(st.integers(0, size - 1)))
-    kept = [kept_in(held, at) for at in range(size - len(held))]
+    kept = [nth_trained(held, at) for at in range(size - len(held))]
     assert sorted([*kept, *held.tolist()]) == list(range(size)) and kept == sorted(kept)
     assert not len(held) or np.diff([*held, held[0] + size]).max() <= -(-size // len(held))
 

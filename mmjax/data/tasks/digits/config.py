@@ -67,7 +67,7 @@ class DigitsConfig:
         self._check_curriculum()
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """The settings without effect, given the others, each with the reason."""
         reasons: dict[str, str] = {}
         if not self.calls[1]:
             names = ("tone", "gap", "level", "noise", *CALL_QUESTIONS, *JOINT_QUESTIONS)
@@ -89,7 +89,7 @@ class DigitsConfig:
         return self.draw > 0
 
     def kinds(self, images: int, calls: int) -> tuple[str, ...]:
-        """The kinds of questions that may be asked about a sample with so many images and calls."""
+        """The kinds of questions about a sample with `images` images and `calls` calls."""
         possible = (
             *(IMAGE_QUESTIONS if images else ()),
             *(CALL_QUESTIONS if calls else ()),
@@ -99,7 +99,7 @@ class DigitsConfig:
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
 
     def changes(self, global_batch: int) -> dict[int, str]:
-        """What the curriculum changes after the beginning, by the first step that has it."""
+        """The later changes of the curriculum, in words, by the first step with each."""
         return {
             first // global_batch + 1: f"up to {counted(most, 'digit')}"
             for first, most in ((first, min(digits, self.digits[1])) for first, digits in self.curriculum)
@@ -107,9 +107,9 @@ class DigitsConfig:
         }
 
     def check_generators(self, named: str, legal: Sequence[str]) -> None:
-        """Requires that `named`, the generator of `Data.generator`, draws images if something is to be drawn.
+        """Requires that `named`, the value of `Data.generator`, draws images if something is to be drawn.
 
-        legal: the model's generators that do. Raises ConfigError.
+        legal: the model's generators that draw images. Raises ConfigError.
         """
         if self.draw > 0:
             fix = "nothing in the model draws; set it to 0.0, or Model.generators to {'painter': 'dit'}"

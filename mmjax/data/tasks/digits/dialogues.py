@@ -30,10 +30,10 @@ def _dialogue(rng: np.random.Generator) -> Dialogue:
     together = count > 1 and bool(rng.integers(2))
     turns = []
     for number, (label, _) in enumerate(rows):
-        # All images in the first question, or each in its own.
+        # All images in the first question, or each in a separate one.
         marks = IMAGE * count if together and not number else "" if together else IMAGE
-        asked = f"read the {ORDINALS[number]} image" if together else "read it"
-        turns.append((f"{marks}\n{asked}" if marks else asked, label))
+        question = f"read the {ORDINALS[number]} image" if together else "read it"
+        turns.append((f"{marks}\n{question}" if marks else question, label))
     return Dialogue(turns=tuple(turns), images=tuple(image for _, image in rows))
 
 

@@ -1,7 +1,7 @@
-"""Telephone calls: digits dialled as DTMF tones (ITU-T Q.23), with silences, noise and a level of their own.
+"""Telephone calls: digits dialled as DTMF tones (ITU-T Q.23), with random silences, noise and level.
 
-A key sounds as two sines: its row's frequency and its column's. A call is planned first, which gives its length in
-samples; its waveform is rendered from the plan only when it is wanted.
+A key sounds as two sines, with the frequencies of its row and its column. A call is planned first, which gives its
+length in samples; its waveform is rendered from the plan only when it is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HERTZ = {
     key: (row, column) for row, keys in zip(ROWS, KEYS, strict=True) for key, column in zip(keys, COLUMNS, strict=True)
 }
 LEAST_RATE = 4000
-"""Samples per second that the highest tone needs, with room for its window's width."""
+"""The least samples per second for the highest tone, with room for the width of its window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sampl
 
 
 def longest_call(config: DigitsConfig, sample_rate: int) -> int:
-    """Samples that no call exceeds."""
+    """The most samples of a call."""
     digits = config.digits[1]
     return int(np.ceil((digits * config.tone[1] + (digits + 1) * config.gap[1]) * sample_rate))
 

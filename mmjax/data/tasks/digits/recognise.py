@@ -16,14 +16,14 @@ from jaxtyping import Float
 from mmjax.data.tasks.digits.source import SIDE, load_digits, split_range
 
 _NARROWNESS = 0.2
-"""Of the kernel, exp(-narrowness · squared distance): digits of a kind are about 4 apart in squared distance."""
+"""Narrowness of the kernel, exp(-narrowness · squared distance); equal digits have squared distances of about 4."""
 _RIDGE = 0.1
 """Weight of the penalty on coefficients."""
 
 
 @lru_cache(maxsize=1)
 def _fitted() -> tuple[Float[np.ndarray, "M P"], Float[np.ndarray, "M K"]]:
-    """The training digits, and the coefficient of each in the score of each of the ten."""
+    """The training digits, and their coefficients in the score of each digit."""
     first, last = split_range("train")
     pixels, labels = load_digits()
     train_MP = pixels[first:last].reshape(last - first, -1).astype(np.float64)
@@ -37,7 +37,7 @@ def _kernel(one_NP: np.ndarray, other_MP: np.ndarray) -> Float[np.ndarray, "N M"
 
 
 def classify(digits_NYX: Float[np.ndarray, "N 8 8"]) -> list[int]:
-    """What each image of one digit shows; values are 0 for paper to 1 for ink."""
+    """The digit in each image; values are 0 for paper to 1 for ink."""
     train_MP, coefficients_MK = _fitted()
     scores_NK = _kernel(digits_NYX.reshape(len(digits_NYX), -1).astype(np.float64), train_MP) @ coefficients_MK
     return [int(digit) for digit in scores_NK.argmax(axis=1)]

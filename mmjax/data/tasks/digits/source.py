@@ -1,8 +1,8 @@
-"""Rows of handwritten digits and digits dialled, with questions about them, and digits to be drawn (no network).
+"""Samples of handwritten digits and dialled digits, with questions about them, and digits to be drawn (no network).
 
-The images are those of `digits.npz`, see `digits.md`. A sample is a pure function of (seed, split, index). It is first
-planned (which digits, which sizes, which questions), which costs microseconds and gives its metadata; pixels and sounds
-are rendered from the plan only when they are wanted.
+The images are in `digits.npz`, see `digits.md`. A sample is a pure function of (seed, split, index). It is first
+planned (digits, sizes and questions), which takes microseconds and gives its metadata. Pixels and sounds are rendered
+from the plan only when they are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 from mmjax.configurable import require
 from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
-from mmjax.data.sample import build_meta, build_sample, layout_tokens
+from mmjax.data.sample import build_meta, build_sample, encode_dialogue
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
 from mmjax.data.tasks.digits.dtmf import LEAST_RATE, CallPlan, longest_call, plan_call, render_call
 from mmjax.data.tiles import token_count
@@ -35,8 +35,8 @@ SPLITS = ("train", "test")
 @lru_cache(maxsize=1)
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Images [1797, 8, 8] float32 in 0…1 and labels [1797] int64 of the handwritten digits beside this file."""
-    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as kept:
-        return kept["images"].astype(np.float32) / 16.0, kept["labels"].astype(np.int64)
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
+        return file["images"].astype(np.float32) / 16.0, file["labels"].astype(np.int64)
 
 
 def split_range(split: str) -> tuple[int, int]:
@@ -49,8 +49,8 @@ def split_range(split: str) -> tuple[int, int]:
 class RowPlan:
     """One image: the data set indices of its digits, and its size in pixels before padding.
 
-    warps: for each digit the affine map (a, b, c, d, e, f) from a pixel to where it is read, x' = ax + by + c and
-    y' = dx + ey + f, in pixels of the data set; () = none.
+    warps: for each digit the affine map (a, b, c, d, e, f) from a pixel to the point where it is read, x' = ax + by + c
+    and y' = dx + ey + f, in pixels of the data set; () = none.
     """
 
     indices: tuple[int, ...]
@@ -91,7 +91,7 @@ class Question:
     dialled: bool = False
 
     def text(self, images: int, calls: int) -> str:
-        """The question as it is asked about a sample with so many images and calls."""
+        """The text of the question for a sample with `images` images and `calls` calls."""
         image, dialled = f"the {ORDINALS[self.image]} image", "what was dialled"
         if self.kind == DRAW and not self.dialled:
             return f"draw {image} <drawing>"
@@ -107,31 +107,33 @@ class Question:
             return {"both": "what do they say", "same": "are they the same"}[self.kind]
         return {"both": f"read {image} and {dialled}", "same": f"is {image} {dialled}"}[self.kind]
 
-    def answer(self, read: Sequence[str], heard: Sequence[str]) -> str:
-        """The right answer, given what the images say and what was dialled."""
+    def answer(self, labels: Sequence[str], dialled: Sequence[str]) -> str:
+        """The right answer, from the digits of each image (`labels`) and of each call (`dialled`)."""
         if self.kind == "hear" or self.dialled:
-            return heard[self.call]
-        label = read[self.image]
+            return dialled[self.call]
+        label = labels[self.image]
         if self.kind == "both":
-            return f"{label} {heard[self.call]}"
+            return f"{label} {dialled[self.call]}"
         if self.kind == "same":
-            return "yes" if label == heard[self.call] else "no"
+            return "yes" if label == dialled[self.call] else "no"
         return {"read": label, DRAW: label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[self.kind]
 
 
-def _compared(rng: np.random.Generator, label: str, other: str) -> str:
-    """Digits to compare with `label`: half of the time the same, a quarter with one digit changed, else `other`."""
+def _compared(rng: np.random.Generator, label: str, unrelated: str) -> str:
+    """Digits to compare with `label`: half of the time the same, a quarter with one digit changed, else `unrelated`."""
     chance, place, step = rng.random(), int(rng.integers(len(label))), int(rng.integers(1, 10))
     if chance < 0.5:
         return label
     if chance < 0.75:
         return f"{label[:place]}{(int(label[place]) + step) % 10}{label[place + 1 :]}"
-    return other
+    return unrelated
 
 
 def _random_warps(rng: np.random.Generator, count: int, strength: float) -> tuple[tuple[float, ...], ...]:
-    """Random affine maps about a digit's centre: the matrix differs from 1 by up to `strength`, the shift is up to
-    half of `strength` times a digit's side."""
+    """Random affine maps about a digit's centre.
+
+    The matrix differs from 1 by up to `strength`; the shift is up to half of `strength` times a digit's side.
+    """
     drawn = rng.uniform(-strength, strength, (count, 2, 3))
     matrices = np.eye(2) + drawn[:, :, :2]
     shifts = SIDE / 2 * (1.0 - matrices.sum(2) + drawn[:, :, 2])
@@ -139,10 +141,10 @@ def _random_warps(rng: np.random.Generator, count: int, strength: float) -> tupl
 
 
 def _warped(digits_NYX: np.ndarray, warps: Sequence[tuple[float, ...]]) -> np.ndarray:
-    """Digits [N, 8, 8] read bilinearly where their `warps` say; zero outside."""
+    """Digits [N, 8, 8], read bilinearly at the points of their `warps`; zero outside."""
     maps = np.asarray(warps).reshape(-1, 2, 3)
     grid = np.indices((SIDE, SIDE)).reshape(2, -1)[::-1] + 0.5
-    # One row and column of zeros all around, so that a read outside is a read of zero.
+    # One row and column of zeros on every side, so that reads outside give zero.
     at = np.clip(maps[:, :, :2] @ grid + maps[:, :, 2:] + 0.5, 0.0, SIDE + 1.0)
     low = np.minimum(at.astype(np.int64), SIDE)
     x, y = np.moveaxis(at - low, 1, 0)
@@ -160,27 +162,34 @@ def _warped(digits_NYX: np.ndarray, warps: Sequence[tuple[float, ...]]) -> np.nd
 
 @lru_cache(maxsize=20)
 def _of_digit(split: str, digit: int) -> np.ndarray:
-    """Indices of all images of `digit` that `split` draws from."""
+    """Indices of all images of `digit` in `split`."""
     first, last = split_range(split)
     return first + np.flatnonzero(load_digits()[1][first:last] == digit)
 
 
-def _drawing_first(asked: Sequence[Question]) -> list[Question]:
-    """The questions with at most one drawing, which comes first: media belong to the first question."""
-    drawings = [question for question in asked if question.kind == DRAW]
-    return drawings[:1] + [question for question in asked if question.kind != DRAW]
+def _drawing_first(questions: Sequence[Question]) -> list[Question]:
+    """The questions with at most one drawing, in the first place: media belong to the first question."""
+    drawings = [question for question in questions if question.kind == DRAW]
+    return drawings[:1] + [question for question in questions if question.kind != DRAW]
 
 
 def open_digits(
-    data: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, *, settings: DigitsConfig, **about: Any
+    data: DataConfig,
+    encoders: Mapping[str, EncoderSpec],
+    tokenizer: Tokenizer,
+    *,
+    settings: DigitsConfig,
+    seed: int,
+    split: str,
+    **_: Any,
 ) -> DigitsSource:
-    """The samples of the task. Raises ConfigError if the audio encoder does not reach the tones of calls."""
+    """The samples of the task. Raises ConfigError if the audio encoder's sample rate is too low for calls."""
     log_mel = encoders[data.audio_encoder].log_mel if settings.calls[1] else None
     if log_mel:
         fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
         field = f"{data.audio_encoder}/Whisper.sample_rate"
         require(log_mel.sample_rate >= LEAST_RATE, field, log_mel.sample_rate, fix)
-    return DigitsSource(data, encoders, tokenizer, settings=settings, seed=about["seed"], split=about["split"])
+    return DigitsSource(data, encoders, tokenizer, settings=settings, seed=seed, split=split)
 
 
 class DigitsSource:
@@ -200,7 +209,7 @@ class DigitsSource:
         self.seed, self.split = seed, split
         self._range = split_range(split)
         self._weights = {kind: float(getattr(settings, kind)) for kind in QUESTION_KINDS}
-        # In the order in which a sample shows them.
+        # In the order of the media in a sample.
         named = {data.image_encoder: settings.images, data.audio_encoder: settings.calls}
         self._names = tuple(name for name, (_, most) in named.items() if most)
 
@@ -213,21 +222,21 @@ class DigitsSource:
         count = int(rng.integers(*config.calls, endpoint=True)) if config.calls[1] else 0
         questions = self._questions(len(rows), count)
         turns = min(config.turns if self.split == "train" else 1, len(questions))
-        # The largest of u^(1/weight) draw without replacement by weight (Efraimidis & Spirakis 2006, algorithm A).
+        # The largest keys u^(1/weight) are a weighted draw without replacement (Efraimidis & Spirakis 2006, alg. A).
         keys = rng.random(len(questions)) ** [1.0 / self._weights[question.kind] for question in questions]
-        asked = _drawing_first([questions[i] for i in np.argsort(-keys)[:turns]])
+        chosen = _drawing_first([questions[i] for i in np.argsort(-keys)[:turns]])
         labels = [row.label for row in rows]
-        calls = self._calls(rng, count, most, asked, labels)
+        calls = self._calls(rng, count, most, chosen, labels)
         turns = tuple(
             (question.text(len(rows), count), question.answer(labels, [call.digits for call in calls]))
-            for question in asked
+            for question in chosen
         )
         return SamplePlan(
             rows=rows,
             turns=turns,
-            kinds=tuple(question.kind for question in asked),
+            kinds=tuple(question.kind for question in chosen),
             calls=calls,
-            drawn=self._drawn(index, turns[0][1]) if asked[0].kind == DRAW else (),
+            drawn=self._drawn(index, turns[0][1]) if chosen[0].kind == DRAW else (),
         )
 
     def _drawn(self, index: int, digits: str) -> tuple[int, ...]:
@@ -236,7 +245,7 @@ class DigitsSource:
         return tuple(int(rng.choice(_of_digit(self.split, int(digit)))) for digit in digits)
 
     def _questions(self, images: int, calls: int) -> list[Question]:
-        """Every question that may be asked about a sample with so many images and calls."""
+        """Every question about a sample with `images` images and `calls` calls."""
         return [
             Question(kind=kind, image=image, call=call)
             for kind in self.config.kinds(images, calls)
@@ -248,19 +257,19 @@ class DigitsSource:
     def _drawings(self, images: int, calls: int) -> list[Question]:
         if not self.config.draw:
             return []
-        seen = [Question(kind=DRAW, image=image) for image in range(images)]
-        return seen + [Question(kind=DRAW, call=call, dialled=True) for call in range(calls)]
+        of_images = [Question(kind=DRAW, image=image) for image in range(images)]
+        return of_images + [Question(kind=DRAW, call=call, dialled=True) for call in range(calls)]
 
     def _calls(
-        self, rng: np.random.Generator, count: int, most: int, asked: Sequence[Question], labels: Sequence[str]
+        self, rng: np.random.Generator, count: int, most: int, questions: Sequence[Question], labels: Sequence[str]
     ) -> tuple[CallPlan, ...]:
-        """The calls of a sample. One that is compared with an image says the same as often as not."""
+        """The calls of a sample. A call that is compared with an image has the same digits half of the time."""
         low, high = self.config.digits
         calls = []
         for number in range(count):
             length = int(rng.integers(min(low, most), min(high, most), endpoint=True))
             dialled = "".join(map(str, rng.integers(0, 10, length)))
-            for question in asked:
+            for question in questions:
                 if question.kind == "same" and question.call == number:
                     dialled = _compared(rng, labels[question.image], dialled)
             calls.append(plan_call(rng, dialled, self.config, self._sample_rate))
@@ -274,34 +283,44 @@ class DigitsSource:
     def _sizes(self, plan: SamplePlan) -> dict[str, list[tuple[int, ...]]]:
         """Sizes of all media by encoder, and of the medium to be drawn by generator."""
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
-        found = {name: list(own) for name, own in self._by_encoder(*sizes).items()}
-        return found | ({self.data.generator: [self._canvas]} if plan.drawn else {})
+        shown = {name: list(sizes_of) for name, sizes_of in self._by_encoder(*sizes).items()}
+        return shown | ({self.data.generator: [self._canvas]} if plan.drawn else {})
 
     def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
         named = {self.data.image_encoder: images, self.data.audio_encoder: calls}
         return {name: named[name] for name in self._names}
 
-    def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
+    def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
         """Sample `index`, rendered for the encoders `media`; for all by default."""
         plan = self.plan(index)
         render = {self.data.image_encoder: self.render, self.data.audio_encoder: self.hear}
-        shown = self._by_encoder(plan.rows, plan.calls)
-        made = {
-            name: [render[name](one) for one in own] for name, own in shown.items() if media is None or name in media
+        rendered = {
+            name: [render[name](planned) for planned in plans]
+            for name, plans in self._by_encoder(plan.rows, plan.calls).items()
+            if media is None or name in media
         }
-        labels = self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls])
-        about: Any = {"sizes": self._sizes(plan), "labels": labels, "kind": plan.kinds[-1]}
+        labels = dict(self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls]))
         name = self.data.generator
-        if not plan.drawn or (media is not None and name not in media):
-            return build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
-        made[name], about["labels"] = [self.drawing(plan.drawn)], {**labels, name: [plan.turns[0][1]]}
+        draws = bool(plan.drawn) and (media is None or name in media)
+        if draws:
+            rendered[name], labels[name] = [self.drawing(plan.drawn)], [plan.turns[0][1]]
+        sample = build_sample(
+            self.tokenizer,
+            self.encoders,
+            rendered,
+            plan.turns,
+            sizes=self._sizes(plan),
+            labels=labels,
+            kind=plan.kinds[-1],
+        )
+        if not draws:
+            return sample
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 2])
-        noise = rng.standard_normal(made[name][0].shape, np.float32)
-        sample = build_sample(self.tokenizer, self.encoders, made, plan.turns, **about)
+        noise = rng.standard_normal(rendered[name][0].shape, np.float32)
         return replace(sample, noise={name: (noise,)}, times={name: (float(rng.random()),)})
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
-        """Pixels [h, w, C] in -1…1 of digits side by side, in the size that all drawings have."""
+        """Pixels [h, w, C] in -1…1 of digits side by side, in the common size of drawings."""
         canvas = np.full((*self._canvas, self.encoders[self.data.generator].channels), -1.0, np.float32)
         strip = np.concatenate(list(load_digits()[0][list(indices)]), axis=1)
         canvas[:SIDE, : strip.shape[1]] = 2 * strip[:, :, None] - 1
@@ -331,18 +350,19 @@ class DigitsSource:
             sizes[self.data.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
         if calls:
             sizes[self.data.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
-        media = {name: len(own) for name, own in self._by_encoder(range(images), range(calls)).items()}
+        media = {name: len(numbers) for name, numbers in self._by_encoder(range(images), range(calls)).items()}
         if config.draw:
             sizes[self.data.generator], media[self.data.generator] = self._canvas, 1
         specs = {name: self.encoders[name] for name in sizes}
         counts = {name: [token_count(specs[name], [size])] * media[name] for name, size in sizes.items()}
         tokens = []
-        for asked in (plain, [*drawing, *plain]):
-            given = {name: own for name, own in counts.items() if asked is not plain or name != self.data.generator}
-            laid = layout_tokens(self.tokenizer, self.encoders, given, asked[: config.turns]).tokens if asked else []
-            tokens.append(len(laid))
+        without_drawing = {name: count for name, count in counts.items() if name != self.data.generator}
+        for chosen, counts_of in ((plain, without_drawing), ([*drawing, *plain], counts)):
+            if chosen:
+                dialogue = encode_dialogue(self.tokenizer, self.encoders, counts_of, chosen[: config.turns])
+                tokens.append(len(dialogue.tokens))
         return WorstCase(
-            tokens=max(tokens),
+            tokens=max(tokens, default=0),
             media=media,
             patches={name: specs[name].patches(*size) for name, size in sizes.items()},
             sides={name: max(size) // specs[name].patch for name, size in sizes.items()},

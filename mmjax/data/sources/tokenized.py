@@ -1,0 +1,235 @@
+"""Turns records into tokens, and their files into media of the sizes that the model's encoders take."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mmjax.configurable import ConfigError
+from mmjax.data.config import DataConfig
+from mmjax.data.processor.template import FolderTemplate
+from mmjax.data.sample import EncodedDialogue, encode_dialogue
+from mmjax.data.sources.config import PROMPTS, SourceConfig
+from mmjax.data.sources.cutting import cut, cut_points
+from mmjax.data.sources.images import Measure, Pictures
+from mmjax.data.sources.keys import named
+from mmjax.data.sources.record import Media, Record
+from mmjax.data.sources.recordings import Recordings
+from mmjax.data.sources.skipped import reason_of
+from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.data.turns import Turn
+from mmjax.data.types import EncoderSpec
+
+_MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
+"""Limits of texts. A text that is far too long for a row is not encoded: that takes a hundred times its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizedRecord:
+    """A record as tokens.
+
+    Attributes:
+      record: the record, without turns that were cut off.
+      alone: whether the record, before it was cut, has a single image.
+      dialogue: its tokens.
+      images: sizes of its images, and of the media that each becomes.
+      recordings: number of frames of each of its recordings.
+    """
+
+    record: Record
+    alone: bool
+    dialogue: EncodedDialogue
+    images: list[Measure]
+    recordings: list[int]
+
+
+class RecordTokenizer:
+    """Makes tokens and media of the records of one source.
+
+    Args:
+      name: the source's name in messages.
+      config: the source's configuration.
+      data: names the encoders, and the length of a row.
+      encoders: specs of the model's encoders.
+      tokenizer: the tokenizer.
+
+    Attributes:
+      encoders: specs of the encoders that see media of the source.
+      image: name of the encoder of images.
+      audio: name of the encoder of recordings.
+      pictures: makes media of images; None without an encoder for them.
+      template: the chat template.
+
+    Raises:
+      ConfigError: a setting does not fit the encoders, or the template cannot be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SourceConfig,
+        data: DataConfig,
+        encoders: Mapping[str, EncoderSpec],
+        tokenizer: Tokenizer,
+    ):
+        self.config, self.tokenizer, self.sequence_length = config, tokenizer, data.sequence_length
+        self._most_text = max(_MOST_TEXT, _CHARACTERS_PER_TOKEN * self.sequence_length)
+        try:
+            self.template = config.chat(data.tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{name}/{error}") from None
+        self.image, self.audio = data.image_encoder, data.audio_encoder
+        image, audio = encoders.get(self.image), encoders.get(self.audio)
+        self.encoders = {
+            **({self.image: image} if image and image.axes == 2 else {}),
+            **({self.audio: audio} if audio and audio.log_mel else {}),
+        }
+        self.pictures = Pictures(name, config, image) if image and image.axes == 2 else None
+        self._recordings = Recordings(config, audio) if audio and audio.log_mel else None
+
+    def measure(self, record: Record) -> TokenizedRecord:
+        """Tokenizes a record whose media are not measured yet, cut to the length of a row under `Source.cut`.
+
+        Raises Unusable.
+        """
+        for media, encoder, kind in (
+            (record.images, self.pictures, "image"),
+            (record.recordings, self._recordings, "sound"),
+        ):
+            if media and not encoder:
+                raise Unusable(f"it has an {kind}, and no encoder of the model takes one")
+        alone = len(record.images) == 1
+        images, recordings = list[Measure](), list[int]()
+        for number, medium in enumerate(record.images):
+            assert self.pictures
+            with self.naming(medium, self.image, number):
+                images.append(self.pictures.measure_file(medium, alone=alone))
+        for number, medium in enumerate(record.recordings):
+            assert self._recordings
+            with self.naming(medium, self.audio, number):
+                recordings.append(self._recordings.frames(medium.read(self.config.byte_limit)))
+        record = self._bounded(record)
+        tokenize = partial(self.tokenize, images=images, recordings=recordings, alone=alone)
+        tokenized = tokenize(record)
+        if self.config.kind != PROMPTS and not any(tokenized.dialogue.weights):
+            raise Unusable("none of its answers is learned")
+        if self.config.strict or len(tokenized.dialogue.tokens) <= self.sequence_length:
+            return tokenized
+        if self.config.cut:
+            # The largest number of turns that fits: the tokens rise with it.
+            points = cut_points(record.dialogue)
+            fitting = bisect.bisect_right(
+                points, self.sequence_length, key=lambda count: len(tokenize(cut(record, count)).dialogue.tokens)
+            )
+            if fitting:
+                return tokenize(cut(record, points[fitting - 1]))
+        raise Unusable(f"{len(tokenized.dialogue.tokens)} tokens; Data.sequence_length is {self.sequence_length}")
+
+    def tokenize(
+        self, record: Record, images: Sequence[Measure], recordings: Sequence[int], *, alone: bool
+    ) -> TokenizedRecord:
+        """The tokens of a record.
+
+        Args:
+          record: the record.
+          images: sizes of its images; later ones than the record's are ignored.
+          recordings: number of frames of its recordings; as above.
+          alone: see `TokenizedRecord`.
+
+        Raises:
+          Unusable: the text is far too long.
+          ValueError: the template does not take the dialogue.
+        """
+        if (size := _text_size(record)) > self._most_text:
+            raise Unusable(f"about {size} characters; Data.sequence_length is {self.sequence_length} tokens")
+        images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
+        dialogue = encode_dialogue(
+            self.tokenizer,
+            self.encoders,
+            self._token_counts(images, recordings),
+            record.dialogue,
+            template=self.template,
+            system=record.system or self.config.system,
+            tools=record.tools,
+        )
+        return TokenizedRecord(record=record, alone=alone, dialogue=dialogue, images=images, recordings=recordings)
+
+    def blank(self, images: Sequence[Measure], recordings: Sequence[int], length: int) -> EncodedDialogue:
+        """`length` tokens without text: the placeholders of all media, and end tokens around them."""
+        tokens = [self.tokenizer.eos]
+        for name, counts in self._token_counts(images, recordings).items():
+            tokens += [self.tokenizer.media_token(name)] * sum(counts)
+        tokens += [self.tokenizer.eos] * (length - len(tokens))
+        return EncodedDialogue(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
+
+    def decode(self, name: str, data: bytes, *, alone: bool) -> list[np.ndarray]:
+        """The media of encoder `name` that an encoded image or recording becomes."""
+        if name == self.image:
+            assert self.pictures
+            return self.pictures.media(data, alone=alone)
+        assert self._recordings
+        return [self._recordings(data)]
+
+    @contextmanager
+    def naming(self, media: Media, name: str, number: int) -> Iterator[None]:
+        """A context whose errors become Unusable with the name of a medium.
+
+        ConfigError and Unreachable are raised as they are.
+
+        Args:
+          media: the medium.
+          name: the encoder that sees it.
+          number: its number, from 0, among the record's media of this encoder.
+        """
+        try:
+            yield
+        except (ConfigError, Unreachable):
+            raise
+        except Exception as error:
+            place = f"{'image' if name == self.image else 'recording'} {number + 1}"
+            raise Unusable(reason_of(error), medium=media.path or f"{place} ({media.name})") from error
+
+    def unread_keys(self, turns: Sequence[Turn]) -> tuple[str, ...]:
+        """The keys of turns that the template does not read."""
+        keys = dict.fromkeys(key for turn in turns for key in turn.keys if key != "content")
+        template = self.template
+        return named(key for key in keys if not (isinstance(template, FolderTemplate) and template.reads(key)))
+
+    def _token_counts(self, images: Sequence[Measure], recordings: Sequence[int]) -> dict[str, list[int]]:
+        """Number of LLM tokens of each medium, by encoder; an encoder without media is left out."""
+        counts: dict[str, list[int]] = {}
+        if images:
+            assert self.pictures
+            counts[self.image] = [self.pictures.tokens(image) for image in images]
+        if recordings:
+            counts[self.audio] = [self.encoders[self.audio].tokens(frames) for frames in recordings]
+        return counts
+
+    def _bounded(self, record: Record) -> Record:
+        """The record; under `Source.cut` without its last turns if its text is far too long to be encoded."""
+        points = cut_points(record.dialogue) if self.config.cut else []
+        while points and _text_size(record) > self._most_text:
+            middle = len(points) // 2
+            record, points = cut(record, points[middle]), points[:middle]
+        return record
+
+
+def _text_size(record: Record) -> int:
+    """Characters of a record's text, with some for each turn, which a template writes."""
+    turns = sum(len(turn.text) + _characters(turn.keys) + _CHARACTERS_PER_TURN for turn in record.dialogue)
+    return turns + len(record.system) + _characters(record.tools)
+
+
+def _characters(value: object) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(inner) for inner in value.values())
+    return sum(_characters(inner) for inner in value) if isinstance(value, list | tuple) else 0
