@@ -12,7 +12,7 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import first_says
 
@@ -28,7 +28,7 @@ def with_known_records(config: Config, checkpointer: Checkpointer) -> Config:
     step = checkpointer.latest_step()
     stored = checkpointer.metadata(step).extra.get(DATA, {}) if step else {}
     agreed: dict[str, dict[str, Any]] = json.loads(first_says(json.dumps(stored)))
-    return replace(config, known={name: Known(**values) for name, values in agreed.items()})
+    return replace(config, known={name: KnownRecords(**values) for name, values in agreed.items()})
 
 
 def known_in(config: Config, run_dir: str | Path) -> Config:

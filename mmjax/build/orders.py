@@ -9,7 +9,7 @@ from mmjax.build.model import build_modules
 from mmjax.build.parts import PlacedRun
 from mmjax.config import Config
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
-from mmjax.data.split import WHOLE
+from mmjax.data.split import UNSPLIT
 from mmjax.models.config import LLM
 from mmjax.schedule.graph import EdgeNode, StageGraph
 
@@ -42,7 +42,7 @@ def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
     inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
     costs, length = parts.placed.nominal_costs(inputs), config.data.sequence_length
     widths = {name: own["segments"].shape[1] for name, own in inputs.items()}
-    pairs = {name: own * packer.splits.get(name, WHOLE).imbalance(widths[name]) for name, own in packer.pairs.items()}
+    pairs = {name: own * packer.splits.get(name, UNSPLIT).imbalance(widths[name]) for name, own in packer.pairs.items()}
     modules = {}
     for name in packer.bucket_counts:
         # All cells are worked on at once: a position in one cell costs as much as one in each of them.

@@ -11,7 +11,7 @@ from mmjax.checkpoint.config import FRESH, CheckpointConfig, WeightsConfig
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
@@ -161,7 +161,7 @@ class Config:
     weights: Mapping[str, WeightsConfig] = dataclasses.field(default_factory=dict)
     allow_code: bool = dataclasses.field(default=False, compare=False)
     fitted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    known: Mapping[str, Known] = dataclasses.field(default_factory=dict, compare=False)
+    known: Mapping[str, KnownRecords] = dataclasses.field(default_factory=dict, compare=False)
 
     def init_from(self, module: str) -> str:
         """The run, checkpoint or export that a module's parameters start from; "" for none."""

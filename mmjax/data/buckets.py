@@ -21,7 +21,7 @@ from mmjax.data.first_fit import rows_needed
 from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.reorder import StepOrder
-from mmjax.data.split import WHOLE, Split
+from mmjax.data.split import UNSPLIT, Split
 from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 
 Bucket = tuple[int, int]
@@ -198,7 +198,7 @@ class Cells:
     largest: int
     most: int
     widest: int = 0
-    split: Split = WHOLE
+    split: Split = UNSPLIT
     pairs: float = 0.0
 
     @property
@@ -243,7 +243,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
             largest=worst.tokens,
             most=per_cell,
             widest=packer.sequence_length,
-            split=packer.splits.get(module, WHOLE),
+            split=packer.splits.get(module, UNSPLIT),
             pairs=pairs,
         )
     spec, media = packer.encoders[module], worst.media.get(module, 0)

@@ -23,7 +23,7 @@ from mmjax.data.patches import patch_inputs, patch_places, patch_shapes
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
-from mmjax.data.split import WHOLE, Pointers, Split
+from mmjax.data.split import UNSPLIT, Pointers, Split
 from mmjax.data.tiles import NEWLINE, Places, arrange
 from mmjax.data.types import EncoderSpec, Sample
 
@@ -77,7 +77,8 @@ class Filling:
             cells = self._llm_cells(name, plan.cells, process_rows)
             dtype = np.float32 if name == "weights" or name.endswith("_shares") else np.int32
             dtype = np.uint32 if name in ("is", "attends") else dtype
-            arrays[name] = PartialArray.full(cells, (*shape, *deep.get(name, ())), plan.cells, value, dtype)
+            full_shape = (*shape, *deep.get(name, ()))
+            arrays[name] = PartialArray.full(cells, full_shape, plan.cells, value=value, dtype=dtype)
         in_row: dict[int, int] = {}
         for (row, start), meta in sorted(zip(plan.llm.places, plan.metas, strict=True), key=lambda pair: pair[0]):
             in_row[row] = in_row.get(row, 0) + 1
@@ -128,7 +129,7 @@ class Filling:
 
     def _ordered_by(self, module: str) -> frozenset[str]:
         """The inputs that determine the order of a module's tokens, where tokens change places."""
-        split = self.splits.get(module, WHOLE)
+        split = self.splits.get(module, UNSPLIT)
         return split.reads if split.permutes else frozenset()
 
     @property
@@ -170,7 +171,7 @@ class Filling:
         def empty(input_: str, shape: tuple[int, ...], value: float = 0, dtype: Any = np.float32) -> PartialArray:
             in_all_cells = input_ in ("segments", *self._ordered_by(name))
             cells = range(plan.cells) if in_all_cells else wanted_cells(process_rows, name, input_, plan.cells)
-            return PartialArray.full(cells, shape, plan.cells, value, dtype)
+            return PartialArray.full(cells, shape, plan.cells, value=value, dtype=dtype)
 
         arrays = {
             "segments": empty("segments", lead, dtype=np.int32),
@@ -198,7 +199,7 @@ class Filling:
             (pointer,) = (pointer for pointer in self.pointers if pointer.module == name)
             cells = sorted(self._pointing_cells(pointer, process_rows))
             shape = lead[0], width // spec.patches_per_token
-            arrays["index"] = PartialArray.full(cells, shape, plan.cells, -1)
+            arrays["index"] = PartialArray.full(cells, shape, plan.cells, value=-1)
             self._index(name, plan, samples, arrays["index"])
         return arrays
 

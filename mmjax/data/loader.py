@@ -28,7 +28,7 @@ from mmjax.data.sample import disagreement
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import IndexObserver
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch, WorstCase
 
@@ -70,7 +70,7 @@ def make_source(
     sources: Mapping[str, SourceConfig] | None = None,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
-    known: Mapping[str, Known] | None = None,
+    known: Mapping[str, KnownRecords] | None = None,
 ) -> Source:
     """The source that `config` names, for `split` "train" or "test".
 

@@ -27,7 +27,7 @@ from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cel
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import send_list, with_lists, with_one_reader
-from mmjax.data.split import WHOLE, Pointers, Split, put_in_order, restored
+from mmjax.data.split import UNSPLIT, Pointers, Split, put_in_order, restored
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
 
@@ -81,7 +81,7 @@ class Packer:
 
     def rounded(self, module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Shapes of cells of a module, their widths rounded up so that its ranks can share them; no duplicates."""
-        split = self.splits.get(module, WHOLE)
+        split = self.splits.get(module, UNSPLIT)
         return tuple(dict.fromkeys((rows, split.rounded(width)) for rows, width in buckets))
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
@@ -202,7 +202,7 @@ class Packer:
     def _plan_apart(self, count: int, per_cell: int) -> TextPlan:
         places = tuple((row, 0) for row in range(count))
         if not self.text:
-            width = self.splits.get("llm", WHOLE).rounded(self.sequence_length)
+            width = self.splits.get("llm", UNSPLIT).rounded(self.sequence_length)
             return TextPlan(rows_per_cell=per_cell, width=width, places=places)
         rows, width = self.text[self.widest]
         if per_cell > rows:
@@ -259,9 +259,10 @@ class Packer:
         inputs = {module: self._filling.rows(module, plan, samples, process_rows) for module in ("llm", *self.encoders)}
         # Generation reads prompts token by token, on ranks that have whole rows; so the LLM's tokens keep their order.
         fixed = frozenset({"llm"}) if plan.apart else frozenset[str]()
-        inputs = put_in_order(inputs, self.splits, self._pointers, self.cells, process_rows, fixed)
+        cells, rows = self.cells, process_rows
+        inputs = put_in_order(inputs, self.splits, self._pointers, cells=cells, process_rows=rows, fixed=fixed)
         if not plan.apart:  # generated tokens have no place in a send list
-            inputs = with_lists(inputs, self.splits, self.listed, self.cells, process_rows)
+            inputs = with_lists(inputs, self.splits, self.listed, cells=cells, process_rows=rows)
         arrays = {m: {name: array.simplified() for name, array in named.items()} for m, named in inputs.items()}
         return Microbatch(inputs=arrays, bucket=plan.bucket)
 
@@ -306,7 +307,7 @@ class Packer:
         """The media of each sample, from the patches of all rows of encoder or generator `name`."""
         spec, part, media = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
-        if (split := self.splits.get(name, WHOLE)).permutes:
+        if (split := self.splits.get(name, UNSPLIT)).permutes:
             lengths = self._filling.rows(name, plan, {}, ProcessRows(cells={}))
             patches_RTE = restored(patches_RTE, split.order(lengths))
         for cell, places in enumerate(part.places):

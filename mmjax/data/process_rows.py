@@ -70,7 +70,7 @@ class PartialArray:
 
     @classmethod
     def full(
-        cls, cells: Sequence[int], shape: tuple[int, ...], count: int, value: float = 0, dtype: Any = np.int32
+        cls, cells: Sequence[int], shape: tuple[int, ...], count: int, *, value: float = 0, dtype: Any = np.int32
     ) -> PartialArray:
         """An array with `value` in every element of the rows of `cells`."""
         rows = shape[0] // count * len(cells)

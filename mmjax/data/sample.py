@@ -303,7 +303,7 @@ def swap_media(
     """
     swapped = []
     for sample, following in zip(samples, [*samples[1:], *samples[:1]], strict=True):
-        # Targets of generators stay as they are too.
+        # Targets of generators are not swapped either.
         media = {name: (following if name == encoder else sample).media.get(name, ()) for name in sample.media_tokens}
         labels = {name: (following if name == encoder else sample).labels.get(name, ()) for name in sample.media_tokens}
         turns = ((sample.question, sample.answer),)

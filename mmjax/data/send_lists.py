@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
-from mmjax.data.split import WHOLE, Arrays, Pointers, Split
+from mmjax.data.split import UNSPLIT, Arrays, Pointers, Split
 
 SEND = "send_"
 
@@ -55,7 +55,7 @@ def list_shapes(
     """Name and shape [C, P·N] of each send list that is shorter than all tokens, by source module."""
     shapes = {}
     for pointer in pointers:
-        split = splits.get(pointer.module, WHOLE)
+        split = splits.get(pointer.module, UNSPLIT)
         if length := list_length(pointer, inputs, split, cells):
             shapes[pointer.source] = send_list(pointer.module), (cells, split.ranks * length)
     return shapes
@@ -100,8 +100,8 @@ def with_lists(
     shapes = list_shapes(pointers, inputs, splits, cells)
     for pointer in (pointer for pointer in pointers if pointer.source in shapes):
         name, shape = shapes[pointer.source]
-        lists = PartialArray.full(wanted_cells(process_rows, pointer.source, name, cells), shape, cells, -1)
-        target, ranks = result[pointer.module], splits.get(pointer.module, WHOLE).ranks
+        lists = PartialArray.full(wanted_cells(process_rows, pointer.source, name, cells), shape, cells, value=-1)
+        target, ranks = result[pointer.module], splits.get(pointer.module, UNSPLIT).ranks
         target[pointer.name] = _listed(target[pointer.name], lists, ranks)
         result[pointer.source][name] = lists
     return result

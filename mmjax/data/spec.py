@@ -14,7 +14,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class DataSpec:
     order: StepOrder | None = None
     task: Any = None
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
-    known: Mapping[str, Known] = field(default_factory=dict)
+    known: Mapping[str, KnownRecords] = field(default_factory=dict)
 
     def maker(self, source: Source | None = None, process_rows: ProcessRows | None = None) -> StepMaker:
         """The maker of the batches, which fills in `process_rows` (all by default).

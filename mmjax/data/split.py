@@ -99,7 +99,7 @@ class Split:
 
     def imbalance(self, width: int) -> float:
         """Work of the busiest rank over the mean, in a row of about this width that is one segment."""
-        segments = PartialArray.full((0,), (1, self.rounded(width)), 1, 1)
+        segments = PartialArray.full((0,), (1, self.rounded(width)), 1, value=1)
         return busiest_over_mean(self.work({"segments": segments}))
 
     def pairs(self, row: Row) -> Int[np.ndarray, " T"]:
@@ -159,7 +159,7 @@ def busiest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:
     return float(work_CK.max(axis=1).sum() / work_CK.mean(axis=1).sum()) if work_CK.any() else 1.0
 
 
-WHOLE = Split()
+UNSPLIT = Split()
 """Rows that are not split."""
 
 

@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
         ...
 
     def token(self, text: str) -> int | None:
-        """The id of a text that is always a token of its own, such as "<|im_end|>" in some vocabularies."""
+        """The id of a text that is always a single token, such as "<|im_end|>" in some vocabularies; else None."""
         ...
 
     def media_token(self, encoder: str) -> int:

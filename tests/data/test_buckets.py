@@ -26,15 +26,15 @@ drawn_cells = st.lists(
 
 def needs(cells, widths) -> np.ndarray:
     """Rows of each width that the fullest cell needs; more than there can be where a segment is wider."""
-    largest = [max((n for cell in own for n in cell), default=0) for own in cells]
-    rows = [[max(rows_needed(cell, width) for cell in own) for width in widths] for own in cells]
+    largest = [max((n for cell in of_microbatch for n in cell), default=0) for of_microbatch in cells]
+    rows = [[max(rows_needed(cell, width) for cell in of_microbatch) for width in widths] for of_microbatch in cells]
     return np.where(np.array(largest)[:, None] <= widths, rows, np.iinfo(np.int64).max)
 
 
 def total(rows_NW, widths, buckets, pairs) -> float:
     """The total cost of the microbatches, each in the cheapest bucket that holds it."""
     fits = [[row[widths.index(w)] <= r for r, w in buckets] for row in rows_NW.tolist()]
-    return sum(min(compute(b, pairs) for b, fit in zip(buckets, own, strict=True) if fit) for own in fits)
+    return sum(min(compute(b, pairs) for b, fit in zip(buckets, holds_row, strict=True) if fit) for holds_row in fits)
 
 
 def serves(rows_NW, widths, bucket) -> frozenset[int]:
@@ -52,40 +52,42 @@ def test_the_choice_costs_what_the_best_of_all_choices_costs(cells, count, pairs
     rows_NW = needs(cells, widths)
     tops = [(-(-5 // (width // 6)), width) for width in widths if width >= 6]
     shapes = [(rows, width) for width in widths for rows in range(1, 6) if (rows, width) not in tops]
-    found = shortest_chain(rows_NW, widths, tops=tops, count=count, pairs=pairs)
-    assert found[-1] in tops and len(found) <= count
-    assert [compute(bucket, pairs) for bucket in found] == sorted({compute(bucket, pairs) for bucket in found})
+    chain = shortest_chain(rows_NW, widths, tops=tops, count=count, pairs=pairs)
+    assert chain[-1] in tops and len(chain) <= count
+    assert [compute(bucket, pairs) for bucket in chain] == sorted({compute(bucket, pairs) for bucket in chain})
     sets = (
-        (*others, top)
+        (*chosen, top)
         for top in tops
         for size in range(count)
-        for others in itertools.combinations(shapes, size)
-        if one or _nested(rows_NW, widths, sorted((*others, top), key=lambda b: compute(b, pairs)), top)
+        for chosen in itertools.combinations(shapes, size)
+        if one or _nested(rows_NW, widths, sorted((*chosen, top), key=lambda b: compute(b, pairs)), top)
     )
     least = min(total(rows_NW, widths, buckets, pairs) for buckets in sets)
-    assert total(rows_NW, widths, found, pairs) == pytest.approx(least, rel=1e-12)
+    assert total(rows_NW, widths, chain, pairs) == pytest.approx(least, rel=1e-12)
 
 
 def _nested(rows_NW, widths, buckets, top) -> bool:
     served = [serves(rows_NW, widths, bucket) for bucket in buckets]
-    return buckets[-1] == top and all(one <= other for one, other in itertools.pairwise(served))
+    return buckets[-1] == top and all(cheaper <= dearer for cheaper, dearer in itertools.pairwise(served))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cells=drawn_cells, count=st.integers(1, 5), pairs=st.sampled_from([0.0, 0.05]), unit=st.sampled_from([1, 4]))
 def test_more_buckets_never_cost_more_and_all_that_may_come_has_room(cells, count, pairs, unit):
-    sizes = [[[unit * n for n in cell] for cell in own] for own in cells]
-    asked = Cells(sizes=sizes, largest=6 * unit, most=7, split=Split(unit=unit), pairs=pairs)
-    fewer, found = choose(asked, count), choose(asked, count + 1)
-    assert found == choose(asked, count + 1)
-    assert found.padding <= fewer.padding + 1e-12 and fewer.padding <= fewer.alone + 1e-12
-    assert len(fewer.buckets) <= count and choose(asked, 1).padding == choose(asked, 1).alone
-    assert all(width % unit == 0 for _, width in found.buckets)
-    rows, width = found.buckets[-1]
+    sizes = [[[unit * n for n in cell] for cell in of_microbatch] for of_microbatch in cells]
+    wanted = Cells(sizes=sizes, largest=6 * unit, most=7, split=Split(unit=unit), pairs=pairs)
+    fewer, chosen = choose(wanted, count), choose(wanted, count + 1)
+    assert chosen == choose(wanted, count + 1)
+    assert chosen.padding <= fewer.padding + 1e-12 and fewer.padding <= fewer.alone + 1e-12
+    assert len(fewer.buckets) <= count and choose(wanted, 1).padding == choose(wanted, 1).alone
+    assert all(width % unit == 0 for _, width in chosen.buckets)
+    rows, width = chosen.buckets[-1]
     assert rows_needed([6 * unit] * 7, width) <= rows
-    everything = sum(n + pairs * n * n for own in sizes for cell in own for n in cell)
-    padded = 2 * sum(min(compute((r, w), pairs) for r, w in found.buckets if _holds(own, r, w)) for own in sizes)
-    assert found.padding == pytest.approx(1 - everything / padded)
+    everything = sum(n + pairs * n * n for of_microbatch in sizes for cell in of_microbatch for n in cell)
+    padded = 2 * sum(
+        min(compute((r, w), pairs) for r, w in chosen.buckets if _holds(of_microbatch, r, w)) for of_microbatch in sizes
+    )
+    assert chosen.padding == pytest.approx(1 - everything / padded)
 
 
 def _holds(cells, rows: int, width: int) -> bool:
@@ -116,10 +118,10 @@ def test_steps_are_looked_at_in_the_run_s_own_order():
     plans = look_at(packer(), meta, 8)
     assert len(plans) == 64
     for number, first in ((0, 0), (1, 8), (2, 24), (3, 48)):
-        own = [meta(first + i) for i in range(8)]
-        want = [[[m.tokens for m in own[4 * k + 2 * c :][:2]] for c in range(2)] for k in range(2)]
+        metas = [meta(first + i) for i in range(8)]
+        want = [[[m.tokens for m in metas[4 * k + 2 * c :][:2]] for c in range(2)] for k in range(2)]
         assert cells_of(plans[number : number + 1], "llm", together=False) == want
-        patches = [[n for m in own[2 * c :][:2] for n in m.patches.get("vision", ())] for c in range(4)]
+        patches = [[n for m in metas[2 * c :][:2] for n in m.patches.get("vision", ())] for c in range(4)]
         media = [patches[:2], patches[2:]]
         assert cells_of(plans[number : number + 1], "vision", together=False) == media
         assert cells_of(plans[number : number + 1], "llm", together=True) == [[*want[0], *want[1]]]

@@ -35,13 +35,13 @@ def source(config: DigitsConfig = CONFIG, *, seed: int = 0, split: str = "train"
 
 def heard(waveform: np.ndarray, edges: tuple[int, ...]) -> str:
     """The keys, by how well each pair of sines fits between a tone's edges."""
-    found = ""
+    digits = ""
     for start, end in list(pairwise(edges))[::2]:
         at, strength = np.arange(start, end) / 8000, {}
         for key, pair in HERTZ.items():
             strength[key] = min(abs(np.sum(waveform[start:end] * np.exp(-2j * np.pi * f * at))) for f in pair)
-        found += max(strength, key=lambda key: strength[key])
-    return found
+        digits += max(strength, key=lambda key: strength[key])
+    return digits
 
 
 def test_digits_can_be_heard_in_the_waveform() -> None:
@@ -76,9 +76,9 @@ def test_a_sample_is_a_function_of_seed_split_and_index() -> None:
     first, again = source().sample(7), source().sample(7)
     assert np.array_equal(first.tokens, again.tokens)
     assert np.array_equal(first.media["audio"][0], again.media["audio"][0])
-    for other in (source().sample(8), source(seed=1).sample(7), source(split="test").sample(7)):
-        assert first.media["audio"][0].shape != other.media["audio"][0].shape or not np.array_equal(
-            first.media["audio"][0], other.media["audio"][0]
+    for another in (source().sample(8), source(seed=1).sample(7), source(split="test").sample(7)):
+        assert first.media["audio"][0].shape != another.media["audio"][0].shape or not np.array_equal(
+            first.media["audio"][0], another.media["audio"][0]
         )
 
 
@@ -91,10 +91,10 @@ def test_calls_leave_samples_without_them_as_they_were() -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, MIXED, replace(MIXED, images=(0, 0), calls=(1, 4))])
 def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case(config: DigitsConfig) -> None:
-    made = source(config)
-    bound = made.worst_case()
+    samples = source(config)
+    bound = samples.worst_case()
     for index in range(150):
-        meta, sample = made.meta(index), made.sample(index)
+        meta, sample = samples.meta(index), samples.sample(index)
         assert meta.tokens == len(sample.tokens) <= bound.tokens
         assert meta.patches == {
             name: tuple(SPECS[name].patches(*medium.shape[:-1]) for medium in media)

@@ -30,11 +30,11 @@ def shown(tokens: list[int]) -> str:
 
 
 def laid(turns, template="plain", system="", **counts):
-    found = encode_dialogue(TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system)
-    tokens, weights = found.tokens, found.weights
+    dialogue = encode_dialogue(TOKENIZER, ENCODERS, counts, turns, template=TEMPLATES[template], system=system)
+    tokens, weights = dialogue.tokens, dialogue.weights
     assert len(tokens) == len(weights) and weights[0] == 0
     learned = "".join(c for c, weight in zip(shown(tokens), weights[1:], strict=True) if weight)
-    return shown(tokens), learned, shown(tokens[: found.prompt])
+    return shown(tokens), learned, shown(tokens[: dialogue.prompt])
 
 
 TURNS = (("<image>hi", "yo"), ("and?", "so"))
@@ -83,99 +83,103 @@ def tokenizers(tmp_path_factory):
     """Tokenizers with every kind of splitting and of offsets. "added" has ChatML's marks as special tokens."""
     library = pytest.importorskip("tokenizers")
     models, pre, decoders = library.models, library.pre_tokenizers, library.decoders
-    found: dict[str, Any] = {"bytes": TOKENIZER}
+    by_kind: dict[str, Any] = {"bytes": TOKENIZER}
     for kind in KINDS[1:]:
         name, _, how = kind.partition(" ")
         special = ["<unk>", "<s>", "</s>", *(["<|im_start|>", "<|im_end|>"] if how == "added" else [])]
         alphabet = [chr(n) for n in range(33, 127)] + ["\n", "▁"]
-        one = library.Tokenizer(models.BPE(unk_token="<unk>"))
+        built = library.Tokenizer(models.BPE(unk_token="<unk>"))
         if name == "metaspace":
             scheme = how if how == "first" else "always"
-            one.pre_tokenizer, one.decoder = (
+            built.pre_tokenizer, built.decoder = (
                 pre.Metaspace(prepend_scheme=scheme),
                 decoders.Metaspace(prepend_scheme=scheme),
             )
         elif name == "bytelevel":
-            one.pre_tokenizer, one.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-            one.post_processor = library.processors.ByteLevel(trim_offsets=how == "trimmed")
+            built.pre_tokenizer, built.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+            built.post_processor = library.processors.ByteLevel(trim_offsets=how == "trimmed")
             alphabet = pre.ByteLevel.alphabet()
         else:
             words = sorted({word for text in PUBLISHED.values() for word in text.replace("</s>", " ").split()})
-            one = library.Tokenizer(models.WordLevel({w: n for n, w in enumerate([*special, *words])}, "<unk>"))
-            one.pre_tokenizer = pre.WhitespaceSplit()
-            one.add_special_tokens(special)
+            built = library.Tokenizer(models.WordLevel({w: n for n, w in enumerate([*special, *words])}, "<unk>"))
+            built.pre_tokenizer = pre.WhitespaceSplit()
+            built.add_special_tokens(special)
         if name != "words":
             trainer = library.trainers.BpeTrainer(
                 vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
             )
-            one.train_from_iterator(PUBLISHED.values(), trainer)
-        one.enable_truncation(4)  # as some published files have it; a dialogue is never cut so
+            built.train_from_iterator(PUBLISHED.values(), trainer)
+        built.enable_truncation(4)  # as some published files have it; a dialogue is never cut so
         path = tmp_path_factory.mktemp("tokenizers") / "tokenizer.json"
-        one.save(str(path))
-        found[kind] = make_tokenizer(str(path), tuple(ENCODERS))
-    return found
+        built.save(str(path))
+        by_kind[kind] = make_tokenizer(str(path), tuple(ENCODERS))
+    return by_kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", PUBLISHED)
 def test_tokens_are_those_of_the_published_text(tokenizers, kind, template):
     """Encoded as a whole, special tokens in it; ChatML has no first and last token of its own."""
-    own = tokenizers[kind]
-    found = encode_dialogue(own, ENCODERS, {}, SAID, template=TEMPLATES[template], system=SYSTEM).tokens
+    tokenizer = tokenizers[kind]
+    tokens = encode_dialogue(tokenizer, ENCODERS, {}, SAID, template=TEMPLATES[template], system=SYSTEM).tokens
     text = PUBLISHED[template]
-    if isinstance(own, FileTokenizer):
-        wanted = own._tokenizer.encode(text, add_special_tokens=False).ids  # what reads "<s>" as a special token
+    if isinstance(tokenizer, FileTokenizer):
+        wanted = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids  # what reads "<s>" as a special token
     else:
-        marks = {"<s>": own.bos, "</s>": own.eos}
+        marks = {"<s>": tokenizer.bos, "</s>": tokenizer.eos}
         pieces = text.replace("<s>", "\0<s>\0").replace("</s>", "\0</s>\0").split("\0")
-        wanted = [i for piece in pieces for i in ([marks[piece]] if piece in marks else own.encode(piece))]
-    wanted = wanted if wanted[0] == own.bos else [own.bos, *wanted]
-    assert found == (wanted if wanted[-1] == own.eos else [*wanted, own.eos])
+        wanted = [i for piece in pieces for i in ([marks[piece]] if piece in marks else tokenizer.encode(piece))]
+    wanted = wanted if wanted[0] == tokenizer.bos else [tokenizer.bos, *wanted]
+    assert tokens == (wanted if wanted[-1] == tokenizer.eos else [*wanted, tokenizer.eos])
 
 
-def sample_of(found: EncodedDialogue, answer: str) -> Sample:
+def sample_of(dialogue: EncodedDialogue, answer: str) -> Sample:
     return Sample(
-        tokens=np.asarray(found.tokens),
-        loss_weights=np.asarray(found.weights),
+        tokens=np.asarray(dialogue.tokens),
+        loss_weights=np.asarray(dialogue.weights),
         media={},
         question="",
         answer=answer,
-        prompt=found.prompt,
-        lead=found.lead,
-        tail=found.tail,
+        prompt=dialogue.prompt,
+        lead=dialogue.lead,
+        tail=dialogue.tail,
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_right_answer_is_read_back_and_is_what_is_learned(tokenizers, kind, template):
-    own, style = tokenizers[kind], TEMPLATES[template]
+    tokenizer, style = tokenizers[kind], TEMPLATES[template]
     answers = ["a cat"] if kind == "words" else ["yo", "a cat", " yo", "", "yo ", "yo\n", "\n", "  two  words ", "?!"]
     for answer in [*answers, *(["é漢\U0001f600", "{eos}"] if "byte" in kind else [])]:
         for turns in ((("q", answer),), (("q", answer), ("<image>", "mid"), ("<image>", answer))):
             counts = {"vision": [3, 2]} if len(turns) > 1 else {}
-            found = encode_dialogue(own, ENCODERS, counts, turns, template=style, system="be")
-            sample = sample_of(found, answer)
-            said = found.tokens[found.prompt :]
-            assert all(found.weights[found.prompt :]) and not found.weights[found.prompt - 1]
-            assert said[-1] == own.eos and own.media_token("vision") not in said
-            assert answer_text(own, sample, said[:-1]) == style.formatted(answer), (answer, found.lead, found.tail)
-            assert found.tokens.count(own.media_token("vision")) == 5 * bool(counts)
+            dialogue = encode_dialogue(tokenizer, ENCODERS, counts, turns, template=style, system="be")
+            sample = sample_of(dialogue, answer)
+            answer_tokens = dialogue.tokens[dialogue.prompt :]
+            assert all(dialogue.weights[dialogue.prompt :]) and not dialogue.weights[dialogue.prompt - 1]
+            assert answer_tokens[-1] == tokenizer.eos and tokenizer.media_token("vision") not in answer_tokens
+            assert answer_text(tokenizer, sample, answer_tokens[:-1]) == style.formatted(answer), (
+                answer,
+                dialogue.lead,
+                dialogue.tail,
+            )
+            assert dialogue.tokens.count(tokenizer.media_token("vision")) == 5 * bool(counts)
             # The prompt is the same whatever the answer, but for what is one token with its beginning.
-            learned = own.decode(t for t, w in zip(found.tokens, found.weights, strict=True) if w)
+            learned = tokenizer.decode(t for t, w in zip(dialogue.tokens, dialogue.weights, strict=True) if w)
             assert "q" not in learned and "be" not in learned
             if template == "chatml" and answer:
-                more = own.encode("<|im_end|>\n<|im_start|>user")
-                assert answer_text(own, sample, [*said[:-1], *more]) == answer
+                next_turn = tokenizer.encode("<|im_end|>\n<|im_start|>user")
+                assert answer_text(tokenizer, sample, [*answer_tokens[:-1], *next_turn]) == answer
 
 
 def test_a_tokenizers_own_marks_in_the_data(tokenizers):
     """The characters around made-up special tokens are none in the data."""
-    own = tokenizers["bytelevel"]
-    text = f"\ufdd0{own.media_token('vision')}\ufdd1"
-    found = encode_dialogue(own, ENCODERS, {}, ((text, "a"),))
-    assert own.media_token("vision") not in found.tokens and found.tokens.count(own.eos) == 1
-    assert own.decode(found.tokens).startswith("\N{REPLACEMENT CHARACTER}")
+    tokenizer = tokenizers["bytelevel"]
+    text = f"\ufdd0{tokenizer.media_token('vision')}\ufdd1"
+    dialogue = encode_dialogue(tokenizer, ENCODERS, {}, ((text, "a"),))
+    assert tokenizer.media_token("vision") not in dialogue.tokens and dialogue.tokens.count(tokenizer.eos) == 1
+    assert tokenizer.decode(dialogue.tokens).startswith("\N{REPLACEMENT CHARACTER}")
 
 
 def test_media_are_where_their_marks_are_in_any_turn_and_never_learned():
@@ -196,11 +200,11 @@ def test_marks_of_absent_encoders_and_braces_are_text():
 
 
 def test_a_template_of_ones_own():
-    own = Template().changed("Source.pieces", {"question": "Q: {text}\n", "answer": "A: {text}\n"})
-    assert shown(encode_dialogue(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=own).tokens) == "Q: x\nA: y\n$"
+    custom = Template().changed("Source.pieces", {"question": "Q: {text}\n", "answer": "A: {text}\n"})
+    assert shown(encode_dialogue(TOKENIZER, ENCODERS, {}, (("x", "y"),), template=custom).tokens) == "Q: x\nA: y\n$"
     with pytest.raises(ConfigError, match=r"a template has no 'asnwer'; did you mean 'answer'"):
-        own.changed("Source.pieces", {"asnwer": "{text}"})
+        custom.changed("Source.pieces", {"asnwer": "{text}"})
     with pytest.raises(ConfigError, match=r"Source\.pieces\['answer'\]='A': must have \{text\} once"):
-        own.changed("Source.pieces", {"answer": "A"})
+        custom.changed("Source.pieces", {"answer": "A"})
     with pytest.raises(ConfigError, match=r"only a question may have \{system\}, and once"):
-        own.changed("Source.pieces", {"answer": "{system}{text}"})
+        custom.changed("Source.pieces", {"answer": "{system}{text}"})

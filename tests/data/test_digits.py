@@ -85,10 +85,10 @@ def test_turns_ask_different_things_and_evaluation_asks_one():
 
 def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
     for config in (WIDE, DigitsConfig()):
-        made = source(config)
-        bound = made.worst_case()
+        samples = source(config)
+        bound = samples.worst_case()
         for index in range(200):
-            meta, sample = made.meta(index), made.sample(index)
+            meta, sample = samples.meta(index), samples.sample(index)
             images = sample.media["vision"]
             assert meta.tokens == len(sample.tokens) == len(sample.loss_weights) <= bound.tokens
             assert meta.patches == {"vision": tuple(SPEC.patches(*image.shape[:2]) for image in images)}
@@ -101,10 +101,10 @@ def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case():
 
 def test_worst_case_is_reached():
     config = DigitsConfig(images=(2, 2), digits=(4, 4), scale=(1.5, 1.5), aspect=(1.2, 1.2), turns=2)
-    bound, made = source(config).worst_case(), source(config)
-    assert bound.tokens == max(made.meta(i).tokens for i in range(5))
-    assert bound.patches["vision"] == max(made.meta(0).patches["vision"])
-    assert bound.sides["vision"] * SPEC.patch == max(made.sample(0).media["vision"][0].shape[:2])
+    bound, samples = source(config).worst_case(), source(config)
+    assert bound.tokens == max(samples.meta(i).tokens for i in range(5))
+    assert bound.patches["vision"] == max(samples.meta(0).patches["vision"])
+    assert bound.sides["vision"] * SPEC.patch == max(samples.sample(0).media["vision"][0].shape[:2])
 
 
 def test_metadata_renders_nothing(monkeypatch):
@@ -141,8 +141,8 @@ def test_curriculum_limits_training_digits_from_its_samples_on():
     config = replace(WIDE, digits=(2, 5), curriculum=((0, 1), (100, 3), (200, 9)))
 
     def lengths(split: str, start: int) -> set[int]:
-        made = source(config, split=split)
-        return {len(row.indices) for i in range(start, start + 100) for row in made.plan(i).rows}
+        samples = source(config, split=split)
+        return {len(row.indices) for i in range(start, start + 100) for row in samples.plan(i).rows}
 
     assert lengths("train", 0) == {1}
     assert lengths("train", 100) == {2, 3}

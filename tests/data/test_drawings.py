@@ -36,11 +36,11 @@ def source(config: DigitsConfig = CONFIG, *, split: str = "train") -> DigitsSour
     return DigitsSource(DATA, SPECS, TOKENIZER, settings=config, seed=4, split=split)
 
 
-def step(own: ProcessRows | None = None) -> StepBatch:
+def step(process_rows: ProcessRows | None = None) -> StepBatch:
     """The first batch; in every microbatch something is drawn."""
-    made = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
-    packer = make_packer(DATA, SPECS, made, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
-    return StepMaker(source=made, packer=packer, global_batch=BATCH, process_rows=own)(0)
+    samples = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
+    packer = make_packer(DATA, SPECS, samples, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
+    return StepMaker(source=samples, packer=packer, global_batch=BATCH, process_rows=process_rows)(0)
 
 
 def test_what_is_drawn_is_what_the_image_says_in_another_hand() -> None:
@@ -71,20 +71,20 @@ def test_what_is_drawn_is_what_the_image_says_in_another_hand() -> None:
 
 def test_a_drawing_is_a_function_of_seed_split_and_index() -> None:
     indices = [i for i in range(20) if source().plan(i).drawn]
-    one, other = ([source().sample(i) for i in indices] for _ in range(2))
-    for a, b in zip(one, other, strict=True):
+    first, second = ([source().sample(i) for i in indices] for _ in range(2))
+    for a, b in zip(first, second, strict=True):
         assert a.times == b.times
         np.testing.assert_array_equal(a.noise["painter"][0], b.noise["painter"][0])
-    noises = np.stack([s.noise["painter"][0] for s in one])
-    assert len({s.times["painter"] for s in one}) == len(one) == len(np.unique(noises[:, 0, 0]))
+    noises = np.stack([s.noise["painter"][0] for s in first])
+    assert len({s.times["painter"] for s in first}) == len(first) == len(np.unique(noises[:, 0, 0]))
     assert abs(noises.mean()) < 0.1 and abs(noises.std() - 1) < 0.1
 
 
 def test_what_was_dialled_is_drawn_too() -> None:
     specs = {"audio": EncoderSpec(patch=2, axes=1, channels=5, log_mel=LOG_MEL), "painter": SPECS["painter"]}
     config = replace(CONFIG, images=(0, 0), calls=(1, 2), hear=1.0)
-    made = DigitsSource(DATA, specs, ByteTokenizer(tuple(specs)), settings=config, seed=0, split="train")
-    plans = [made.plan(i) for i in range(30)]
+    samples = DigitsSource(DATA, specs, ByteTokenizer(tuple(specs)), settings=config, seed=0, split="train")
+    plans = [samples.plan(i) for i in range(30)]
     drawn = [plan for plan in plans if plan.drawn]
     assert {plan.turns[0][0] for plan in drawn} == {
         "draw what was dialled <drawing>", "draw what was dialled first <drawing>",
@@ -102,30 +102,30 @@ def test_samples_that_are_not_drawn_are_as_they_were() -> None:
 
 
 def test_metadata_equals_the_rendered_sample_and_stays_within_the_worst_case() -> None:
-    made = source()
-    worst, longest = made.worst_case(), 0
+    samples = source()
+    worst, longest = samples.worst_case(), 0
     for index in range(200):
-        meta, sample = made.meta(index), made.sample(index)
+        meta, sample = samples.meta(index), samples.sample(index)
         assert meta == meta_of(sample, SPECS)
         assert meta.tokens <= worst.tokens
         longest = max(longest, meta.tokens)
-        for name, own in meta.patches.items():
-            assert len(own) <= worst.media[name] and max(own) <= worst.patches[name]
+        for name, patches in meta.patches.items():
+            assert len(patches) <= worst.media[name] and max(patches) <= worst.patches[name]
     assert longest > 0.8 * worst.tokens
 
 
 def test_media_of_others_leave_the_drawing_shut() -> None:
     index = next(i for i in range(20) if source().plan(i).drawn)
-    whole, text = source().sample(index), source().sample(index, ())
-    np.testing.assert_array_equal(whole.tokens, text.tokens)
-    assert not text.media and not text.noise and text.media_tokens == whole.media_tokens
+    all_media, text = source().sample(index), source().sample(index, ())
+    np.testing.assert_array_equal(all_media.tokens, text.tokens)
+    assert not text.media and not text.noise and text.media_tokens == all_media.media_tokens
 
 
 def test_an_exchange_of_images_keeps_what_is_asked() -> None:
     samples = [source(split="test").sample(i) for i in range(12)]
-    for own, swapped in zip(samples, swap_media(TOKENIZER, SPECS, samples, "vision"), strict=True):
-        assert (own.question, own.answer) == (swapped.question, swapped.answer)
-        assert own.media.keys() == swapped.media.keys() and not swapped.noise
+    for sample, swapped in zip(samples, swap_media(TOKENIZER, SPECS, samples, "vision"), strict=True):
+        assert (sample.question, sample.answer) == (swapped.question, swapped.answer)
+        assert sample.media.keys() == swapped.media.keys() and not swapped.noise
 
 
 @settings(max_examples=30, deadline=None)
@@ -141,44 +141,46 @@ def test_patches_come_together_again(axes: int, patch: int, merge: int, channels
 
 
 def test_generator_rows_are_the_pictures_through_noise_and_know_where_their_hidden_states_are() -> None:
-    batch, seen = step(), 0
+    batch, count = step(), 0
     per = BATCH // 2
     for number, part in enumerate(batch.microbatches):
-        own, llm = part.inputs["painter"], part.inputs["llm"]
-        assert "painter_index" not in llm and set(own) == {
+        painter, llm = part.inputs["painter"], part.inputs["llm"]
+        assert "painter_index" not in llm and set(painter) == {
             "patches", "segments", "positions", "times", "targets", "weights", "index",
         }  # fmt: skip
         hidden = llm["tokens"].reshape(CELLS, -1)  # a token stands for its hidden state
-        real = own["segments"] > 0
-        np.testing.assert_array_equal(own["weights"], real)
-        index = own["index"].reshape(CELLS, -1)
+        real = painter["segments"] > 0
+        np.testing.assert_array_equal(painter["weights"], real)
+        index = painter["index"].reshape(CELLS, -1)
         np.testing.assert_array_equal(index.ravel() >= 0, real.reshape(-1, 4).all(1))
         for cell in range(CELLS):
             at = index[cell][index[cell] >= 0]
             assert len(set(at)) == len(at) and (hidden[cell][at] == TOKENIZER.media_token("painter")).all()
-        picture = own["patches"] - own["times"][..., None] * own["targets"]  # x = x_t - t (noise - x)
-        for row, segment in {(r, s) for r, s in zip(*np.nonzero(real), strict=True) for s in [own["segments"][r, s]]}:
-            where = own["segments"][row] == segment
-            places, cell = own["positions"][row][where], row // (len(real) // CELLS)
+        picture = painter["patches"] - painter["times"][..., None] * painter["targets"]  # x = x_t - t (noise - x)
+        for row, segment in {
+            (r, s) for r, s in zip(*np.nonzero(real), strict=True) for s in [painter["segments"][r, s]]
+        }:
+            where = painter["segments"][row] == segment
+            places, cell = painter["positions"][row][where], row // (len(real) // CELLS)
             canvas = np.zeros((8, 24))
             for patch, (y, x) in zip(picture[row][where], places, strict=True):
                 canvas[2 * y : 2 * y + 2, 2 * x : 2 * x + 2] = patch.reshape(2, 2)
-            first = own["index"][row][where.reshape(-1, 4)[:, 0]][0]
+            first = painter["index"][row][where.reshape(-1, 4)[:, 0]][0]
             sample = number * per + cell * (per // CELLS) + first // DATA.sequence_length
             np.testing.assert_allclose(canvas, source().sample(sample).media["painter"][0][:, :, 0], atol=1e-5)
-            assert len(np.unique(own["times"][row][where])) == 1
-            seen += 1
-    assert seen == sum(bool(source().plan(i).drawn) for i in range(BATCH)) > 2
-    assert batch.denominators["painter"] == 8 * 24 * seen == batch.counts["painter_patches"] * 4
+            assert len(np.unique(painter["times"][row][where])) == 1
+            count += 1
+    assert count == sum(bool(source().plan(i).drawn) for i in range(BATCH)) > 2
+    assert batch.denominators["painter"] == 8 * 24 * count == batch.counts["painter_patches"] * 4
 
 
 @pytest.mark.parametrize("cells", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("names", [("patches", "times", "index"), ("targets", "weights"), ("times",), ("index",)])
 def test_a_process_reads_the_rows_of_its_generators(cells: tuple[int, ...], names: tuple[str, ...]) -> None:
-    own = ProcessRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), cells)})
-    for part, whole in zip(step(own).microbatches, step().microbatches, strict=True):
+    rows = ProcessRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), cells)})
+    for part, all_rows in zip(step(rows).microbatches, step().microbatches, strict=True):
         for name in names:
-            got, want = part.inputs["painter"][name], whole.inputs["painter"][name]
+            got, want = part.inputs["painter"][name], all_rows.inputs["painter"][name]
             per = len(want) // CELLS
             for cell in cells:
                 np.testing.assert_array_equal(got[cell * per : (cell + 1) * per], want[cell * per : (cell + 1) * per])
@@ -204,8 +206,8 @@ def test_what_was_drawn_goes_back_to_its_sample() -> None:
 def test_drawings_are_read() -> None:
     pixels, digits = load_digits()
     first, last = split_range("test")
-    said = "".join(read_drawing(2 * one[:, :, None] - 1, 1) for one in pixels[first:last])
-    right = np.array([a == str(b) for a, b in zip(said, digits[first:last], strict=True)])
+    labels = "".join(read_drawing(2 * digit[:, :, None] - 1, 1) for digit in pixels[first:last])
+    right = np.array([a == str(b) for a, b in zip(labels, digits[first:last], strict=True)])
     assert 0.95 <= right.mean() < 1, "every digit that it was fitted to is read"
     assert min(right[digits[first:last] == digit].mean() for digit in range(10)) > 0.8
     wide = np.concatenate([2 * pixels[i] - 1 for i in (0, 1)], axis=1)[:, :, None]

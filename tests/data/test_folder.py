@@ -39,8 +39,8 @@ def pixels() -> np.ndarray:
 
 def test_pixels_and_text_arrive(tmp_path, pixels):
     records = [{"images": ["a.png", "b.png"], "question": "où?", "answer": "là"}, {"question": "none?", "answer": ""}]
-    made = source(write(tmp_path, records, {"a.png": pixels, "b.png": pixels[:8, :8]}), COLOR)
-    sample = made.sample(0)
+    records_of = source(write(tmp_path, records, {"a.png": pixels, "b.png": pixels[:8, :8]}), COLOR)
+    sample = records_of.sample(0)
     first, second = sample.media["vision"]
     assert first.shape == (16, 24, 3) and second.shape == (8, 8, 3) and first.dtype == np.float32
     assert np.allclose(first[:10, :20] * 255, pixels, atol=1e-4)
@@ -48,21 +48,21 @@ def test_pixels_and_text_arrive(tmp_path, pixels):
     assert np.allclose(second * 255, pixels[:8, :8], atol=1e-4)
     assert TOKENIZER.decode(sample.tokens[: sample.prompt]) == "1:2:où? "
     assert int(sample.placeholders("vision").sum()) == 6 + 1
-    assert len(made) == 2 and made.sample(1).media == {} and made.meta(1).patches == {}
+    assert len(records_of) == 2 and records_of.sample(1).media == {} and records_of.meta(1).patches == {}
 
 
 def test_gray_encoders_get_luminance(tmp_path, pixels):
-    made = source(write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {"a.png": pixels}))
+    folder = source(write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {"a.png": pixels}))
     luminance = pixels @ np.array([0.299, 0.587, 0.114])
-    assert np.allclose(made.sample(0).media["vision"][0][:10, :20, 0] * 255, luminance, atol=0.51)
+    assert np.allclose(folder.sample(0).media["vision"][0][:10, :20, 0] * 255, luminance, atol=0.51)
 
 
 def test_large_images_shrink_and_keep_their_aspect(tmp_path):
     pixels = np.full((64, 128, 3), 255, np.uint8)
-    made = source(
+    folder = source(
         write(tmp_path, [{"images": ["a.png"], "question": "q", "answer": "a"}], {"a.png": pixels}), max_pixels=2048
     )
-    image = made.sample(0).media["vision"][0]
+    image = folder.sample(0).media["vision"][0]
     assert image.shape == (32, 64, 1) and np.allclose(image, 1.0, atol=1e-6)
 
 
@@ -70,21 +70,21 @@ def test_metadata_equals_samples_and_worst_case_bounds_them(tmp_path, pixels):
     records = [
         {"images": names, "question": "q" * n, "answer": "a"} for n, names in ((3, ["a.png"]), (1, ["a.png"] * 2))
     ]
-    made = source(write(tmp_path, records, {"a.png": pixels}))
-    metas = [made.meta(i) for i in range(2)]
+    folder = source(write(tmp_path, records, {"a.png": pixels}))
+    metas = [folder.meta(i) for i in range(2)]
     for i, meta in enumerate(metas):
-        sample = made.sample(i)
+        sample = folder.sample(i)
         assert meta.tokens == len(sample.tokens)
         assert meta.patches == {"vision": tuple(GRAY.patches(*x.shape[:2]) for x in sample.media["vision"])}
-    bound = made.worst_case()
+    bound = folder.worst_case()
     assert (bound.tokens, bound.media, bound.patches) == (max(m.tokens for m in metas), {"vision": 2}, {"vision": 24})
     limited = source(tmp_path, spec=EncoderSpec(patch=4, merge=2, longest=9)).worst_case()
-    assert limited.sides == {"vision": max(made.sample(0).media["vision"][0].shape[:2]) // 4}
+    assert limited.sides == {"vision": max(folder.sample(0).media["vision"][0].shape[:2]) // 4}
 
 
 def test_training_reshuffles_every_epoch(tmp_path):
-    made = source(write(tmp_path, [{"question": str(n), "answer": ""} for n in range(20)], {}), split="train")
-    epochs = [[made.sample(20 * epoch + i).question for i in range(20)] for epoch in (0, 1, 0)]
+    folder = source(write(tmp_path, [{"question": str(n), "answer": ""} for n in range(20)], {}), split="train")
+    epochs = [[folder.sample(20 * epoch + i).question for i in range(20)] for epoch in (0, 1, 0)]
     assert sorted(epochs[0], key=int) == sorted(epochs[1], key=int) == [str(n) for n in range(20)]
     assert epochs[0] != epochs[1] and epochs[0] == epochs[2]
     assert [source(tmp_path).sample(i).question for i in range(3)] == ["0", "1", "2"]

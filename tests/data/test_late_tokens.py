@@ -31,17 +31,19 @@ TURNS = (("<image>What is in the picture?", "A small dog."), ("and the other?", 
 
 def late(folder: Path, gone: Collection[str], where: str = "tokenizer_config.json", source: str = "qwen2_vl") -> Path:
     """A copy of a folder in which special tokens are listed in another file."""
-    made = Path(shutil.copytree(FOLDERS / source, folder / "late"))
-    tokenizer, config = json.loads((made / "tokenizer.json").read_text()), read(made, "tokenizer_config.json")
+    copy = Path(shutil.copytree(FOLDERS / source, folder / "late"))
+    tokenizer, config = json.loads((copy / "tokenizer.json").read_text()), read(copy, "tokenizer_config.json")
     listed = tokenizer["added_tokens"]
     tokenizer["added_tokens"] = [token for token in listed if token["content"] not in gone]
-    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     if where == "added_tokens.json":
-        (made / where).write_text(json.dumps({token["content"]: token["id"] for token in listed}))
+        (copy / where).write_text(json.dumps({token["content"]: token["id"] for token in listed}))
     elif where:
-        config["added_tokens_decoder"] = {str(one["id"]): {key: one[key] for key in FLAGS} for one in reversed(listed)}
-        (made / where).write_text(json.dumps(config))
-    return made
+        config["added_tokens_decoder"] = {
+            str(token["id"]): {key: token[key] for key in FLAGS} for token in reversed(listed)
+        }
+        (copy / where).write_text(json.dumps(config))
+    return copy
 
 
 def read(folder: Path, name: str) -> Any:
@@ -49,22 +51,25 @@ def read(folder: Path, name: str) -> Any:
 
 
 def said(folder: Path) -> tuple[FileTokenizer, tuple[list[int], list[float]]]:
-    made = make_tokenizer(str(folder), ("vision",), "vision")
-    assert isinstance(made, FileTokenizer)
+    tokenizer = make_tokenizer(str(folder), ("vision",), "vision")
+    assert isinstance(tokenizer, FileTokenizer)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
-    laid = encode_dialogue(made, encoders, {"vision": [3]}, TURNS, template=read_template(str(folder)))
-    return made, (laid.tokens, laid.weights)
+    laid = encode_dialogue(tokenizer, encoders, {"vision": [3]}, TURNS, template=read_template(str(folder)))
+    return tokenizer, (laid.tokens, laid.weights)
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
 @pytest.mark.parametrize("gone", [IMAGES, ENDS, ALL], ids=["images", "ends", "all"])
 def test_late_tokens_have_their_ids_and_texts(tmp_path: Path, gone: tuple[str, ...], where: str) -> None:
     """Also those in the middle: the library numbers what is left of ``tokenizer.json`` without gaps."""
-    (wanted, laid), (made, late_laid) = said(FOLDERS / "qwen2_vl"), said(late(tmp_path, gone, where))
+    (expected, laid), (late_tokenizer, late_laid) = said(FOLDERS / "qwen2_vl"), said(late(tmp_path, gone, where))
     assert late_laid == laid
-    about = [(one.pad, one.bos, one.eos, one.stops, one.vocab_size, one.table_size) for one in (wanted, made)]
-    assert about[0] == about[1]
-    assert [made.token(text) for text in ALL] == [wanted.token(text) for text in ALL]
+    numbers = [
+        (tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.stops, tokenizer.vocab_size, tokenizer.table_size)
+        for tokenizer in (expected, late_tokenizer)
+    ]
+    assert numbers[0] == numbers[1]
+    assert [late_tokenizer.token(text) for text in ALL] == [expected.token(text) for text in ALL]
 
 
 def test_a_text_in_the_vocabulary_becomes_a_token_of_its_own(tmp_path: Path) -> None:
@@ -80,12 +85,12 @@ def test_a_token_that_is_named_alone_is_added_behind_the_others(tmp_path: Path) 
     """As ``transformers`` adds it: <|end_of_turn|>, the end of an answer, and another one."""
     folder = late(tmp_path, (), where="", source="chatml")
     config = read(folder, "tokenizer_config.json")
-    own = {"eos_token": "<|end_of_turn|>", "additional_special_tokens": ["<|tool|>", {"content": "<|im_end|>"}]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **own}))
-    made = make_tokenizer(str(folder), ())
+    named = {"eos_token": "<|end_of_turn|>", "additional_special_tokens": ["<|tool|>", {"content": "<|im_end|>"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **named}))
+    tokenizer = make_tokenizer(str(folder), ())
     size = 1 + max(token["id"] for token in read(folder, "tokenizer.json")["added_tokens"])
-    assert made.eos == size and made.encode("a<|end_of_turn|><|tool|>")[-2:] == [size, size + 1]
-    assert made.table_size == size + 1
+    assert tokenizer.eos == size and tokenizer.encode("a<|end_of_turn|><|tool|>")[-2:] == [size, size + 1]
+    assert tokenizer.table_size == size + 1
 
 
 def test_a_table_has_no_row_for_a_padding_that_is_named_alone(tmp_path: Path) -> None:
@@ -93,8 +98,8 @@ def test_a_table_has_no_row_for_a_padding_that_is_named_alone(tmp_path: Path) ->
     before = make_tokenizer(str(folder), ())
     config = read(folder, "tokenizer_config.json")
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "[PAD]"}))
-    made = make_tokenizer(str(folder), ())
-    assert made.table_size == before.table_size and made.pad >= made.table_size
+    tokenizer = make_tokenizer(str(folder), ())
+    assert tokenizer.table_size == before.table_size and tokenizer.pad >= tokenizer.table_size
 
 
 def test_an_image_without_a_text_is_refused(tmp_path: Path) -> None:

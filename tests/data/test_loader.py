@@ -103,10 +103,10 @@ def test_workers_never_import_jax():
 
     assert jax is not None  # the parent has it
     with StepLoader(Probe(), steps=4, workers=2) as stream:  # type: ignore[arg-type]
-        seen: list[dict[str, object]] = list(stream)  # type: ignore[arg-type]
-    assert [s["jax"] for s in seen] == [()] * 4
-    assert [s["step"] for s in seen] == [0, 1, 2, 3]
-    assert len({s["pid"] for s in seen}) == 2 and os.getpid() not in {s["pid"] for s in seen}
+        batches: list[dict[str, object]] = list(stream)  # type: ignore[arg-type]
+    assert [s["jax"] for s in batches] == [()] * 4
+    assert [s["step"] for s in batches] == [0, 1, 2, 3]
+    assert len({s["pid"] for s in batches}) == 2 and os.getpid() not in {s["pid"] for s in batches}
 
 
 def alive(pid: int) -> bool:

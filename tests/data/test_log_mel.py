@@ -16,7 +16,7 @@ USUAL = LogMel(sample_rate=8000, window=256, hop=80, mels=40)
 def dense(c: LogMel, samples: np.ndarray, frames: int) -> np.ndarray:
     """The formula of the module, sum by sum."""
     n, points = c.window, mel_to_hertz(np.linspace(0.0, float(hertz_to_mel(np.asarray(c.sample_rate / 2))), c.mels + 2))
-    found = np.zeros((frames, c.mels))
+    energies = np.zeros((frames, c.mels))
     for t in range(frames):
         read = lambda i: samples[i] if 0 <= i < len(samples) else 0.0  # noqa: E731
         windowed = [(0.5 - 0.5 * np.cos(2 * np.pi * k / n)) * read(t * c.hop - n // 2 + k) for k in range(n)]
@@ -27,8 +27,8 @@ def dense(c: LogMel, samples: np.ndarray, frames: int) -> np.ndarray:
                 low, middle, high = points[j : j + 3]
                 if low < hertz < high:
                     side = (hertz - low) / (middle - low) if hertz <= middle else (high - hertz) / (high - middle)
-                    found[t, j] += power * side * 2 / (high - low)
-    logs = np.log10(np.maximum(found, 1e-10))
+                    energies[t, j] += power * side * 2 / (high - low)
+    logs = np.log10(np.maximum(energies, 1e-10))
     return (np.maximum(logs, logs.max() - 8) + 4) / 4
 
 

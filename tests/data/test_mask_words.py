@@ -50,7 +50,10 @@ PIECES = st.lists(
 
 NAMES = st.lists(st.sampled_from([*KINDS, *SPECS]), min_size=1, max_size=3, unique=True)
 RULES = st.builds(
-    lambda who, whom, how: f"{', '.join(who)} sees {' and '.join(whom)} {how}", NAMES, NAMES, st.sampled_from(HOWS)
+    lambda subjects, objects, how: f"{', '.join(subjects)} sees {' and '.join(objects)} {how}",
+    NAMES,
+    NAMES,
+    st.sampled_from(HOWS),
 )
 DRAWN = st.one_of(st.sampled_from(LINES), st.lists(RULES, min_size=1, max_size=6).map("; ".join))
 """Lines that people write, and any others."""
@@ -66,25 +69,26 @@ def samples(draw: st.DrawFn) -> Sample:
             tokens, weights = tokens + [1] * piece, weights + [float(draw(st.booleans()))] * piece
             continue
         name, *sides = piece
-        count, own = int(np.prod(sides)), [np.zeros((*(side * SPECS[name].block for side in sides), 1), np.float32)]
+        count, medium = int(np.prod(sides)), np.zeros((*(side * SPECS[name].block for side in sides), 1), np.float32)
+        copies = 1
         if name == "vision":
             grid = draw(st.sampled_from([(0, 0), (1, 2)]))
             tiled.append(Tiled(size=(sides[0] * 2, sides[1] * 4), grid=grid))
-            count, own = (count + 1, own) if not grid[0] else (count + sides[0] * (2 * sides[1] + 1), own * 3)
+            count, copies = (count + 1, 1) if not grid[0] else (count + sides[0] * (2 * sides[1] + 1), 3)
         tokens, weights = tokens + [IDS[name]] * count, weights + [0.0] * count
-        media[name] += own
-    about: Any = {"question": "?", "answer": "", "prompt": draw(st.integers(1, len(tokens))), "media_tokens": IDS}
-    given: Any = {name: tuple(own) for name, own in media.items() if own}
-    if "painter" in given:
-        zeros = tuple(np.zeros_like(one) for one in given["painter"])
-        about |= {"noise": {"painter": zeros}, "times": {"painter": (1.0,) * len(zeros)}}
+        media[name] += [medium] * copies
+    fields: Any = {"question": "?", "answer": "", "prompt": draw(st.integers(1, len(tokens))), "media_tokens": IDS}
+    media_of: Any = {name: tuple(arrays) for name, arrays in media.items() if arrays}
+    if "painter" in media_of:
+        zeros = tuple(np.zeros_like(drawing) for drawing in media_of["painter"])
+        fields |= {"noise": {"painter": zeros}, "times": {"painter": (1.0,) * len(zeros)}}
     arrays = {"tokens": np.array(tokens, np.int32), "loss_weights": np.array(weights, np.float32)}
-    return Sample(**arrays, media=given, tiled={"vision": tuple(tiled)} if tiled else {}, **about)
+    return Sample(**arrays, media=media_of, tiled={"vision": tuple(tiled)} if tiled else {}, **fields)
 
 
 def packer_of(line: str, cells: int = 1) -> Packer:
-    about = {"sequence_length": LENGTH, "microbatches": 1, "cells": cells, "pad": 0, "text": ((3, LENGTH),)}
-    return Packer(encoders=SPECS, mask=line, **about)
+    settings = {"sequence_length": LENGTH, "microbatches": 1, "cells": cells, "pad": 0, "text": ((3, LENGTH),)}
+    return Packer(encoders=SPECS, mask=line, **settings)
 
 
 @settings(max_examples=80, deadline=None)
@@ -96,15 +100,15 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
     llm = Llama(config)
     model = replace(MODEL, nodes={**MODEL.nodes, "llm": replace(MODEL.nodes["llm"], module=llm)})
     packer = packer_of(line)
-    plan = packer.plan_microbatch([meta_of(one, SPECS) for one in own], len(own))
+    plan = packer.plan_microbatch([meta_of(sample, SPECS) for sample in own], len(own))
     rows = packer.fill(plan, dict(enumerate(own))).inputs["llm"]
     assert set(llm.inputs(True, True)) <= rows.keys()
     dense = {False: np.zeros((3, LENGTH, LENGTH), bool), True: np.zeros((3, LENGTH, LENGTH), bool)}
-    for (row, start), one in zip(plan.llm.places, own, strict=True):
-        at = np.arange(len(one.tokens))
+    for (row, start), sample in zip(plan.llm.places, own, strict=True):
+        at = np.arange(len(sample.tokens))
         causal = np.subtract.outer(at, at) >= 0
         near = causal & (np.subtract.outer(at, at) < (config.window or LENGTH))
-        for far, reads in enumerate(masks_of(model, one) or (near, causal)):
+        for far, reads in enumerate(masks_of(model, sample) or (near, causal)):
             span = slice(start, start + len(at))
             dense[bool(far)][row, span, span] = reads
     for (_, mask), (_, is_near) in zip(llm.masks, config.runs, strict=True):
@@ -117,36 +121,40 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
 
 
 def test_the_prefix_ends_with_the_prompt_or_at_what_is_learned() -> None:
-    about: Any = {"question": "", "answer": "", "media": {}, "media_tokens": {}}
-    one = Sample(tokens=np.arange(6, dtype=np.int32), loss_weights=np.array([1, 0, 0, 1, 0, 1.0]), prompt=5, **about)
-    assert token_kinds(one, {})["prefix"].tolist() == [True] * 3 + [False] * 3
-    answer = replace(one, loss_weights=np.zeros(6))  # a part of it could not be read
+    fields: Any = {"question": "", "answer": "", "media": {}, "media_tokens": {}}
+    sample = Sample(
+        tokens=np.arange(6, dtype=np.int32), loss_weights=np.array([1, 0, 0, 1, 0, 1.0]), prompt=5, **fields
+    )
+    assert token_kinds(sample, {})["prefix"].tolist() == [True] * 3 + [False] * 3
+    answer = replace(sample, loss_weights=np.zeros(6))  # a part of it could not be read
     assert token_kinds(answer, {})["suffix"].tolist() == [False] * 5 + [True]
     assert token_kinds(replace(answer, prompt=9), {})["prefix"].all()
 
 
 def test_items_of_what_is_not_drawn_yet_and_of_too_many_places() -> None:
-    about: Any = {"question": "?", "answer": "", "prompt": 1, "media_tokens": IDS, "media": {}}
+    fields: Any = {"question": "?", "answer": "", "prompt": 1, "media_tokens": IDS, "media": {}}
     tokens = np.array([1, *[IDS["painter"]] * 3], np.int32)
-    one = Sample(tokens=tokens, loss_weights=np.zeros(4, np.float32), **about)
-    assert sample_items(one, {"painter": ((1, 2), (1, 2))}, SPECS).tolist() == [0, 1, 1, 2]
+    sample = Sample(tokens=tokens, loss_weights=np.zeros(4, np.float32), **fields)
+    assert sample_items(sample, {"painter": ((1, 2), (1, 2))}, SPECS).tolist() == [0, 1, 1, 2]
     with pytest.raises(ValueError, match="3 painter placeholders for 2 tokens"):
-        sample_items(one, {"painter": ((1, 2),)}, SPECS)
+        sample_items(sample, {"painter": ((1, 2),)}, SPECS)
 
 
 def test_a_process_makes_the_words_of_its_own_rows() -> None:
-    about: Any = {"question": "", "answer": "", "media": {}, "media_tokens": IDS, "prompt": 2}
-    own = [Sample(tokens=np.full(n, 7, np.int32), loss_weights=np.ones(n, np.float32), **about) for n in (5, 6, 7, 8)]
+    fields: Any = {"question": "", "answer": "", "media": {}, "media_tokens": IDS, "prompt": 2}
+    samples = [
+        Sample(tokens=np.full(n, 7, np.int32), loss_weights=np.ones(n, np.float32), **fields) for n in (5, 6, 7, 8)
+    ]
     packer = packer_of(PRESETS["paligemma"], cells=2)
-    plan = packer.plan_microbatch([meta_of(one, SPECS) for one in own], 4)
-    whole = packer.fill(plan, dict(enumerate(own))).inputs["llm"]
+    plan = packer.plan_microbatch([meta_of(sample, SPECS) for sample in samples], 4)
+    all_rows = packer.fill(plan, dict(enumerate(samples))).inputs["llm"]
     mine = ProcessRows(cells={"llm": {"is": (1,), "attends": (1,)}})
     assert plan.needed(mine).keys() == {2, 3} and not plan.learned(mine)
-    part = packer.fill(plan, {index: own[index] for index in plan.needed(mine)}, mine).inputs["llm"]
+    part = packer.fill(plan, {index: samples[index] for index in plan.needed(mine)}, mine).inputs["llm"]
     for name in ("is", "attends"):
-        held: Any = part[name]
-        assert isinstance(held, PartialArray) and held.cells == (1,) and held.dtype == np.uint32
-        np.testing.assert_array_equal(held[3:6], whole[name][3:6])
-        assert whole[name][3:6].any()
-    plain = packer_of("causal").microbatch(own, 4).inputs["llm"]
+        array: Any = part[name]
+        assert isinstance(array, PartialArray) and array.cells == (1,) and array.dtype == np.uint32
+        np.testing.assert_array_equal(array[3:6], all_rows[name][3:6])
+        assert all_rows[name][3:6].any()
+    plain = packer_of("causal").microbatch(samples, 4).inputs["llm"]
     assert not plain.keys() & {"is", "attends", "items"}

@@ -23,7 +23,7 @@ from mmjax.data.types import EncoderSpec, Sample
 VISION = EncoderSpec(patch=4, merge=2, channels=3)
 
 
-def prompts(folder: Path, messages: Any, name: str, **about: Any) -> list[Sample]:
+def prompts(folder: Path, messages: Any, name: str, **settings: Any) -> list[Sample]:
     """Messages as `mmjax.generate` reads them, with the template `name` of ``oracles/make_talks``."""
     model = folder / "model"
     shutil.copytree(FOLDER, model, dirs_exist_ok=True)
@@ -31,7 +31,7 @@ def prompts(folder: Path, messages: Any, name: str, **about: Any) -> list[Sample
     text = "\n".join(map(json.dumps, messages))
     write_messages(parse_messages(text, "--messages"), folder / "m.jsonl", str(folder), "--messages")
     config = SourceConfig(
-        kind=PROMPTS, path=str(folder / "m.jsonl"), media=str(folder), strict=True, template="folder", **about
+        kind=PROMPTS, path=str(folder / "m.jsonl"), media=str(folder), strict=True, template="folder", **settings
     )
     data = DataConfig(sources={"messages": 1.0}, tokenizer=str(model), cache=str(folder / "cache"))
     source: Any = make_source(data, {"vision": VISION}, seed=0, split="test", sources={"messages": config})
@@ -44,9 +44,9 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     records, ids = TALKS["records"], TALKS["ids"][name]
     which = ["plain", "two_users", "answer_first", "late_system", "blanks"]
     which += ["call", "used", "used_twice"] if name in ("thinking", "marked") else []
-    asked = [{**records[one], "messages": records[one]["messages"][:-1]} for one in which]
-    for sample, one in zip(prompts(tmp_path, asked, name), which, strict=True):
-        assert sample.tokens.tolist() == prompt_only(sample).tokens.tolist() == ids[one]["prompt"]
+    dialogues = [{**records[index], "messages": records[index]["messages"][:-1]} for index in which]
+    for sample, index in zip(prompts(tmp_path, dialogues, name), which, strict=True):
+        assert sample.tokens.tolist() == prompt_only(sample).tokens.tolist() == ids[index]["prompt"]
         assert sample.prompt == len(sample.tokens) and not sample.loss_weights.any() and not sample.answer
 
 
@@ -73,10 +73,10 @@ def test_media_of_messages(tmp_path: Path) -> None:
     code = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
     names = ["a.png", f"{tmp_path}/a.png", f"file://{tmp_path}/a.png", f"data:image/png;base64,{code}"]
     parts = [{"type": "image_url", "image_url": {"url": name}} for name in names]
-    asked = [[{"role": "user", "content": [part, {"type": "text", "text": "the <image> tag?"}]}] for part in parts]
+    dialogues = [[{"role": "user", "content": [part, {"type": "text", "text": "the <image> tag?"}]}] for part in parts]
     beside: list[Any] = [{"images": [name], "messages": [{"role": "user", "content": "<image>?"}]} for name in names]
-    samples = prompts(tmp_path, [*asked, *beside], "marked", max_patches=0)
-    assert all(prompt_only(one).media["vision"] == one.media["vision"] for one in samples)
+    samples = prompts(tmp_path, [*dialogues, *beside], "marked", max_patches=0)
+    assert all(prompt_only(sample).media["vision"] == sample.media["vision"] for sample in samples)
     assert len(samples) == 8 and all((sample.media["vision"][0] == [1, 0, 0]).all() for sample in samples)
     assert "the <image> tag?" in tokenizer().shown(samples[0].tokens.tolist())
     for name, reason in (("/etc/passwd", "leads out of the folder"), ("b.png", "does not exist")):

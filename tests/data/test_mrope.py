@@ -38,8 +38,8 @@ def sample(*pieces: int | tuple[Any, ...]) -> Sample:
         block = ENCODERS[name].block
         media[name] = (*media.get(name, ()), np.zeros((*(side * block for side in sides), 1), np.float32))
     weights = np.ones(len(tokens), np.float32)
-    about: Any = {"question": "which?", "answer": "", "prompt": 0, "media_tokens": IDS}
-    return Sample(tokens=np.array(tokens, np.int32), loss_weights=weights, media=media, **about)
+    fields: Any = {"question": "which?", "answer": "", "prompt": 0, "media_tokens": IDS}
+    return Sample(tokens=np.array(tokens, np.int32), loss_weights=weights, media=media, **fields)
 
 
 def positions(of: Sample) -> np.ndarray:
@@ -47,9 +47,12 @@ def positions(of: Sample) -> np.ndarray:
 
 
 def test_a_text_around_an_image() -> None:
-    found = positions(sample(2, ("vision", 2, 3), 2))
+    positions_N3 = positions(sample(2, ("vision", 2, 3), 2))
     image = [(2, 2 + row, 2 + column) for row in range(2) for column in range(3)]
-    assert found.tolist() == [[0] * 3, [1] * 3, *map(list, image), [5] * 3, [6] * 3] and found.dtype == np.int32
+    assert (
+        positions_N3.tolist() == [[0] * 3, [1] * 3, *map(list, image), [5] * 3, [6] * 3]
+        and positions_N3.dtype == np.int32
+    )
 
 
 def test_recordings_and_drawings_are_as_text() -> None:
@@ -75,10 +78,10 @@ def test_they_are_those_of_the_reference(pieces: list[Any]) -> None:
         if len(sides) == 2:
             images.append((first, *sides))
         first += int(np.prod(sides))
-    found = positions(of)
-    np.testing.assert_array_equal(found, token_positions(len(of.tokens), images))
+    positions_N3 = positions(of)
+    np.testing.assert_array_equal(positions_N3, token_positions(len(of.tokens), images))
     longer = positions(sample(*pieces, 1))
-    assert (longer[-1] == found[-1].max() + 1).all() and (longer[-1] == found.max() + 1).all()
+    assert (longer[-1] == positions_N3[-1].max() + 1).all() and (longer[-1] == positions_N3.max() + 1).all()
 
 
 def test_an_images_tokens_have_to_stand_together() -> None:
@@ -91,14 +94,14 @@ def test_an_images_tokens_have_to_stand_together() -> None:
 def test_packed_rows_begin_anew_with_every_sample() -> None:
     """A process that reads positions alone opens the texts, and no medium."""
     both = [sample(1, ("vision", 2, 2), 1), sample(3, ("second", 1, 3))]
-    about: Any = {"sequence_length": 12, "microbatches": 1, "cells": 1, "pad": 0, "text": ((1, 12),)}
-    packer = Packer(encoders=ENCODERS, axes=3, **about)
-    plan = packer.plan_microbatch([meta_of(one, ENCODERS) for one in both], 2)
+    settings: Any = {"sequence_length": 12, "microbatches": 1, "cells": 1, "pad": 0, "text": ((1, 12),)}
+    packer = Packer(encoders=ENCODERS, axes=3, **settings)
+    plan = packer.plan_microbatch([meta_of(item, ENCODERS) for item in both], 2)
     rows = packer.fill(plan, dict(enumerate(both))).inputs["llm"]
-    for (row, start), one in zip(plan.llm.places, both, strict=True):
-        np.testing.assert_array_equal(rows["positions"][row, start : start + len(one.tokens)], positions(one))
+    for (row, start), item in zip(plan.llm.places, both, strict=True):
+        np.testing.assert_array_equal(rows["positions"][row, start : start + len(item.tokens)], positions(item))
     assert rows["positions"].shape == (1, 12, 3) and not rows["positions"][rows["segments"] == 0].any()
-    own = ProcessRows(cells={"llm": {"positions": (0,)}})
-    assert plan.needed(own) == {0: frozenset(), 1: frozenset()}
-    plain = Packer(encoders=ENCODERS, **about).plan_microbatch(plan.metas, 2)
-    assert plain.needed(own) == {}
+    process_rows = ProcessRows(cells={"llm": {"positions": (0,)}})
+    assert plan.needed(process_rows) == {0: frozenset(), 1: frozenset()}
+    plain = Packer(encoders=ENCODERS, **settings).plan_microbatch(plan.metas, 2)
+    assert plain.needed(process_rows) == {}

@@ -45,14 +45,14 @@ def images_from(microbatch: Microbatch, row: int, cells: int, spec: EncoderSpec)
     positions, segments = in_cell(vision["positions"], 2), in_cell(vision["segments"])
     width = vision["segments"].shape[1] // merged
     index = llm["vision_index"][row]
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     before = None
     for token in index[index >= 0].tolist():
         owner = (token // width, segments[token, 0])
         assert len(set(segments[token])) == 1 and owner[1] > 0
-        found = [*found, [token]] if owner != before else [*found[:-1], [*found[-1], token]]
+        runs = [*runs, [token]] if owner != before else [*runs[:-1], [*runs[-1], token]]
         before = owner
-    return [unpatchify(np.concatenate(patches[t]), np.concatenate(positions[t]), spec) for t in found]
+    return [unpatchify(np.concatenate(patches[t]), np.concatenate(positions[t]), spec) for t in runs]
 
 
 sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3), min_size=1, max_size=9)
@@ -219,8 +219,8 @@ def test_one_bucket_of_several_that_do_not_hold_what_cheaper_ones_hold():
     """One microbatch needs the second bucket; the other fits into the first and the third alone."""
     shapes = ((2, 64), (4, 36), (4, 72))
     metas = [SampleMeta(tokens=n, weight=1.0, grids={"vision": ((1, n),)}) for n in (*[36] * 4, *[64, 9, 9, 9])]
-    about = {"sequence_length": 72, "microbatches": 2, "cells": 1, "pad": 0, "text": shapes}
-    packer = Packer(encoders={"vision": EncoderSpec(patch=2, buckets=shapes)}, **about)
+    settings = {"sequence_length": 72, "microbatches": 2, "cells": 1, "pad": 0, "text": shapes}
+    packer = Packer(encoders={"vision": EncoderSpec(patch=2, buckets=shapes)}, **settings)
     assert packer.buckets(metas) == [{"vision": 1, "llm": 1}, {"vision": 0, "llm": 0}]
     plan = replace(packer, one_bucket=True).plan(0, metas)
     assert [part.bucket for part in plan.microbatches] == [{"vision": 2, "llm": 2}] * 2
@@ -235,14 +235,14 @@ def test_microbatches_share_what_holds_all_of_them(vision, text, sizes):
     """Whatever shapes there are beside the one for the worst case; and no cheaper one holds all."""
     sort = lambda shapes: tuple(sorted({*shapes, (9, 20)}, key=lambda shape: shape[0] * shape[1]))  # noqa: E731
     metas = [SampleMeta(tokens=tokens, weight=1.0, grids={"vision": ((1, n),)}) for tokens, n in sizes]
-    about = {"sequence_length": 30, "microbatches": 3, "cells": 2, "pad": 0, "text": sort(text), "one_bucket": True}
-    packer = Packer(encoders={"vision": EncoderSpec(patch=2, buckets=sort(vision))}, **about)
+    settings = {"sequence_length": 30, "microbatches": 3, "cells": 2, "pad": 0, "text": sort(text), "one_bucket": True}
+    packer = Packer(encoders={"vision": EncoderSpec(patch=2, buckets=sort(vision))}, **settings)
     parts = packer.plan(0, metas).microbatches
     assert parts[0].bucket == parts[1].bucket == parts[2].bucket
     for name, chosen in parts[0].bucket.items():
         cells = [part.segments(name, cell) for part in parts for cell in range(2)]
-        held = [all(holds(shape, cell) for cell in cells) for shape in packer.buckets_of(name)]
-        assert held.index(True) == chosen
+        fits = [all(holds(shape, cell) for cell in cells) for shape in packer.buckets_of(name)]
+        assert fits.index(True) == chosen
 
 
 def recording(frames: int, bins: int, first: int) -> np.ndarray:
@@ -297,13 +297,13 @@ def test_media_of_each_encoder_are_exchanged_by_themselves():
         )
         for n in (1, 2, 3)
     ]
-    for swapped, moved, kept in (("vision", "vision", "audio"), ("audio", "audio", "vision")):
-        for own, next_, got in zip(
+    for swapped, moved, unchanged in (("vision", "vision", "audio"), ("audio", "audio", "vision")):
+        for original, next_, got in zip(
             samples, [*samples[1:], samples[0]], swap_media(tokenizer, encoders, samples, swapped), strict=True
         ):
-            assert (got.question, got.answer, got.kind) == (own.question, own.answer, "read")
-            assert got.media[moved] == next_.media[moved] and got.media[kept] == own.media[kept]
-            assert got.labels == {moved: next_.labels[moved], kept: own.labels[kept]}
+            assert (got.question, got.answer, got.kind) == (original.question, original.answer, "read")
+            assert got.media[moved] == next_.media[moved] and got.media[unchanged] == original.media[unchanged]
+            assert got.labels == {moved: next_.labels[moved], unchanged: original.labels[unchanged]}
             assert (got.tokens == tokenizer.media_token(moved)).sum() == len(
                 next_.media[moved][0]
             ) // 4 or moved != "audio"

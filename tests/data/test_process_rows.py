@@ -43,21 +43,21 @@ class Opened:
         return self.lie if self.lie and index == 7 else self.plain.meta(index)
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
-        sample = self.plain.sample(index, media, learned)
+        sample = self.plain.sample(index, media, learned=learned)
         self.samples.append(index)
-        self.media += [(index, name) for name, own in sample.media.items() for _ in own]
+        self.media += [(index, name) for name, arrays in sample.media.items() for _ in arrays]
         return sample
 
     def worst_case(self) -> Any:
         return self.plain.worst_case()
 
 
-def maker(own: ProcessRows | None = None) -> tuple[StepMaker, Opened]:
+def maker(process_rows: ProcessRows | None = None) -> tuple[StepMaker, Opened]:
     config = DataConfig(sequence_length=112)
     source = Opened(make_source(config, SPECS, seed=3, split="train"))
     sizes: Any = {"global_batch": GLOBAL_BATCH, "microbatches": 2, "cells": CELLS}
     packer = make_packer(config, SPECS, source, make_tokenizer("", tuple(SPECS)), **sizes)
-    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=own), source
+    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=process_rows), source
 
 
 def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> ProcessRows:
@@ -71,18 +71,18 @@ def own_rows(vision: tuple[int, ...] = (), llm: tuple[int, ...] = (), later: tup
     )
 
 
-def assert_rows(batch: StepBatch, whole: StepBatch, own: ProcessRows) -> None:
+def assert_rows(batch: StepBatch, all_rows: StepBatch, process_rows: ProcessRows) -> None:
     """All that is wanted is bit for bit what it is in the whole batch, and the rest is not there."""
-    assert (batch.denominators, batch.counts, batch.step) == (whole.denominators, whole.counts, whole.step)
-    for number, (part, other) in enumerate(zip(batch.microbatches, whole.microbatches, strict=True)):
-        turn = turn_of(own, number)
+    assert (batch.denominators, batch.counts, batch.step) == (all_rows.denominators, all_rows.counts, all_rows.step)
+    for number, (part, full) in enumerate(zip(batch.microbatches, all_rows.microbatches, strict=True)):
+        turn = turn_of(process_rows, number)
         assert turn
-        assert part.bucket == other.bucket and {m: set(a) for m, a in part.inputs.items()} == {
-            m: set(a) for m, a in other.inputs.items()
+        assert part.bucket == full.bucket and {m: set(a) for m, a in part.inputs.items()} == {
+            m: set(a) for m, a in full.inputs.items()
         }
         for module, arrays in part.inputs.items():
             for name, array in arrays.items():
-                expected = other.inputs[module][name]
+                expected = full.inputs[module][name]
                 assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
                 cells = range(CELLS) if name == "segments" else turn.cells.get(module, {}).get(name, ())
                 per = len(expected) // CELLS
@@ -108,10 +108,10 @@ def assert_rows(batch: StepBatch, whole: StepBatch, own: ProcessRows) -> None:
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rows_that_are_wanted_are_those_of_the_whole_batch(own: ProcessRows, workers: int) -> None:
-    whole = maker()[0]
+    all_rows = maker()[0]
     with StepLoader(maker(own)[0], steps=2, workers=workers) as batches:
         for step, batch in enumerate(batches):
-            assert_rows(batch, whole(step), own)
+            assert_rows(batch, all_rows(step), own)
 
 
 def test_media_that_no_device_here_needs_stay_shut() -> None:
@@ -154,9 +154,9 @@ def test_the_plan_of_metadata_is_that_of_samples(sizes: Any, cells: int, count: 
         SampleMeta(
             tokens=len(sample.tokens),
             weight=float(sum(sample.loss_weights.tolist()[1:])),
-            grids={"vision": tuple((h * merge, w * merge) for h, w in own)} if own else {},
+            grids={"vision": tuple((h * merge, w * merge) for h, w in of_sample)} if of_sample else {},
         )
-        for sample, own in zip(samples, sizes, strict=True)
+        for sample, of_sample in zip(samples, sizes, strict=True)
     ]
     assert metas == [meta_of(sample, encoders) for sample in samples]
     plan, batch = packer.plan(3, metas), packer.step(3, samples)
@@ -166,15 +166,15 @@ def test_the_plan_of_metadata_is_that_of_samples(sizes: Any, cells: int, count: 
     assert (patches, padded) == (plan.counts["vision_patches"], plan.counts["vision_patches_padded"])
     assert plan.counts["llm_tokens_padded"] == sum(p.inputs["llm"]["tokens"].size for p in batch.microbatches)
     left = list(samples)
-    for part, made in zip(plan.microbatches, batch.microbatches, strict=True):
-        own, left = left[: len(part.metas)], left[len(part.metas) :]
+    for part, microbatch in zip(plan.microbatches, batch.microbatches, strict=True):
+        of_microbatch, left = left[: len(part.metas)], left[len(part.metas) :]
         # Without a sample there is what depends on lengths alone, in the places where the samples' patches lie.
         empty = packer.fill(part, {}, ProcessRows(cells={"vision": {"positions": tuple(range(cells))}}))
-        assert empty.bucket == made.bucket == part.bucket
+        assert empty.bucket == microbatch.bucket == part.bucket
         for name in ("segments", "positions"):
-            np.testing.assert_array_equal(empty.inputs["vision"][name], made.inputs["vision"][name])
-        np.testing.assert_array_equal(empty.inputs["llm"]["segments"], made.inputs["llm"]["segments"])
-        assert part.needed(None).keys() == set(range(len(own)))
+            np.testing.assert_array_equal(empty.inputs["vision"][name], microbatch.inputs["vision"][name])
+        np.testing.assert_array_equal(empty.inputs["llm"]["segments"], microbatch.inputs["llm"]["segments"])
+        assert part.needed(None).keys() == set(range(len(of_microbatch)))
 
 
 @pytest.mark.parametrize(
@@ -201,22 +201,22 @@ def test_a_sample_that_could_not_be_read_keeps_its_place() -> None:
     make, source = maker()
     plain = source.plain.sample
 
-    def unreadable(index: int, media: Any, learned: bool) -> Sample:
-        sample = plain(index, media, learned)
+    def unreadable(index: int, media: Any, *, learned: bool) -> Sample:
+        sample = plain(index, media, learned=learned)
         return replace(sample, loss_weights=np.zeros_like(sample.loss_weights)) if index == 7 else sample
 
-    whole = make(0)
+    all_rows = make(0)
     source.plain.sample = unreadable
     batch = make(0)
-    assert batch.denominators == whole.denominators
-    weights = [sum(float(m.inputs["llm"]["weights"].sum()) for m in b.microbatches) for b in (batch, whole)]
+    assert batch.denominators == all_rows.denominators
+    weights = [sum(float(m.inputs["llm"]["weights"].sum()) for m in b.microbatches) for b in (batch, all_rows)]
     assert weights[1] - weights[0] == source.plain.meta(7).weight > 0
 
 
 def test_rows_that_are_held() -> None:
     dense = np.arange(24).reshape(8, 3)
-    held = PartialArray((1, 2), (8, 3), 4, dense[2:6])
-    for rows in (pickle.loads(pickle.dumps(held)), held):
+    partial = PartialArray((1, 2), (8, 3), 4, dense[2:6])
+    for rows in (pickle.loads(pickle.dumps(partial)), partial):
         assert (rows.shape, rows.dtype, rows.ndim) == (dense.shape, dense.dtype, 2)
         np.testing.assert_array_equal(rows[slice(2, 6), slice(None)], dense[2:6])
         np.testing.assert_array_equal(rows[3:5, 1:], dense[3:5, 1:])
@@ -229,4 +229,4 @@ def test_rows_that_are_held() -> None:
     with pytest.raises(IndexError):
         apart[0:8]
     assert isinstance(PartialArray((0, 1), (4, 3), 2, dense[:4]).simplified(), np.ndarray)
-    assert held.row(1) is None and np.array_equal(np.asarray(held.row(2)), dense[2])
+    assert partial.row(1) is None and np.array_equal(np.asarray(partial.row(2)), dense[2])

@@ -50,8 +50,8 @@ def pictures(name: str, spec: EncoderSpec | None = None) -> Pictures:
 
 @cache
 def values() -> Mapping[str, Any]:
-    with np.load(FOLDERS / "values.npz") as found:
-        return dict(found)
+    with np.load(FOLDERS / "values.npz") as file:
+        return dict(file)
 
 
 @cache
@@ -61,29 +61,29 @@ def dialogues() -> Any:
 
 @cache
 def folder(name: str) -> tuple[FileTokenizer, FolderTemplate]:
-    made = make_tokenizer(str(FOLDERS / name), ("vision", "audio"), "vision")
-    assert isinstance(made, FileTokenizer)
-    return made, read_template(str(FOLDERS / name))
+    tokenizer = make_tokenizer(str(FOLDERS / name), ("vision", "audio"), "vision")
+    assert isinstance(tokenizer, FileTokenizer)
+    return tokenizer, read_template(str(FOLDERS / name))
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("file", IMAGES)
 def test_pixels_are_those_of_the_processor(name: str, file: str) -> None:
-    own, data, wanted = pictures(name), (FOLDERS / file).read_bytes(), values()
-    media = own.media(data)
+    maker, data, wanted = pictures(name), (FOLDERS / file).read_bytes(), values()
+    media = maker.media(data)
     count = sum(key.startswith(f"{name}/{file}/") for key in wanted) // 2
-    assert len(media) == count and [one.shape[:2] for one in media] == own.sizes(data)
+    assert len(media) == count and [array.shape[:2] for array in media] == maker.sizes(data)
     for number, medium in enumerate(media):
         assert medium.shape[:2] == tuple(wanted[f"{name}/{file}/{number}/shape"])
         assert np.abs(medium[::STRIDE, ::STRIDE] - wanted[f"{name}/{file}/{number}"]).max() <= 1e-5
 
 
 def test_beside_others_an_image_has_no_tiles() -> None:
-    own = pictures("llava_onevision")
+    maker = pictures("llava_onevision")
     for file in IMAGES[:2]:
         data = (FOLDERS / file).read_bytes()
-        (medium,) = own.media(data, alone=False)
-        assert own.measure(data, alone=False).media == [medium.shape[:2]]
+        (medium,) = maker.media(data, alone=False)
+        assert maker.measure(data, alone=False).media == [medium.shape[:2]]
         assert np.abs(medium[::STRIDE, ::STRIDE] - values()[f"several/{file}"]).max() <= 1e-5
 
 
@@ -92,62 +92,62 @@ def test_the_original_size_is_that_of_the_upright_image() -> None:
 
 
 def record(messages: Any) -> Record:
-    def find(name: object, what: str) -> Media:
-        return Media(name=what, path=str(FOLDERS / str(name)))
+    def find(name: object, kind: str) -> Media:
+        return Media(name=kind, path=str(FOLDERS / str(name)))
 
     return parse_record({"messages": messages}, find)
 
 
-def counts(name: str, said: Record) -> dict[str, list[int]]:
+def counts(name: str, record: Record) -> dict[str, list[int]]:
     """LLM tokens of each image."""
-    if not said.images:
+    if not record.images:
         return {}
-    files = [Path(image.path).read_bytes() for image in said.images]
+    files = [Path(image.path).read_bytes() for image in record.images]
     if name in TOKENS:
         sizes = [pictures(name).sizes(data)[0] for data in files]
         return {"vision": [TOKENS[name].tokens(*size) for size in sizes]}
-    made = pictures(name, EncoderSpec(patch=7, channels=3, newline=True, most_tiles=9))
-    return {"vision": [made.tokens(made.measure(data, alone=len(files) == 1)) for data in files]}
+    maker = pictures(name, EncoderSpec(patch=7, channels=3, newline=True, most_tiles=9))
+    return {"vision": [maker.tokens(maker.measure(data, alone=len(files) == 1)) for data in files]}
 
 
-CASES = [(name, one) for name in (*SEEING, *SPEAKING) for one in dialogues().get(name, ())]
+CASES = [(name, which) for name in (*SEEING, *SPEAKING) for which in dialogues().get(name, ())]
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)
 def test_tokens_and_what_is_learned(name: str, which: str) -> None:
     wanted, (tokenizer, template) = dialogues()[name][which], folder(name)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
-    said = [message for message in wanted["messages"] if message["role"] != "system"]
+    messages = [message for message in wanted["messages"] if message["role"] != "system"]
     system = next((m["content"] for m in wanted["messages"] if m["role"] == "system"), "")
     system = system if isinstance(system, str) else system[0]["text"]
-    found = record(said)
-    about: Any = {"template": template, "system": system}
+    parsed = record(messages)
+    settings: Any = {"template": template, "system": system}
     if "refused" in wanted:
         with pytest.raises(ValueError, match=wanted["refused"]):
-            encode_dialogue(tokenizer, encoders, {}, found.turns, **about)
+            encode_dialogue(tokenizer, encoders, {}, parsed.turns, **settings)
         return
-    own = counts(name, found)
-    laid = encode_dialogue(tokenizer, encoders, own, found.turns, **about)
+    token_counts = counts(name, parsed)
+    laid = encode_dialogue(tokenizer, encoders, token_counts, parsed.turns, **settings)
     # A dialogue ends with an end token, which LLaVA's template does not write.
     ids = [*wanted["ids"], tokenizer.eos] if name == "llava" else wanted["ids"]
     assert laid.tokens == ids
-    asked = encode_dialogue(tokenizer, encoders, own, found.dialogue[:-1], **about).tokens
-    assert asked == wanted["prompt"]
+    prompt = encode_dialogue(tokenizer, encoders, token_counts, parsed.dialogue[:-1], **settings).tokens
+    assert prompt == wanted["prompt"]
     if "mask" in wanted:
         mask = [*wanted["mask"], 1][: len(ids)]
         ends = [i for i in range(1, len(ids)) if ids[i] == tokenizer.eos and mask[i - 1]]
         assert ends, "an end token follows an answer"
-        assert laid.weights == [1.0 if i in ends else float(one) for i, one in enumerate(mask)]
+        assert laid.weights == [1.0 if i in ends else float(bit) for i, bit in enumerate(mask)]
     answered = Sample(
         tokens=np.asarray(laid.tokens), loss_weights=np.asarray(laid.weights), media={}, question="", answer="",
         prompt=laid.prompt, prompt_tokens=np.asarray(laid.prompt_tokens), lead=laid.lead, tail=laid.tail,
     )  # fmt: skip
     # LLaVA-OneVision's dialogues have a blank after "assistant", and its prompts have none.
     assert bool(laid.prompt_tokens) == (name == "llava_onevision")
-    assert prompt_only(answered).tokens.tolist() == asked
+    assert prompt_only(answered).tokens.tolist() == prompt
     until = next(i for i, token in enumerate(laid.tokens) if i >= laid.prompt and token in tokenizer.stops)
     assert answer_text(tokenizer, answered, laid.tokens[laid.prompt : until]) == template.formatted(
-        found.dialogue[-1].text
+        parsed.dialogue[-1].text
     )
 
 
@@ -173,10 +173,10 @@ def test_odd_answers(name: str, answer: str) -> None:
     counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
     laid = encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
     question = Turn(role="user", text="<image>q")
-    asked = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
-    given = list(laid.prompt_tokens) or laid.tokens[: laid.prompt]
+    prompt = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
+    prompt_tokens = list(laid.prompt_tokens) or laid.tokens[: laid.prompt]
     sees = tokenizer.media_token("vision")
-    assert given == asked and asked.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
+    assert prompt_tokens == prompt and prompt.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
     assert laid.tokens[-1] == tokenizer.eos or laid.tokens[-2] == tokenizer.eos
     assert not any(weight for token, weight in zip(laid.tokens, laid.weights, strict=True) if token == sees)
     assert not any(laid.weights[: laid.prompt])
@@ -207,19 +207,19 @@ def test_media_of_other_encoders_and_images_without_a_mark() -> None:
     }
     tokenizer, template = folder("qwen2_vl")
     sees, hears = tokenizer.media_token("vision"), tokenizer.media_token("audio")
-    own = {"vision": [2], "audio": [3]}
-    laid = encode_dialogue(tokenizer, encoders, own, (("say <recording> now", "a"),), template=template)
+    token_counts = {"vision": [2], "audio": [3]}
+    laid = encode_dialogue(tokenizer, encoders, token_counts, (("say <recording> now", "a"),), template=template)
     start, end = tokenizer.token("<|vision_start|>"), tokenizer.token("<|vision_end|>")
     at = laid.tokens.index(sees)
     assert laid.tokens[at - 1 : at + 3] == [start, sees, sees, end]
     at = laid.tokens.index(hears)
     assert laid.tokens[at : at + 3] == [hears] * 3 and not any(laid.weights[at : at + 3])
     # LLaVA's data have an image on a line of its own.
-    one, other = (
+    first, second = (
         encode_dialogue(tokenizer, encoders, {"vision": [2]}, ((f"<image>{line}what", "a"),), template=template)
         for line in ("", "\n")
     )
-    assert one == other
+    assert first == second
 
 
 def test_a_language_models_template_has_images_where_their_marks_are() -> None:
@@ -267,11 +267,11 @@ THINKING = """\
 def test_a_template_that_drops_thoughts_of_earlier_turns(tmp_path: Path) -> None:
     """An earlier answer is then its text and the end token, the last one all that the model says."""
     shutil.copy(FOLDERS / "llama3" / "tokenizer_config.json", tmp_path)
-    for content, said in (("m['content']", " two "), ("m['content'] | trim", "two")):
+    for content, answer in (("m['content']", " two "), ("m['content'] | trim", "two")):
         template = written(tmp_path, THINKING.replace("m['content']", f"({content})"))
         rendered = template.render(as_turns((("one", " two "), ("three", "four"))))
         learned = [rendered.text[start:end] for start, end, _ in rendered.learned]
-        assert learned == [f"{said}<|eot_id|>", "<think></think>four<|eot_id|>"]
+        assert learned == [f"{answer}<|eot_id|>", "<think></think>four<|eot_id|>"]
         assert rendered.lead == "<think></think>"
 
 
@@ -348,8 +348,8 @@ def test_a_sentencepiece_file_alone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_a_source_gives_the_processors_tokens_and_pixels(tmp_path: Path, name: str) -> None:
     """From messages in a file to samples, through the index."""
-    said = [dialogues()[name][which]["messages"] for which in ("image", "one")]
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in said))
+    dialogues_of = [dialogues()[name][which]["messages"] for which in ("image", "one")]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in dialogues_of))
     rules: Any = image_settings(str(FOLDERS / name))
     config = SourceConfig(path=str(tmp_path / "data.jsonl"), media=str(FOLDERS), template="folder", **rules)
     data = DataConfig(

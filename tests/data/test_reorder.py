@@ -76,8 +76,8 @@ def test_no_way_to_share_is_below_the_bound_and_it_can_be_met():
     for seed in range(6):
         sizes = np.random.default_rng(seed).lognormal(size=8)
         best = min(
-            max(sizes[list(one)].sum(), sizes.sum() - sizes[list(one)].sum())
-            for one in itertools.combinations(range(8), 4)
+            max(sizes[list(chosen)].sum(), sizes.sum() - sizes[list(chosen)].sum())
+            for chosen in itertools.combinations(range(8), 4)
         )
         assert least_load(sizes, [4, 4]) <= best * (1 + 1e-12)
     assert least_load(np.array([10.0, 1, 1, 1]), [2, 2]) == 11
@@ -112,9 +112,9 @@ def test_groups_of_similar_samples_have_their_rows_and_the_largest_first(case, c
     sizes, rows = case
     sizes = np.concatenate([sizes] * count)
     groups = similar(sizes, [rows] * count)
-    assert [[len(group) for group in own] for own in groups] == [rows] * count
-    assert sorted(sample for own in groups for group in own for sample in group) == list(range(len(sizes)))
-    largest = [max(sizes[sample] for group in own for sample in group) for own in groups]
+    assert [[len(group) for group in of_group] for of_group in groups] == [rows] * count
+    assert sorted(sample for of_group in groups for group in of_group for sample in group) == list(range(len(sizes)))
+    largest = [max(sizes[sample] for group in of_group for sample in group) for of_group in groups]
     assert largest == sorted(largest, reverse=True)
 
 
@@ -149,9 +149,9 @@ def paper_order(chain: Chain, sizes_SX2: np.ndarray) -> list[int]:
     def volume(placed: list[int], number: int) -> float:
         seconds = dict(Costs.nominal(schedule.graph).seconds)
         for node in schedule.graph.stages:
-            own = (0.0, 0.0) if node.module == "encoder" else (chain.forward, chain.backward)
+            costs = (0.0, 0.0) if node.module == "encoder" else (chain.forward, chain.backward)
             seconds["F", node.name, False], seconds["B", node.name, False] = (
-                value / chain._chunks("llm") for value in own
+                value / chain._chunks("llm") for value in costs
             )
         overrides = {
             (kind, f"encoder.{stage}", False, place): sizes_SX2[sample][column] / stages
@@ -270,7 +270,7 @@ def test_every_order_is_a_permutation_with_the_same_rows_and_best_never_loses(st
         order = pipeline.reorder(seconds, method)
         assert order == pipeline.reorder(seconds, method)
         assert [[len(samples) for samples in rank] for rank in order] == [
-            [own] * microbatches for own in rows_of_ranks(rows, dp)
+            [rank_rows] * microbatches for rank_rows in rows_of_ranks(rows, dp)
         ]
         assert sorted(s for rank in order for samples in rank for s in samples) == list(range(microbatches * rows))
         spans[method] = pipeline.makespan(seconds, order)

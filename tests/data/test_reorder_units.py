@@ -34,9 +34,9 @@ def spread(
     for name in names:
         module, index = name.split(".")
         alone = (int(index),) if module == "llm" else (depth,) if beside and name == EYE else ()
-        about = {"ranks": alone or tuple(range(depth)), "lanes": 1 if alone else lanes or depth}
-        about |= {"trainable": name != EYE or not frozen, "loss": name in (PAINTER, f"llm.{depth - 1}")}
-        nodes.append(StageNode(name=name, module=module, index=int(index), **about))
+        fields = {"ranks": alone or tuple(range(depth)), "lanes": 1 if alone else lanes or depth}
+        fields |= {"trainable": name != EYE or not frozen, "loss": name in (PAINTER, f"llm.{depth - 1}")}
+        nodes.append(StageNode(name=name, module=module, index=int(index), **fields))
     return connected(nodes, list(itertools.pairwise(names)), lambda *_: "async")
 
 
@@ -45,7 +45,7 @@ def seconds_of(forward: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def pipeline_of(
-    schedule: Schedule, rows: Sequence[int], *, llm: float = 1.0, packed: bool = False, **about
+    schedule: Schedule, rows: Sequence[int], *, llm: float = 1.0, packed: bool = False, **settings
 ) -> Pipeline:
     """The pipeline of a schedule whose encoders, generators and, if packed, LLM take time by samples."""
     graph = schedule.graph
@@ -54,7 +54,7 @@ def pipeline_of(
     for node in graph.stages:
         if packed or node.module != "llm":
             shares.setdefault(node.module, {})[node.name] = (1.0, 1.0)
-    return Pipeline(schedule, Costs(seconds=seconds), shares, rows, **about)
+    return Pipeline(schedule, Costs(seconds=seconds), shares, rows, **settings)
 
 
 def made(name: str, graph: StageGraph, microbatches: int) -> Schedule:
@@ -118,8 +118,8 @@ def test_cells_of_a_unit_cost_about_the_same():
         order = pipeline.reorder(seconds, method)
         by_microbatch = loads(order, sizes)
         by_unit = [by_microbatch[first : first + 4] for first in range(0, 18, 4)]
-        assert all(max(own) < 1.02 * min(own) for own in by_unit)
-        cells = np.array([[sum(sizes[s] for s in own) for own in rank] for rank in order])
+        assert all(max(of_unit) < 1.02 * min(of_unit) for of_unit in by_unit)
+        cells = np.array([[sum(sizes[s] for s in cell) for cell in rank] for rank in order])
         mean = sum(cells[:, first : first + 4].mean() for first in range(0, 18, 4))
         assert sum(map(max, by_unit)) / mean < 1.02
         assert pipeline.imbalance(seconds, order) == pytest.approx(sum(map(max, by_unit)) / mean)
@@ -139,7 +139,7 @@ def test_ranks_in_step_have_samples_of_a_size_in_a_microbatch_of_a_unit():
 def units_in_order(name: str, graph: StageGraph, forward_M: np.ndarray) -> list[int]:
     """Alg. 2 anew, unit by unit on the first lane, with `simulate` as GETINTERVAL: what has no place takes no time."""
     lanes, count = graph.stage(EYE).lanes, len(forward_M)
-    schedule, whole, every = made(name, graph, count), count // lanes, -(-count // lanes)
+    schedule, complete, every = made(name, graph, count), count // lanes, -(-count // lanes)
     ops = [op for op in schedule.for_rank(0) if op.kind in "FB"]
     mine = [op for op in ops if op.stage == EYE]
     ends = [op for op in mine if op.kind == "B"] or [
@@ -147,27 +147,31 @@ def units_in_order(name: str, graph: StageGraph, forward_M: np.ndarray) -> list[
     ]
     where = {op: i for i, op in enumerate(schedule.ops)}
     before = {op.microbatch // lanes: sum(where[o] < where[op] for o in ends) for op in mine if op.kind == "F"}
-    largest = [max(forward_M[lanes * unit :][:lanes]) for unit in range(whole)]
-    sums = [sum(forward_M[lanes * unit :][:lanes]) for unit in range(whole)]
-    rear = max(every - whole, min(every - 1, len(ends) - 1 - max(before.values()))) - (every - whole)
+    largest = [max(forward_M[lanes * unit :][:lanes]) for unit in range(complete)]
+    sums = [sum(forward_M[lanes * unit :][:lanes]) for unit in range(complete)]
+    rear = max(every - complete, min(every - 1, len(ends) - 1 - max(before.values()))) - (every - complete)
 
     def volume(placed: list[int], number: int) -> float:
         seconds = {(kind, n.name, False): w for n in graph.stages for kind, w in (("F", 1.0), ("B", 2.0))}
-        own = [forward_M[lanes * unit + lane] for unit in placed for lane in range(lanes)]
-        own += [0.0] * (count - len(own))
+        forwards = [forward_M[lanes * unit + lane] for unit in placed for lane in range(lanes)]
+        forwards += [0.0] * (count - len(forwards))
         costs = Costs(
             seconds=seconds,
-            overrides={(k, EYE, False, m): w * f for m, f in enumerate(own) for k, w in zip("FB", (1, 2), strict=True)},
+            overrides={
+                (k, EYE, False, m): w * f for m, f in enumerate(forwards) for k, w in zip("FB", (1, 2), strict=True)
+            },
         )
         timeline = simulate(schedule, costs)
         opened = timeline.span(ops[0] if number == 0 else ends[number - 1])[1]
         return timeline.span(ends[number])[0 if ends[0].kind == "B" else 1] - opened
 
-    rising = sorted(range(whole), key=lambda unit: (sums[unit], unit))
+    rising = sorted(range(complete), key=lambda unit: (sums[unit], unit))
     placed, last = rising[:1], rising[1 : 1 + rear]
-    left = sorted(set(range(whole)) - {*placed, *last})
+    left = sorted(set(range(complete)) - {*placed, *last})
     while left:
-        end = next((p for p in range(len(placed) + 1, whole - rear) if before[p] > before[len(placed)]), whole - rear)
+        end = next(
+            (p for p in range(len(placed) + 1, complete - rear) if before[p] > before[len(placed)]), complete - rear
+        )
         numbers = {min(before[place], len(ends) - 1) for place in range(len(placed), end)}
         room = sum(volume(placed, number) for number in numbers)
         for place in range(len(placed), end):
@@ -210,9 +214,9 @@ def steps(draw):
     drawn = st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.5, 6.0, 20.0]), min_size=samples, max_size=samples)
     seconds = {"eye": seconds_of(draw(drawn))} | ({"painter": seconds_of(draw(drawn))} if generator else {})
     seconds |= {"llm": seconds_of(draw(drawn))} if packed else {}
-    about = {"packed": packed, "together": draw(st.booleans()), "effort": Effort(cases=16, rounds=4)}
+    settings = {"packed": packed, "together": draw(st.booleans()), "effort": Effort(cases=16, rounds=4)}
     llm = draw(st.sampled_from([0.0, 1.0]))
-    return pipeline_of(schedule, rows_of_ranks(rows, dp), llm=llm, **about), seconds, samples
+    return pipeline_of(schedule, rows_of_ranks(rows, dp), llm=llm, **settings), seconds, samples
 
 
 @steady
@@ -223,8 +227,8 @@ def test_every_order_is_a_permutation_and_best_never_loses(step):
     for method in METHODS:
         order = pipeline.reorder(seconds, method)
         assert order == pipeline.reorder(seconds, method)
-        assert [[len(own) for own in rank] for rank in order] == [[r] * pipeline.microbatches for r in pipeline.rows]
-        assert sorted(s for rank in order for own in rank for s in own) == list(range(samples))
+        assert [[len(cell) for cell in rank] for rank in order] == [[r] * pipeline.microbatches for r in pipeline.rows]
+        assert sorted(s for rank in order for cell in rank for s in cell) == list(range(samples))
         spans[method] = pipeline.makespan(seconds, order)
         assert spans[method] >= pipeline.bound(seconds) * (1 - 1e-9)
     assert spans["best"] <= min(spans["disttrain"], spans["none"])

@@ -60,9 +60,9 @@ def test_every_place_reads_the_same_token_through_its_rank_s_list(drawn: Any) ->
         new = index.reshape(old.shape)[cell, row, rank, *place]
         was = old[cell, row, rank, *place]
         assert new == was if was < 0 else lists[cell, rank * places + new] == was
-    for own in lists.reshape(cells, ranks, places).reshape(-1, places):
-        real = own[own >= 0]
-        assert len(np.unique(real)) == len(real) and (own[len(real) :] == -1).all()  # each token once
+    for places_of in lists.reshape(cells, ranks, places).reshape(-1, places):
+        real = places_of[places_of >= 0]
+        assert len(np.unique(real)) == len(real) and (places_of[len(real) :] == -1).all()  # each token once
 
 
 def test_no_list_is_as_long_as_all_tokens() -> None:
@@ -76,8 +76,8 @@ def test_no_list_is_as_long_as_all_tokens() -> None:
     assert [list_length(*POINTERS, inputs, Split(ranks=n), 2) for n in (1, 2, 3, 4)] == [0, 0, 8, 6]
     drawn = [Pointers(module=name, name="index", source="llm") for name in ("painter", "printer")]
     assert with_one_reader([*POINTERS, *drawn]) == POINTERS and with_one_reader(drawn[:1]) == (drawn[0],)
-    found = list_shapes([*POINTERS, drawn[0]], inputs, {"llm": Split(ranks=3)}, 2)
-    assert found == {"vision": ("send_llm", (2, 24)), "llm": ("send_painter", (2, 3))}
+    shapes = list_shapes([*POINTERS, drawn[0]], inputs, {"llm": Split(ranks=3)}, 2)
+    assert shapes == {"vision": ("send_llm", (2, 24)), "llm": ("send_painter", (2, 3))}
 
 
 # ---- packers ---------------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def packer(mask: str = "causal", *, lists: bool = True) -> Packer:
         "vision": Split(ranks=2, unit=4, method="striped", masks=((1, Mask("full")),)),
         "painter": Split(ranks=2, unit=4, method="zigzag", masks=((1, Mask("full")),)),
     }
-    whole = Packer(encoders=encoders, sequence_length=20, microbatches=1, cells=CELLS, pad=0, mask=mask)
-    return whole.split_over(splits, lists=lists)
+    unsplit = Packer(encoders=encoders, sequence_length=20, microbatches=1, cells=CELLS, pad=0, mask=mask)
+    return unsplit.split_over(splits, lists=lists)
 
 
 def samples() -> list[Any]:
@@ -111,22 +111,22 @@ def samples() -> list[Any]:
 
 
 def test_a_packer_lists_tokens_of_encoders_and_of_the_llm() -> None:
-    own, plain = packer(), packer(lists=False)
-    (part,), (other,) = (one.step(0, samples()).microbatches for one in (own, plain))
+    listed, plain = packer(), packer(lists=False)
+    (part,), (unlisted,) = (of_packer.step(0, samples()).microbatches for of_packer in (listed, plain))
     for source, module, name in (("vision", "llm", "vision_index"), ("llm", "painter", "index")):
-        lists, (new, old) = part.inputs[source][f"send_{module}"], (p.inputs[module][name] for p in (part, other))
+        lists, (new, old) = part.inputs[source][f"send_{module}"], (p.inputs[module][name] for p in (part, unlisted))
         places = lists.reshape(CELLS, 2, -1)
         assert (old >= 0).any() and lists.shape[1] // 2 < part.inputs[source]["segments"].size // CELLS
         for row, place in np.argwhere(old >= 0):
             rank = place * 2 // old.shape[1]
             assert places[row * CELLS // len(old), rank, new[row, place]] == old[row, place]
-    assert own.inputs["vision"] - plain.inputs["vision"] == {"send_llm"}
-    assert own.inputs["llm"] - plain.inputs["llm"] == {"send_painter"}
+    assert listed.inputs["vision"] - plain.inputs["vision"] == {"send_llm"}
+    assert listed.inputs["llm"] - plain.inputs["llm"] == {"send_painter"}
 
 
 def test_what_is_to_be_answered_has_no_lists() -> None:
     part = packer().microbatch(samples()[:4], 4, apart=True)
-    assert not any(name.startswith("send_") for own in part.inputs.values() for name in own)
+    assert not any(name.startswith("send_") for arrays in part.inputs.values() for name in arrays)
 
 
 OWN = (
@@ -142,19 +142,19 @@ OWN = (
 @pytest.mark.parametrize("mask", ["causal", "paligemma"])
 def test_processes_make_the_same_lists_from_the_rows_that_they_need(own: dict[str, Any], mask: str) -> None:
     """Also where the order of the LLM's tokens follows from words, which are read in the text too."""
-    given, read = samples(), packer(mask)
-    plan = read.plan_microbatch([meta_of(sample, read.encoders) for sample in given], SAMPLES)
+    all_samples, read = samples(), packer(mask)
+    plan = read.plan_microbatch([meta_of(sample, read.encoders) for sample in all_samples], SAMPLES)
     rows = ProcessRows(cells=own)
-    needed = {number: given[number] for number in plan.needed(rows)}
-    assert len(needed) < len(given) or len({cell for m in own.values() for c in m.values() for cell in c}) > 1
-    whole, part = read.fill(plan, dict(enumerate(given))), read.fill(plan, needed, rows)
+    needed = {number: all_samples[number] for number in plan.needed(rows)}
+    assert len(needed) < len(all_samples) or len({cell for m in own.values() for c in m.values() for cell in c}) > 1
+    all_rows, part = read.fill(plan, dict(enumerate(all_samples))), read.fill(plan, needed, rows)
     for module, inputs in own.items():
         for name, cells in inputs.items():
-            assert_same_rows(part, whole, module, name, cells)
+            assert_same_rows(part, all_rows, module, name, cells)
 
 
-def assert_same_rows(part: Microbatch, whole: Microbatch, module: str, name: str, cells: tuple[int, ...]) -> None:
-    array, expected = (one.inputs[module][name] for one in (part, whole))
+def assert_same_rows(part: Microbatch, all_rows: Microbatch, module: str, name: str, cells: tuple[int, ...]) -> None:
+    array, expected = (microbatch.inputs[module][name] for microbatch in (part, all_rows))
     per = len(expected) // CELLS
     for cell in cells:
         rows = slice(cell * per, (cell + 1) * per)

@@ -47,8 +47,8 @@ def held_rows(draw: st.DrawFn) -> PartialArray:
     """Rows of some cells, of none and of all too."""
     count, rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 4))
     cells = sorted(draw(st.sets(st.integers(0, count - 1))))
-    held = draw(hnp.arrays(np.float32, (len(cells) * rows, width)))
-    return PartialArray(cells, (count * rows, width), count, held)
+    local_rows = draw(hnp.arrays(np.float32, (len(cells) * rows, width)))
+    return PartialArray(cells, (count * rows, width), count, local_rows)
 
 
 INPUTS: st.SearchStrategy[Any] = ARRAYS | held_rows()
@@ -75,15 +75,15 @@ PLAIN = st.recursive(
 @settings(max_examples=60, deadline=None)
 def test_a_batch_comes_back_bit_for_bit(batch: StepBatch) -> None:
     header, block = encode(batch)
-    found = decode(header, block)
-    assert (found.step, found.denominators, found.counts) == (batch.step, batch.denominators, batch.counts)
-    assert len(found.microbatches) == len(batch.microbatches)
-    for one, other in zip(found.microbatches, batch.microbatches, strict=True):
-        assert one.bucket == other.bucket and one.inputs.keys() == other.inputs.keys()
-        for module, arrays in other.inputs.items():
-            assert one.inputs[module].keys() == arrays.keys()
+    decoded = decode(header, block)
+    assert (decoded.step, decoded.denominators, decoded.counts) == (batch.step, batch.denominators, batch.counts)
+    assert len(decoded.microbatches) == len(batch.microbatches)
+    for received, expected in zip(decoded.microbatches, batch.microbatches, strict=True):
+        assert received.bucket == expected.bucket and received.inputs.keys() == expected.inputs.keys()
+        for module, arrays in expected.inputs.items():
+            assert received.inputs[module].keys() == arrays.keys()
             for name, array in arrays.items():
-                back = one.inputs[module][name]
+                back = received.inputs[module][name]
                 assert type(back) is type(array)
                 if isinstance(array, PartialArray):
                     assert isinstance(back, PartialArray)
@@ -98,15 +98,15 @@ def test_a_batch_comes_back_bit_for_bit(batch: StepBatch) -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_changed_byte_is_noticed(batch: StepBatch, data: st.DataObject) -> None:
     header, block = encode(batch)
-    whole = header + block.tobytes()
-    at, by = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
-    changed = bytearray(whole)
+    message = header + block.tobytes()
+    at, by = data.draw(st.integers(0, len(message) - 1)), data.draw(st.integers(1, 255))
+    changed = bytearray(message)
     changed[at] ^= by
     try:
-        found = decode(bytes(changed[: len(header)]), np.frombuffer(bytes(changed[len(header) :]), np.uint8))
+        decoded = decode(bytes(changed[: len(header)]), np.frombuffer(bytes(changed[len(header) :]), np.uint8))
     except BadBatchError:
         return
-    assert encode(found)[0] == header  # a number written in another way, such as 1e5 for 1E5
+    assert encode(decoded)[0] == header  # a number written in another way, such as 1e5 for 1E5
 
 
 def test_arrays_that_are_not_contiguous() -> None:
@@ -224,24 +224,24 @@ SHARDS = {
 @given(st.fixed_dictionaries({}, optional=SHARDS))
 @settings(max_examples=40, deadline=None)
 def test_shards_come_back(cells: dict[str, dict[str, set[int]]]) -> None:
-    own = ProcessRows(cells={m: {name: tuple(sorted(c)) for name, c in inputs.items()} for m, inputs in cells.items()})
-    request = Request(identity="a", seed=1, step=2, shard=write_shard(own))
+    rows = ProcessRows(cells={m: {name: tuple(sorted(c)) for name, c in inputs.items()} for m, inputs in cells.items()})
+    request = Request(identity="a", seed=1, step=2, shard=write_shard(rows))
     assert Request.from_bytes(request.to_bytes()) == request
-    assert read_shard(request.shard, PACKER) == own
+    assert read_shard(request.shard, PACKER) == rows
 
 
 def test_rows_by_turns_come_back() -> None:
     turns = [ProcessRows(cells={"vision": {"patches": (cell,)}, "llm": {"tokens": (0, 1)}}) for cell in (0, 1)]
-    own = ProcessRows.in_turns(turns)
-    assert own.cells == {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1)}}
-    assert read_shard(write_shard(own), PACKER) == own
+    rows = ProcessRows.in_turns(turns)
+    assert rows.cells == {"vision": {"patches": (0, 1)}, "llm": {"tokens": (0, 1)}}
+    assert read_shard(write_shard(rows), PACKER) == rows
     with pytest.raises(ValueError, match="is not null or cells"):
         read_shard(write_shard(ProcessRows.in_turns(turns * PACKER.microbatches)), PACKER)
 
 
 def test_a_shard_is_short_however_many_cells_it_has() -> None:
-    own = ProcessRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
-    assert write_shard(own) == {"llm": {"tokens": [[2048, 4096]]}}
+    rows = ProcessRows(cells={"llm": {"tokens": tuple(range(2048, 4096))}})
+    assert write_shard(rows) == {"llm": {"tokens": [[2048, 4096]]}}
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_the_largest_batch_is_foreseen_whatever_the_buckets_are(
 
 def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
     for cells in ((), (0,), (1,), (0, 1)):
-        own = ProcessRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
-        maker, shape = spec.maker(process_rows=own), BatchShape(spec.packer, spec.global_batch, own)
+        rows = ProcessRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
+        maker, shape = spec.maker(process_rows=rows), BatchShape(spec.packer, spec.global_batch, rows)
         for step in range(4):
             header, block = encode(maker(step))
             shape.check(decode(header, block), step)
@@ -371,16 +371,16 @@ def test_the_identity_is_what_decides_over_batches(spec: DataSpec) -> None:
     def of(spec: DataSpec) -> dict[str, object]:
         return identity(spec, spec.maker().source)
 
-    own = of(spec)
-    assert digest(own) == digest(of(make_spec(workers=5, prefetch=7, fallback="local", patience=1.0)))
+    ours = of(spec)
+    assert digest(ours) == digest(of(make_spec(workers=5, prefetch=7, fallback="local", patience=1.0)))
     for changed, field in (
         (make_spec(seed=4), "Train.seed is 3 here and 4 there"),
         (make_spec(digits=(1, 2)), "Digits.digits is (1, 4) here and (1, 2) there"),
         (make_spec(sum=0.5), "Digits.sum is 0.0 here and 0.5 there"),
     ):
-        other = of(changed)
-        assert digest(other) != digest(own)
-        assert field in difference(own, other)
+        theirs = of(changed)
+        assert digest(theirs) != digest(ours)
+        assert field in difference(ours, theirs)
 
 
 def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> None:
@@ -397,19 +397,19 @@ def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> 
             return replace(sample, media={"vision": tuple(images)})
 
     source: Any = spec.maker().source
-    own, other = identity(spec, source), identity(spec, Brighter(source))  # type: ignore[arg-type]
-    assert difference(own, other).startswith("the first sample (its content) is ")
+    ours, theirs = identity(spec, source), identity(spec, Brighter(source))  # type: ignore[arg-type]
+    assert difference(ours, theirs).startswith("the first sample (its content) is ")
 
 
 def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spec: DataSpec) -> None:
     import dataclasses
 
-    here = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("local")}
+    local = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("local")}
     server = {"servers", "fallback", "patience", "token_file", "tls_ca"}
-    assert here == {"workers", "prefetch", "cache", "require_same", "max_broken"} | server
+    assert local == {"workers", "prefetch", "cache", "require_same", "max_broken"} | server
     described = " ".join(identity(spec, spec.maker().source))
     missing = [f.name for f in dataclasses.fields(DataConfig) if f"Data.{f.name}" not in described]
-    assert set(missing) == here | {"folder"}  # whose samples are
+    assert set(missing) == local | {"folder"}  # whose samples are
     assert all(f"Digits.{f.name}" in described for f in dataclasses.fields(DigitsConfig))
 
 
@@ -419,23 +419,23 @@ def test_datasets_of_a_users_own_are_served_too(tmp_path: Path) -> None:
         json.dumps([{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(30)])
     )
     source = SourceConfig(path=str(tmp_path / "own.json"), held_out=3)
-    given = {"sources": {"own": 1.0}, "cache": str(tmp_path / "cache")}
-    config = DataConfig(sequence_length=112, **given)  # type: ignore[arg-type]
-    made = make_source(config, SPECS, seed=3, split="train", sources={"own": source})
+    settings = {"sources": {"own": 1.0}, "cache": str(tmp_path / "cache")}
+    config = DataConfig(sequence_length=112, **settings)  # type: ignore[arg-type]
+    samples = make_source(config, SPECS, seed=3, split="train", sources={"own": source})
     tokenizer = make_tokenizer("", tuple(SPECS))
-    packer = make_packer(config, SPECS, made, tokenizer, global_batch=8, microbatches=2, cells=2)
+    packer = make_packer(config, SPECS, samples, tokenizer, global_batch=8, microbatches=2, cells=2)
     spec = DataSpec(data=config, sources={"own": source}, packer=packer, seed=3, global_batch=8)
-    other = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
-    assert other == spec
+    received = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert received == spec
     for step in (0, 5):
-        batch, again = spec.maker(made)(step), other.maker()(step)
-        for one, two in zip(batch.microbatches, again.microbatches, strict=True):
-            np.testing.assert_array_equal(one.inputs["llm"]["tokens"], two.inputs["llm"]["tokens"])
+        batch, again = spec.maker(samples)(step), received.maker()(step)
+        for first, second in zip(batch.microbatches, again.microbatches, strict=True):
+            np.testing.assert_array_equal(first.inputs["llm"]["tokens"], second.inputs["llm"]["tokens"])
     moved = replace(spec, sources={"own": replace(source, media="elsewhere")})
-    asked = replace(spec, sources={"own": replace(source, held_out=2)})
-    own = identity(spec, made)
-    assert identity(moved, made) == own
-    assert difference(own, identity(asked, made)) == "own/Source.held_out is 3 here and 2 there"
+    fewer_held_out = replace(spec, sources={"own": replace(source, held_out=2)})
+    ours = identity(spec, samples)
+    assert identity(moved, samples) == ours
+    assert difference(ours, identity(fewer_held_out, samples)) == "own/Source.held_out is 3 here and 2 there"
 
 
 def test_there_are_many_lies() -> None:

@@ -103,8 +103,8 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
     config = DataConfig(sequence_length=112, sources={"own": 1.0}, cache=str(tmp_path / "cache"))
     source = make_source(config, SPECS, seed=3, split="train", sources=sources)
     for n in (3, 7):  # their headers were whole when they were indexed, and still are
-        whole = (tmp_path / f"{n}.png").read_bytes()
-        (tmp_path / f"{n}.png").write_bytes(whole[: len(whole) // 2])
+        intact = (tmp_path / f"{n}.png").read_bytes()
+        (tmp_path / f"{n}.png").write_bytes(intact[: len(intact) // 2])
     assert isinstance(source, Mixture)
     packer = make_packer(
         config, SPECS, source, make_tokenizer("", tuple(SPECS)), global_batch=8, microbatches=2, cells=2
@@ -113,29 +113,29 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
     with BentServer(spec) as server:
         served = replace(spec, data=replace(config, servers=(server.address,)))
         with open_batches(served, spec.maker(source), steps=4, start_step=0, report=print) as batches:
-            found = list(batches)
-    for step, batch in enumerate(found):
+            received = list(batches)
+    for step, batch in enumerate(received):
         met = [source.record(8 * step + n)[1] for n in range(8)]
         names = [name for _, name, *_ in batch.broken]
         assert sorted(names) == sorted(source.sources[0].index.names[n] for n in met if n in (3, 7))
-        assert all(one[0] == "own" and "truncated" in one[2] for one in batch.broken)
-    assert sum(len(batch.broken) for batch in found) >= 4
+        assert all(broken[0] == "own" and "truncated" in broken[2] for broken in batch.broken)
+    assert sum(len(batch.broken) for batch in received) >= 4
 
 
 def test_a_process_asks_for_its_own_rows_alone(serve, spec, reference):
-    own = ProcessRows(cells={"llm": {"tokens": (1,), "targets": (0, 1)}, "vision": {"patches": (0,), "positions": ()}})
-    maker, server = spec.maker(process_rows=own), serve()
+    rows = ProcessRows(cells={"llm": {"tokens": (1,), "targets": (0, 1)}, "vision": {"patches": (0,), "positions": ()}})
+    maker, server = spec.maker(process_rows=rows), serve()
     batches, _ = Opened(maker, [server.address]).collect()
-    assert server.shards == [own] * STEPS
+    assert server.shards == [rows] * STEPS
     assert_equal(batches, [maker(step) for step in range(STEPS)])
-    for batch, whole in zip(batches, reference, strict=True):
-        for one, all_rows in zip(batch.microbatches, whole.microbatches, strict=True):
-            tokens, patches = one.inputs["llm"]["tokens"], one.inputs["vision"]["patches"]
+    for batch, expected in zip(batches, reference, strict=True):
+        for microbatch, all_rows in zip(batch.microbatches, expected.microbatches, strict=True):
+            tokens, patches = microbatch.inputs["llm"]["tokens"], microbatch.inputs["vision"]["patches"]
             assert isinstance(tokens, PartialArray) and isinstance(patches, PartialArray)
             assert (tokens.cells, patches.cells) == ((1,), (0,))
             wanted = all_rows.inputs["llm"]["tokens"]
             assert np.array_equal(tokens[len(wanted) // 2 :], wanted[len(wanted) // 2 :])
-            assert np.array_equal(one.inputs["llm"]["targets"], all_rows.inputs["llm"]["targets"])
+            assert np.array_equal(microbatch.inputs["llm"]["targets"], all_rows.inputs["llm"]["targets"])
     # Here too, where no server answers.
     server.shutdown()
     alone = Opened(maker, [server.address], start=6, fallback="local", patience=0.1)
@@ -172,8 +172,12 @@ def test_after_a_lie_another_server_is_asked(serve, maker, reference):
     opened = Opened(maker, [liar.address, honest.address])
     batches, _ = opened.collect()
     assert_equal(batches, reference)
-    said = [line for line in opened.said if "is dropped" in line]
-    assert len(said) == 1 and f"{liar.address} is dropped: step" in said[0] and "llm/tokens is int32" in said[0]
+    messages = [line for line in opened.said if "is dropped" in line]
+    assert (
+        len(messages) == 1
+        and f"{liar.address} is dropped: step" in messages[0]
+        and "llm/tokens is int32" in messages[0]
+    )
 
 
 def test_when_all_have_lied_the_run_ends(serve, maker, reference):
@@ -261,9 +265,9 @@ def test_without_servers_the_run_ends(serve, maker):
 
 
 def test_another_configuration_is_named(serve, maker):
-    other = make_spec(seed=4)
+    another = make_spec(seed=4)
     server = serve()
-    server.described = identity(other, other.maker().source)
+    server.described = identity(another, another.maker().source)
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"serves another configuration: Train\.seed is 3 here and 4 there"):
         Opened(maker, [server.address], patience=100.0, fallback="local")

@@ -54,12 +54,14 @@ def test_nothing_is_left_of_it_when_the_process_ends(close: bool, tmp_path: Path
 
 
 def test_without_room_arrays_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(loaders, "has_room", lambda size: bool(asked.append(size)))
+    sizes: list[int] = []
+    monkeypatch.setattr(loaders, "has_room", lambda size: bool(sizes.append(size)))
     stream = loader(workers=1, steps=2)
     got = collect(stream)
     tokens = got[0].microbatches[0].inputs["llm"]["tokens"]
     assert not isinstance(tokens.base, SharedMemoryArray)
     assert_equal(got, collect(loader(steps=2)))
-    held = sum(x.nbytes for part in got[0].microbatches for arrays in part.inputs.values() for x in arrays.values())
-    assert asked[0] >= 4 * held
+    bytes_of_arrays = sum(
+        x.nbytes for part in got[0].microbatches for arrays in part.inputs.values() for x in arrays.values()
+    )
+    assert sizes[0] >= 4 * bytes_of_arrays

@@ -16,7 +16,7 @@ from mmjax.data.process_rows import PartialArray, ProcessRows
 from mmjax.data.split import (
     BLOCK,
     FEWEST,
-    WHOLE,
+    UNSPLIT,
     Pointers,
     Split,
     busiest_over_mean,
@@ -99,8 +99,8 @@ def test_whole_media_stay_on_a_rank_where_they_fit(ranks: int, token: int, data:
         return
     assert all((np.diff(order.reshape(ranks, -1)[rank][part > 0]) > 0).all() for rank, part in enumerate(parts))
     load = split.pairs(row)[order].reshape(ranks, -1).sum(axis=1)
-    held = {"segments": PartialArray((0,), (1, width), 1, row["segments"][None])}
-    np.testing.assert_array_equal(split.work(held)[0], load)
+    inputs = {"segments": PartialArray((0,), (1, width), 1, row["segments"][None])}
+    np.testing.assert_array_equal(split.work(inputs)[0], load)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,10 @@ def test_the_largest_medium_first_to_the_least_loaded_rank(sizes: list[int], wid
 
 def test_media_of_broken_tokens_are_given_by_blocks() -> None:
     row = media([6, 8, 8, 6], 32)
-    one, other = (Split(ranks=2, unit=4, token=4, method=method, masks=(FULL,)) for method in ("segments", "lpt"))
-    np.testing.assert_array_equal(one.order_of_row(row), other.order_of_row(row))
+    by_segments, by_blocks = (
+        Split(ranks=2, unit=4, token=4, method=method, masks=(FULL,)) for method in ("segments", "lpt")
+    )
+    np.testing.assert_array_equal(by_segments.order_of_row(row), by_blocks.order_of_row(row))
 
 
 def test_many_media_are_balanced_and_few_are_not() -> None:
@@ -145,7 +147,7 @@ def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, PartialArray]
     rng = np.random.default_rng(0)
     # One LLM row of 12 tokens a cell, two encoder rows of 16 patches, which are 4 tokens each.
     rows = {"llm": (1, 12), "vision": (2, 16)}
-    numbered = lambda n, w, *rest: np.arange(CELLS * n * w).reshape(CELLS * n, w)  # noqa: E731
+    numbered = lambda n, w, *trailing: np.arange(CELLS * n * w).reshape(CELLS * n, w)  # noqa: E731
     index = np.full((2, 12), -1)
     index[0, [1, 2, 7]], index[1, [0, 11]] = (0, 7, 3), (4, 5)
     index[1, 4] = -2
@@ -154,15 +156,15 @@ def arrays(cells: tuple[int, ...] = (0, 1)) -> dict[str, dict[str, PartialArray]
         "vision": {"segments": np.sort(rng.integers(0, 3, (4, 16)), axis=1), "patches": numbered(2, 16)},
     }
     named["llm"]["vision_index"] = index
-    found: dict[str, dict[str, PartialArray]] = {}
-    for module, own in named.items():
+    by_module: dict[str, dict[str, PartialArray]] = {}
+    for module, by_name in named.items():
         per_cell = rows[module][0]
-        found[module] = {}
-        for name, values in own.items():
-            held = (0, 1) if name == "segments" else cells
-            kept = np.concatenate([values[cell * per_cell : (cell + 1) * per_cell] for cell in held])
-            found[module][name] = PartialArray(held, values.shape, CELLS, kept.astype(np.int32))
-    return found
+        by_module[module] = {}
+        for name, values in by_name.items():
+            present = (0, 1) if name == "segments" else cells
+            rows_of_cells = np.concatenate([values[cell * per_cell : (cell + 1) * per_cell] for cell in present])
+            by_module[module][name] = PartialArray(present, values.shape, CELLS, rows_of_cells.astype(np.int32))
+    return by_module
 
 
 SPLITS = {
@@ -184,7 +186,7 @@ def test_tokens_keep_what_belongs_to_them(cells: tuple[int, ...]) -> None:
         for place, stood in enumerate(order[row]):
             assert after["llm"]["tokens"][row : row + 1][0, place] == before["llm"]["tokens"][row : row + 1][0, stood]
             old, new = (
-                np.asarray(one["llm"]["vision_index"])[row, at] for one, at in ((before, stood), (after, place))
+                np.asarray(inputs["llm"]["vision_index"])[row, at] for inputs, at in ((before, stood), (after, place))
             )
             if old < 0:
                 assert new == old
@@ -206,8 +208,8 @@ def test_a_module_may_stay_whole_and_has_an_order_all_the_same() -> None:
 
 
 def test_only_the_wanted_rows_have_an_order() -> None:
-    own = ProcessRows(cells={"llm": {"order": (1,)}})
-    after = put_in_order(arrays((1,)), SPLITS, POINTERS, CELLS, own)
+    process_rows = ProcessRows(cells={"llm": {"order": (1,)}})
+    after = put_in_order(arrays((1,)), SPLITS, POINTERS, CELLS, process_rows)
     assert after["llm"]["order"].cells == (1,) and after["vision"]["order"].cells == ()
 
 
@@ -241,10 +243,10 @@ def test_work_of_ranks_is_that_of_their_tokens(method: str) -> None:
     if split.permutes:
         order = split.order(rows)
     for row, segments_T in enumerate(segments):
-        seen = np.array([(segments_T[: at + 1] == own).sum() if own else 0 for at, own in enumerate(segments_T)])[
-            order[row]
-        ]
-        np.testing.assert_array_equal(work[row], seen.reshape(4, -1).sum(axis=1))
+        keys = np.array(
+            [(segments_T[: at + 1] == segment).sum() if segment else 0 for at, segment in enumerate(segments_T)]
+        )[order[row]]
+        np.testing.assert_array_equal(work[row], keys.reshape(4, -1).sum(axis=1))
     assert busiest_over_mean(work) == pytest.approx(work.max(axis=1).sum() / (work.sum() / 4))
 
 
@@ -252,4 +254,4 @@ def test_imbalance_of_a_causal_row() -> None:
     """Of n runs the last sees (2n - 1)/n of the mean; where work is balanced there is nearly none."""
     runs, balanced = (Split(ranks=4, method=method, masks=(CAUSAL,)) for method in ("contiguous", "lpt"))
     assert runs.imbalance(4096) == pytest.approx(7 / 4, rel=1e-3) and 1 <= balanced.imbalance(4096) < 1.01
-    assert Split(ranks=4, masks=(FULL,)).imbalance(4096) == WHOLE.imbalance(4096) == 1
+    assert Split(ranks=4, masks=(FULL,)).imbalance(4096) == UNSPLIT.imbalance(4096) == 1

@@ -32,9 +32,9 @@ UNWRITTEN += [("turns", "call")]
 
 @cache
 def tokenizer() -> FileTokenizer:
-    made = make_tokenizer(str(FOLDER), ("vision",), "vision")
-    assert isinstance(made, FileTokenizer)
-    return made
+    tokenizer_ = make_tokenizer(str(FOLDER), ("vision",), "vision")
+    assert isinstance(tokenizer_, FileTokenizer)
+    return tokenizer_
 
 
 @cache
@@ -43,13 +43,13 @@ def template(name: str) -> FolderTemplate:
     return FolderTemplate(place=f"{name}.jinja", source=TALKS["templates"][name], tokens=tokens)
 
 
-def no_media(name: object, what: str) -> Media:
-    raise Unusable(f"{what} {name} is not there")
+def no_media(name: object, kind: str) -> Media:
+    raise Unusable(f"{kind} {name} is not there")
 
 
 def laid(name: str, record: Record) -> Any:
-    about: Any = {"template": template(name), "system": record.system, "tools": record.tools}
-    return encode_dialogue(tokenizer(), {}, {}, record.dialogue, **about)
+    settings: Any = {"template": template(name), "system": record.system, "tools": record.tools}
+    return encode_dialogue(tokenizer(), {}, {}, record.dialogue, **settings)
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)
@@ -60,21 +60,21 @@ def test_tokens_prompts_and_masks(name: str, which: str) -> None:
         with pytest.raises(ValueError, match=r"take turns|no attribute|does not write|has no such role"):
             laid(name, record)
         return
-    found = laid(name, record)
-    assert found.tokens == wanted["ids"]
-    prompt = list(found.prompt_tokens) or found.tokens[: found.prompt]
+    dialogue = laid(name, record)
+    assert dialogue.tokens == wanted["ids"]
+    prompt = list(dialogue.prompt_tokens) or dialogue.tokens[: dialogue.prompt]
     assert prompt == wanted["prompt"]
     if which != "two_answers":
-        asked = parse_record({**value, "messages": value["messages"][:-1]}, no_media, is_prompt=True)
-        assert laid(name, asked).tokens == prompt
+        unanswered = parse_record({**value, "messages": value["messages"][:-1]}, no_media, is_prompt=True)
+        assert laid(name, unanswered).tokens == prompt
     if "mask" in wanted:
-        assert found.weights == wanted["mask"]
-    learned = [token for token, weight in zip(found.tokens, found.weights, strict=True) if weight]
-    answers = [one for one in record.dialogue if one.is_answer]
+        assert dialogue.weights == wanted["mask"]
+    learned = [token for token, weight in zip(dialogue.tokens, dialogue.weights, strict=True) if weight]
+    answers = [turn for turn in record.dialogue if turn.is_answer]
     assert learned.count(tokenizer().eos) == len(answers)
     text = tokenizer().shown(learned)
-    assert all(one.text.strip() in text for one in answers)
-    assert text.count("<tool_call>") == sum(len(one.keys.get("tool_calls", ())) for one in answers)
+    assert all(turn.text.strip() in text for turn in answers)
+    assert text.count("<tool_call>") == sum(len(turn.keys.get("tool_calls", ())) for turn in answers)
     assert "done" not in text and "zoom in" not in text and "Be brief" not in text
 
 
@@ -82,14 +82,14 @@ def test_tokens_prompts_and_masks(name: str, which: str) -> None:
 @pytest.mark.parametrize(("keys", "weight"), [({"loss": False}, 0.0), ({"weight": 0.25}, 0.25)])
 def test_a_turns_weight_is_that_of_its_tokens(name: str, keys: dict[str, Any], weight: float) -> None:
     """The tokens are those of all turns; the end token of a masked answer is masked with it."""
-    system, first, answer, *others = TALKS["records"]["plain"]["messages"]
-    found = laid(name, parse_record({"messages": [system, first, {**answer, **keys}, *others]}, no_media))
+    system, first, answer, *later = TALKS["records"]["plain"]["messages"]
+    dialogue = laid(name, parse_record({"messages": [system, first, {**answer, **keys}, *later]}, no_media))
     plain = laid(name, parse_record(TALKS["records"]["plain"], no_media))
-    assert found.tokens == plain.tokens == TALKS["ids"][name]["plain"]["ids"]
-    changed = [at for at, (a, b) in enumerate(zip(found.weights, plain.weights, strict=True)) if a != b]
-    assert {plain.weights[at] for at in changed} == {1.0} and {found.weights[at] for at in changed} == {weight}
+    assert dialogue.tokens == plain.tokens == TALKS["ids"][name]["plain"]["ids"]
+    changed = [at for at, (a, b) in enumerate(zip(dialogue.weights, plain.weights, strict=True)) if a != b]
+    assert {plain.weights[at] for at in changed} == {1.0} and {dialogue.weights[at] for at in changed} == {weight}
     assert changed == [*range(changed[0], changed[-1] + 1)]
-    assert tokenizer().shown([found.tokens[at] for at in changed]) == "a cat<|im_end|>"
+    assert tokenizer().shown([dialogue.tokens[at] for at in changed]) == "a cat<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["thinking", "marked"])
@@ -97,13 +97,13 @@ def test_the_last_answer_is_the_last_that_is_learned(name: str) -> None:
     """In an evaluation the model answers there, and turns behind it are not asked."""
     messages = TALKS["records"]["plain"]["messages"]
     masked = {"messages": [*messages[:-1], {**messages[-1], "loss": False}]}
-    found, short = (
+    dialogue, short = (
         laid(name, parse_record(masked, no_media)),
         laid(name, parse_record({"messages": messages[:3]}, no_media)),
     )
-    asked = list(found.prompt_tokens) or found.tokens[: found.prompt]
-    assert asked == (list(short.prompt_tokens) or short.tokens[: short.prompt])
-    learned = [token for token, weight in zip(found.tokens, found.weights, strict=True) if weight]
+    prompt_tokens = list(dialogue.prompt_tokens) or dialogue.tokens[: dialogue.prompt]
+    assert prompt_tokens == (list(short.prompt_tokens) or short.tokens[: short.prompt])
+    learned = [token for token, weight in zip(dialogue.tokens, dialogue.weights, strict=True) if weight]
     assert tokenizer().shown(learned) == "a cat<|im_end|>"
 
 
@@ -111,16 +111,17 @@ def test_the_last_answer_is_the_last_that_is_learned(name: str) -> None:
 def test_calls_and_thoughts_are_a_part_of_the_answer(name: str, which: str) -> None:
     """As the right answer of an evaluation and in what the model says."""
     record = parse_record(TALKS["records"][which], no_media)
-    found = laid(name, record)
-    assert found.answer.startswith("\n<tool_call>" if name == "marked" else "<think>\n")
-    assert found.answer.endswith("</tool_call>" if which == "call" else "a cat")
+    dialogue = laid(name, record)
+    assert dialogue.answer.startswith("\n<tool_call>" if name == "marked" else "<think>\n")
+    assert dialogue.answer.endswith("</tool_call>" if which == "call" else "a cat")
     sample = Sample(
-        tokens=np.asarray(found.tokens), loss_weights=np.asarray(found.weights), media={}, question="", answer="",
-        prompt=found.prompt, prompt_tokens=np.asarray(found.prompt_tokens), lead=found.lead, tail=found.tail,
+        tokens=np.asarray(dialogue.tokens), loss_weights=np.asarray(dialogue.weights), media={}, question="", answer="",
+        prompt=dialogue.prompt, prompt_tokens=np.asarray(dialogue.prompt_tokens), lead=dialogue.lead,
+        tail=dialogue.tail,
     )  # fmt: skip
-    assert not found.prompt_tokens and prompt_only(sample).tokens.tolist() == TALKS["ids"][name][which]["prompt"]
-    end = found.tokens.index(tokenizer().eos, found.prompt)
-    assert answer_text(tokenizer(), sample, found.tokens[found.prompt : end]) == found.answer
+    assert not dialogue.prompt_tokens and prompt_only(sample).tokens.tolist() == TALKS["ids"][name][which]["prompt"]
+    end = dialogue.tokens.index(tokenizer().eos, dialogue.prompt)
+    assert answer_text(tokenizer(), sample, dialogue.tokens[dialogue.prompt : end]) == dialogue.answer
 
 
 def test_places_of_media_in_calls_and_tools_are_refused() -> None:

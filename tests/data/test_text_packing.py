@@ -33,14 +33,14 @@ sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_s
 @given(sizes=sizes, cells=st.integers(1, 3), pairs=st.sampled_from([0.0, 0.05]))
 def test_every_sample_is_a_segment_with_all_that_it_has_in_a_row_of_its_own(sizes, cells, pairs):
     samples, costs = numbered_samples(SPEC, sizes), {"llm": pairs, "vision": pairs}
-    own = packer(cells=cells, text=()).microbatch(samples, len(samples))
+    apart = packer(cells=cells, text=()).microbatch(samples, len(samples))
     packed = packer(cells=cells, pairs=costs)
     plan = packed.plan_microbatch([packed._meta(sample) for sample in samples], len(samples))
     rows = packed.fill(plan, dict(enumerate(samples)))
     rows_per_cell, width = TEXT[rows.bucket["llm"]]
     arrays = rows.inputs["llm"]
     assert {array.shape for array in arrays.values()} == {(rows_per_cell * cells, width)}
-    seen, patches = set(), [rows.inputs["vision"]["patches"].reshape(cells, -1, 4), own.inputs["vision"]["patches"]]
+    places, patches = set(), [rows.inputs["vision"]["patches"].reshape(cells, -1, 4), apart.inputs["vision"]["patches"]]
     patches[1] = patches[1].reshape(cells, -1, 4)
     for index, sample in enumerate(samples):
         (row, start), n = plan.llm.places[index], len(sample.tokens)
@@ -48,18 +48,18 @@ def test_every_sample_is_a_segment_with_all_that_it_has_in_a_row_of_its_own(size
         assert row // rows_per_cell == cell, "a sample has left its cell"
         span = slice(start, start + n)
         for name in ("tokens", "targets", "weights", "positions"):
-            assert np.array_equal(arrays[name][row, span], own.inputs["llm"][name][index, :n]), name
+            assert np.array_equal(arrays[name][row, span], apart.inputs["llm"][name][index, :n]), name
         segment = set(arrays["segments"][row, span].tolist())
-        assert len(segment) == 1 and 0 not in segment and (row, *segment) not in seen
-        seen.add((row, *segment))
-        at = [arrays["vision_index"][row, span], own.inputs["llm"]["vision_index"][index, :n]]
+        assert len(segment) == 1 and 0 not in segment and (row, *segment) not in places
+        places.add((row, *segment))
+        at = [arrays["vision_index"][row, span], apart.inputs["llm"]["vision_index"][index, :n]]
         assert np.array_equal(at[0] >= 0, at[1] >= 0)
-        images = [where[cell][found[found >= 0]] for where, found in zip(patches, at, strict=True)]
+        images = [where[cell][places_of[places_of >= 0]] for where, places_of in zip(patches, at, strict=True)]
         assert np.array_equal(*images)
     assert (arrays["segments"] > 0).sum() == sum(len(sample.tokens) for sample in samples)
     for name in ("weights", "positions"):
         assert not arrays[name][arrays["segments"] == 0].any()
-    assert arrays["weights"].sum() == own.inputs["llm"]["weights"].sum()
+    assert arrays["weights"].sum() == apart.inputs["llm"]["weights"].sum()
 
 
 def test_rows_are_as_few_as_first_fit_needs_and_even_in_compute():
@@ -86,9 +86,9 @@ def test_balanced_rows_hold_all_and_no_two_overlap(sizes):
 
 def test_prompts_have_rows_of_their_own_in_the_widest_shape():
     samples = numbered_samples(SPEC, [[], [(1, 1)], []])
-    own = packer(cells=2, text=((1, 32), (4, 64), (4, 48)))
-    rows = own.microbatch(samples, 3, apart=True)
-    assert rows.bucket["llm"] == own.widest == 1
+    apart = packer(cells=2, text=((1, 32), (4, 64), (4, 48)))
+    rows = apart.microbatch(samples, 3, apart=True)
+    assert rows.bucket["llm"] == apart.widest == 1
     llm = rows.inputs["llm"]
     assert llm["segments"].max(axis=1).tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
     assert llm["segments"].shape == (8, 64)

@@ -56,7 +56,7 @@ def test_other_media_than_tiles_are_an_error(media: int, grid: tuple[int, int]) 
 
 def packed(spec: EncoderSpec, *, cells: int) -> tuple[list[Sample], dict[str, np.ndarray]]:
     """Three samples of no image, one in tiles, and two; the place of each pixel in an encoder's row is its token's."""
-    about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": 9}}
+    fields: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": 9}}
     samples = []
     for images in ((), (Tiled(size=(2, 5), grid=(1, 3)),), (Tiled(size=(1, 1)), Tiled(size=(1, 1)))):
         media = sum(1 + prod(tiled.grid) for tiled in images)
@@ -64,11 +64,11 @@ def packed(spec: EncoderSpec, *, cells: int) -> tuple[list[Sample], dict[str, np
         tokens = np.asarray([1, *[9] * count, 2], np.int32)
         pixels = tuple(np.full((2, 2, 1), len(samples), np.float32) for _ in range(media))
         weights = np.ones(len(tokens), np.float32)
-        given: Any = {"tokens": tokens, "loss_weights": weights, "media": {"vision": pixels}, **about}
-        samples.append(Sample(**given, tiled={"vision": images}))
+        values: Any = {"tokens": tokens, "loss_weights": weights, "media": {"vision": pixels}, **fields}
+        samples.append(Sample(**values, tiled={"vision": images}))
     packer = Packer(encoders={"vision": spec}, sequence_length=24, microbatches=1, cells=cells, pad=0)
-    made = packer.microbatch(samples, 4)
-    return samples, {**made.inputs["llm"], "patches": made.inputs["vision"]["patches"]}
+    microbatch = packer.microbatch(samples, 4)
+    return samples, {**microbatch.inputs["llm"], "patches": microbatch.inputs["vision"]["patches"]}
 
 
 @pytest.mark.parametrize("cells", [1, 2])
@@ -78,12 +78,12 @@ def test_rows_read_their_own_tokens(cells: int) -> None:
     samples, rows = packed(spec, cells=cells)
     index, patches = rows["vision_index"], rows["patches"].reshape(cells, -1)
     assert index.shape == rows["tokens"].shape and "vision_shares" not in rows
-    for row, own in enumerate(samples):
+    for row, sample in enumerate(samples):
         places = index[row][rows["tokens"][row] == 9]
         assert (places == NEWLINE).sum() == {0: 0, 1: 2, 2: 2}[row] and not (index[row] >= 0)[
             rows["tokens"][row] != 9
         ].any()
-        assert (patches[row * cells // 4][places[places >= 0]] == row).all() and len(places) == len(own.tokens) - 2
+        assert (patches[row * cells // 4][places[places >= 0]] == row).all() and len(places) == len(sample.tokens) - 2
 
 
 def test_rows_of_resized_pictures_have_four_tokens_and_their_shares() -> None:

@@ -281,10 +281,7 @@ class _Messages:
             return Rendered(text=full_text, learned=tuple(learned), answer=begin, apart=apart, answer_text=answer_text)
         answer_text = self._template.formatted(turn.text)
         at = max(full_text.find(answer_text, begin), begin)
-        lead, tail = (
-            full_text[begin:at],
-            full_text[at + len(answer_text) :] if full_text.startswith(answer_text, at) else full_text[at:],
-        )
+        lead, tail = full_text[begin:at], full_text[at:].removeprefix(answer_text)
         return Rendered(
             text=full_text, learned=tuple(learned), answer=begin, apart=apart, lead=lead, tail=tail.split(end)[0]
         )

@@ -141,7 +141,9 @@ class StepOrder:
         scale = {"F": self.constant_scale, "B": self.constant_scale}
         scaled = {key: seconds * scale.get(key[0], 1.0) for key, seconds in costs.seconds.items()}
         shares = {name: cost.shares() for name, cost in self.modules.items()}
-        schedule = train_schedule(self.schedule, self.graph, self.microbatches, costs, self.window, self.inner)
+        schedule = train_schedule(
+            self.schedule, self.graph, self.microbatches, costs, window=self.window, inner=self.inner
+        )
         return Pipeline(schedule, Costs(seconds=scaled), shares, self.rows, together=True)
 
     def __getstate__(self) -> dict[str, object]:

@@ -98,7 +98,7 @@ def _shown(value: Any) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    """A short value as it is, so that a difference can be shown; the hash of a long one, such as a graph or costs."""
+    """A short value unchanged, so that a difference can be shown; the hash of a long one, such as a graph or costs."""
     text = json.dumps(tree.write(value), sort_keys=True)
     return value if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -21,7 +21,7 @@ MESSAGE_LIMIT = CHUNK + (9 << 20)
 REQUEST_LIMIT = 64 << 10
 """Bytes of a request."""
 HEALTH, CONFIGURATION = "health", "configuration"
-"""Actions: how the server is, and the identity of what it serves."""
+"""Actions: the state of the server, and the identity of its batches."""
 WRONG_CONFIGURATION, WRONG_REQUEST, NO_BATCH, BUSY = b"configuration", b"request", b"batch", b"busy"
 """Kinds of refusals, as the error's extra information."""
 

@@ -41,7 +41,7 @@ class SourceConfig:
     kind: "llava" (JSON or JSONL of dialogues, and a folder of media), "webdataset" (tar shards), "array_record",
     "parquet", or "package.module:Factory" for a reader of your own, which needs --allow_code.
     path: local path or fsspec URL of the file or files; * and {000..012} name several.
-    media: folder that names of images and recordings start from; "" = that of path.
+    media: folder to which names of images and recordings are relative; "" = the folder of path.
     held_out: records, evenly spread over all, that are evaluated on and never trained on; 0 evaluates on all.
     strict: whether a record that cannot be used ends the run; else it is left out and named in skipped.jsonl.
     cut: whether a dialogue that is longer than Data.sequence_length loses its last turns; else it is left out.
@@ -49,14 +49,14 @@ class SourceConfig:
     template: text around the turns, "plain", "vicuna", "llama2", "chatml", or "folder" for the chat template of the
     folder in Data.tokenizer. pieces: other texts for its "system", "question" or "answer", such as
     {'question': 'Q: {text} '}. system: the system prompt.
-    question: what is asked about an image that comes with a caption; the image comes first.
+    question: the question about an image that comes with a caption; the image comes first.
 
     resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size),
     "anyres" (the image at size, and tiles of size of one of the grids), "smart" (sides become multiples of patch *
     merge, pixels between min_pixels and max_pixels) or "naflex" (as many whole patches as max_patches allows).
     max_pixels, max_patches: the most of an image, where its size is its own; 0 = any. min_pixels: the fewest under
     "smart". size: height and width; pixels at the right and the bottom that make no whole patch are cut off.
-    fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut what is over), "stretch" or "square"
+    fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut the excess), "stretch" or "square"
     (pad to a square in the colour of mean first). edge: the shorter side from which "crop" and "square" cut size; 0 =
     the least that covers size.
     grids: rows and columns of tiles that "anyres" may choose. alone: whether only an image that is its dialogue's only

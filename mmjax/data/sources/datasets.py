@@ -12,7 +12,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.index import default_cache
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixing import quotas
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.sources.observer import IndexObserver, Silent
@@ -38,7 +38,7 @@ def open_sources(
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
     settings: None = None,
-    known: Mapping[str, Known] | None = None,
+    known: Mapping[str, KnownRecords] | None = None,
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 

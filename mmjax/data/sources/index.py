@@ -22,7 +22,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
-from mmjax.data.sources.known import key_of_contents, unique_keys
+from mmjax.data.sources.known_records import key_of_contents, unique_keys
 from mmjax.data.sources.record import Record
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
@@ -90,7 +90,7 @@ class Index:
       original_ends: int64 [N], the end of each record's rows in `originals`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
-      keys: uint64 [N], hashes by which records are recognised in changed data; see `known`.
+      keys: uint64 [N], hashes by which records are recognised in changed data; see `known_records`.
       names: names of the records.
       faults: the fields of a `Fault` in turn, for each record left out.
       files: the files of the data.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from mmjax.configurable import require
-from mmjax.data.sources.known import Known, digest_of
+from mmjax.data.sources.known_records import KnownRecords, digest_of
 from mmjax.data.sources.left_out import LeftOut
 from mmjax.data.sources.mixing import Mixing, held_out, in_turn, nth_trained
 from mmjax.data.sources.prepared import PreparedRecords
@@ -37,7 +37,7 @@ class Mixture:
         *,
         seed: int,
         split: str,
-        known: Mapping[str, Known] | None = None,
+        known: Mapping[str, KnownRecords] | None = None,
     ):
         self.sources, self.split, self._known = tuple(sources), split, known or {}
         self._held_out = [_held_out_records(source, self._known.get(source.name)) for source in sources]
@@ -59,16 +59,16 @@ class Mixture:
         pairs = zip(self.sources, self._held_out, strict=True)
         return " ".join(digest_of(source.index.keys[numbers]) for source, numbers in pairs)
 
-    def known(self) -> dict[str, Known]:
+    def known(self) -> dict[str, KnownRecords]:
         """The records of each source, for the checkpoints of the run."""
         pairs = zip(self.sources, self._held_out, strict=True)
         return {source.name: self._known_of(source, numbers) for source, numbers in pairs}
 
-    def _known_of(self, source: PreparedRecords, numbers: np.ndarray) -> Known:
+    def _known_of(self, source: PreparedRecords, numbers: np.ndarray) -> KnownRecords:
         keys, scanned = source.index.keys, source.index.scanned
         if before := self._known.get(source.name):
             return before.later(keys, scanned)
-        return Known.at_start(keys, scanned, source.config.held_out, numbers)
+        return KnownRecords.at_start(keys, scanned, source.config.held_out, numbers)
 
     def count_held_out(self, name: str) -> tuple[int, int]:
         """Number of held-out records of a source: in the data now, and when the run began."""
@@ -134,7 +134,7 @@ class Mixture:
         )
 
 
-def _held_out_records(source: PreparedRecords, known: Known | None) -> np.ndarray:
+def _held_out_records(source: PreparedRecords, known: KnownRecords | None) -> np.ndarray:
     """The numbers of the usable records that are held out: as the run has done since it began, or chosen for a new run.
 
     The choice does not depend on records that cannot be used. Raises ConfigError.

@@ -209,7 +209,7 @@ class PreparedRecords:
     def _media(
         self, name: str, number: int, tokenized: TokenizedRecord | None, faults: list[Fault]
     ) -> tuple[np.ndarray, ...]:
-        """The media of an encoder; those that cannot be read are blank, with the reasons in `faults`."""
+        """The media of an encoder. Unreadable media are blank; the reasons are added to `faults`."""
         is_image, encoded = name == self._records.image, ()
         if is_image:
             sizes_of_files: list[list[Any]] = [*self.index.sizes(number)]

@@ -45,9 +45,10 @@ def resize_part(
         resized = resized if flipped(resized.size) == size else resized.resize(flipped(size), resample)
         return resized.crop((left, top, left + columns, top + rows))
     if image.width >= image.height:
-        return _in_bands(image, size, resample, part, square)
+        return _in_bands(image, size, resample, part=part, square=square)
     turn = Image.Transpose.TRANSPOSE
-    turned = _in_bands(image.transpose(turn), flipped(size), resample, (left, top, columns, rows), square)
+    transposed = (left, top, columns, rows)
+    turned = _in_bands(image.transpose(turn), flipped(size), resample, part=transposed, square=square)
     return turned.transpose(turn)
 
 
@@ -65,7 +66,7 @@ def _in_square(image: Image.Image, colour: Colour) -> Image.Image:
 
 
 def _in_bands(
-    image: Image.Image, size: Size, resample: Image.Resampling, part: Part, square: Colour | None
+    image: Image.Image, size: Size, resample: Image.Resampling, *, part: Part, square: Colour | None
 ) -> Image.Image:
     """`resize_part` of an image that is at least as wide as high, so that a square adds rows above and below it."""
     (height, width), (top, left, rows, columns) = size, part

@@ -90,9 +90,9 @@ _VALUES = (None, 1, 1.5, True, [], {}, [[]], "", "x" * 10, {"bytes": 3}, [None],
 def bad_line(rng: Rng) -> bytes:
     """A line of JSON Lines that is no record."""
     kind = int(rng.integers(9))
-    whole = json.dumps(GOOD).encode()
+    good_json = json.dumps(GOOD).encode()
     if kind == 0:
-        return cut(whole, rng)
+        return cut(good_json, rng)
     if kind == 1:
         return b"[" * int(rng.integers(1, 100_000))
     if kind == 2:
@@ -171,8 +171,8 @@ def bad_tars(rng: Rng) -> Iterator[tuple[str, bytes]]:
     yield "bad json", tar_of([member("x.png", image), member("x.json", bad_line(rng)[:2000] + b"{")])
     yield "json that is no object", tar_of([member("x.json", b"[1]")])
     yield "text that is none", tar_of([member("x.txt", b"\xff\xfe\xfa")])
-    for what, make in BAD_IMAGES.items():
-        yield f"{what} in it", tar_of([member("x.png", make(rng)), member("x.txt", b"caption")])
+    for kind, make in BAD_IMAGES.items():
+        yield f"{kind} in it", tar_of([member("x.png", make(rng)), member("x.txt", b"caption")])
     yield "a recording that is none", tar_of([member("x.wav", b"RIFF" + garbage(rng)), member("x.txt", b"caption")])
     yield (
         "a recording cut off",

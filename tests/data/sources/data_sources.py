@@ -15,7 +15,7 @@ from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
@@ -58,7 +58,7 @@ def opened(
     encoders: Mapping[str, EncoderSpec] = ENCODERS,
     skipped: Path | None = None,
     observer: Any = None,
-    known: Mapping[str, Known] | None = None,
+    known: Mapping[str, KnownRecords] | None = None,
     **data: Any,
 ) -> Mixture:
     """The datasets of some configurations, their indexes in `folder`/cache."""
@@ -96,14 +96,14 @@ def encoded(image: np.ndarray | Image.Image, suffix: str = "PNG", **options: Any
 def recorded(samples: np.ndarray, *, rate: int = 4000, width: int = 2, channels: int = 1) -> bytes:
     """A WAV file of samples in -1 to 1, the same in every channel."""
     scale = 2.0 ** (8 * width - 1)
-    whole = np.clip(np.round(samples * scale), -scale, scale - 1).astype("<i8")
-    whole = np.repeat(whole + (128 if width == 1 else 0), channels)
+    integers = np.clip(np.round(samples * scale), -scale, scale - 1).astype("<i8")
+    integers = np.repeat(integers + (128 if width == 1 else 0), channels)
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(channels)
         out.setsampwidth(width)
         out.setframerate(rate)
-        out.writeframes(whole.view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
+        out.writeframes(integers.view(np.uint8).reshape(-1, 8)[:, :width].tobytes())
     return file.getvalue()
 
 

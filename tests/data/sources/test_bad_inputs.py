@@ -27,21 +27,23 @@ LONGEST = 20.0
 def outcome(folder: Path, **source: Any) -> tuple[int, dict[str, str]]:
     """How many samples come out whole, and the reasons for the others by name, as they are in skipped.jsonl."""
     skipped = folder / "skipped.jsonl"
-    made = opened(folder, SourceConfig(max_patches=64, byte_limit=1 << 20, **source), split="test", skipped=skipped)
+    mixture = opened(folder, SourceConfig(max_patches=64, byte_limit=1 << 20, **source), split="test", skipped=skipped)
     good = 0
-    for at in range(len(made)):
-        begin, meta, sample = time.monotonic(), made.meta(at), made.sample(at)
+    for at in range(len(mixture)):
+        begin, meta, sample = time.monotonic(), mixture.meta(at), mixture.sample(at)
         assert time.monotonic() - begin < LONGEST
         assert len(sample.tokens) == meta.tokens
-        sizes = {name: [medium.shape[:-1] for medium in own] for name, own in sample.media.items()}
+        sizes = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in sample.media.items()}
         grids = {"vision": 4, "audio": 1}
-        assert {k: tuple(tuple(n // grids[k] for n in size) for size in own) for k, own in sizes.items()} == meta.grids
+        assert {
+            k: tuple(tuple(n // grids[k] for n in size) for size in arrays) for k, arrays in sizes.items()
+        } == meta.grids
         if sample.loss_weights.any():
             assert text_of(sample.tokens) in ("<v>? good$", "1:<v> good$") and meta.weight == 5
             assert abs(sample.media["vision"][0].std() - 0.29) < 0.05
             good += 1
         else:
-            assert not any(medium.any() for own in sample.media.values() for medium in own)
+            assert not any(medium.any() for arrays in sample.media.values() for medium in arrays)
     rows = [json.loads(line) for line in skipped.read_text().splitlines()] if skipped.exists() else []
     assert len({row["name"] for row in rows}) == len(rows)
     assert all(row["reason"] and "\n" not in row["reason"] and len(row["reason"]) <= 200 for row in rows)
@@ -58,9 +60,9 @@ def lines(folder: Path, rounds: int) -> int:
     (folder / "good.png").write_bytes(good_image())
     bad = [bad_line(rng) for rng in each_round(rounds) for _ in range(20)]
     good = json.dumps(GOOD).encode()
-    (folder / "data.jsonl").write_bytes(b"\n".join(line for one in bad for line in (one, good)))
-    found, skipped = outcome(folder, path=str(folder / "data.jsonl"))
-    assert found == len(bad) and set(skipped) == {f"{folder / 'data.jsonl'}:{2 * n + 1}" for n in range(len(bad))}
+    (folder / "data.jsonl").write_bytes(b"\n".join(line for wrong in bad for line in (wrong, good)))
+    answers, skipped = outcome(folder, path=str(folder / "data.jsonl"))
+    assert answers == len(bad) and set(skipped) == {f"{folder / 'data.jsonl'}:{2 * n + 1}" for n in range(len(bad))}
     return len(bad)
 
 
@@ -69,8 +71,8 @@ def images(folder: Path, rounds: int) -> int:
     rows, bad = [GOOD], 0
     (folder / "good.png").write_bytes(good_image())
     for number, rng in enumerate(each_round(rounds)):
-        for what, make in BAD_IMAGES.items():
-            name = f"{what} {number}.png"
+        for kind, make in BAD_IMAGES.items():
+            name = f"{kind} {number}.png"
             (folder / name).write_bytes(make(rng))
             rows += [{**GOOD, "image": name}, GOOD]
             bad += 1
@@ -81,25 +83,25 @@ def images(folder: Path, rounds: int) -> int:
     os.symlink("loop.png", folder / "loop.png")
     rows += [{**GOOD, "image": name} for name in ("large.png", "pipe.png", "loop.png")]
     (folder / "data.json").write_text(json.dumps(rows))
-    found, skipped = outcome(folder, path=str(folder / "data.json"))
-    assert (found, len(skipped)) == (bad + 1, bad + 3)
+    answers, skipped = outcome(folder, path=str(folder / "data.json"))
+    assert (answers, len(skipped)) == (bad + 1, bad + 3)
     return bad + 3
 
 
 def json_lists(folder: Path, rounds: int) -> int:
     """Lists of JSON that end too early, or have something else in them."""
     (folder / "good.png").write_bytes(good_image())
-    good, bad, whole = json.dumps(GOOD), 0, 0
+    good, bad, good_texts = json.dumps(GOOD), 0, 0
     for number, rng in enumerate(each_round(rounds)):
         texts = [f"[{good}, {good[: int(rng.integers(1, len(good)))]}", f"[{good}, 3]", f"[{good}, {'[' * 10**5}"]
         texts += [f"[{good}, {bad_line(rng).decode('latin-1')[:200]}\x00", f"[{good},\n", "[", "\ufeff[[]", "[[]]"]
         for at, text in enumerate(texts):
             (folder / f"{number}-{at}.json").write_text(text, encoding="utf-8")
-            bad, whole = bad + 1, whole + (good in text)
+            bad, good_texts = bad + 1, good_texts + (good in text)
         (folder / f"{number}-x.json").write_bytes(b"[" + garbage(rng) + b"\xff")
         bad += 1
-    found, skipped = outcome(folder, path=str(folder / "*.json"), media=str(folder))
-    assert found == whole and len({name.partition(".json")[0] for name in skipped}) == bad
+    answers, skipped = outcome(folder, path=str(folder / "*.json"), media=str(folder))
+    assert answers == good_texts and len({name.partition(".json")[0] for name in skipped}) == bad
     return bad
 
 
@@ -108,13 +110,13 @@ def shards(folder: Path, rounds: int) -> int:
     good = tar_of([member("g.png", good_image()), member("g.txt", b"good")])
     bad = []
     for number, rng in enumerate(each_round(rounds)):
-        for at, (what, data) in enumerate(bad_tars(rng)):
-            bad.append(folder / f"{number:03}-{at:03}-{what}.tar")
+        for at, (kind, data) in enumerate(bad_tars(rng)):
+            bad.append(folder / f"{number:03}-{at:03}-{kind}.tar")
             bad[-1].write_bytes(data)
         (folder / f"{number:03}-good.tar").write_bytes(good)
-    found, skipped = outcome(folder, kind="webdataset", path=str(folder / "*.tar"))
+    answers, skipped = outcome(folder, kind="webdataset", path=str(folder / "*.tar"))
     named = {name.partition(".tar")[0] + ".tar" for name in skipped}
-    assert found == rounds and named == {str(path) for path in bad}
+    assert answers == rounds and named == {str(path) for path in bad}
     return len(bad)
 
 
@@ -122,17 +124,17 @@ def array_records(folder: Path, rounds: int) -> int:
     """Wrong ArrayRecord files, and wrong records in a good one."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    whole = write_array_record(folder / "whole", [DIALOGUE] * 3).read_bytes()
-    (folder / "good.array_record").write_bytes(whole)
+    intact = write_array_record(folder / "whole", [DIALOGUE] * 3).read_bytes()
+    (folder / "good.array_record").write_bytes(intact)
     bad: list[Path] = []
     for number, rng in enumerate(each_round(rounds)):
         texts = [
             b"",
             garbage(rng),
-            cut(whole, rng),
-            bytes(len(whole)),
-            rng.bytes(len(whole)),
-            whole[: -int(rng.integers(1, 60000))],
+            cut(intact, rng),
+            bytes(len(intact)),
+            rng.bytes(len(intact)),
+            intact[: -int(rng.integers(1, 60000))],
         ]
         for at, text in enumerate(texts):
             bad.append(folder / f"{number}-{at}.array_record")
@@ -150,9 +152,9 @@ def array_records(folder: Path, rounds: int) -> int:
             writer.write(text)
             records += 1
     writer.close()
-    found, skipped = outcome(folder, kind="array_record", path=str(folder / "*.array_record"))
+    answers, skipped = outcome(folder, kind="array_record", path=str(folder / "*.array_record"))
     whole_names = {name for name in skipped if "records.array_record" not in name}
-    assert found == 3 and len(skipped) - len(whole_names) == records
+    assert answers == 3 and len(skipped) - len(whole_names) == records
     assert {name.partition(".array_record")[0] + ".array_record" for name in whole_names} == {str(p) for p in bad}
     return len(bad) + records
 
@@ -162,16 +164,16 @@ def tables(folder: Path, rounds: int) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    whole = write_parquet(folder / "whole", [DIALOGUE] * 3).read_bytes()
-    (folder / "good.parquet").write_bytes(whole)
+    intact = write_parquet(folder / "whole", [DIALOGUE] * 3).read_bytes()
+    (folder / "good.parquet").write_bytes(intact)
     bad: list[Path] = []
     for number, rng in enumerate(each_round(rounds)):
         texts = [
             b"",
             garbage(rng),
             b"PAR1" + garbage(rng) + b"PAR1",
-            cut(whole, rng),
-            whole[:-1],
+            cut(intact, rng),
+            intact[:-1],
             b"PAR1\xff\xff\xff\x7fPAR1",
         ]
         for at, text in enumerate(texts):
@@ -189,8 +191,8 @@ def tables(folder: Path, rounds: int) -> int:
         for at, column in enumerate(columns):
             bad.append(folder / f"{number}-c{at}.parquet")
             pq.write_table(pa.table(column), bad[-1])
-    found, skipped = outcome(folder, kind="parquet", path=str(folder / "*.parquet"))
-    assert found == 3 and {name.partition(".parquet")[0] + ".parquet" for name in skipped} == {str(p) for p in bad}
+    answers, skipped = outcome(folder, kind="parquet", path=str(folder / "*.parquet"))
+    assert answers == 3 and {name.partition(".parquet")[0] + ".parquet" for name in skipped} == {str(p) for p in bad}
     return len(bad)
 
 
@@ -253,17 +255,17 @@ def test_tables_that_are_large_in_memory_alone(tmp_path):
         assert (tmp_path / f"{name}.parquet").stat().st_size < 50_000
     pool = pa.default_memory_pool()
     peak = pool.max_memory() or 0  # of writing them
-    made = opened(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "*.parquet")), split="test")
-    assert len(made) == 500 and (pool.max_memory() or 0) < peak + (50 << 20)
-    faults = made.sources[0].index.left_out()
+    mixture = opened(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "*.parquet")), split="test")
+    assert len(mixture) == 500 and (pool.max_memory() or 0) < peak + (50 << 20)
+    faults = mixture.sources[0].index.left_out()
     left = {Path(fault.name.partition(".parquet")[0]).name: fault.reason for fault in faults}
     assert set(left) == set(tables) - {"good"}
     assert all(tables[name][2] in reason for name, reason in left.items()), left
 
 
-def flipped(rng: np.random.Generator, whole: bytes) -> bytes:
+def flipped(rng: np.random.Generator, intact: bytes) -> bytes:
     """A few bytes changed anywhere."""
-    data = bytearray(whole)
+    data = bytearray(intact)
     for at in rng.integers(0, len(data), int(rng.integers(1, 6))):
         data[at] = int(rng.integers(256))
     return bytes(data)
@@ -274,7 +276,7 @@ def flipped(rng: np.random.Generator, whole: bytes) -> bytes:
 def test_bytes_changed_anywhere_harm_nothing_else(kind, rounds, tmp_path):
     """A changed file may still be legal, so the test only asks that no other file is blamed or harmed."""
     good = tar_of([member("g.png", good_image()), member("g.txt", b"good")])
-    whole = {
+    intact = {
         "webdataset": lambda: good,
         "array_record": lambda: write_array_record(tmp_path / "w", [DIALOGUE]).read_bytes(),
         "parquet": lambda: write_parquet(tmp_path / "w", [DIALOGUE]).read_bytes(),
@@ -282,15 +284,15 @@ def test_bytes_changed_anywhere_harm_nothing_else(kind, rounds, tmp_path):
     }[kind]()
     suffix = {"webdataset": "tar", "llava": "jsonl"}.get(kind, kind)
     (tmp_path / "good.png").write_bytes(good_image())
-    (tmp_path / f"0.{suffix}").write_bytes(whole)
+    (tmp_path / f"0.{suffix}").write_bytes(intact)
     for number, rng in enumerate(each_round(rounds), 1):
-        (tmp_path / f"{number}.{suffix}").write_bytes(flipped(rng, whole))
+        (tmp_path / f"{number}.{suffix}").write_bytes(flipped(rng, intact))
     skipped = tmp_path / "skipped.jsonl"
     source = SourceConfig(kind=kind, path=str(tmp_path / f"*.{suffix}"), media=str(tmp_path), byte_limit=1 << 20)
-    made = opened(tmp_path, source, split="test", skipped=skipped)
-    for at in range(len(made)):
-        begin, meta, sample = time.monotonic(), made.meta(at), made.sample(at)
+    mixture = opened(tmp_path, source, split="test", skipped=skipped)
+    for at in range(len(mixture)):
+        begin, meta, sample = time.monotonic(), mixture.meta(at), mixture.sample(at)
         assert len(sample.tokens) == meta.tokens and time.monotonic() - begin < LONGEST
-    assert text_of(made.sample(0).tokens).endswith(" good$")
+    assert text_of(mixture.sample(0).tokens).endswith(" good$")
     named = [json.loads(line)["name"] for line in skipped.read_text().splitlines()] if skipped.exists() else []
     assert not any(name.startswith(str(tmp_path / f"0.{suffix}")) for name in named)

@@ -33,14 +33,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def batches(paths: dict[str, Path], *kinds: str, workers: int = 0, start: int = 0) -> list[StepBatch]:
     """Reads six steps of batches from one format, or from a mixture of several."""
-    about: dict[str, Any] = {"template": "vicuna", "max_patches": 64, "preset": "clip"}
-    sources = {kind: SourceConfig(kind=kind, path=str(paths[kind]), **about) for kind in kinds}
+    settings: dict[str, Any] = {"template": "vicuna", "max_patches": 64, "preset": "clip"}
+    sources = {kind: SourceConfig(kind=kind, path=str(paths[kind]), **settings) for kind in kinds}
     folder = paths["llava"].parents[1]
     config = DataConfig(sources=dict.fromkeys(kinds, 1.0), sequence_length=256, cache=str(folder / "cache"))
-    made = make_source(config, SPECS, seed=3, split="train", sources=sources)
+    mixture = make_source(config, SPECS, seed=3, split="train", sources=sources)
     sizes: Any = {"global_batch": 8, "microbatches": 2, "cells": 2}
-    packer = make_packer(config, SPECS, made, ByteTokenizer(("vision",)), **sizes)
-    maker = StepMaker(source=made, packer=packer, global_batch=8)
+    packer = make_packer(config, SPECS, mixture, ByteTokenizer(("vision",)), **sizes)
+    maker = StepMaker(source=mixture, packer=packer, global_batch=8)
     with StepLoader(maker, steps=6, start_step=start, workers=workers) as stream:
         return list(stream)
 
@@ -57,13 +57,13 @@ def assert_equal(got: list[StepBatch], wanted: list[StepBatch]) -> None:
 
 
 def test_four_layouts_make_equal_batches(paths):
-    made = {kind: batches(paths, kind) for kind in KINDS}
+    batches_by_kind = {kind: batches(paths, kind) for kind in KINDS}
     assert set(paths) == set(KINDS)
     for kind in KINDS:
-        assert_equal(made[kind], made["llava"])
-    counts = made["llava"][0].counts
+        assert_equal(batches_by_kind[kind], batches_by_kind["llava"])
+    counts = batches_by_kind["llava"][0].counts
     assert counts["media"] and counts["samples"] == 8
-    steps = [m.inputs["llm"]["tokens"].tobytes() for b in made["llava"] for m in b.microbatches]
+    steps = [m.inputs["llm"]["tokens"].tobytes() for b in batches_by_kind["llava"] for m in b.microbatches]
     assert len(set(steps)) == 12
 
 
@@ -74,9 +74,9 @@ def test_mixed_batches_do_not_depend_on_workers_nor_on_where_a_run_begins(paths,
 
 
 def test_metadata_equal_samples_and_the_worst_case_bounds_them(paths):
-    made = opened(paths["llava"].parent, SourceConfig(path=str(paths["llava"]), max_patches=64))
-    worst = made.worst_case()
-    metas, samples = zip(*((made.meta(at), made.sample(at)) for at in range(30)), strict=True)
+    mixture = opened(paths["llava"].parent, SourceConfig(path=str(paths["llava"]), max_patches=64))
+    worst = mixture.worst_case()
+    metas, samples = zip(*((mixture.meta(at), mixture.sample(at)) for at in range(30)), strict=True)
     assert sum(not meta.grids for meta in metas) and sum(len(meta.grids.get("vision", ())) > 1 for meta in metas)
     for meta, sample in zip(metas, samples, strict=True):
         assert (meta.tokens, meta.weight) == (len(sample.tokens), float(sample.loss_weights[1:].sum()))
@@ -117,8 +117,8 @@ def test_dialogues_of_all_sorts(tmp_path, name):
         {"image": "a.png", "caption": "seen"},
         {"images": ["a.png", "b.webp"], "text": "one <image> two <image> three"},
     ]  # fmt: skip
-    made = opened(tmp_path, write_json(tmp_path, rows, name), split="test")
-    samples = [made.sample(at) for at in range(len(made))]
+    mixture = opened(tmp_path, write_json(tmp_path, rows, name), split="test")
+    samples = [mixture.sample(at) for at in range(len(mixture))]
     assert [text_of(sample.tokens) for sample in samples] == [
         "<v>\nwas ist «das»? ä$",
         "be x<v>y 1$<v> 2$",
@@ -134,13 +134,13 @@ def test_dialogues_of_all_sorts(tmp_path, name):
     assert learned == ["ä$", "1$2$", "none$", "beep$", "seen$", "one  two  three$"]
 
 
-def parts(*given: str | dict[str, Any]) -> list[dict[str, Any]]:
+def parts(*contents: str | dict[str, Any]) -> list[dict[str, Any]]:
     """Hugging Face's: a text each, or a medium."""
-    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    return [{"type": "text", "text": content} if isinstance(content, str) else content for content in contents]
 
 
-def dialogue(*said: Any) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(said)]
+def dialogue(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
 
 
 PLACE = {"type": "image"}
@@ -187,15 +187,17 @@ def test_dialogues_in_parts(tmp_path, kind):
         config = SourceConfig(kind="parquet", path=str(tmp_path / kind), max_patches=0)
     else:
         config = write_json(tmp_path, [row for row, _, _ in rows], kind)
-    made = opened(tmp_path, config, split="test")
-    assert not made.sources[0].index.left_out()
+    mixture = opened(tmp_path, config, split="test")
+    assert not mixture.sources[0].index.left_out()
     for at, (_, text, names) in enumerate(rows):
-        sample = made.sample(at)
+        sample = mixture.sample(at)
         assert text_of(sample.tokens) == text
-        seen = sample.media.get("vision", ())
+        media = sample.media.get("vision", ())
         wanted = [pixels(8, 8, "abc".index(name)) for name in names]
-        assert len(seen) == len(wanted)
-        assert all(np.allclose(one * 255, other, atol=1e-3) for one, other in zip(seen, wanted, strict=True))
+        assert len(media) == len(wanted)
+        assert all(
+            np.allclose(medium * 255, expected, atol=1e-3) for medium, expected in zip(media, wanted, strict=True)
+        )
 
 
 def test_wrong_parts_are_named(tmp_path):
@@ -221,9 +223,9 @@ def test_wrong_parts_are_named(tmp_path):
         ({"question": "q", "answer": "a"}, "", ""),
     ]  # fmt: skip
     config = write_json(tmp_path, [{"id": f"no-{at}", **row} for at, (row, _, _) in enumerate(cases)])
-    made = opened(tmp_path, config, split="test", skipped=tmp_path / "skipped.jsonl")
-    for at in range(len(made)):
-        made.sample(at)
+    mixture = opened(tmp_path, config, split="test", skipped=tmp_path / "skipped.jsonl")
+    for at in range(len(mixture)):
+        mixture.sample(at)
     rows = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     rows.sort(key=lambda row: int(row["id"].removeprefix("no-")))
     assert len(rows) == len(cases) - 1
@@ -253,12 +255,12 @@ def test_shards_in_laions_layout(tmp_path):
     (tmp_path / "00000.tar").write_bytes(tar_of(files))
     (tmp_path / "00001.tar").write_bytes(tar_of({"4.txt": b"text", "4.json": b'{"question": "q", "answer": "a"}'}))
     config = SourceConfig(kind="webdataset", path=str(tmp_path / "{00000..00001}.tar"), question="what is it?")
-    made = opened(tmp_path, config, split="test")
-    samples = [made.sample(at) for at in range(len(made))]
-    asked = "what is it? "
+    mixture = opened(tmp_path, config, split="test")
+    samples = [mixture.sample(at) for at in range(len(mixture))]
+    question = "what is it? "
     assert [text_of(s.tokens) for s in samples] == [
-        f"1:<v>{asked}ein Bild$", f"1:<v>{asked}unused$", f"1:<v>2:<v>{asked}two$",
-        f"1:<v>{asked}a long name$", "q a$",
+        f"1:<v>{question}ein Bild$", f"1:<v>{question}unused$", f"1:<v>2:<v>{question}two$",
+        f"1:<v>{question}a long name$", "q a$",
     ]  # fmt: skip
     assert [m.shape[0] for m in samples[2].media["vision"]] == [8, 16]  # 2.png before 10.png
 
@@ -276,9 +278,9 @@ def test_images_of_every_ending_in_shards(tmp_path):
     for number, (ending, kind) in enumerate(kinds.items()):
         files |= {f"{number}.{ending}": encoded(pixels(8, 16, number), kind), f"{number}.txt": ending.encode()}
     (tmp_path / "0.tar").write_bytes(tar_of(files))
-    made = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
-    samples = [made.sample(at) for at in range(len(made))]
-    assert [text_of(one.tokens) for one in samples] == [f"1:<v>Describe the image. {ending}$" for ending in kinds]
+    mixture = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
+    samples = [mixture.sample(at) for at in range(len(mixture))]
+    assert [text_of(sample.tokens) for sample in samples] == [f"1:<v>Describe the image. {ending}$" for ending in kinds]
     for number, kind in enumerate(kinds.values()):
         (medium,) = samples[number].media["vision"]
         near = 0.3 if kind in ("JPEG", "WEBP", "AVIF", "GIF") else 1e-6
@@ -293,27 +295,27 @@ def test_a_caption_without_its_medium_is_no_sample(tmp_path):
         "4.jpg": image, "4.json": b'{"width": 3}', "5.jpg": image, "5.txt": b"good", "6.txt": b"", "6.jpg": image,
     }  # fmt: skip
     (tmp_path / "0.tar").write_bytes(tar_of(files))
-    made = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
-    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == ["1:<v>Describe the image. good$"]
-    faults = {fault.name.rpartition(":")[2]: fault.reason for fault in made.sources[0].index.left_out()}
+    mixture = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
+    assert [text_of(mixture.sample(at).tokens) for at in range(len(mixture))] == ["1:<v>Describe the image. good$"]
+    faults = {fault.name.rpartition(":")[2]: fault.reason for fault in mixture.sources[0].index.left_out()}
     alone = "without its medium: it has no image and no recording"
-    said = {
+    reasons = {
         "0": alone, "1": alone, "2": "its caption is of 'heic', which ends as no image", "3": "says nothing",
         "4": "has no conversations", "6": "says nothing",
     }  # fmt: skip
-    assert faults.keys() == said.keys() and all(said[name] in reason for name, reason in faults.items()), faults
+    assert faults.keys() == reasons.keys() and all(reasons[name] in reason for name, reason in faults.items()), faults
 
     (tmp_path / "a.png").write_bytes(image)
     empty: list[Any] = [None, "", [""], [None], [], {"bytes": None, "path": None}]
     rows = [*({"image": value, "caption": "no"} for value in empty), {"text": "no"}, {"images": [], "text": "no"}]
     rows += [{"image": "a.png", "text": "yes"}, {"image": None, "question": "q", "answer": "text alone"}]
-    asked = replace(write_json(tmp_path, rows), question="Describe the image.")
-    made = opened(tmp_path, asked, split="test")
+    config = replace(write_json(tmp_path, rows), question="Describe the image.")
+    mixture = opened(tmp_path, config, split="test")
     texts = ["1:<v>Describe the image. yes$", "q text alone$"]
-    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == texts
+    assert [text_of(mixture.sample(at).tokens) for at in range(len(mixture))] == texts
     # Without a question text alone is text; with a key for media it is still a caption that lacks them.
-    made = opened(tmp_path, write_json(tmp_path, rows), split="test")
-    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == [" no$", "1:<v> yes$", "q text alone$"]
+    mixture = opened(tmp_path, write_json(tmp_path, rows), split="test")
+    assert [text_of(mixture.sample(at).tokens) for at in range(len(mixture))] == [" no$", "1:<v> yes$", "q text alone$"]
 
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -323,8 +325,8 @@ def test_a_caption_without_its_medium_is_no_sample(tmp_path):
     table = {"image": pa.array(structs, kind), "caption": ["yes", "1", "2", "3", "4"]}
     pq.write_table(pa.table(table), tmp_path / "data.parquet")
     config = replace(CAPTION, kind="parquet", path=str(tmp_path / "data.parquet"))
-    made = opened(tmp_path, config, split="test")
-    assert [text_of(made.sample(at).tokens) for at in range(len(made))] == ["1:<v>Describe the image. yes$"]
+    mixture = opened(tmp_path, config, split="test")
+    assert [text_of(mixture.sample(at).tokens) for at in range(len(mixture))] == ["1:<v>Describe the image. yes$"]
 
 
 def test_files_behind_urls(tmp_path, paths):
@@ -362,16 +364,16 @@ class Counting:
 
 
 def test_a_reader_of_ones_own(tmp_path):
-    made = opened(tmp_path, SourceConfig(kind="test_formats:Counting", path="how many"), split="test")
-    assert [text_of(made.sample(n).tokens) for n in range(5)] == [f"<v>how many? {n}$" for n in range(5)]
-    assert np.allclose(made.sample(3).media["vision"][0], 3 / 255)
+    mixture = opened(tmp_path, SourceConfig(kind="test_formats:Counting", path="how many"), split="test")
+    assert [text_of(mixture.sample(n).tokens) for n in range(5)] == [f"<v>how many? {n}$" for n in range(5)]
+    assert np.allclose(mixture.sample(3).media["vision"][0], 3 / 255)
 
 
 def test_mixtures(tmp_path):
     rows = {name: [{"question": name, "answer": str(n)} for n in range(10)] for name in "ab"}
-    sources = {name: write_json(tmp_path / name, own) for name, own in rows.items()}
-    made = opened(tmp_path, sources, {"a": 0.7, "b": 0.3})
-    drawn = [made.sample(index) for index in range(100)]
+    sources = {name: write_json(tmp_path / name, records) for name, records in rows.items()}
+    mixture = opened(tmp_path, sources, {"a": 0.7, "b": 0.3})
+    drawn = [mixture.sample(index) for index in range(100)]
     for first in range(0, 100, 10):
         assert [s.question for s in drawn[first : first + 10]].count("a") == 7
     assert sorted(s.answer for s in drawn if s.question == "b") == sorted([str(n) for n in range(10)] * 3)
@@ -383,9 +385,9 @@ def test_held_out_records_are_not_trained_on(tmp_path):
     rows = [{"question": "q", "answer": str(n)} for n in range(20)]
     config = SourceConfig(path=write_json(tmp_path, rows).path, held_out=4)
     test, train = (opened(tmp_path, config, split=split) for split in ("test", "train"))
-    held = {test.sample(index).answer for index in range(len(test))}
+    held_out = {test.sample(index).answer for index in range(len(test))}
     trained = {train.sample(index).answer for index in range(48)}
-    assert (len(test), len(train), len(held), len(trained)) == (4, 16, 4, 16) and not held & trained
+    assert (len(test), len(train), len(held_out), len(trained)) == (4, 16, 4, 16) and not held_out & trained
 
 
 def test_long_dialogues_are_left_out_or_cut(tmp_path):
@@ -398,8 +400,8 @@ def test_long_dialogues_are_left_out_or_cut(tmp_path):
         ("human", "3" * 90),
         ("gpt", "c"),
     ]
-    said = [{"from": who, "value": text} for who, text in turns]
-    rows = [{"images": ["a.png"] * 2, "conversations": said}, {"question": "q", "answer": "a"}]
+    conversations = [{"from": speaker, "value": text} for speaker, text in turns]
+    rows = [{"images": ["a.png"] * 2, "conversations": conversations}, {"question": "q", "answer": "a"}]
     config = write_json(tmp_path, rows)
     skipped = tmp_path / "skipped.jsonl"
     left = opened(tmp_path, config, split="test", sequence_length=40, skipped=skipped)
@@ -438,5 +440,5 @@ def nothing(config):
 def test_encoders_that_are_not_there(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(pixels(8, 8)))
     config = write_json(tmp_path, [{"image": "a.png", "caption": "c"}, {"question": "q", "answer": "a"}])
-    made = opened(tmp_path, config, encoders={"audio": AUDIO}, split="test")
-    assert len(made) == 1 and "no encoder of the model takes one" in made.sources[0].index.left_out()[0].reason
+    mixture = opened(tmp_path, config, encoders={"audio": AUDIO}, split="test")
+    assert len(mixture) == 1 and "no encoder of the model takes one" in mixture.sources[0].index.left_out()[0].reason

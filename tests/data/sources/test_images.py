@@ -41,12 +41,12 @@ def test_images_are_upright(orientation, suffix):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(image, suffix, exif=exif.tobytes(), **({} if suffix == "PNG" else {"quality": 98}))
-    (made,) = pictures().media(data)
+    (medium,) = pictures().media(data)
     wanted = image.copy()
     wanted.getexif()[0x0112] = orientation
     upright = np.asarray(ImageOps.exif_transpose(wanted), np.float32) / 255
-    assert pictures().sizes(data) == [made.shape[:2]] == [upright.shape[:2]]
-    assert np.abs(made - upright).max() < 0.05
+    assert pictures().sizes(data) == [medium.shape[:2]] == [upright.shape[:2]]
+    assert np.abs(medium - upright).max() < 0.05
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "1", "I;16"])
@@ -61,9 +61,9 @@ def test_any_mode_becomes_the_encoders_channels(mode):
 @given(height=st.integers(1, 300), width=st.integers(1, 300), budget=st.integers(4, 200), anyres=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_plans_are_kept_and_within_the_budget(height, width, budget, anyres):
-    made = pictures(resize="anyres", size=(16, 24)) if anyres else pictures(max_patches=budget)
+    maker = pictures(resize="anyres", size=(16, 24)) if anyres else pictures(max_patches=budget)
     data = encoded(np.zeros((height, width, 3), np.uint8))
-    media, sizes = made.media(data), made.sizes(data)
+    media, sizes = maker.media(data), maker.sizes(data)
     assert [medium.shape for medium in media] == [(*size, 3) for size in sizes]
     assert all(side % VISION.block == 0 for size in sizes for side in size)
     assert anyres or VISION.patches(*sizes[0]) <= budget
@@ -81,11 +81,13 @@ RULES = {
 @given(rule=st.sampled_from(sorted(RULES)), height=st.integers(1, 90), width=st.integers(1, 90), alone=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_plans_of_folders_rules_are_kept(rule, height, width, alone):
-    made, data = pictures(**RULES[rule]), encoded(pixels(height, width))
-    media, found = made.media(data, alone=alone), made.measure(data, alone=alone)
-    assert [medium.shape for medium in media] == [(*size, 3) for size in found.media]
-    assert found.original == (height, width) and all(side % VISION.block == 0 for size in found.media for side in size)
-    ((rows, columns), *tiles) = found.media
+    maker, data = pictures(**RULES[rule]), encoded(pixels(height, width))
+    media, measure = maker.media(data, alone=alone), maker.measure(data, alone=alone)
+    assert [medium.shape for medium in media] == [(*size, 3) for size in measure.media]
+    assert measure.original == (height, width) and all(
+        side % VISION.block == 0 for size in measure.media for side in size
+    )
+    ((rows, columns), *tiles) = measure.media
     assert bool(tiles) == (rule == "alone" and alone)
     if rule == "smart":
         assert rows * columns >= 256 and (rows * columns <= 4096 or min(rows, columns) == VISION.block)
@@ -102,15 +104,15 @@ def test_a_budget_keeps_the_aspect_and_uses_most_of_itself():
     (size,) = pictures(max_patches=96).sizes(encoded(pixels(400, 600)))
     assert size == (32, 48)  # 8 x 12 patches: exactly two to three
     image = smooth(400, 600)
-    (made,) = pictures(max_patches=96).media(encoded(image))
+    (medium,) = pictures(max_patches=96).media(encoded(image))
     small = Image.fromarray(image).resize((48, 32), Image.Resampling.BICUBIC)
-    assert np.abs(made - np.asarray(small, np.float32) / 255).max() < 0.01
+    assert np.abs(medium - np.asarray(small, np.float32) / 255).max() < 0.01
 
 
 def test_large_jpegs_are_decoded_small_and_look_the_same():
     image = smooth(800, 1200)
-    made = [pictures(max_patches=96).media(encoded(image, suffix, quality=95))[0] for suffix in ("JPEG", "PNG")]
-    assert made[0].shape == made[1].shape and np.abs(made[0] - made[1]).max() < 0.03
+    media = [pictures(max_patches=96).media(encoded(image, suffix, quality=95))[0] for suffix in ("JPEG", "PNG")]
+    assert media[0].shape == media[1].shape and np.abs(media[0] - media[1]).max() < 0.03
 
 
 def test_fixed_resolution():
@@ -131,18 +133,18 @@ def test_what_no_patch_covers_is_cut_off():
     """SigLIP has 27 patches of 14 pixels in 384: a convolution's stride leaves the last six out."""
     spec = EncoderSpec(patch=6, channels=3)
     image = smooth(32, 32)
-    own = pictures(spec, resize="fixed", size=(32, 32))
-    (found,) = own.media(encoded(image))
-    assert own.sizes(encoded(image)) == [(30, 30)]
-    assert np.array_equal(found, np.float32(image[:30, :30]) / 255)
+    maker = pictures(spec, resize="fixed", size=(32, 32))
+    (medium,) = maker.media(encoded(image))
+    assert maker.sizes(encoded(image)) == [(30, 30)]
+    assert np.array_equal(medium, np.float32(image[:30, :30]) / 255)
     tiled = pictures(spec, resize="anyres", size=(32, 32), grids=((1, 2),))
-    assert [one.shape[:2] for one in tiled.media(encoded(image))] == tiled.sizes(encoded(image)) == [(30, 30)] * 3
+    assert [medium.shape[:2] for medium in tiled.media(encoded(image))] == tiled.sizes(encoded(image)) == [(30, 30)] * 3
 
 
 def test_tiles_are_the_image_cut_up():
     image = smooth(64, 128)
-    whole, *tiles = pictures(resize="anyres", size=(32, 32), grids=((1, 2), (2, 4), (2, 2))).media(encoded(image))
-    assert whole.shape == (32, 32, 3) and len(tiles) == 8  # two rows of four keep every pixel
+    overview, *tiles = pictures(resize="anyres", size=(32, 32), grids=((1, 2), (2, 4), (2, 2))).media(encoded(image))
+    assert overview.shape == (32, 32, 3) and len(tiles) == 8  # two rows of four keep every pixel
     rows = [np.concatenate(tiles[:4], 1), np.concatenate(tiles[4:], 1)]
     assert np.array_equal(np.concatenate(rows, 0), np.float32(image) / 255)
     # An image that does not fill its grid is in the middle of it.
@@ -153,11 +155,11 @@ def test_tiles_are_the_image_cut_up():
 def test_normalised_like_clip():
     config = replace(PLAIN, **SourceConfig.presets["clip"])  # type: ignore[arg-type]
     image = pixels(8, 8)
-    (made,) = Pictures("own", config, VISION).media(encoded(image))
+    (medium,) = Pictures("own", config, VISION).media(encoded(image))
     wanted = (image / 255 - np.array([0.48145466, 0.4578275, 0.40821073])) / np.array(
         [0.26862954, 0.26130258, 0.27577711]
     )
-    assert np.abs(made - wanted).max() < 1e-5
+    assert np.abs(medium - wanted).max() < 1e-5
 
 
 def test_bombs_are_not_decoded():
@@ -213,34 +215,34 @@ def orientation_chunks(orientation: int) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", list(orientation_chunks(1)))
 def test_a_png_is_upright_wherever_it_says_so(kind, behind, tmp_path):
     """As Pillow's exif_transpose has it; the header alone is decoded to know its size, and the end of the file."""
-    image, made = smooth(40, 64), pictures()
+    image, maker = smooth(40, 64), pictures()
     plain = encoded(image, compress_level=0)
     for orientation in (3, 6):
         at = -12 if behind else 33  # before IEND, or behind IHDR
         data = plain[:at] + orientation_chunks(orientation)[kind] + plain[at:]
         turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         assert turned is not None and (turned.size == (40, 64)) == (orientation == 6)
-        (medium,) = made.media(data)
+        (medium,) = maker.media(data)
         assert np.array_equal(medium, np.asarray(turned, np.float32) / 255)
-        assert made.measure(data).original == medium.shape[:2]
-        assert made.measure(data[:200], tail=data[-9000:]).original == medium.shape[:2]
+        assert maker.measure(data).original == medium.shape[:2]
+        assert maker.measure(data[:200], tail=data[-9000:]).original == medium.shape[:2]
     long = encoded(pixels(150, 160), compress_level=0)  # more than is read of its start
     (tmp_path / "long.png").write_bytes(long[:at] + orientation_chunks(8)[kind] + long[at:])
     media = Media(name="long", path=str(tmp_path / "long.png"))
-    assert made.measure_file(media, alone=True).original == (160, 150)
+    assert maker.measure_file(media, alone=True).original == (160, 150)
 
 
 def test_damaged_orientations_turn_nothing():
     plain, image = encoded(smooth(8, 16)), smooth(8, 16)
-    whole = orientation_chunks(6)["exif"]
+    exif = orientation_chunks(6)["exif"]
     texts = [
-        whole[:-1] + b"\0",
+        exif[:-1] + b"\0",
         chunk(b"eXIf", b"II*\0\xff\xff\xff\xff"),
         chunk(b"tEXt", b"Raw profile type exif\0\n\n\nzz"),
     ]
     for text in texts:
-        (made,) = pictures().media(plain[:-12] + text + plain[-12:])
-        assert np.array_equal(made, np.float32(image) / 255)
+        (medium,) = pictures().media(plain[:-12] + text + plain[-12:])
+        assert np.array_equal(medium, np.float32(image) / 255)
 
 
 @pytest.mark.parametrize("compression", [None, "tiff_lzw"])
@@ -249,26 +251,26 @@ def test_tiff_is_upright(orientation, compression):
     image = smooth(24, 40)
     options = {"compression": compression} if compression else {}
     data = encoded(image, "TIFF", tiffinfo={0x0112: orientation}, **options)
-    (made,) = pictures().media(data)
+    (medium,) = pictures().media(data)
     turned = np.rot90(image, {1: 0, 3: 2, 6: 3}[orientation])
-    assert np.array_equal(made, np.float32(turned) / 255)
-    assert pictures().measure(data).original == turned.shape[:2] == made.shape[:2]
+    assert np.array_equal(medium, np.float32(turned) / 255)
+    assert pictures().measure(data).original == turned.shape[:2] == medium.shape[:2]
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="Pillow was built without AVIF")
 def test_avif():
     image = smooth(24, 40)
     data = encoded(image, "AVIF", quality=100, subsampling="4:4:4", exif=exif_of(6))
-    (made,) = pictures().media(data)
-    assert made.shape == (40, 24, 3) and pictures().sizes(data) == [(40, 24)]
-    assert np.abs(made - np.float32(np.rot90(image, 3)) / 255).max() < 0.03
+    (medium,) = pictures().media(data)
+    assert medium.shape == (40, 24, 3) and pictures().sizes(data) == [(40, 24)]
+    assert np.abs(medium - np.float32(np.rot90(image, 3)) / 255).max() < 0.03
 
 
 @pytest.mark.parametrize("suffix", ["PNG", "TIFF"])
 def test_grey_of_sixteen_bits_is_no_white(suffix):
     grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    (made,) = pictures().media(encoded(grey, suffix))
-    assert np.array_equal(made, np.repeat((grey >> 8).astype(np.float32)[..., None], 3, 2) / 255)
+    (medium,) = pictures().media(encoded(grey, suffix))
+    assert np.array_equal(medium, np.repeat((grey >> 8).astype(np.float32)[..., None], 3, 2) / 255)
     (channel,) = pictures(replace(VISION, channels=1)).media(encoded(grey, suffix))
     assert np.array_equal(channel, (grey >> 8).astype(np.float32)[..., None] / 255)
 
@@ -276,13 +278,13 @@ def test_grey_of_sixteen_bits_is_no_white(suffix):
 def test_grey_of_other_depths():
     grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     big, inverted = Image.fromarray(grey.astype(">u2")), encoded(grey, "TIFF", tiffinfo={262: 0})
-    (made,) = pictures(replace(VISION, channels=1)).media(encoded(big, "TIFF"))
-    assert np.array_equal(made, (grey >> 8).astype(np.float32)[..., None] / 255)
+    (medium,) = pictures(replace(VISION, channels=1)).media(encoded(big, "TIFF"))
+    assert np.array_equal(medium, (grey >> 8).astype(np.float32)[..., None] / 255)
     if Image.open(io.BytesIO(inverted)).tag_v2[262] == 0:  # type: ignore[attr-defined]
-        (made,) = pictures(replace(VISION, channels=1)).media(inverted)
-        assert np.array_equal(made, (255 - (grey >> 8)).astype(np.float32)[..., None] / 255)
-    for kind, said in ((np.int32, "whole"), (np.float32, "floating-point")):
-        with pytest.raises(Unusable, match=f"grey in {said} numbers of 32 bits has no white"):
+        (medium,) = pictures(replace(VISION, channels=1)).media(inverted)
+        assert np.array_equal(medium, (255 - (grey >> 8)).astype(np.float32)[..., None] / 255)
+    for kind, described in ((np.int32, "whole"), (np.float32, "floating-point")):
+        with pytest.raises(Unusable, match=f"grey in {described} numbers of 32 bits has no white"):
             pictures().media(encoded(grey.astype(kind), "TIFF"))
 
 
@@ -301,7 +303,7 @@ THIN = {
 @pytest.mark.parametrize("rule", list(THIN))
 def test_thin_images_take_little(rule, monkeypatch):
     """Under every rule: no picture on the way is large, whichever side is long, or the image is left out by name."""
-    made, resize, most = pictures(**THIN[rule]), Image.Image.resize, [0]
+    maker, resize, most = pictures(**THIN[rule]), Image.Image.resize, [0]
 
     def watched(image, size, *args):
         most.append(max(size[0] * size[1], size[0] * image.height, image.width * size[1]))
@@ -312,15 +314,17 @@ def test_thin_images_take_little(rule, monkeypatch):
         with Image.new("L", size, 77) as image:
             data = encoded(image)
         try:
-            medium = made.media(data)[0]
+            medium = maker.media(data)[0]
             assert len({*medium[medium.shape[0] // 2, medium.shape[1] // 2]}) == 1 and max(most) <= resizing.MOST
         except Unusable as reason:
-            said = "one side is more than 200" if rule == "smart" else "too thin for Source.resize='fixed': resizing"
-            assert said in str(reason) and (
+            expected = (
+                "one side is more than 200" if rule == "smart" else "too thin for Source.resize='fixed': resizing"
+            )
+            assert expected in str(reason) and (
                 rule == "smart" or (rule == "crop" and max(size) >= 100_000) or max(size) > 2e5
             )
             with pytest.raises(Unusable):
-                made.measure(data)
+                maker.measure(data)
 
 
 @pytest.mark.parametrize("square", [None, (9, 99, 200)])
@@ -334,11 +338,11 @@ def test_parts_of_resized_images_are_those_of_the_whole(square, monkeypatch):
                 around = Image.new("RGB", (max(image.size), max(image.size)), square) if square else image
                 if square:
                     around.paste(image, ((around.width - width) // 2, (around.height - height) // 2))
-                whole = np.asarray(around.resize((size[1], size[0]), Image.Resampling.BICUBIC), int)
-                wanted = whole[part[0] : part[0] + part[2], part[1] : part[1] + part[3]]
+                resized = np.asarray(around.resize((size[1], size[0]), Image.Resampling.BICUBIC), int)
+                wanted = resized[part[0] : part[0] + part[2], part[1] : part[1] + part[3]]
                 with monkeypatch.context() as small:
                     if near:
                         small.setattr(resizing, "MOST", 1)
                         small.setattr(resizing, "_AT_ONCE", 99)
-                    found = resizing.resize_part(image, size, Image.Resampling.BICUBIC, part, square=square)
-                assert np.abs(np.asarray(found, int) - wanted).max() <= near
+                    resized_part = resizing.resize_part(image, size, Image.Resampling.BICUBIC, part, square=square)
+                assert np.abs(np.asarray(resized_part, int) - wanted).max() <= near

@@ -42,10 +42,10 @@ def index_file(folder: Path) -> Path:
 
 def test_made_once_with_a_bar_and_found_again(data):
     first, second = Heard(), Heard()
-    made = source(data, first)
+    records = source(data, first)
     again = source(data, second)
     assert first.lines == ["indexing own 6"] and first.counted == 6 and second.lines == []
-    assert [again.meta(n) for n in range(6)] == [made.meta(n) for n in range(6)]
+    assert [again.meta(n) for n in range(6)] == [records.meta(n) for n in range(6)]
     assert not list((data / "cache").glob("*.index.[0-9]*"))
 
 
@@ -85,22 +85,22 @@ def test_other_settings_have_an_index_of_their_own(data):
 def test_a_damaged_index_is_never_used(data):
     wanted = [source(data).meta(n) for n in range(6)]
     path = index_file(data)
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     rng = np.random.default_rng(0)
-    flips = [int(at) for at in rng.integers(0, len(whole), 12)]
-    damaged = [whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :] for at in flips]
-    damaged += [whole.replace(key, b"x" * len(key), 1) for key in (b'files"', b'made_for"')]
-    for text in [*damaged, b"", whole[:50], whole[:-1], whole + b"x", b"\x80\x04.", b"{}\n", b"[]\n", b"1\n" * 9]:
+    flips = [int(at) for at in rng.integers(0, len(intact), 12)]
+    damaged = [intact[:at] + bytes([intact[at] ^ 1 << int(rng.integers(8))]) + intact[at + 1 :] for at in flips]
+    damaged += [intact.replace(key, b"x" * len(key), 1) for key in (b'files"', b'made_for"')]
+    for text in [*damaged, b"", intact[:50], intact[:-1], intact + b"x", b"\x80\x04.", b"{}\n", b"[]\n", b"1\n" * 9]:
         path.write_bytes(text)
         heard = Heard()
-        made = source(data, heard)
-        assert [made.meta(n) for n in range(6)] == wanted
-        assert path.read_bytes() == whole and heard.lines
+        records = source(data, heard)
+        assert [records.meta(n) for n in range(6)] == wanted
+        assert path.read_bytes() == intact and heard.lines
 
 
 def test_an_index_that_is_made_again_during_a_run_is_noticed(data):
-    made = source(data)
-    state = pickle.dumps(made.sources[0])
+    records = source(data)
+    state = pickle.dumps(records.sources[0])
     assert pickle.loads(state).sample(2).answer == "2"
     path = index_file(data)
     (data / "0.png").write_bytes(encoded(pixels(16, 64)))
@@ -132,20 +132,20 @@ def test_several_processes_make_it_once(data):
 def test_what_is_changed_behind_the_index_leaves_an_empty_slot(data):
     skipped = data / "run" / "skipped.jsonl"
     config = SourceConfig(path=str(data / "data.jsonl"), max_patches=0)
-    made = opened(data, config, split="test", skipped=skipped)
-    metas = [made.meta(n) for n in range(6)]
+    mixture = opened(data, config, split="test", skipped=skipped)
+    metas = [mixture.meta(n) for n in range(6)]
     (data / "0.png").unlink()
     (data / "1.png").write_bytes((data / "1.png").read_bytes()[:60])
     (data / "2.png").write_bytes(encoded(pixels(80, 80)))
     (data / "3.png").write_bytes(b"")
     for n in (0, 1, 2, 3, 2, 1, 0):
-        sample = made.sample(n)
+        sample = mixture.sample(n)
         assert not sample.loss_weights.any() and not sample.media["vision"][0].any()
         assert len(sample.tokens) == metas[n].tokens
         assert sample.media["vision"][0].shape[:2] == tuple(4 * side for side in metas[n].grids["vision"][0])
         assert int(sample.placeholders("vision").sum()) * 4 == metas[n].patches["vision"][0]
-    assert made.sample(0, media=()).media == {} and not made.sample(0, media=()).loss_weights.any()
-    assert made.sample(4).loss_weights.any() and made.sample(4, media=()).media == {}
+    assert mixture.sample(0, media=()).media == {} and not mixture.sample(0, media=()).loss_weights.any()
+    assert mixture.sample(4).loss_weights.any() and mixture.sample(4, media=()).media == {}
     rows = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert [row["name"].rpartition(":")[2] for row in rows] == ["1", "2", "3", "4"]
     assert "does not exist" in rows[0]["reason"] and "not what it was" in rows[2]["reason"]
@@ -168,10 +168,10 @@ def test_a_strict_source_ends_the_run(data):
     with pytest.raises(ConfigError, match=r"data\.jsonl:5: .*no JPEG, PNG"):
         source(data, strict=True)
     (data / "4.png").write_bytes(encoded(pixels(8, 16)))
-    made = source(data, strict=True)
+    records = source(data, strict=True)
     (data / "4.png").unlink()
     with pytest.raises(ConfigError, match=r"data\.jsonl:5: image '4\.png' does not exist"):
-        made.sample(4)
+        records.sample(4)
 
 
 def test_held_out_leaves_something_to_train_on(data):
@@ -180,7 +180,7 @@ def test_held_out_leaves_something_to_train_on(data):
 
 
 def test_storage_that_does_not_answer_ends_the_run_and_skips_nothing(data, monkeypatch):
-    made = source(data)
+    records = source(data)
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     attempts = []
 
@@ -190,8 +190,8 @@ def test_storage_that_does_not_answer_ends_the_run_and_skips_nothing(data, monke
 
     monkeypatch.setattr(storage, "_read", fails)
     with pytest.raises(Unreachable, match=r"data\.jsonl cannot be reached: .*Input/output error"):
-        made.sample(0)
-    assert len(attempts) == 3 and made.sources[0].skipped.count() == 0
+        records.sample(0)
+    assert len(attempts) == 3 and records.sources[0].skipped.count() == 0
 
 
 def test_a_pipe_is_no_file_and_is_not_waited_for(data):

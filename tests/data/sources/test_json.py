@@ -68,9 +68,9 @@ def read(folder: Path, text: str | bytes, name: str = "data.json", limit: int = 
     ],
 )  # fmt: skip
 def test_lists(text, questions, faults, tmp_path):
-    found = read(tmp_path, text, limit=6000)
-    assert "".join(found[0]) == questions
-    assert len(found[1]) == len(faults) and all(map(str.__contains__, found[1], faults)), found[1]
+    texts = read(tmp_path, text, limit=6000)
+    assert "".join(texts[0]) == questions
+    assert len(texts[1]) == len(faults) and all(map(str.__contains__, texts[1], faults)), texts[1]
 
 
 def test_text_in_a_list_is_what_it_is_in_a_line(tmp_path):
@@ -100,7 +100,7 @@ def test_other_encodings_and_lines(tmp_path):
 def test_texts_that_are_far_too_long_are_not_encoded(tmp_path, monkeypatch):
     """Encoding takes a hundred times as much memory. Under `cut` the first turns stay."""
     long = "word " * 300_000
-    turns = [{"from": who, "value": "hi"} for who in ("human", "gpt") * 2]
+    turns = [{"from": speaker, "value": "hi"} for speaker in ("human", "gpt") * 2]
     rows = [
         {"question": "q", "answer": long},
         {"question": "q", "answer": "a"},
@@ -116,9 +116,9 @@ def test_texts_that_are_far_too_long_are_not_encoded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ByteTokenizer, "encode", watched)
     for cut in (False, True):
-        made = opened(tmp_path, SourceConfig(path=str(tmp_path / "data.jsonl"), cut=cut), split="test")
-        assert len(made) == 1 + cut and max(longest) < 1 << 20
-        reasons = [fault.reason for fault in made.sources[0].index.left_out()]
+        mixture = opened(tmp_path, SourceConfig(path=str(tmp_path / "data.jsonl"), cut=cut), split="test")
+        assert len(mixture) == 1 + cut and max(longest) < 1 << 20
+        reasons = [fault.reason for fault in mixture.sources[0].index.left_out()]
         assert reasons[0] == "about 1500033 characters; Data.sequence_length is 4096 tokens"
         assert reasons[-1] == "not JSON that can be read (more than 1048576 values)"
-    assert text_of(made.sample(1).tokens).startswith("hi hi")
+    assert text_of(mixture.sample(1).tokens).startswith("hi hi")

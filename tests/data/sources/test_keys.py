@@ -24,12 +24,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reasons(made: Any) -> dict[str, str]:
-    return {fault.id: fault.reason for fault in made.sources[0].index.left_out()}
+def reasons(mixture: Any) -> dict[str, str]:
+    return {fault.id: fault.reason for fault in mixture.sources[0].index.left_out()}
 
 
-def samples(made: Any) -> list[Any]:
-    return [made.sample(at) for at in range(len(made))]
+def samples(mixture: Any) -> list[Any]:
+    return [mixture.sample(at) for at in range(len(mixture))]
 
 
 def learned(sample: Any) -> list[tuple[str, float]]:
@@ -44,8 +44,8 @@ def learned(sample: Any) -> list[tuple[str, float]]:
 
 def answered(**keys: Any) -> dict[str, Any]:
     """A dialogue whose first answer has keys."""
-    first, second, *others = dialogue("what?", "BAD", "again?", "a cat")
-    return {"messages": [first, {**second, **keys}, *others]}
+    first, second, *later = dialogue("what?", "BAD", "again?", "a cat")
+    return {"messages": [first, {**second, **keys}, *later]}
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def answered(**keys: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_turn_says_how_much_of_it_is_learned(folder, keys, weight):
     """The answer stays in the text, as context of those after it."""
-    made = opened(folder, write_json(folder, [answered(**keys)]), split="test")
-    (sample,) = samples(made)
+    mixture = opened(folder, write_json(folder, [answered(**keys)]), split="test")
+    (sample,) = samples(mixture)
     assert text_of(sample.tokens) == "what? BAD$again? a cat$"
     wanted = [("BAD$", weight), ("a cat$", 1)] if weight else [("a cat$", 1)]
     assert learned(sample) == wanted
     total = 4 * weight + 6
-    assert made.meta(0).weight == sample.loss_weights.sum() == total
-    assert made.meta(0).learned == (10 if weight else 6)
+    assert mixture.meta(0).weight == sample.loss_weights.sum() == total
+    assert mixture.meta(0).learned == (10 if weight else 6)
     assert (sample.question, sample.answer) == ("again?", "a cat")
 
 
@@ -84,10 +84,10 @@ def test_a_record_says_how_much_of_its_answers_is_learned(folder):
         {"question": "q", "answer": "a", "loss": 3},
         {"question": "q", "answer": "a", "train": False},
     ]  # fmt: skip
-    made = opened(folder, write_json(folder, [{"id": at, **row} for at, row in enumerate(rows)]), split="test")
-    found = [learned(sample) for sample in samples(made)]
-    assert found == [[("BAD$", 0.5), ("a cat$", 0.5)], [("BAD$", 2), ("a cat$", 0.5)], [("a$", 3)]]
-    assert reasons(made) == {"3": "none of its answers is learned"}
+    mixture = opened(folder, write_json(folder, [{"id": at, **row} for at, row in enumerate(rows)]), split="test")
+    weights = [learned(sample) for sample in samples(mixture)]
+    assert weights == [[("BAD$", 0.5), ("a cat$", 0.5)], [("BAD$", 2), ("a cat$", 0.5)], [("a$", 3)]]
+    assert reasons(mixture) == {"3": "none of its answers is learned"}
 
 
 def turn(role: str, text: str) -> dict[str, Any]:
@@ -121,10 +121,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_what_would_be_learned_otherwise_is_left_out(folder):
     rows = [{"id": name, **row} for name, (row, _) in REFUSED.items()] + [{"id": "good", **answered(), "label": 3}]
-    made = opened(folder, write_json(folder, rows), split="test")
-    found = reasons(made)
-    assert len(made) == 1 and found.keys() == REFUSED.keys()
-    assert all(reason in found[name] for name, (_, reason) in REFUSED.items()), found
+    mixture = opened(folder, write_json(folder, rows), split="test")
+    faults = reasons(mixture)
+    assert len(mixture) == 1 and faults.keys() == REFUSED.keys()
+    assert all(reason in faults[name] for name, (_, reason) in REFUSED.items()), faults
 
 
 def test_keys_that_nobody_reads_are_named_once(folder):
@@ -132,8 +132,8 @@ def test_keys_that_nobody_reads_are_named_once(folder):
     rows += [{"source": "y", "tools": [], "image": None, "question": "q", "answer": "a"}]
     heard = Heard()
     assert len(opened(folder, write_json(folder, rows), split="test", observer=heard)) == 4
-    said = "own: keys that are not read: 'source' (4 records), 'name' (3 records), 'emotion' (3 records)"
-    assert [line for line in heard.lines if "not read" in line] == [said]
+    message = "own: keys that are not read: 'source' (4 records), 'name' (3 records), 'emotion' (3 records)"
+    assert [line for line in heard.lines if "not read" in line] == [message]
 
 
 def test_turns_of_any_order_are_as_the_template_has_them(folder):
@@ -148,18 +148,18 @@ def test_turns_of_any_order_are_as_the_template_has_them(folder):
         {"system": "be", "messages": [user("q"), answer("a")]},
         {"messages": [user("q"), {"role": "system", "content": "late"}, answer("a")]},
     ]
-    made = opened(folder, write_json(folder, rows), split="test")
-    assert [text_of(one.tokens) for one in samples(made)] == ["one two a$b$", "hello$1:<v>what? a$", "be q a$"]
-    assert learned(made.sample(0)) == [("a$b$", 1)] and learned(made.sample(1)) == [("hello$", 1), ("a$", 1)]
+    mixture = opened(folder, write_json(folder, rows), split="test")
+    assert [text_of(sample.tokens) for sample in samples(mixture)] == ["one two a$b$", "hello$1:<v>what? a$", "be q a$"]
+    assert learned(mixture.sample(0)) == [("a$b$", 1)] and learned(mixture.sample(1)) == [("hello$", 1), ("a$", 1)]
     config = SourceConfig(path=str(folder / "data.json"), max_patches=0, template="chatml")
     late = text_of(opened(folder, config, split="test").sample(3).tokens)
     assert late.startswith(
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>system\nlate<|im_end|>\n<|im_start|>assistant\na"
     )
     config = SourceConfig(path=str(folder / "data.json"), max_patches=0, template="llama2")
-    made = opened(folder, config, split="test")
-    assert len(made) == 1 and all(
-        "questions and answers in turn" in fault.reason for fault in made.sources[0].index.left_out()
+    mixture = opened(folder, config, split="test")
+    assert len(mixture) == 1 and all(
+        "questions and answers in turn" in fault.reason for fault in mixture.sources[0].index.left_out()
     )
 
 
@@ -175,9 +175,9 @@ def test_a_dialogue_is_cut_behind_an_answer_that_is_learned(folder):
     ]  # fmt: skip
     config = SourceConfig(path=write_json(folder, rows).path, max_patches=0, cut=True)
     for length, texts in ((40, ["<v>q first$x y sec$ond$", "what? BAD$again? a cat$"]), (20, ["<v>q first$"])):
-        made = opened(folder, config, split="test", sequence_length=length)
-        assert [text_of(one.tokens) for one in samples(made)] == texts
-        assert len(made.sample(0).media["vision"]) == 1
+        mixture = opened(folder, config, split="test", sequence_length=length)
+        assert [text_of(sample.tokens) for sample in samples(mixture)] == texts
+        assert len(mixture.sample(0).media["vision"]) == 1
 
 
 LITERAL = "How is <image> written?"
@@ -202,9 +202,9 @@ TEXTS: list[tuple[dict[str, Any], str, str]] = [
 
 def test_marks_that_are_text_and_media_that_are_none(folder):
     config = write_json(folder, [row for row, _, _ in TEXTS])
-    made = opened(folder, config, split="test")
-    assert not reasons(made)
-    for sample, (_, text, names) in zip(samples(made), TEXTS, strict=True):
+    mixture = opened(folder, config, split="test")
+    assert not reasons(mixture)
+    for sample, (_, text, names) in zip(samples(mixture), TEXTS, strict=True):
         assert text_of(sample.tokens) == text
         media = sample.media.get("vision", ())
         assert len(media) == len(names)
@@ -224,12 +224,12 @@ def test_places_without_their_media_are_never_text(folder):
         "which": {"images": ["a.png"], "messages": dialogue("what?", "<image> and <image>")},
         "two keys": {"image": "a.png", "images": ["b.png"], "messages": dialogue("<image>?", "x")},
     }
-    made = opened(
+    mixture = opened(
         folder, write_json(folder, [{"id": name, **row} for name, row in rows.items()] + [TEXTS[0][0]]), split="test"
     )
-    assert len(made) == 1 and reasons(made).keys() == rows.keys()
-    assert reasons(made)["one of two"] == "one of its images is empty"
-    assert reasons(made)["first"] == "the dialogue has 1 <image> marks for 0 images: name 1"
+    assert len(mixture) == 1 and reasons(mixture).keys() == rows.keys()
+    assert reasons(mixture)["one of two"] == "one of its images is empty"
+    assert reasons(mixture)["first"] == "the dialogue has 1 <image> marks for 0 images: name 1"
 
 
 def test_names_of_media(folder):
@@ -257,13 +257,13 @@ def test_names_of_media(folder):
         ]
         (folder / "data.json").write_text(json.dumps(rows))
         config = SourceConfig(path=str(folder / "data.json"), media=str(media), max_patches=0)
-        made = opened(folder, config, split="test", skipped=folder / "skipped.jsonl")
-        assert len(made) == 2 * len(right)
-        for sample, seed in zip(samples(made), [*right.values()] * 2, strict=True):
+        mixture = opened(folder, config, split="test", skipped=folder / "skipped.jsonl")
+        assert len(mixture) == 2 * len(right)
+        for sample, seed in zip(samples(mixture), [*right.values()] * 2, strict=True):
             (medium,) = sample.media["vision"]
             assert np.allclose(medium * 255, pixels(8, 8, seed), atol=1e-3)
-        found = reasons(made)
-        assert all(said in found[str(at)] for at, said in enumerate(wrong.values(), len(right))), found
+        faults = reasons(mixture)
+        assert all(reason in faults[str(at)] for at, reason in enumerate(wrong.values(), len(right))), faults
     assert code not in (folder / "skipped.jsonl").read_text()
 
 
@@ -286,8 +286,8 @@ def test_weights_of_turns_in_a_table(tmp_path):
     )
     table = pa.table({"messages": pa.array([turns], pa.list_(kind)), "tools": pa.array([None], pa.string())})
     pq.write_table(table, tmp_path / "data.parquet")
-    made = opened(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "data.parquet")), split="test")
-    assert learned(made.sample(0)) == [("a$", 0.5)]
+    mixture = opened(tmp_path, SourceConfig(kind="parquet", path=str(tmp_path / "data.parquet")), split="test")
+    assert learned(mixture.sample(0)) == [("a$", 0.5)]
 
 
 def test_a_token_on_the_border_of_two_weights_has_the_larger() -> None:

@@ -17,9 +17,11 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.service.identity import difference, identity
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.known import Known
+from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.spec import DataSpec
+
+Known = dict[str, KnownRecords]
 
 RECORDS, HELD_OUT = 31, 5
 Row = dict[str, str]
@@ -33,9 +35,7 @@ def write(folder: Path, records: Sequence[Row]) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def mixture(
-    folder: Path, split: str = "train", known: dict[str, Known] | None = None, seed: int = 0, **changes: Any
-) -> Mixture:
+def mixture(folder: Path, split: str = "train", known: Known | None = None, seed: int = 0, **changes: Any) -> Mixture:
     source = SourceConfig(**{"path": str(folder / "data.jsonl"), "held_out": HELD_OUT, **changes})
     return opened(folder, source, split=split, seed=seed, known=known)
 
@@ -44,7 +44,7 @@ def answers(source: Mixture, count: int = 0) -> list[str]:
     return [source.sample(index).answer for index in range(count or len(source))]
 
 
-def both(folder: Path, known: dict[str, Known] | None = None, **changes: Any) -> tuple[set[str], set[str]]:
+def both(folder: Path, known: Known | None = None, **changes: Any) -> tuple[set[str], set[str]]:
     """The records of an epoch of training, and those held out."""
     trained, held_out = (set(answers(mixture(folder, split, known, **changes))) for split in ("train", "test"))
     return trained, held_out
@@ -55,11 +55,11 @@ def shuffled(records: list[Row]) -> list[Row]:
 
 
 @pytest.fixture
-def known(tmp_path: Path) -> dict[str, Known]:
+def known(tmp_path: Path) -> Known:
     """The records as a checkpoint has them, read back from JSON."""
     write(tmp_path, rows(0, RECORDS))
-    stored = json.loads(json.dumps({name: asdict(one) for name, one in mixture(tmp_path).known().items()}))
-    return {name: Known(**one) for name, one in stored.items()}
+    stored = json.loads(json.dumps({name: asdict(records) for name, records in mixture(tmp_path).known().items()}))
+    return {name: KnownRecords(**records) for name, records in stored.items()}
 
 
 CHANGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_held_out_records_stay_so_and_no_others_join_them(tmp_path: Path, known: dict[str, Known], change: str) -> None:
+def test_held_out_records_stay_so_and_no_others_join_them(tmp_path: Path, known: Known, change: str) -> None:
     trained, held_out = both(tmp_path)
     assert len(held_out) == HELD_OUT and len(trained) == RECORDS - HELD_OUT and not trained & held_out
     changed, words = CHANGES[change]
@@ -90,7 +90,7 @@ def test_held_out_records_stay_so_and_no_others_join_them(tmp_path: Path, known:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_data_that_have_not_changed_give_the_same_samples(tmp_path: Path, known: dict[str, Known], seed: int) -> None:
+def test_data_that_have_not_changed_give_the_same_samples(tmp_path: Path, known: Known, seed: int) -> None:
     for split in ("train", "test"):
         count = 3 * RECORDS if split == "train" else 0
         new, goes_on = (mixture(tmp_path, split, before, seed=seed) for before in (None, known))
@@ -128,13 +128,13 @@ def test_records_are_the_same_under_other_settings(tmp_path: Path) -> None:
     assert mixture(tmp_path, known=known, **changes).changes() == {}
 
 
-def test_a_change_of_text_of_the_same_length_is_one(tmp_path: Path, known: dict[str, Known]) -> None:
+def test_a_change_of_text_of_the_same_length_is_one(tmp_path: Path, known: Known) -> None:
     before = mixture(tmp_path).identity
     write(tmp_path, [*rows(0, RECORDS - 1), {"question": "?", "answer": "answer 99"}])
     assert mixture(tmp_path, known=known).changes() and mixture(tmp_path).identity != before
 
 
-def test_another_number_of_held_out_records_is_refused(tmp_path: Path, known: dict[str, Known]) -> None:
+def test_another_number_of_held_out_records_is_refused(tmp_path: Path, known: Known) -> None:
     for count in (0, HELD_OUT + 1):
         with pytest.raises(
             ConfigError, match=rf"^own/Source.held_out={count}: .* but the 5 held out .* set it to 5 or"
@@ -145,16 +145,16 @@ def test_another_number_of_held_out_records_is_refused(tmp_path: Path, known: di
         mixture(tmp_path, known=known)
 
 
-def test_a_server_that_does_not_know_the_run_is_told_apart(tmp_path: Path, known: dict[str, Known]) -> None:
+def test_a_server_that_does_not_know_the_run_is_told_apart(tmp_path: Path, known: Known) -> None:
     write(tmp_path, rows(0, RECORDS + 9))
     source, data = mixture(tmp_path, known=known), DataConfig(sources={"own": 1.0}, cache=str(tmp_path / "cache"))
     packer = make_packer(data, ENCODERS, source, TOKENIZER, global_batch=4, microbatches=1, cells=1)
     sources = {"own": SourceConfig(path=str(tmp_path / "data.jsonl"), held_out=HELD_OUT)}
     spec = DataSpec(data=data, packer=packer, seed=0, global_batch=4, sources=sources, known=known)
-    sent = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    received = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
     trainer, told, untold = (
-        identity(one, make_source(data, ENCODERS, seed=0, split="train", sources=sources, known=one.known))
-        for one in (spec, sent, replace(spec, known={}))
+        identity(of_spec, make_source(data, ENCODERS, seed=0, split="train", sources=sources, known=of_spec.known))
+        for of_spec in (spec, received, replace(spec, known={}))
     )
-    assert told == trainer and sent.known == known
+    assert told == trainer and received.known == known
     assert "the records held out (of a run: mmjax.serve --run_dir) is" in difference(trainer, untold)

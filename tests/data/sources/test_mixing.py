@@ -60,33 +60,35 @@ def test_a_weight_too_small_is_refused():
 )
 @settings(max_examples=40, deadline=None)
 def test_every_epoch_has_every_record_once_and_blocks_have_their_quotas(sizes, seed, data):
-    own = data.draw(st.lists(st.integers(1, 7), min_size=len(sizes), max_size=len(sizes)))
-    mixing, block = Mixing(sizes, own, seed), sum(own)
-    blocks = max(2 * -(-size // quota) for size, quota in zip(sizes, own, strict=True))
+    block_quotas = data.draw(st.lists(st.integers(1, 7), min_size=len(sizes), max_size=len(sizes)))
+    mixing, block = Mixing(sizes, block_quotas, seed), sum(block_quotas)
+    blocks = max(2 * -(-size // quota) for size, quota in zip(sizes, block_quotas, strict=True))
     drawn = [mixing(index) for index in range(blocks * block)]
     for first in range(0, len(drawn), block):
-        assert Counter(source for source, _ in drawn[first : first + block]) == dict(enumerate(own))
+        assert Counter(source for source, _ in drawn[first : first + block]) == dict(enumerate(block_quotas))
     for source, size in enumerate(sizes):
         # An epoch's records come in whole blocks, which may be in any order inside.
         records = Counter(record for number, record in drawn if number == source)
-        total = blocks * own[source]
+        total = blocks * block_quotas[source]
         assert set(records) == set(range(size))
         assert all(total // size <= count <= -(-total // size) for count in records.values())
 
 
 def test_seeds_and_epochs_reshuffle():
-    first, again, other = Mixing([30], [1], 0), Mixing([30], [1], 0), Mixing([30], [1], 1)
+    first, again, other_seed = Mixing([30], [1], 0), Mixing([30], [1], 0), Mixing([30], [1], 1)
     epochs = [[first(30 * epoch + at) for at in range(30)] for epoch in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [again(at) for at in range(30)] == epochs[0] != [other(at) for at in range(30)]
+    assert [again(at) for at in range(30)] == epochs[0] != [other_seed(at) for at in range(30)]
 
 
 @given(size=st.integers(1, 200), data=st.data())
 def test_held_out_records_are_spread_and_never_trained_on(size, data):
-    held = held_out(size, data.draw(st.integers(0, size - 1)))
-    kept = [nth_trained(held, at) for at in range(size - len(held))]
-    assert sorted([*kept, *held.tolist()]) == list(range(size)) and kept == sorted(kept)
-    assert not len(held) or np.diff([*held, held[0] + size]).max() <= -(-size // len(held))
+    held_out_numbers = held_out(size, data.draw(st.integers(0, size - 1)))
+    trained = [nth_trained(held_out_numbers, at) for at in range(size - len(held_out_numbers))]
+    assert sorted([*trained, *held_out_numbers.tolist()]) == list(range(size)) and trained == sorted(trained)
+    assert not len(held_out_numbers) or np.diff([*held_out_numbers, held_out_numbers[0] + size]).max() <= -(
+        -size // len(held_out_numbers)
+    )
 
 
 def test_sources_in_turn():

@@ -73,13 +73,13 @@ def test_short_and_long_ones_have_as_many_frames_where_they_are_padded(edges):
         data = recorded(sound)
         frames = read(data)
         assert len(frames) == read.frames(data) == 8 * AUDIO.block
-        whole = np.zeros(samples)
-        whole[: len(sound)] = sound[:samples]
-        alone = replace(LOG_MEL, edges=edges)(whole)
+        silence = np.zeros(samples)
+        silence[: len(sound)] = sound[:samples]
+        alone = replace(LOG_MEL, edges=edges)(silence)
         np.testing.assert_allclose(frames, alone, atol=0.02)  # samples of 16 bits
         # At the very start a mirror image is louder than silence.
-        other = replace(LOG_MEL, edges=next(one for one in EDGES if one != edges))(whole)
-        assert (other[0].max() < frames[0].max()) == (edges == "reflected")
+        other_edges = replace(LOG_MEL, edges=next(edge for edge in EDGES if edge != edges))(silence)
+        assert (other_edges[0].max() < frames[0].max()) == (edges == "reflected")
 
 
 def wav(samples: np.ndarray, *, code: int, extra: bytes = b"", behind: bytes = b"") -> bytes:
@@ -157,7 +157,7 @@ def test_recordings_that_are_none():
     spoilt[7] = np.nan
     aiff = io.BytesIO()
     soundfile.write(aiff, SOUND, 4000, format="AIFF")
-    for data, said in (
+    for data, reason in (
         (wav(spoilt, code=3, extra=b"\0\0"), "not finite"),
         (wav(SHORTS[:0], code=1), "0 samples in 1 channels at 4000 a second"),
         (wav(SHORTS[:0], code=1, behind=b"LIST\4\0\0\0INFO"), "0 samples"),
@@ -165,7 +165,7 @@ def test_recordings_that_are_none():
         (b"ID3\4" + bytes(200), "no WAV, FLAC, OGG or MP3 recording"),
         (b"", "no WAV, FLAC"),
     ):
-        with pytest.raises(Unusable, match=said):
+        with pytest.raises(Unusable, match=reason):
             read(data)
 
 

@@ -43,13 +43,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def maker(folder: Path, own: ProcessRows | None = None, strict: bool = False) -> StepMaker:
+def maker(folder: Path, process_rows: ProcessRows | None = None, strict: bool = False) -> StepMaker:
     source = opened(folder, SourceConfig(path=str(folder / "data.jsonl"), max_patches=0, strict=strict), split="test")
     config = DataConfig(sequence_length=96)
     packer = make_packer(
         config, ENCODERS, source, TOKENIZER, global_batch=GLOBAL_BATCH, microbatches=2, cells=CELLS, one_bucket=True
     )
-    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=own)
+    return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=process_rows)
 
 
 def truncate(folder: Path) -> None:
@@ -61,20 +61,20 @@ def truncate(folder: Path) -> None:
 @pytest.fixture
 def read(monkeypatch) -> Counter:
     """How often each medium is opened."""
-    found: Counter = Counter()
-    whole = Media.read
+    opened: Counter = Counter()
+    read_medium = Media.read
 
-    def noted(self: Media, *rest: Any) -> bytes:
-        found[Path(self.path).name] += 1
-        return whole(self, *rest)
+    def noted(self: Media, *arguments: Any) -> bytes:
+        opened[Path(self.path).name] += 1
+        return read_medium(self, *arguments)
 
     monkeypatch.setattr(Media, "read", noted)
-    return found
+    return opened
 
 
-def assert_agree(part: StepBatch, whole: StepBatch, cell: int, inputs: dict[str, tuple[str, ...]]) -> None:
-    assert (part.denominators, part.counts) == (whole.denominators, whole.counts)
-    for a, b in zip(part.microbatches, whole.microbatches, strict=True):
+def assert_agree(part: StepBatch, all_rows: StepBatch, cell: int, inputs: dict[str, tuple[str, ...]]) -> None:
+    assert (part.denominators, part.counts) == (all_rows.denominators, all_rows.counts)
+    for a, b in zip(part.microbatches, all_rows.microbatches, strict=True):
         for module, names in inputs.items():
             for name in names:
                 expected = b.inputs[module][name]
@@ -82,18 +82,18 @@ def assert_agree(part: StepBatch, whole: StepBatch, cell: int, inputs: dict[str,
                 assert np.array_equal(a.inputs[module][name][rows], expected[rows]), (module, name)
 
 
-def broken_maker(data: Path, own: ProcessRows | None = None) -> StepMaker:
+def broken_maker(data: Path, process_rows: ProcessRows | None = None) -> StepMaker:
     """With the index of whole media and then broken ones."""
     for name in BROKEN.values():
         (data / name).write_bytes(encoded(pixels(16, 24, 1)) if name.endswith("png") else recorded(np.zeros(1200)))
-    made = maker(data, own)
+    step_maker = maker(data, process_rows)
     truncate(data)
-    return made
+    return step_maker
 
 
 @pytest.mark.parametrize("cell", range(CELLS))
 def test_a_corrupt_medium_is_the_same_empty_slot_to_all(data, cell):
-    whole = broken_maker(data)
+    all_rows = broken_maker(data)
     parts = {
         "encoder": (own_rows(cell, encoders=("vision",)), {"vision": ("patches", "positions")}),
         "both": (own_rows(cell, encoders=tuple(ENCODERS)), dict.fromkeys(ENCODERS, ("patches", "positions"))),
@@ -101,36 +101,36 @@ def test_a_corrupt_medium_is_the_same_empty_slot_to_all(data, cell):
         "last stage": (own_rows(cell, llm=("targets", "weights")), {"llm": ("targets", "weights")}),
         "all": (own_rows(cell, encoders=("audio",), llm=TEXT), {"audio": ("patches",), "llm": TEXT}),
     }
-    makers = {name: (broken_maker(data, own), inputs) for name, (own, inputs) in parts.items()}
+    makers = {name: (broken_maker(data, rows), inputs) for name, (rows, inputs) in parts.items()}
     masked = []
     for step in range(RECORDS // GLOBAL_BATCH):
-        wanted = whole(step)
+        wanted = all_rows(step)
         for make, inputs in makers.values():
             assert_agree(make(step), wanted, cell, inputs)
         weights = np.concatenate([np.asarray(m.inputs["llm"]["weights"]) for m in wanted.microbatches])
         segments = np.concatenate([np.asarray(m.inputs["llm"]["segments"]) for m in wanted.microbatches])
         masked += [bool(s.any() and not w.any()) for w, s in zip(weights, segments, strict=True)]
         # The denominator is the metadata's, whatever turns out to be broken.
-        per_sample = [whole.source.meta(step * GLOBAL_BATCH + n).weight for n in range(GLOBAL_BATCH)]
+        per_sample = [all_rows.source.meta(step * GLOBAL_BATCH + n).weight for n in range(GLOBAL_BATCH)]
         assert wanted.denominators["llm"] == sum(per_sample)
-    assert [n for n, one in enumerate(masked) if one] == sorted(BROKEN)
+    assert [n for n, is_masked in enumerate(masked) if is_masked] == sorted(BROKEN)
 
 
 def test_each_process_opens_its_own_media_alone(data, read):
-    whole = maker(data)
-    whole(0)
+    all_rows = maker(data)
+    all_rows(0)
     cells = {0: (0, 1, 4, 5), 1: (2, 3, 6, 7)}  # two microbatches of two cells of two rows
     for cell, rows in cells.items():
         images = {f"{n}{at}.png" for n in rows for at in "ab"}
         sounds = {f"{n}.wav" for n in rows}
-        for own, expected in (
+        for process_rows, expected in (
             (own_rows(cell, encoders=("vision",)), images),
             (own_rows(cell, encoders=("audio",)), sounds),
             (own_rows(cell, llm=("tokens", "vision_index", "audio_index")), set()),
             # Whether a sample is learned depends on whether all of it can be read.
             (own_rows(cell, llm=("targets", "weights")), images | sounds),
         ):
-            make = maker(data, own)
+            make = maker(data, process_rows)
             read.clear()
             make(0)
             assert dict(read) == dict.fromkeys(expected, 1)

@@ -44,9 +44,9 @@ def test_tokens_are_those_of_transformers(source: Mixture) -> None:
         assert int(sample.placeholders("vision").sum()) == count
         assert disagreement(sample, meta, ["vision"], {"vision": SPEC}) == ""
         tiled = sample.tiled["vision"]
-        assert tuple(one.size for one in tiled) == sizes
-        assert all((one.grid == (0, 0)) == (len(sizes) > 1) for one in tiled)
-        assert len(sample.media.get("vision", ())) == sum(1 + one.grid[0] * one.grid[1] for one in tiled)
+        assert tuple(image.size for image in tiled) == sizes
+        assert all((image.grid == (0, 0)) == (len(sizes) > 1) for image in tiled)
+        assert len(sample.media.get("vision", ())) == sum(1 + image.grid[0] * image.grid[1] for image in tiled)
     assert source.sample(0).tiled["vision"] == (Tiled(size=(50, 83), grid=(2, 3)),)
 
 

@@ -24,7 +24,8 @@ class DigitsConfig:
     distortion: strength of the random affine map of each training digit (0.1 = up to 10 % of stretch and shear, 5 % of
     shift). tone, gap: seconds of a dialled key and of the silence around it. level: amplitude of a call. noise: of
     white noise, in units of that. read, count, sum: relative frequencies of the questions about an image.
-    hear: of that about a call. both, same: of those about an image and a call (what they say; whether it is the same).
+    hear: the frequency of the question about a call. both, same: the frequencies of the questions about an image and a
+    call (to read both; whether their digits are the same).
     draw: of drawing the digits of an image or a call, as others have written them, and saying them.
     turns: questions asked about each training sample (evaluation asks one).
     curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.

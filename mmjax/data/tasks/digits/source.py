@@ -226,7 +226,7 @@ class DigitsSource:
         keys = rng.random(len(questions)) ** [1.0 / self._weights[question.kind] for question in questions]
         chosen = _drawing_first([questions[i] for i in np.argsort(-keys)[:turns]])
         labels = [row.label for row in rows]
-        calls = self._calls(rng, count, most, chosen, labels)
+        calls = self._calls(rng, count, most=most, questions=chosen, labels=labels)
         turns = tuple(
             (question.text(len(rows), count), question.answer(labels, [call.digits for call in calls]))
             for question in chosen
@@ -261,7 +261,7 @@ class DigitsSource:
         return of_images + [Question(kind=DRAW, call=call, dialled=True) for call in range(calls)]
 
     def _calls(
-        self, rng: np.random.Generator, count: int, most: int, questions: Sequence[Question], labels: Sequence[str]
+        self, rng: np.random.Generator, count: int, *, most: int, questions: Sequence[Question], labels: Sequence[str]
     ) -> tuple[CallPlan, ...]:
         """The calls of a sample. A call that is compared with an image has the same digits half of the time."""
         low, high = self.config.digits

@@ -18,7 +18,7 @@ _KEY = np.dtype(">u8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownRecords:
     """A dataset's records at a step of a run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Known:
     @classmethod
     def at_start(
         cls, keys: UInt64[np.ndarray, " N"], scanned: int, count: int, numbers: Int[np.ndarray, " K"]
-    ) -> Known:
+    ) -> KnownRecords:
         """The records of a run that begins; `numbers`: the numbers of the held-out records."""
         held_out = keys[numbers]
         copies = written(np.setdiff1d(copies_among(keys, held_out), held_out))
@@ -54,7 +54,7 @@ class Known:
             usable=len(keys), scanned=scanned, digest=digest, count=count, held_out=written(held_out), copies=copies
         )
 
-    def later(self, keys: UInt64[np.ndarray, " N"], scanned: int) -> Known:
+    def later(self, keys: UInt64[np.ndarray, " N"], scanned: int) -> KnownRecords:
         """The records of the same run at a later step."""
         return replace(self, usable=len(keys), scanned=scanned, digest=digest_of(keys))
 
@@ -81,7 +81,7 @@ class Known:
 
 
 def written(keys: UInt64[np.ndarray, " K"]) -> str:
-    """Keys as the digits in `Known.held_out`."""
+    """Keys as the digits in `KnownRecords.held_out`."""
     return np.sort(keys).astype(_KEY).tobytes().hex()
 
 
