@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from mmjax.attention.blockwise import backward, forward
-from mmjax.attention.mask import Columns, Mask
+from mmjax.attention.mask import Mask, MaskInputs
 from mmjax.attention.pairs import Intervals
 from mmjax.attention.tokens import Tokens
 
@@ -27,15 +27,17 @@ HEADS, GROUPS, WIDTH = 1, 1, 128
 class Runs(Mask):
     """Each query attends to one run of keys. The input "runs" holds the first key and the end of the run."""
 
-    def columns(self, tokens: Tokens) -> Columns:
-        return Columns(tokens.segments_BT, tokens.inputs["order"], tokens.inputs["runs"])
+    def inputs(self, tokens: Tokens) -> MaskInputs:
+        return MaskInputs(tokens.segments_BT, tokens.inputs["order"], tokens.inputs["runs"])
 
-    def allowed(self, queries: Columns, keys: Columns) -> Bool[Array, "*B T S"]:
+    def allowed(self, queries: MaskInputs, keys: MaskInputs) -> Bool[Array, "*B T S"]:
         assert queries.windows is not None and keys.order is not None
         key = keys.order[..., None, :]
         return (key >= queries.windows[..., :, None, 0]) & (key < queries.windows[..., :, None, 1])
 
-    def may_meet(self, queries: tuple[Columns, Columns], keys: tuple[Columns, Columns]) -> Bool[Array, "*B P N"]:
+    def may_allow(
+        self, queries: tuple[MaskInputs, MaskInputs], keys: tuple[MaskInputs, MaskInputs]
+    ) -> Bool[Array, "*B P N"]:
         (queries_low, queries_high), (keys_low, keys_high) = queries, keys
         assert queries_low.windows is not None and queries_high.windows is not None
         assert keys_low.order is not None and keys_high.order is not None

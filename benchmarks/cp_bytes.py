@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.cp_attention import Runs, token_inputs
-from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks
+from mmjax.attention.needed_blocks import block_size, max_by_distance, needed_blocks, received_blocks
 from mmjax.attention.pairs import Intervals, block_work
 from mmjax.attention.tokens import Tokens
 
@@ -45,7 +45,7 @@ def received_needed(
     place_T = np.argsort(np.repeat(rank_N, block), kind="stable")
     runs_T2 = np.stack([mask.first_T, mask.last_T], axis=-1).astype(np.int32)
     rule, size = Runs("full"), block_size(mask.tokens // ranks)
-    needed_BRRN = needed_blocks(rule, rule.columns(Tokens.of(token_inputs(place_T, runs_T2[place_T]))), ranks)
-    blocks = received_blocks(np.asarray(most_by_distance(needed_BRRN)), needed_BRRN.shape[3])
+    needed_BRRN = needed_blocks(rule, rule.inputs(Tokens.of(token_inputs(place_T, runs_T2[place_T]))), ranks)
+    blocks = received_blocks(np.asarray(max_by_distance(needed_BRRN)), needed_BRRN.shape[3])
     numbers = 2 * GROUPS * WIDTH * size * blocks
     return float(numbers * ITEM), float(numbers * (ITEM + SUM))

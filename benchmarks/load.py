@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.one_core import checkout_environment
 from mmjax.bench.rows import Row, at_least, at_most
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.llama.weights import rows, their_config
+from mmjax.models.llama.weights import rows, to_hf_config
 from mmjax.weights.table import Shape, expand
 from mmjax.weights.write import write
 
@@ -73,7 +73,7 @@ def _make(config: DecoderConfig, folder: Path, gigabytes: int) -> None:
         return {name: leaf(shapes[name]) for name in names}
 
     entries, limit = expand(rows(config), config.layers), round(gigabytes * 1e9 / FILES)
-    write(their_config(config), entries, read, folder, dtype="bfloat16", shard_bytes=limit)
+    write(to_hf_config(config), entries, read, folder, dtype="bfloat16", shard_bytes=limit)
 
 
 def leaf_shapes(c: DecoderConfig) -> dict[str, Shape]:

@@ -55,14 +55,16 @@ class Case:
     @property
     def share(self) -> float:
         """The share of a row's pairs of tokens that the mask allows."""
-        return int(pairs_of(self.mask, self.inputs).counted().sum()) / TIMED**2
+        return int(pairs_of(self.mask, self.inputs).key_counts().sum()) / TIMED**2
 
     @property
     def computed(self) -> float:
         """The share of pairs of blocks that are computed."""
-        inputs = {name: jnp.asarray(array[None]) for name, array in self.inputs.items() if name in self.mask.reads}
-        ends = bounds(self.mask.columns(Tokens.of(inputs)), BLOCK)
-        return float(self.mask.may_meet(ends, ends).mean())
+        inputs = {
+            name: jnp.asarray(array[None]) for name, array in self.inputs.items() if name in self.mask.input_names
+        }
+        ends = bounds(self.mask.inputs(Tokens.of(inputs)), BLOCK)
+        return float(self.mask.may_allow(ends, ends).mean())
 
 
 _WORDS, _PART = Mask.of("cornstarch"), TIMED // 16
@@ -123,7 +125,7 @@ def _compiled(attend: Attend, length: int, mask: Mask = Mask("causal")) -> int: 
     """Bytes of temporaries of output and gradients of a row."""
     shapes = [jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32) for heads in (HEADS, GROUPS, GROUPS)]
     kinds = {"is": jnp.uint32, "attends": jnp.uint32}
-    inputs = {n: jax.ShapeDtypeStruct((1, length), kinds.get(n, jnp.int32)) for n in mask.reads if n != "order"}
+    inputs = {n: jax.ShapeDtypeStruct((1, length), kinds.get(n, jnp.int32)) for n in mask.input_names if n != "order"}
     return _program(attend, mask).lower(*shapes, inputs).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -136,7 +138,7 @@ def _times(case: Case, rounds: int) -> tuple[float, float]:
     inputs = {
         name: jnp.asarray(program_seconds[None])
         for name, program_seconds in case.inputs.items()
-        if name in case.mask.reads
+        if name in case.mask.input_names
     }
     programs = [_program(attend, case.mask) for attend in (attention, dense_attention)]
     seconds: list[list[float]] = [[], []]

@@ -26,7 +26,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_compat, "cudnn_backward", plain_backward)
     for name in LIBRARIES:
         monkeypatch.setitem(settings.LIBRARIES, name, replace(LIBRARIES[name], dtypes=("float32",), package=""))
-    monkeypatch.setattr(cudnn, "RUNS", 4)
+    monkeypatch.setattr(cudnn, "RUNS_PER_ROW", 4)
     monkeypatch.setattr(tokamax_kernels, "forward_kernel", lambda: (interval_forward, None))
     monkeypatch.setattr(tokamax_kernels, "backward_kernel", lambda: (interval_backward, None))
 

@@ -30,10 +30,10 @@ MASKS = [
     *(Mask("full", grid_window=3), Mask("causal", 5, 3)),
 ]
 WORDS = [
-    Mask("words", hows=("before", "in item")),
+    Mask("words", relations=("before", "in item")),
     Mask("words", 4, 3, ("in item", "before", "everywhere")),
-    Mask("words", hows=("everywhere", "in item"), grid_window=3),
-    Mask("words", 7, hows=("before", "everywhere", "before") + (ITEMS,) * 29),
+    Mask("words", relations=("everywhere", "in item"), grid_window=3),
+    Mask("words", 7, relations=("before", "everywhere", "before") + (ITEMS,) * 29),
 ]
 """Masks whose words are drawn; the last uses every bit."""
 
@@ -81,7 +81,7 @@ def by_a_bit(mask: Mask, inputs: Any, row: int, pair: tuple[int, int], earlier: 
     """Whether a token sees another by one of the bits, tried one after another."""
     t, s = pair
     item, other = inputs["items"][row, t], inputs["items"][row, s]
-    for bit, how in enumerate(mask.hows):
+    for bit, how in enumerate(mask.relations):
         there = {"before": earlier and near, "everywhere": near, "in item": item == other and item > 0}[how]
         if (int(inputs["attends"][row, t]) >> bit) & (int(inputs["is"][row, s]) >> bit) & 1 and there:
             return True
@@ -149,8 +149,8 @@ def test_one_block_and_all_pairs_are_the_oracle(attend: Any, case: Any) -> None:
 
 @partial(jax.jit, static_argnums=0)
 def met(mask: Mask, inputs: Any) -> Any:
-    columns = mask.columns(Tokens.of(inputs))
-    return mask.may_meet(bounds(columns, 12), bounds(columns, 12))
+    inputs = mask.inputs(Tokens.of(inputs))
+    return mask.may_allow(bounds(inputs, 12), bounds(inputs, 12))
 
 
 @settings(max_examples=40, deadline=None)
@@ -172,8 +172,8 @@ def test_pairs_of_a_mask_are_counted(case: Any, among: int) -> None:
     for row, allowed in enumerate(seen(mask, inputs)):
         pairs = pairs_of(mask, {name: values[row] for name, values in inputs.items()})
         assert pairs.tokens == TOKENS
-        np.testing.assert_array_equal(pairs.counted(), allowed.sum(axis=1))
-        np.testing.assert_array_equal(pairs.counted(some), allowed[:, some].sum(axis=1))
+        np.testing.assert_array_equal(pairs.key_counts(), allowed.sum(axis=1))
+        np.testing.assert_array_equal(pairs.key_counts(some), allowed[:, some].sum(axis=1))
 
 
 def packed(lengths: list[int]) -> Tokens:
@@ -194,8 +194,8 @@ def packed(lengths: list[int]) -> Tokens:
 )
 def test_hidden_pairs_of_blocks_are_not_computed(mask: Mask, lengths: list[int], pairs: int) -> None:
     tokens = packed(lengths)
-    columns = mask.columns(tokens)
-    assert int(mask.may_meet(bounds(columns, 16), bounds(columns, 16)).sum()) == pairs
+    inputs = mask.inputs(tokens)
+    assert int(mask.may_allow(bounds(inputs, 16), bounds(inputs, 16)).sum()) == pairs
     # What is not computed is not read either: a NaN in a key that nobody sees does not reach the output.
     x = jnp.ones((1, 64, 1, WIDTH))
     k = x.at[0, -1].set(jnp.nan)

@@ -38,7 +38,7 @@ def masks(draw: st.DrawFn) -> tuple[Pairs, np.ndarray]:
 @given(masks(), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
 def test_pairs_are_counted(case: Any, block: int, ranks: int, seed: int) -> None:
     mask, seen = case
-    assert (mask.counted() == seen.sum(axis=1)).all()
+    assert (mask.key_counts() == seen.sum(axis=1)).all()
     starts = np.arange(0, len(seen), block)
     assert (block_work(mask, block) == [seen[start : start + block].sum() for start in starts]).all()
     rank_N = np.random.default_rng(seed).integers(0, ranks, len(starts))

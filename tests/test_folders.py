@@ -26,7 +26,7 @@ from mmjax.export.folders import export_folders
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.weights import rows as entries_of
-from mmjax.models.llama.weights import their_config
+from mmjax.models.llama.weights import to_hf_config
 from mmjax.models.module import layer_runs
 from mmjax.models.parameters import ModuleSlice
 from mmjax.train.__main__ import main as train
@@ -47,7 +47,7 @@ def leaf_shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a language model's leaves by name in the module."""
     module = Llama(c)
     runs = tuple(run for run, _ in layer_runs(module, range(c.layers)))
-    own = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(True, True)).leaves())
+    own = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(first=True, last=True)).leaves())
     return {name.removeprefix("llm/"): leaf.logical_shape for leaf in own for name in leaf.names}
 
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(their_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
+    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
     assert len(list(home.glob("model-*.safetensors"))) > 3
     (home / "tokenizer_config.json").write_text("{}")
     return home
@@ -226,7 +226,7 @@ def test_the_copy_of_a_tied_head_follows_the_embedding(tmp_path: Path) -> None:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(their_config(c), expand(entries_of(c), c.layers), read, home)
+    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home)
     before = everything(home)
     embed = before["model.embed_tokens.weight"]
     save_file({**before, "lm_head.weight": embed}, home / "model.safetensors", metadata={"format": "pt"})
@@ -249,7 +249,7 @@ def with_tokenizer(home: Path, rows: int) -> Path:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(their_config(c), expand(entries_of(c), c.layers), read, home)
+    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOWER.parents[1] / "processors" / "chatml" / name, home)
     return home

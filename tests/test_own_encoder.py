@@ -198,8 +198,8 @@ class Judged(Gated):
         "largest": Loss(weight=0.0, per="samples"),
     }
 
-    def inputs(self, first, last):
-        return tuple(dict.fromkeys((*super().inputs(first, last), *(("patches",) if last else ()))))
+    def inputs(self, *, first, last):
+        return tuple(dict.fromkeys((*super().inputs(first=first, last=last), *(("patches",) if last else ()))))
 
     def loss(self, p, context, x):
         real = context.inputs["segments"] > 0

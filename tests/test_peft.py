@@ -25,7 +25,7 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.export.__main__ import main
 from mmjax.export.adapters import export_adapters
-from mmjax.models.lora.peft import adapter_rows, their_settings
+from mmjax.models.lora.peft import adapter_config, adapter_rows
 from mmjax.train.starts import shapes_of_model
 from mmjax.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ def test_weights_of_whole_models_have_the_names_of_todays_transformers(kind: str
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(gone)))
     lora = ("llm/Lora.rank=2", "llm/Lora.alpha=3", "llm/Lora.targets=('k_proj',)")
     config = load_config([path], [f"Model.weights={str(ORACLES / kind)!r}", "Data.sequence_length=96", *lora])
-    about = their_settings(adapted_module(config, "llm"), "base")
+    about = adapter_config(adapted_module(config, "llm"), "base")
     names = [f"model.language_model.layers.{layer}.self_attn.k_proj" for layer in range(2)]
     assert (about["target_modules"], about["r"], about["lora_alpha"]) == (names, 2, 3)
     keys = [key for row in adapter_rows(adapted_module(config, "llm")) for key in row.keys]

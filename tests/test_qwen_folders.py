@@ -84,7 +84,7 @@ def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
         }
         own, config = found[part.module], configs[part.module]
         table = expand(own.rows(config), getattr(config, "layers", 0))
-        about: Any = {"prefixes": own.begins, "others": own.others, "unused": own.weights.unused(config)}
+        about: Any = {"prefixes": own.key_prefixes, "others": own.other_prefixes, "unused": own.weights.unused(config)}
         for leaf, (key, view) in find_leaves(theirs, part.module, table, shapes, **about).items():
             shape = shapes[leaf.removeprefix(f"{part.module}/")]
             leaves[leaf] = view.read(theirs.tensor(key), shape, tuple(slice(None) for _ in shape))
@@ -370,7 +370,7 @@ def leaves_of_gradients(kind: str, config: Config, shapes: Mapping[str, Any]) ->
         settings = config.modules.get(module, config.projectors["vision"])
         table = expand(own.rows(settings), getattr(settings, "layers", 0))
         for leaf, (key, view) in find_leaves(
-            folder, module, table, shape_of, prefixes=own.begins, other_prefixes=own.others
+            folder, module, table, shape_of, prefixes=own.key_prefixes, other_prefixes=own.other_prefixes
         ).items():
             shape = shape_of[leaf.removeprefix(f"{module}/")]
             found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))

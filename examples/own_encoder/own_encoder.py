@@ -90,11 +90,11 @@ class Gated(mmjax.Module):
             mmjax.LayerGroup(c.layers - c.layers // 2, partial(mmjax.EncoderLayer, c), partial(attending_block, c)),
         )
 
-    def parts(self, first: bool, last: bool) -> tuple[mmjax.Part, ...]:
+    def parts(self, *, first: bool, last: bool) -> tuple[mmjax.Part, ...]:
         c = self.config
         return (mmjax.Part(partial(mmjax.Affine, c.patch_values, c.width), "patch"),) if first else ()
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: mmjax.Context) -> Float[Array, "R T D"]:

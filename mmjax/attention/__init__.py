@@ -1,1 +1,1 @@
-"""Attention: what is known of the tokens, masks, ways to compute it, and which rank computes which tokens."""
+"""Attention: token descriptions, masks, backends, and context parallelism (exchange and distribution of tokens)."""

@@ -1,12 +1,12 @@
-"""Attention by pairs of blocks of tokens, forward and backward, in plain XLA on any device.
+"""Blockwise attention: by pairs of blocks of tokens, forward and backward, in plain XLA on any device.
 
 No array has the size of all pairs of tokens: forward keeps its output and one number a token and head, and backward
-computes the weights of a pair of blocks again (Dao et al. 2022, "FlashAttention", §3; Rabe and Staats 2021,
-"Self-attention Does Not Need O(n²) Memory"). A pair of blocks that the mask hides is not computed, wherever it lies:
-what each block sees is a list of blocks, not a range.
+recomputes the weights of a pair of blocks (Dao et al. 2022, "FlashAttention", §3; Rabe and Staats 2021, "Self-attention
+Does Not Need O(n²) Memory"). A pair of blocks that the mask hides is never computed: each block of queries has a list
+of blocks of keys, not a range.
 
-Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, R = H / G, K head width
-(all local to this rank); P blocks of t tokens that ask, N blocks of s tokens that are asked.
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, R = H / G, K head width
+(all local to this rank); P blocks of t queries, N blocks of s keys.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.by_hand import ByHand, Known, attend, known
-from mmjax.attention.mask import Columns, Mask, bounds
-from mmjax.attention.tokens import Tokens, filled
+from mmjax.attention.custom_vjp import AttentionVjp, TokenInfo, attend, token_info
+from mmjax.attention.mask import Bounds, Mask, MaskInputs, bounds
+from mmjax.attention.tokens import Tokens, pad_to_multiple
 
 BLOCK = 512
 """The most tokens of a block, where there are several."""
-_FLOOR = -1e30
+_HIDDEN_SCORE = -1e30
 """Score of a pair that the mask hides: finite, so that a token that sees nothing has no NaN."""
 _ROUND = 16
 """_Blocks are a multiple of this many tokens: tensor cores work on tiles."""
@@ -47,78 +47,100 @@ def attention(
     more than those of a pair of blocks, the row is one block, and there is no loop.
 
     Args:
-      q_BTHK, k_BSGK, v_BSGK: rotated queries, keys, and values; H is a multiple of G.
-      tokens: what is known of the queries' tokens; the outputs of padding are finite and unused.
-      mask: which tokens see which.
-      keys: what is known of the keys' tokens, where these are not the queries' own.
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
+      tokens: the queries' tokens. The outputs of padding are finite and unused.
+      mask: the attention mask.
+      keys: the keys' tokens; by default the queries' tokens.
 
     Raises:
-      ValueError: the mask reads what is not known of the tokens.
+      ValueError: a host input of the mask is missing.
     """
-    asked = known(keys or tokens, mask)
-    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGK, known(tokens, mask), asked)
+    key_tokens = token_info(keys or tokens, mask)
+    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGK, token_info(tokens, mask), key_tokens)
 
 
 @dataclass(frozen=True)
-class Blockwise(ByHand):
-    """Attention by blocks, forward and backward."""
+class Blockwise(AttentionVjp):
+    """Attention by blocks."""
 
-    def forward(self, *given: Any) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-        """See ``forward``."""
-        return forward(self.mask, *given)
+    def forward(
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+        """See the function ``forward``."""
+        return forward(self.mask, q, k, v, query_tokens, key_tokens)
 
-    def backward(self, *given: Any) -> tuple[Array, Array, Array]:
-        """See ``backward``."""
-        return backward(self.mask, *given)
+    def backward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Any,
+        d_out: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See the function ``backward``."""
+        return backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out)
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """How a call is cut: blocks of ``ask`` queries and of ``seen`` keys, as many as there are."""
+class _Blocking:
+    """The blocks of a call: ``q_count`` blocks of ``q_size`` queries, and ``k_count`` blocks of ``k_size`` keys."""
 
     mask: Mask
-    ask: int
-    seen: int
-    asks: int
-    seens: int
+    q_size: int
+    k_size: int
+    q_count: int
+    k_count: int
 
     @classmethod
-    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask, most: int = 0) -> _Blocks:
-        """Blocks of at most so many tokens; 0 is ``BLOCK``."""
-        T, S, most = q_BTHK.shape[1], k_BSGK.shape[1], most or BLOCK
-        if most * most >= T * S:
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask, max_tokens: int = 0) -> _Blocking:
+        """Blocks of at most ``max_tokens`` tokens; 0 stands for ``BLOCK``."""
+        T, S, max_tokens = q_BTHK.shape[1], k_BSGK.shape[1], max_tokens or BLOCK
+        if max_tokens * max_tokens >= T * S:
             return cls(mask, T, S, 1, 1)
-        (ask, asks), (seen, seens) = _cut(T, most), _cut(S, most)
-        return cls(mask, ask, seen, asks, seens)
+        (q_size, q_count), (k_size, k_count) = (
+            _block_size_and_count(T, max_tokens),
+            _block_size_and_count(S, max_tokens),
+        )
+        return cls(mask, q_size, k_size, q_count, k_count)
 
     @property
-    def whole(self) -> bool:
-        """Whether there is one pair of blocks."""
-        return self.asks * self.seens == 1
+    def is_single_pair(self) -> bool:
+        """Whether there is only one pair of blocks."""
+        return self.q_count * self.k_count == 1
 
 
-def _cut(tokens: int, most: int) -> tuple[int, int]:
-    """Size and number of blocks that are about equal, no larger than ``most``, and hold so many tokens."""
-    count = -(-tokens // most)
+def _block_size_and_count(tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Size and number of equal blocks that hold ``tokens`` tokens, of about ``max_tokens`` each at most."""
+    count = -(-tokens // max_tokens)
     size = -(-tokens // count)
     size = -(-size // _ROUND) * _ROUND if count > 1 else size
     return size, -(-tokens // size)
 
 
-# ---- functions of all that they read ---------------------------------------------------------------------------------
+# ---- forward and backward --------------------------------------------------------------------------------------------
 
 
 def forward(
-    mask: Mask, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, asking: Known, asked: Known, block: int = 0
+    mask: Mask,
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    query_tokens: TokenInfo,
+    key_tokens: TokenInfo,
+    block: int = 0,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """The output, and the logarithm of each softmax's denominator: `_FLOOR` or less where a query sees nothing.
+    """The output, and the logarithm of each softmax's denominator: ``_HIDDEN_SCORE`` or less where a query sees
+    nothing.
 
-    All arrays vary over the same axes (see ``jax_compat.alike``). ``block`` is the most tokens of a block; 0 is
+    All arrays vary over the same axes (see ``jax_compat.alike``). A block has at most ``block`` tokens; 0 stands for
     ``BLOCK``.
     """
-    blocks = _Blocks.of(q_BTHK, k_BSGK, mask, block)
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
-    run = _forward_whole if blocks.whole else _forward_blocks
+    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)
+    run = _forward_single_pair if blocks.is_single_pair else _forward_blocks
     out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
     B, T, H, _ = q_BTHK.shape
     out = out_BPtGRK.reshape(B, -1, *q_BTHK.shape[2:])[:, :T]
@@ -130,8 +152,8 @@ def backward(
     q_BTHK: Array,
     k_BSGK: Array,
     v_BSGK: Array,
-    asking: Known,
-    asked: Known,
+    query_tokens: TokenInfo,
+    key_tokens: TokenInfo,
     out_BTHK: Array,
     lse_BHT: Array,
     d_out_BTHK: Array,
@@ -139,69 +161,70 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """fp32 gradients of queries, keys and values.
 
-    ``out`` and ``lse`` are those of all keys that the queries see; those given here may be a part of them.
+    The keys may be a part of all keys that the queries see; ``out`` and ``lse`` are of all of them.
     """
-    blocks = _Blocks.of(q_BTHK, k_BSGK, mask, block)
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, asking, asked)
-    # The share of a query's weights that all its keys have in the gradient of its scores (FlashAttention, §B.2).
-    common_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)
+    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
+    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)
+    # The sum over the keys of weights times their gradients (D in FlashAttention, §B.2).
+    delta_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)
     groups = q_BPtGRK.shape[3:5]
-    numbers_BTH = (common_BTH, jnp.swapaxes(lse_BHT, 1, 2))
-    common, lse = (jnp.moveaxis(_blocked(x, blocks.ask, blocks.asks, groups), 2, -1) for x in numbers_BTH)
-    given = _Given(q_BPtGRK, _blocked(d_out_BTHK, blocks.ask, blocks.asks, groups), lse, common)
-    run = _backward_whole if blocks.whole else _backward_blocks
-    dq, dk, dv = run(blocks, given, k_BNsGK, v_BNsGK, pairs)
-    return _like(dq, q_BTHK), _like(dk, k_BSGK), _like(dv, v_BSGK)
+    per_query_BTH = (delta_BTH, jnp.swapaxes(lse_BHT, 1, 2))
+    delta, lse = (jnp.moveaxis(_to_blocks(x, blocks.q_size, blocks.q_count, groups), 2, -1) for x in per_query_BTH)
+    inputs = _BackwardInputs(q_BPtGRK, _to_blocks(d_out_BTHK, blocks.q_size, blocks.q_count, groups), lse, delta)
+    run = _backward_single_pair if blocks.is_single_pair else _backward_blocks
+    dq, dk, dv = run(blocks, inputs, k_BNsGK, v_BNsGK, pairs)
+    return _from_blocks(dq, q_BTHK), _from_blocks(dk, k_BSGK), _from_blocks(dv, v_BSGK)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Pairs:
-    """What the mask reads of the tokens of every block, and which blocks each block of queries may see.
+class _BlockPairs:
+    """The mask's inputs by block, and the pairs of blocks to compute.
 
     Attributes:
-      asking, asked: columns with dimensions [B, P, t] and [B, N, s].
-      lists_BPN: for each block of queries, blocks of keys: first those that it may see, in order.
-      counts_BP: how many these are.
+      queries, keys: the mask's inputs, with dimensions [B, P, t] and [B, N, s].
+      lists_BPN: for each block of queries the indices of all blocks of keys, first the visible ones in order.
+      counts_BP: the number of visible blocks of keys.
     """
 
-    asking: Columns
-    asked: Columns
+    queries: MaskInputs
+    keys: MaskInputs
     lists_BPN: Int[Array, "B P N"]
     counts_BP: Int[Array, "B P"]
 
 
-def _split(blocks: _Blocks, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> Any:
+def _split(blocks: _Blocking, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo) -> Any:
     """Queries, keys and values in blocks, and the pairs of blocks to compute."""
     heads, groups = q.shape[2], k.shape[2]
-    q_BPtGRK = _blocked(q, blocks.ask, blocks.asks, (groups, heads // groups))
-    k_BNsGK, v_BNsGK = (_blocked(x, blocks.seen, blocks.seens, (groups,)) for x in (k, v))
-    own = _columns(blocks.mask, asking, blocks.ask, blocks.asks)
-    others = _columns(blocks.mask, asked, blocks.seen, blocks.seens)
-    met_BPN = blocks.mask.may_meet(_bounds(own), _bounds(others))
-    lists_BPN = jnp.argsort(~met_BPN, axis=-1, stable=True).astype(jnp.int32)
-    return q_BPtGRK, k_BNsGK, v_BNsGK, _Pairs(own, others, lists_BPN, jnp.sum(met_BPN, axis=-1, dtype=jnp.int32))
+    q_BPtGRK = _to_blocks(q, blocks.q_size, blocks.q_count, (groups, heads // groups))
+    k_BNsGK, v_BNsGK = (_to_blocks(x, blocks.k_size, blocks.k_count, (groups,)) for x in (k, v))
+    queries = _mask_inputs(blocks.mask, query_tokens, blocks.q_size, blocks.q_count)
+    keys = _mask_inputs(blocks.mask, key_tokens, blocks.k_size, blocks.k_count)
+    visible_BPN = blocks.mask.may_allow(_bounds(queries), _bounds(keys))
+    lists_BPN = jnp.argsort(~visible_BPN, axis=-1, stable=True).astype(jnp.int32)
+    counts_BP = jnp.sum(visible_BPN, axis=-1, dtype=jnp.int32)
+    return q_BPtGRK, k_BNsGK, v_BNsGK, _BlockPairs(queries, keys, lists_BPN, counts_BP)
 
 
-def _bounds(columns: Columns) -> tuple[Columns, Columns]:
-    B, _, block = columns.segments.shape
-    return bounds(jax.tree.map(lambda x: x.reshape(B, -1, *x.shape[3:]), columns), block)
+def _bounds(inputs: MaskInputs) -> Bounds:
+    B, _, block = inputs.segments.shape
+    return bounds(jax.tree.map(lambda x: x.reshape(B, -1, *x.shape[3:]), inputs), block)
 
 
-def _columns(mask: Mask, known: Known, block: int, count: int) -> Columns:
-    return jax.tree.map(lambda x: _blocked(x, block, count, x.shape[2:]), mask.columns(Tokens.of(known)))
+def _mask_inputs(mask: Mask, info: TokenInfo, block: int, count: int) -> MaskInputs:
+    return jax.tree.map(lambda x: _to_blocks(x, block, count, x.shape[2:]), mask.inputs(Tokens.of(info)))
 
 
-def _blocked(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Array:
-    """``[B, T, H, ...]`` as ``[B, P, t, *groups, ...]``; what is missing at the end is 0, in segments padding."""
-    x_BT = filled(x_BT, block)
+def _to_blocks(x_BT: Array, block: int, count: int, groups: tuple[int, ...]) -> Array:
+    """``[B, T, H, ...]`` as ``[B, P, t, *groups, ...]``, padded with zeros: in segments 0 means padding."""
+    x_BT = pad_to_multiple(x_BT, block)
     return x_BT.reshape(len(x_BT), count, block, *groups, *x_BT.shape[3:])
 
 
-def _like(blocked: Array, x_BT: Array) -> Array:
-    """A fp32 gradient without what was added at the end, in the shape of the primal."""
+def _from_blocks(blocked: Array, x_BT: Array) -> Array:
+    """The fp32 gradient by block, without padding and in the shape of its primal ``x_BT``."""
     B, T = x_BT.shape[:2]
     flat = blocked.reshape(B, -1, *blocked.shape[3:])[:, :T]
     return flat.reshape(x_BT.shape).astype(jnp.float32)
@@ -212,81 +235,83 @@ def _like(blocked: Array, x_BT: Array) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Given:
-    """What backward reads of a block of queries: [..., t, G, R, K] and [..., G, R, t]."""
+class _BackwardInputs:
+    """Arrays of a block of queries for backward: ``q`` and ``d_out`` [..., t, G, R, K], others [..., G, R, t]."""
 
     q: Array
     d_out: Array
     lse: Array
-    common: Array
+    delta: Array
 
 
-def _scores(mask: Mask, q_tGRK: Array, k_sGK: Array, asking: Columns, asked: Columns) -> Float[Array, "G R t s"]:
+def _scores(mask: Mask, q_tGRK: Array, k_sGK: Array, queries: MaskInputs, keys: MaskInputs) -> Float[Array, "G R t s"]:
     scores = jnp.einsum("tgrk,sgk->grts", q_tGRK, k_sGK, preferred_element_type=jnp.float32)
-    return jnp.where(mask.allowed(asking, asked), scores * q_tGRK.shape[-1] ** -0.5, jnp.float32(_FLOOR))
+    return jnp.where(mask.allowed(queries, keys), scores * q_tGRK.shape[-1] ** -0.5, jnp.float32(_HIDDEN_SCORE))
 
 
 def _gradients(
-    mask: Mask, given: _Given, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns
+    mask: Mask, inputs: _BackwardInputs, k_sGK: Array, v_sGK: Array, queries: MaskInputs, keys: MaskInputs
 ) -> tuple[Array, Array, Array]:
-    """The shares of a pair of blocks in the gradients of queries, keys and values, fp32."""
+    """The contributions of a pair of blocks to the gradients of queries, keys and values, in fp32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    weights_GRts = jnp.exp(_scores(mask, given.q, k_sGK, asking, asked) - given.lse[..., None])
-    dv_sGK = product("grts,tgrk->sgk", weights_GRts.astype(v_sGK.dtype), given.d_out)
-    d_weights_GRts = product("tgrk,sgk->grts", given.d_out, v_sGK)
-    d_scores_GRts = weights_GRts * (d_weights_GRts - given.common[..., None]) * given.q.shape[-1] ** -0.5
-    d_scores_GRts = d_scores_GRts.astype(given.q.dtype)
+    weights_GRts = jnp.exp(_scores(mask, inputs.q, k_sGK, queries, keys) - inputs.lse[..., None])
+    dv_sGK = product("grts,tgrk->sgk", weights_GRts.astype(v_sGK.dtype), inputs.d_out)
+    d_weights_GRts = product("tgrk,sgk->grts", inputs.d_out, v_sGK)
+    d_scores_GRts = weights_GRts * (d_weights_GRts - inputs.delta[..., None]) * inputs.q.shape[-1] ** -0.5
+    d_scores_GRts = d_scores_GRts.astype(inputs.q.dtype)
     dq_tGRK = product("grts,sgk->tgrk", d_scores_GRts, k_sGK)
-    return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, given.q), dv_sGK
+    return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, inputs.q), dv_sGK
 
 
 # ---- rows of one block -----------------------------------------------------------------------------------------------
 
 
-def _forward_whole(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
-    def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, asking: Columns, asked: Columns) -> tuple[Array, Array]:
-        scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, asking, asked)
+def _forward_single_pair(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _BlockPairs) -> tuple[Array, Array]:
+    def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, queries: MaskInputs, keys: MaskInputs) -> tuple[Array, Array]:
+        scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, queries, keys)
         lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
         weights_GRts = jnp.exp(scores_GRts - lse_GRt[..., None]).astype(v_sGK.dtype)
         return jnp.einsum("grts,sgk->tgrk", weights_GRts, v_sGK), lse_GRt
 
-    return _over_blocks(of_row)(q, k, v, pairs.asking, pairs.asked)
+    return _vmap_rows_and_blocks(of_row)(q, k, v, pairs.queries, pairs.keys)
 
 
-def _backward_whole(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
-    return _over_blocks(partial(_gradients, blocks.mask))(given, k, v, pairs.asking, pairs.asked)
+def _backward_single_pair(
+    blocks: _Blocking, inputs: _BackwardInputs, k: Array, v: Array, pairs: _BlockPairs
+) -> tuple[Array, Array, Array]:
+    return _vmap_rows_and_blocks(partial(_gradients, blocks.mask))(inputs, k, v, pairs.queries, pairs.keys)
 
 
-def _over_blocks(function: Any) -> Any:
-    """The function of a pair of blocks over rows that have one each."""
+def _vmap_rows_and_blocks(function: Any) -> Any:
+    """Maps a function of one pair of blocks over rows with one pair each."""
     return jax.vmap(jax.vmap(function))
 
 
 # ---- rows of several blocks ------------------------------------------------------------------------------------------
 
 
-def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array]:
-    """One block of queries after another; of each the blocks of keys that it may see."""
+def _forward_blocks(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _BlockPairs) -> tuple[Array, Array]:
+    """Loops over blocks of queries, and for each over its visible blocks of keys."""
     shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
 
     def of_block(place: tuple[Array, Array]) -> tuple[Array, Array]:
         row, block = place
-        q_tGRK, asking = q[row, block], _at(pairs.asking, row, block)
+        q_tGRK, queries = q[row, block], _at(pairs.queries, row, block)
 
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc_tGRK, total_GRt, top_GRt = sums
-            one = pairs.lists_BPN[row, block, n]
-            scores_GRts = _scores(blocks.mask, q_tGRK, k[row, one], asking, _at(pairs.asked, row, one))
+            key_block = pairs.lists_BPN[row, block, n]
+            scores_GRts = _scores(blocks.mask, q_tGRK, k[row, key_block], queries, _at(pairs.keys, row, key_block))
             new_GRt = jnp.maximum(top_GRt, scores_GRts.max(axis=-1))
             weights_GRts, shrink_GRt = jnp.exp(scores_GRts - new_GRt[..., None]), jnp.exp(top_GRt - new_GRt)
-            more = jnp.einsum(
-                "grts,sgk->tgrk", weights_GRts.astype(v.dtype), v[row, one], preferred_element_type=jnp.float32
+            increment = jnp.einsum(
+                "grts,sgk->tgrk", weights_GRts.astype(v.dtype), v[row, key_block], preferred_element_type=jnp.float32
             )
-            acc_tGRK = acc_tGRK * jnp.moveaxis(shrink_GRt, -1, 0)[..., None] + more
+            acc_tGRK = acc_tGRK * jnp.moveaxis(shrink_GRt, -1, 0)[..., None] + increment
             return acc_tGRK, total_GRt * shrink_GRt + weights_GRts.sum(axis=-1), new_GRt
 
         numbers = (*shape[1:3], shape[0])
-        start = (jnp.zeros(shape, jnp.float32), jnp.zeros(numbers), jnp.full(numbers, _FLOOR, jnp.float32))
+        start = (jnp.zeros(shape, jnp.float32), jnp.zeros(numbers), jnp.full(numbers, _HIDDEN_SCORE, jnp.float32))
         sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, jax_compat.tree_to_varying(start, axes))
         acc_tGRK, total_GRt, top_GRt = sums
         total_GRt = jnp.where(total_GRt > 0, total_GRt, 1.0)  # a block of padding sees no block
@@ -298,36 +323,41 @@ def _forward_blocks(blocks: _Blocks, q: Array, k: Array, v: Array, pairs: _Pairs
     return out.reshape(q.shape), lse.reshape(B, P, *lse.shape[1:])
 
 
-def _backward_blocks(blocks: _Blocks, given: _Given, k: Array, v: Array, pairs: _Pairs) -> tuple[Array, Array, Array]:
-    """As forward goes; gradients of keys and values are summed in place."""
+def _backward_blocks(
+    blocks: _Blocking, inputs: _BackwardInputs, k: Array, v: Array, pairs: _BlockPairs
+) -> tuple[Array, Array, Array]:
+    """Loops as ``_forward_blocks`` does; gradients of keys and values are summed in place."""
     axes = sorted(jax_compat.varying_axes(k))
 
     def of_block(sums: tuple[Array, Array], place: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         row, block = place
-        own, asking = jax.tree.map(lambda x: x[row, block], given), _at(pairs.asking, row, block)
+        block_inputs = jax.tree.map(lambda x: x[row, block], inputs)
+        queries = _at(pairs.queries, row, block)
 
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq_tGRK, dk, dv = sums
-            one = pairs.lists_BPN[row, block, n]
-            asked = _at(pairs.asked, row, one)
-            more = _gradients(blocks.mask, own, k[row, one], v[row, one], asking, asked)
-            return dq_tGRK + more[0], dk.at[row, one].add(more[1]), dv.at[row, one].add(more[2])
+            key_block = pairs.lists_BPN[row, block, n]
+            keys = _at(pairs.keys, row, key_block)
+            pair_dq, pair_dk, pair_dv = _gradients(
+                blocks.mask, block_inputs, k[row, key_block], v[row, key_block], queries, keys
+            )
+            return dq_tGRK + pair_dq, dk.at[row, key_block].add(pair_dk), dv.at[row, key_block].add(pair_dv)
 
-        start = jax_compat.to_varying(jnp.zeros(own.q.shape, jnp.float32), axes)
+        start = jax_compat.to_varying(jnp.zeros(block_inputs.q.shape, jnp.float32), axes)
         dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))
         return (dk, dv), dq_tGRK
 
     zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
-    (dk, dv), dq = lax.scan(of_block, zeros, _places(*given.q.shape[:2]))
-    return dq.reshape(given.q.shape), dk, dv
+    (dk, dv), dq = lax.scan(of_block, zeros, _places(*inputs.q.shape[:2]))
+    return dq.reshape(inputs.q.shape), dk, dv
 
 
 def _places(rows: int, blocks: int) -> tuple[Array, Array]:
-    """Row and block of every block of queries."""
+    """The row and the index in the row of every block of queries."""
     rows_N, blocks_N = jnp.divmod(jnp.arange(rows * blocks, dtype=jnp.int32), blocks)
     return rows_N, blocks_N
 
 
-def _at(columns: Columns, row: Array, block: Array) -> Columns:
-    """The columns of one block of a row."""
-    return jax.tree.map(lambda x: x[row, block], columns)
+def _at(inputs: MaskInputs, row: Array, block: Array) -> MaskInputs:
+    """The mask's inputs of one block of a row."""
+    return jax.tree.map(lambda x: x[row, block], inputs)

@@ -1,10 +1,10 @@
-"""Keys and values of the tokens that rows hold already, for the attention of those that follow.
+"""The key/value cache: keys and values of earlier tokens of rows, for the attention of new tokens.
 
-A module does not know of it: its layers call ``Context.attend`` as in training, which reads and extends the cache. A
-token's place in the cache is its order in its row, so a row's length is known to nobody but the host.
+Modules do not know of the cache: their layers call ``Context.attend`` as in training, which reads and extends it. A
+token's place in the cache is its order in its row, so only the host knows a row's length.
 
-Shapes: B rows, S places of a row, T tokens that are new, G key/value heads, K head width (local to this rank); L layers
-of a stack, where layers are stacked.
+Shapes: B rows, S places of a row, T new tokens, G key/value heads, K head width (local to this rank); L layers of a
+stack, where layers are stacked.
 """
 
 from __future__ import annotations
@@ -21,70 +21,75 @@ from mmjax.attention.tokens import Tokens
 Pair = tuple[Float[Array, "*L B S G K"], Float[Array, "*L B S G K"]]
 """Keys and values of one call of attention, of a layer or of a stack of layers."""
 Layers = Mapping[str, Sequence[Pair]]
-"""By stack of layers, or by layer where they are not stacked: a pair for each call that a layer makes, in order."""
+"""Pairs by the name of a stack of layers, or of a layer that is not stacked: one for each attention call."""
 
 
 class Cache:
     """The cache of a stage while its program is traced.
 
     Attributes:
-      tokens: what is known of the new tokens.
+      tokens: the new tokens.
       new: keys and values of the new tokens, once their layers have run.
     """
 
-    def __init__(self, tokens: Tokens, known: Mapping[str, Array] | None = None, held: Layers | None = None):
-        """``known`` are host inputs of the tokens ``held``, segment 0 where there is none; without any rows begin."""
+    def __init__(
+        self, tokens: Tokens, cached_inputs: Mapping[str, Array] | None = None, cached_layers: Layers | None = None
+    ):
+        """Starts with the keys and values of ``cached_layers``, or empty at the beginning of rows.
+
+        ``cached_inputs`` are the host inputs of the cached tokens; empty places have segment 0.
+        """
         self.tokens, self.new = tokens, dict[str, Sequence[Pair]]()
-        self._held, self._keys = held or {}, tokens
-        if known is not None:
-            self._keys = _joined(known, tokens)
+        self._cached, self._all_tokens = cached_layers or {}, tokens
+        if cached_inputs is not None:
+            self._all_tokens = _concatenated(cached_inputs, tokens)
         self._open: tuple[Iterator[Pair], list[Pair]] | None = None
 
-    def held(self, name: str) -> Sequence[Pair]:
-        """What layers of this name hold; nothing where the rows begin."""
-        return self._held.get(name, ())
+    def cached(self, name: str) -> Sequence[Pair]:
+        """The cached keys and values of the layers of this name; empty at the beginning of rows."""
+        return self._cached.get(name, ())
 
     @contextlib.contextmanager
-    def layer(self, held: Sequence[Pair]) -> Iterator[list[Pair]]:
+    def layer(self, cached: Sequence[Pair]) -> Iterator[list[Pair]]:
         """A context in which one layer is traced; its pairs of new keys and values are in the list afterwards."""
         new: list[Pair] = []
-        self._open = iter(held), new
+        self._open = iter(cached), new
         try:
             yield new
         finally:
             self._open = None
 
     def extended(self, k_BTGK: Array, v_BTGK: Array) -> tuple[Array, Array, Tokens]:
-        """Keys, values and tokens that new tokens attend to: those that the layer holds, and their own.
+        """Keys, values and tokens that new tokens attend to: the layer's cached ones, followed by the new ones.
 
         Raises:
-          ValueError: no layer is traced, so nothing is known of earlier tokens.
+          ValueError: no layer is being traced.
         """
         if self._open is None:
             raise ValueError("attention outside of layers has no cache: call Context.attend in the module's layers")
-        held, new = self._open
+        cached, new = self._open
         new.append((k_BTGK, v_BTGK))
-        if self._keys is self.tokens:
+        if self._all_tokens is self.tokens:
             return k_BTGK, v_BTGK, self.tokens
-        k_BSGK, v_BSGK = next(held)
-        return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGK, v_BTGK], 1), self._keys
+        k_BSGK, v_BSGK = next(cached)
+        return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGK, v_BTGK], 1), self._all_tokens
 
 
-def _joined(known: Mapping[str, Array], tokens: Tokens) -> Tokens:
-    """Cached tokens, and the new ones behind them."""
-    order_BS = lax.broadcasted_iota(jnp.int32, known["segments"].shape, 1)
-    joined = {name: jnp.concatenate([own, tokens.inputs[name]], 1) for name, own in known.items()}
-    return Tokens.of({**joined, "order": jnp.concatenate([order_BS, tokens.orders_BT], 1)})
+def _concatenated(cached_inputs: Mapping[str, Array], tokens: Tokens) -> Tokens:
+    """The cached tokens, followed by the new ones."""
+    order_BS = lax.broadcasted_iota(jnp.int32, cached_inputs["segments"].shape, 1)
+    inputs = {name: jnp.concatenate([cached, tokens.inputs[name]], 1) for name, cached in cached_inputs.items()}
+    return Tokens.of({**inputs, "order": jnp.concatenate([order_BS, tokens.orders_BT], 1)})
 
 
-def written(held: Array, new: Array, order_BT: Int[Array, "B T"]) -> Array:
-    """Keys, values or host inputs with those of new tokens at their places.
+def updated(cached: Array, new: Array, order_BT: Int[Array, "B T"]) -> Array:
+    """Cached keys, values or host inputs, with those of new tokens written at their places.
 
     Args:
-      held: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
-      new: the same of new tokens, T in place of S.
-      order_BT: their places; one that is S or more is not written.
+      cached: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
+      new: the same of new tokens, with T in place of S.
+      order_BT: the places of the new tokens; a token whose place is S or more is dropped.
     """
-    layers = (slice(None),) * (held.ndim == len("LBSGK"))
+    layers = (slice(None),) * (cached.ndim == len("LBSGK"))
     rows_B1 = lax.broadcasted_iota(jnp.int32, (len(order_BT), 1), 0)
-    return held.at[(*layers, rows_B1, order_BT)].set(new, mode="drop")
+    return cached.at[(*layers, rows_B1, order_BT)].set(new, mode="drop")

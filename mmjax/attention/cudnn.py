@@ -1,18 +1,17 @@
 """Attention by cuDNN's fused kernels on NVIDIA's GPUs, forward and backward.
 
-cuDNN takes rows of one segment, and on newer devices packed rows as a list of runs, whose length is static. Which of
-the two a microbatch has is data: a program has both, and blockwise attention for rows of still more runs, and computes
-one of the three. What is kept for backward is the same for all: queries, keys, values, output, and one number a token
-and head for each run that a row may have.
+cuDNN supports rows of one segment, and on newer devices packed rows as a list of runs, whose length is static. Which of
+the two a microbatch needs depends on its data. So a program has three branches, one for each and one of blockwise
+attention for rows with more runs, and selects one of them at run time. The residuals are the same for all: queries,
+keys, values, output, and one number a token and head for each run that a row may have.
 
-Shapes: B rows, T tokens, H query heads, G key/value heads, K head width (local to this rank); N = B · ``RUNS``.
+Shapes: B rows, T tokens, H query heads, G key/value heads, K head width (local to this rank); N = B · ``RUNS_PER_ROW``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,21 +19,21 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention import blockwise
-from mmjax.attention.by_hand import Known
-from mmjax.attention.kernels import Asked, Kernel, Sequence, runs, starts
+from mmjax.attention.custom_vjp import TokenInfo
+from mmjax.attention.kernels import AttentionCall, Kernel, RowOrder, run_starts, segment_runs
 
-RUNS = 16
-"""Runs of a row, on average over the rows of a rank, that packed rows may have, padding among them."""
-_PACKED_ON = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB200", "GB300")
-"""Devices whose cuDNN takes packed rows, by a word of their names: from compute capability 9.0."""
+RUNS_PER_ROW = 16
+"""The maximal number of runs of a packed row, padding included, on average over a rank's rows."""
+_PACKED_DEVICES = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB200", "GB300")
+"""Words in the names of devices on which cuDNN supports packed rows: compute capability 9.0 and later."""
 
 
 @dataclass(frozen=True)
 class CuDNN(Kernel):
-    """Attention among whole rows, forward and backward.
+    """Attention of rows that are complete on this rank.
 
     Attributes:
-      packed: whether the device takes packed rows.
+      packed: whether packed rows are supported, by the device and with the mask.
     """
 
     packed: bool = False
@@ -42,84 +41,94 @@ class CuDNN(Kernel):
     DEVICES = ("NVIDIA",)
 
     @classmethod
-    def of(cls, asked: Asked) -> CuDNN:
-        """For calls without ``refusal``."""
-        return replace(super().of(asked), packed=not asked.window and asked.named(*_PACKED_ON))
+    def of(cls, call: AttentionCall) -> CuDNN:
+        """The kernel for a call that is not refused."""
+        return replace(super().of(call), packed=not call.window and call.device_is_one_of(*_PACKED_DEVICES))
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees none behind itself."""
+        """Whether the mask is causal."""
         return self.mask.kind == "causal"
 
     def forward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "N H T"]]:
-        """The output, and the logarithm of each softmax's denominator by run; see ``ByHand``."""
-        del asking  # the keys' own
-        ways = (_whole_forward, *(_packed_forward,) * self.packed, _blockwise_forward)
-        row, segments_BT, *given = self._in_rows(asked, q, k, v)
-        out, stats = lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], *given, segments_BT)
-        return row.back(out), stats
+        """The output, and the logarithm of each softmax's denominator by run; see ``AttentionVjp``."""
+        del query_tokens  # queries and keys are the same tokens
+        branches = [_unpacked_forward, *[_packed_forward] * self.packed, _blockwise_forward]
+        row_order, (segments_BT, *arrays) = self._in_row_order(key_tokens, q, k, v)
+        bound = [partial(branch, self) for branch in branches]
+        out, stats = lax.switch(_branch_index(self, segments_BT), bound, *arrays, segments_BT)
+        return row_order.from_row_order(out), stats
 
     def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, stats: Array, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Array,
+        d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        """See ``ByHand``."""
-        del asking
-        ways = (_whole_backward, *(_packed_backward,) * self.packed, _blockwise_backward)
-        row, segments_BT, q, k, v, out, d_out = self._in_rows(asked, q, k, v, out, d_out)
-        given = (q, k, v, out, stats, d_out, segments_BT)
-        dq, dk, dv = map(row.back, lax.switch(_way(self, segments_BT), [partial(way, self) for way in ways], *given))
+        """See ``AttentionVjp``."""
+        del query_tokens
+        branches = [_unpacked_backward, *[_packed_backward] * self.packed, _blockwise_backward]
+        row_order, (segments_BT, q, k, v, out, d_out) = self._in_row_order(key_tokens, q, k, v, out, d_out)
+        bound = [partial(branch, self) for branch in branches]
+        gradients = lax.switch(_branch_index(self, segments_BT), bound, q, k, v, out, stats, d_out, segments_BT)
+        dq, dk, dv = map(row_order.from_row_order, gradients)
         return dq, dk, dv
 
-    def _in_rows(self, asked: Known, *given: Array) -> tuple[Any, ...]:
-        """What puts tokens in the order of their rows, then segments and arrays that it has put so."""
-        row = Sequence.of(asked, by_index=self.by_index)
-        return row, *map(row.put, jax_compat.alike(asked["segments"], *given))
+    def _in_row_order(self, key_tokens: TokenInfo, *arrays: Array) -> tuple[RowOrder, list[Array]]:
+        """The permutation to row order; and the permuted segments, followed by the permuted arrays."""
+        row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
+        return row_order, [row_order.to_row_order(x) for x in jax_compat.alike(key_tokens["segments"], *arrays)]
 
 
-def _way(call: CuDNN, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
-    """The place of what is to run: for whole rows, for packed ones where cuDNN takes them, and blockwise."""
-    starts_BT = starts(segments_BT)
-    # Behind a row's first run there is padding alone. Under a causal mask tokens do not see it; a full mask shows it.
-    other_BT = starts_BT[:, 1:] & (segments_BT[:, 1:] > 0) if call.causal else starts_BT[:, 1:]
-    too_many = starts_BT.sum() > RUNS * len(segments_BT) if call.packed else False
-    return other_BT.any().astype(jnp.int32) + (other_BT.any() & too_many)
+def _branch_index(call: CuDNN, segments_BT: Int[Array, "B T"]) -> Int[Array, ""]:
+    """The branch to run: 0 for rows of one segment, 1 for packed rows if ``call.packed``, and the last for others."""
+    starts_BT = run_starts(segments_BT)
+    # A row of one segment may have padding at its end: a causal mask hides it from all tokens, a full mask does not.
+    later_run_BT = starts_BT[:, 1:] & (segments_BT[:, 1:] > 0) if call.causal else starts_BT[:, 1:]
+    too_many = starts_BT.sum() > RUNS_PER_ROW * len(segments_BT) if call.packed else False
+    return later_run_BT.any().astype(jnp.int32) + (later_run_BT.any() & too_many)
 
 
 # ---- rows of one segment ---------------------------------------------------------------------------------------------
 
 
-def _whole_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
+def _unpacked_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     out, stats_BHT = jax_compat.cudnn_forward(q, k, v, causal=call.causal, window=call.mask.window)
-    return out, _in_slots(stats_BHT)
+    return out, _pad_to_runs(stats_BHT)
 
 
-def _whole_backward(
+def _unpacked_backward(
     call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
     stats_BHT = stats_NHT[: len(q)]
     return jax_compat.cudnn_backward(q, k, v, out, stats_BHT, d_out, causal=call.causal, window=call.mask.window)
 
 
-def _in_slots(stats_BHT: Float[Array, "B H T"]) -> Float[Array, "N H T"]:
-    """The numbers of rows in the first places of those of runs."""
-    return jnp.pad(stats_BHT, [(0, (RUNS - 1) * len(stats_BHT)), (0, 0), (0, 0)])
+def _pad_to_runs(stats_BHT: Float[Array, "B H T"]) -> Float[Array, "N H T"]:
+    """Statistics by row as the first B of the N statistics by run."""
+    return jnp.pad(stats_BHT, [(0, (RUNS_PER_ROW - 1) * len(stats_BHT)), (0, 0), (0, 0)])
 
 
 # ---- packed rows -----------------------------------------------------------------------------------------------------
 
 
 def _packed_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
-    found = runs(segments_BT, RUNS * len(segments_BT))
-    return jax_compat.cudnn_forward(q, k, v, found, causal=call.causal)
+    runs = segment_runs(segments_BT, RUNS_PER_ROW * len(segments_BT))
+    return jax_compat.cudnn_forward(q, k, v, runs, causal=call.causal)
 
 
 def _packed_backward(
     call: CuDNN, q: Array, k: Array, v: Array, out: Array, stats_NHT: Array, d_out: Array, segments_BT: Array
 ) -> tuple[Array, ...]:
-    found = runs(segments_BT, RUNS * len(segments_BT))
-    return jax_compat.cudnn_backward(q, k, v, out, stats_NHT, d_out, found, causal=call.causal)
+    runs = segment_runs(segments_BT, RUNS_PER_ROW * len(segments_BT))
+    return jax_compat.cudnn_backward(q, k, v, out, stats_NHT, d_out, runs, causal=call.causal)
 
 
 # ---- rows of many runs -----------------------------------------------------------------------------------------------
@@ -128,7 +137,7 @@ def _packed_backward(
 def _blockwise_forward(call: CuDNN, q: Array, k: Array, v: Array, segments_BT: Array) -> tuple[Array, Array]:
     tokens = {"segments": segments_BT}
     out, stats_BHT = blockwise.forward(call.mask, q, k, v, tokens, tokens)
-    return out, _in_slots(stats_BHT)
+    return out, _pad_to_runs(stats_BHT)
 
 
 def _blockwise_backward(

@@ -1,9 +1,9 @@
-"""`python -m mmjax.attention.distribute --problem=FILE --cp=8 [--json]`: blocks of tokens for context-parallel ranks.
+"""`python -m mmjax.attention.distribute --problem=FILE --cp=8 [--json]`: distributes blocks of tokens over cp ranks.
 
-FILE is JSON, a mask token by token: {"intervals": [[first, last] of each query's keys, last exclusive]}, or
+FILE is JSON and defines a mask token by token: {"intervals": [[first, last] of each query's keys, last exclusive]}, or
 {"is": [kinds of each token], "attends": [kinds that it sees], "causal": true}, where kinds are bits of a number below
-2³². With `--json` one line comes out: {"ranks": [[block, …] of each rank], "work": [pairs of each], "seconds": what the
-method took}. JAX is never imported.
+2³². With `--json` the output is one line: {"ranks": [[block, …] of each rank], "work": [pairs of each rank],
+"seconds": run time of the method}. JAX is never imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KINDS = 2**32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the ranks, or a summary of all methods."""
+    """Prints the blocks of each rank as JSON, or a summary of all methods."""
     with one_line_errors():
         values = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
         cp, block, method = int(values["cp"]), int(values["block"]), str(values["method"])
@@ -51,23 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         one_of("--method", method, METHODS)
         pairs = read_problem(Path(str(values["problem"])))
         work_N = block_work(pairs, block)
-        shown = as_json(work_N, cp, method) if values["json"] else summary(pairs, work_N, block, cp)
-    print(shown)
+        output = as_json(work_N, cp, method) if values["json"] else summary(pairs, work_N, block, cp)
+    print(output)
     return 0
 
 
 def as_json(work_N: np.ndarray, cp: int, method: str) -> str:
-    """The blocks and the work of each rank, and the seconds of the method."""
+    """A line of JSON: the blocks and the work of each rank, and the run time of the method."""
     begun = time.perf_counter()
     rank_N = METHODS[method](work_N, cp)
     seconds = time.perf_counter() - begun
     ranks = [np.flatnonzero(rank_N == rank).tolist() for rank in range(cp)]
-    found = {"ranks": ranks, "work": _loads(work_N, rank_N, cp).tolist(), "seconds": seconds}
-    return json.dumps(found, separators=(",", ":"))
+    result = {"ranks": ranks, "work": _loads(work_N, rank_N, cp).tolist(), "seconds": seconds}
+    return json.dumps(result, separators=(",", ":"))
 
 
 def summary(pairs: Pairs, work_N: np.ndarray, block: int, cp: int) -> str:
-    """Of every method the fullest rank's pairs over the mean, all at once and by rounds of a ring."""
+    """A table of all methods: the busiest rank's pairs over the mean, in total and by rounds of a ring."""
     share = work_N.sum() / pairs.tokens**2
     lines = [
         f"{pairs.tokens} tokens, {len(work_N)} blocks of {block}, {cp} ranks; the mask allows {share:.1%} of all pairs",
@@ -80,16 +80,17 @@ def summary(pairs: Pairs, work_N: np.ndarray, block: int, cp: int) -> str:
         except ConfigError as error:
             lines.append(f"{method:12} {str(error).partition(': ')[2]}")
             continue
-        spent = 1e3 * (time.perf_counter() - begun)
+        milliseconds = 1e3 * (time.perf_counter() - begun)
         counts, loads = np.bincount(rank_N, minlength=cp), _loads(work_N, rank_N, cp)
         mean = max(loads.mean(), 1e-9)
         rounds = round_work(rank_work(pairs, block, rank_N, cp)) / mean
         blocks = f"{counts.min()}-{counts.max()}" if counts.min() < counts.max() else f"{counts.max()}"
-        lines.append(f"{method:12} {blocks:>14} {loads.max() / mean:15.4f} {rounds:17.4f} {spent:8.2f}")
+        lines.append(f"{method:12} {blocks:>14} {loads.max() / mean:15.4f} {rounds:17.4f} {milliseconds:8.2f}")
     return "\n".join(lines)
 
 
 def _loads(work_N: np.ndarray, rank_N: Ranks, cp: int) -> np.ndarray:
+    """The work of each rank."""
     loads = np.zeros(cp, np.int64)
     np.add.at(loads, rank_N, work_N)
     return loads
@@ -99,62 +100,62 @@ def _loads(work_N: np.ndarray, rank_N: Ranks, cp: int) -> np.ndarray:
 
 
 def read_problem(path: Path) -> Pairs:
-    """The mask in a file.
+    """Reads the mask in a file.
 
     Raises:
-      ConfigError: it cannot be read or is not what it should be; the line says where.
+      ConfigError: the file cannot be read, or its contents are wrong; the message says where.
     """
-    shown = f"--problem={path}"
+    flag_text = f"--problem={path}"
     try:
-        found = parse(path.read_bytes())
+        value = parse(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{shown}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
+        raise ConfigError(f"{flag_text}: {(error.strerror or str(error)).lower()}; name a JSON file") from None
     except ValueError as error:
-        raise ConfigError(f"{shown} is {error}; write {_EXAMPLE}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{shown} holds a {type(found).__name__}; write {_EXAMPLE}")
-    if found.keys() == {"intervals"}:
-        return _intervals(shown, found["intervals"])
-    if found.keys() == {"is", "attends", "causal"}:
-        return _words(shown, found)
-    keys = ", ".join(map(repr, sorted(found))) or "nothing"
-    raise ConfigError(f"{shown}: it has {keys}; write {_EXAMPLE}")
+        raise ConfigError(f"{flag_text} is {error}; write {_EXAMPLE}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag_text} holds a {type(value).__name__}; write {_EXAMPLE}")
+    if value.keys() == {"intervals"}:
+        return _intervals(flag_text, value["intervals"])
+    if value.keys() == {"is", "attends", "causal"}:
+        return _words(flag_text, value)
+    keys = ", ".join(map(repr, sorted(value))) or "nothing"
+    raise ConfigError(f"{flag_text}: it has {keys}; write {_EXAMPLE}")
 
 
-def _intervals(shown: str, found: Any) -> Intervals:
-    array = _numbers(shown, "intervals", found, 2)
+def _intervals(flag_text: str, value: Any) -> Intervals:
+    array = _integers(flag_text, "intervals", value, 2)
     first_T, last_T = array[:, 0], array[:, 1]
     wrong = np.flatnonzero((first_T < 0) | (last_T < first_T) | (last_T > len(array)))
     if len(wrong):
         at = int(wrong[0])
         fix = f"give first and last with 0 <= first <= last <= {len(array)}, the number of tokens"
-        raise ConfigError(f"{shown}: 'intervals'[{at}] is {array[at].tolist()}; {fix}")
+        raise ConfigError(f"{flag_text}: 'intervals'[{at}] is {array[at].tolist()}; {fix}")
     return Intervals(first_T, last_T)
 
 
-def _words(shown: str, found: dict[str, Any]) -> Words:
-    if not isinstance(found["causal"], bool):
-        raise ConfigError(f"{shown}: 'causal' is {found['causal']!r}; write true or false")
-    is_T, attends_T = (_numbers(shown, name, found[name], 1) for name in ("is", "attends"))
+def _words(flag_text: str, value: dict[str, Any]) -> Words:
+    if not isinstance(value["causal"], bool):
+        raise ConfigError(f"{flag_text}: 'causal' is {value['causal']!r}; write true or false")
+    is_T, attends_T = (_integers(flag_text, name, value[name], 1) for name in ("is", "attends"))
     if len(is_T) != len(attends_T):
-        raise ConfigError(f"{shown}: {len(is_T)} tokens in 'is' and {len(attends_T)} in 'attends'; give one each")
+        raise ConfigError(f"{flag_text}: {len(is_T)} tokens in 'is' and {len(attends_T)} in 'attends'; give one each")
     for name, words in (("is", is_T), ("attends", attends_T)):
         wrong = np.flatnonzero((words < 0) | (words >= _KINDS))
         if len(wrong):
             at = int(wrong[0])
-            raise ConfigError(f"{shown}: {name!r}[{at}] is {words[at]}; give 32 bits, 0 to {_KINDS - 1}")
-    return Words(is_T, attends_T, found["causal"])
+            raise ConfigError(f"{flag_text}: {name!r}[{at}] is {words[at]}; give 32 bits, 0 to {_KINDS - 1}")
+    return Words(is_T, attends_T, value["causal"])
 
 
-def _numbers(shown: str, name: str, found: Any, dimensions: int) -> np.ndarray:
-    what = "a [first, last] pair of whole numbers" if dimensions == 2 else "a whole number"
+def _integers(flag_text: str, name: str, value: Any, dimensions: int) -> np.ndarray:
+    expected = "a [first, last] pair of whole numbers" if dimensions == 2 else "a whole number"
     try:
-        array = np.array(found)
+        array = np.array(value)
     except (ValueError, OverflowError):
         array = np.empty(0, object)
-    right = array.ndim == dimensions and array.size and array.dtype.kind in "iu" and array.shape[1:] in ((), (2,))
-    if not right:
-        raise ConfigError(f"{shown}: {name!r} is not {what} of each token; write {_EXAMPLE}")
+    is_valid = array.ndim == dimensions and array.size and array.dtype.kind in "iu" and array.shape[1:] in ((), (2,))
+    if not is_valid:
+        raise ConfigError(f"{flag_text}: {name!r} is not {expected} of each token; write {_EXAMPLE}")
     return array.astype(np.int64)
 
 

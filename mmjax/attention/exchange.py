@@ -1,10 +1,11 @@
-"""Attention of queries to keys on other ranks, where the tokens of a row lie on several: context parallelism.
+"""Context parallelism: attention of queries to keys on other ranks, where the tokens of a row are split over ranks.
 
-Each way keeps its own part of queries, keys and values for backward, the output, and one number a token and head; what
-came from other ranks is brought again. Gradients of keys and values are summed in fp32 on the way home.
+The residuals are this rank's queries, keys, values and output, and one number a token and head. Keys and values of
+other ranks are exchanged again in backward. Gradients of keys and values are summed in fp32 on their way to the keys'
+ranks.
 
-* *gather*: every rank gets all keys and values, some heads at a time, so that the next come while these are used.
-* *need*: every rank gets the blocks of keys and values that its queries may see (see ``needed``).
+* *gather*: every rank gets all keys and values, some heads at a time, so that the next arrive while these are used.
+* *need*: every rank gets the blocks of keys and values that its queries may see (see ``needed_blocks``).
 * *ring*: keys and values go from rank to rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers", §3).
 * *all-to-all*: every rank gets all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses", §3).
 
@@ -25,264 +26,321 @@ from jaxtyping import Array, Float
 
 from mmjax import jax_compat
 from mmjax.attention import blockwise
-from mmjax.attention.by_hand import ByHand, Known, attend, known
+from mmjax.attention.custom_vjp import AttentionVjp, TokenInfo, attend, token_info
 from mmjax.attention.mask import Mask
-from mmjax.attention.needed import Need, most_by_distance, needed_blocks
+from mmjax.attention.needed_blocks import NeededBlocksExchange, max_by_distance, needed_blocks
 from mmjax.attention.tokens import Tokens
 
-MOST_CHUNKS = 4
-"""Parts that the heads of *gather* are cut into, at most: the first is waited for, the others come meanwhile."""
+MAX_CHUNKS = 4
+"""The maximal number of chunks of heads in *gather*: only the first all-gather is not hidden behind computation."""
 
 
 @dataclass(frozen=True)
-class Company:
-    """The ranks that have parts of the same rows.
+class CpGroup:
+    """The ranks of cp that have parts of the same rows.
 
     Attributes:
-      axes: the mesh axes that number them.
-      size: how many they are.
+      axes: the mesh axes that number the ranks.
+      size: the number of ranks.
     """
 
     axes: tuple[str, ...]
     size: int
 
     @classmethod
-    def over(cls, axes: tuple[str, ...]) -> Company:
+    def over(cls, axes: tuple[str, ...]) -> CpGroup:
         """The ranks along some axes, inside ``shard_map``."""
         return cls(axes, lax.axis_size(axes))
 
     @property
-    def me(self) -> Array:
-        """This rank's number."""
+    def rank(self) -> Array:
+        """This rank's number in the group."""
         return lax.axis_index(self.axes)
 
-    def gathered(self, tree: Any) -> Any:
-        """All ranks' parts of rows, in the order of the ranks."""
+    def all_gather(self, tree: Any) -> Any:
+        """Complete rows ``[B, S, ...]`` from each rank's ``[B, T, ...]``, in the order of the ranks."""
         return lax.all_gather(tree, self.axes, axis=1, tiled=True)
 
-    def scattered(self, tree: Any) -> Any:
-        """This rank's part of the sum of whole rows over all ranks."""
+    def reduce_scatter(self, tree: Any) -> Any:
+        """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, S, ...]``."""
         return lax.psum_scatter(tree, self.axes, scatter_dimension=1, tiled=True)
 
-    def onward(self, tree: Any) -> Any:
-        """What the rank behind this one holds, in a ring: in round k a rank has what rank + k began with."""
+    def ring_shift(self, tree: Any) -> Any:
+        """The arrays of the next rank in a ring: after k shifts a rank has the arrays of rank + k."""
         routes = [(rank, (rank - 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, routes), tree)
 
-    def by_heads(self, x_BTHK: Array) -> Array:
-        """Whole rows of this rank's share of the heads, from this rank's tokens of all heads."""
+    def tokens_to_heads(self, x_BTHK: Array) -> Array:
+        """Complete rows of this rank's share of the heads, from this rank's tokens of all heads."""
         return lax.all_to_all(x_BTHK, self.axes, split_axis=2, concat_axis=1, tiled=True)
 
-    def by_tokens(self, x_BSHK: Array) -> Array:
-        """The reverse of ``by_heads``."""
+    def heads_to_tokens(self, x_BSHK: Array) -> Array:
+        """The inverse of ``tokens_to_heads``."""
         return lax.all_to_all(x_BSHK, self.axes, split_axis=1, concat_axis=2, tiled=True)
 
-    def part(self, known: Known, rank: Array) -> Known:
-        """What is known of the tokens of one rank, from what is known of all."""
-        length = next(iter(known.values())).shape[1] // self.size
-        return {name: lax.dynamic_slice_in_dim(x, rank * length, length, 1) for name, x in known.items()}
+    def tokens_of_rank(self, row_tokens: TokenInfo, rank: Array) -> TokenInfo:
+        """Selects one rank's tokens from the description of complete rows."""
+        length = next(iter(row_tokens.values())).shape[1] // self.size
+        return {name: lax.dynamic_slice_in_dim(x, rank * length, length, 1) for name, x in row_tokens.items()}
 
 
-def gathered_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], way: str) -> Tokens:
-    """What a mask, and a way of ``WAYS``, read of all tokens of the rows, equal on all ranks with a part of them."""
-    own = with_order(tokens, mask)
-    gathered = {name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in own.items()}
-    return Tokens.of(gathered | WAYS[way].plan(mask, Company.over(axes), gathered))
+def gather_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], cp_way: str) -> Tokens:
+    """The tokens of complete rows, from this rank's tokens; equal on all ranks of the group.
+
+    Their inputs are those of the mask, and the plan of the exchange (see ``Exchange.plan``).
+
+    Args:
+      tokens: this rank's tokens.
+      mask: the attention mask.
+      axes: mesh axes that the tokens of rows are split over.
+      cp_way: a key of ``EXCHANGES``.
+    """
+    rank_tokens = token_info_with_order(tokens, mask)
+    row_tokens = {name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in rank_tokens.items()}
+    return Tokens.of(row_tokens | EXCHANGES[cp_way].plan(mask, CpGroup.over(axes), row_tokens))
 
 
-def with_order(tokens: Tokens, mask: Mask) -> Known:
-    """What a mask reads of tokens, the order too where it is not given: it depends on the rank."""
-    return known(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.reads else {})
+def token_info_with_order(tokens: Tokens, mask: Mask) -> TokenInfo:
+    """The host inputs that the mask reads, "order" always included: an implicit order depends on the rank."""
+    return token_info(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.input_names else {})
 
 
-def attention_among(
-    axes: tuple[str, ...],
-    way: str,
-    kernel: ByHand,
+def attend_across_ranks(
     q_BTHK: Float[Array, "B T H K"],
     k_BTGK: Float[Array, "B T G K"],
     v_BTGK: Float[Array, "B T G K"],
     tokens: Tokens,
     keys: Tokens,
-    found: Known | None = None,
+    *,
+    kernel: AttentionVjp,
+    axes: tuple[str, ...],
+    cp_way: str,
+    precomputed: TokenInfo | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Grouped-query attention among the tokens of one segment, whichever ranks they are on.
+    """Grouped-query attention within segments whose tokens are on several ranks.
 
     Args:
-      axes: the mesh axes over which the tokens of rows lie.
-      way: a key of ``WAYS``.
-      kernel: what computes the attention of queries and keys that are on one rank.
-      q_BTHK, k_BTGK, v_BTGK: of this rank's tokens.
-      tokens: what is known of them; with an order, if the mask is causal.
-      keys: what is known of all tokens of the rows (see ``gathered_tokens``).
-      found: what the kernel has found out about the queries (see ``Way.found``).
+      q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
+      tokens: this rank's tokens; with an order, if the mask is causal.
+      keys: the tokens of complete rows (see ``gather_tokens``).
+      kernel: computes the attention of queries to keys that are on one rank.
+      axes: mesh axes that the tokens of rows are split over.
+      cp_way: a key of ``EXCHANGES``.
+      precomputed: the kernel's arrays of the queries' tokens (see ``Backend.precompute``).
 
     Raises:
-      ValueError: the way does not fit the number of heads.
+      ValueError: the heads cannot be divided over the ranks as the exchange needs it.
     """
-    asking, asked = with_order(tokens, kernel.mask) | (found or {}), known(keys, kernel.mask)
-    asked |= {name: keys.inputs[name] for name in WAYS[way].PLAN}
+    exchange = EXCHANGES[cp_way]
+    query_tokens = token_info_with_order(tokens, kernel.mask) | (precomputed or {})
+    key_tokens = token_info(keys, kernel.mask) | {name: keys.inputs[name] for name in exchange.PLAN_NAMES}
     q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, lax.axis_index(axes))
-    return attend(WAYS[way](kernel.mask, kernel, Company.over(axes)), q, k, v, asking, asked)
+    return attend(exchange(kernel.mask, kernel, CpGroup.over(axes)), q, k, v, query_tokens, key_tokens)
 
 
 @dataclass(frozen=True)
-class _Among(ByHand):
-    """A way to bring queries and keys together.
+class Exchange(AttentionVjp):
+    """Attention across ranks: an exchange of tokens, and a kernel that computes on one rank.
 
     Attributes:
-      kernel: what computes attention once they are.
-      company: the ranks.
-      PLAN: names of what it makes of what is known of all tokens, once for all layers with the same mask.
+      kernel: computes the attention of queries to keys that are on one rank.
+      group: the ranks.
+      PLAN_NAMES: names of the arrays of ``plan``.
     """
 
-    kernel: ByHand
-    company: Company
-    PLAN: ClassVar[tuple[str, ...]] = ()
+    kernel: AttentionVjp
+    group: CpGroup
+    PLAN_NAMES: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def plan(cls, mask: Mask, company: Company, asked: Known) -> Known:
-        """The arrays of ``PLAN``."""
-        del mask, company, asked
+    def plan(cls, mask: Mask, group: CpGroup, row_tokens: TokenInfo) -> TokenInfo:
+        """Arrays that the exchange reads, computed once for all layers with a mask from the tokens of complete rows."""
+        del mask, group, row_tokens
         return {}
 
     @classmethod
-    def queries(cls, asking: Known, asked: Known) -> Known:
-        """What is known of the queries whose attention a rank computes, from that of its own tokens and of all."""
-        del asked
-        return asking
+    def tokens_of_queries(cls, query_tokens: TokenInfo, key_tokens: TokenInfo) -> TokenInfo:
+        """The description of the queries that the kernel gets.
+
+        Args:
+          query_tokens: this rank's tokens.
+          key_tokens: the tokens of complete rows.
+        """
+        del key_tokens
+        return query_tokens
 
 
 # ---- all keys on every rank ------------------------------------------------------------------------------------------
 
 
-class _Gather(_Among):
-    chunks: ClassVar[int] = MOST_CHUNKS
+class _Gather(Exchange):
+    max_chunks: ClassVar[int] = MAX_CHUNKS
 
-    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-        carrier, asked = self._carrier(asked)
+    def forward(
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Array, Any]:
+        collectives, key_tokens = self._collectives(key_tokens)
         outs, lses = [], []
-        for own_q, own_k, own_v in zip(*self._parts(q, k, v), strict=True):
-            own_k, own_v = carrier.gathered((own_k, own_v))
-            out, lse = self.kernel.forward(own_q, own_k, own_v, asking, asked)
+        for q_chunk, k_chunk, v_chunk in zip(*self._head_chunks(q, k, v, groups=k.shape[2]), strict=True):
+            k_rows, v_rows = collectives.all_gather((k_chunk, v_chunk))
+            out, lse = self.kernel.forward(q_chunk, k_rows, v_rows, query_tokens, key_tokens)
             outs.append(out)
             lses.append(lse)
         return jnp.concatenate(outs, axis=2), tuple(lses)
 
     def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Any,
+        d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        carrier, asked = self._carrier(asked)
-        found = []
-        for own_q, own_k, own_v, own_lse, own_out, d_own in zip(
-            *self._parts(q, k, v), lse, *self._parts(out, d_out, groups=k.shape[2]), strict=True
-        ):
-            own_k, own_v = carrier.gathered((own_k, own_v))
-            dq, dk, dv = self.kernel.backward(own_q, own_k, own_v, asking, asked, own_out, own_lse, d_own)
-            found.append((dq, *carrier.scattered((dk.astype(jnp.float32), dv.astype(jnp.float32)))))
-        dq, dk, dv = (jnp.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
+        collectives, key_tokens = self._collectives(key_tokens)
+        chunks = self._head_chunks(q, k, v, out, d_out, groups=k.shape[2])
+        gradients = []
+        for q_chunk, k_chunk, v_chunk, out_chunk, d_chunk, lse in zip(*chunks, stats, strict=True):
+            k_rows, v_rows = collectives.all_gather((k_chunk, v_chunk))
+            dq, dk, dv = self.kernel.backward(
+                q_chunk, k_rows, v_rows, query_tokens, key_tokens, out_chunk, lse, d_chunk
+            )
+            gradients.append((dq, *collectives.reduce_scatter((dk.astype(jnp.float32), dv.astype(jnp.float32)))))
+        dq, dk, dv = (jnp.concatenate(chunks, axis=2) for chunks in zip(*gradients, strict=True))
         return dq, dk, dv
 
-    def _carrier(self, asked: Known) -> tuple[Company | Need, Known]:
-        """What brings keys and values and takes their gradients home, and what is known of the keys."""
-        return self.company, asked
+    def _collectives(self, key_tokens: TokenInfo) -> tuple[CpGroup | NeededBlocksExchange, TokenInfo]:
+        """The object that gathers keys and values and scatters their gradients; and the keys' tokens for the kernel."""
+        return self.group, key_tokens
 
-    def _parts(self, *arrays: Array, groups: int = 0) -> list[list[Array]]:
-        """Heads in a few parts: key/value heads, and the query heads that read them."""
-        groups = groups or arrays[1].shape[2]
-        count = next(n for n in range(min(self.chunks, groups), 0, -1) if groups % n == 0)
+    def _head_chunks(self, *arrays: Array, groups: int) -> list[list[Array]]:
+        """Splits the heads of each array into the same number of chunks: key/value heads and their query heads."""
+        count = next(n for n in range(min(self.max_chunks, groups), 0, -1) if groups % n == 0)
         return [jnp.split(x, count, axis=2) for x in arrays]
 
 
-class _Need(_Gather):
-    """All heads at once: what travels in a branch hides behind nothing, and each branch waits for its number."""
+class _NeededBlocks(_Gather):
+    """Gathers all heads at once: a collective inside a branch cannot overlap, and each branch waits for its index."""
 
-    PLAN = ("needed", "most")
-    chunks = 1
+    PLAN_NAMES = ("needed", "max_needed")
+    max_chunks = 1
 
     @classmethod
-    def plan(cls, mask: Mask, company: Company, asked: Known) -> Known:
-        needed_BRRN = needed_blocks(mask, mask.columns(Tokens.of(asked)), company.size)
-        return {"needed": needed_BRRN, "most": most_by_distance(needed_BRRN)}
+    def plan(cls, mask: Mask, group: CpGroup, row_tokens: TokenInfo) -> TokenInfo:
+        needed_BRRN = needed_blocks(mask, mask.inputs(Tokens.of(row_tokens)), group.size)
+        return {"needed": needed_BRRN, "max_needed": max_by_distance(needed_BRRN)}
 
-    def _carrier(self, asked: Known) -> tuple[Company | Need, Known]:
-        need = Need(self.company.axes, asked["needed"], asked["most"])
-        return need, {name: x for name, x in asked.items() if name not in self.PLAN}
-
-
-# ---- keys that travel ------------------------------------------------------------------------------------------------
+    def _collectives(self, key_tokens: TokenInfo) -> tuple[CpGroup | NeededBlocksExchange, TokenInfo]:
+        exchange = NeededBlocksExchange(self.group.axes, key_tokens["needed"], key_tokens["max_needed"])
+        return exchange, {name: x for name, x in key_tokens.items() if name not in self.PLAN_NAMES}
 
 
-class _Ring(_Among):
-    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-        held = k, v
-        out, lse = blockwise.forward(self.mask, q, *held, asking, self._round(asked, 0))
+# ---- keys and values go round a ring ---------------------------------------------------------------------------------
+
+
+class _Ring(Exchange):
+    def forward(
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Array, Any]:
+        out, lse = blockwise.forward(self.mask, q, k, v, query_tokens, self._keys_of_round(key_tokens, 0))
         sums = out.astype(jnp.float32)
-        for number in range(1, self.company.size):
-            held = self.company.onward(held)
-            more, more_lse = blockwise.forward(self.mask, q, *held, asking, self._round(asked, number))
-            both = jnp.logaddexp(lse, more_lse)
-            weights = [jnp.swapaxes(jnp.exp(one - both), 1, 2)[..., None] for one in (lse, more_lse)]
-            sums, lse = sums * weights[0] + more.astype(jnp.float32) * weights[1], both
+        for number in range(1, self.group.size):
+            k, v = self.group.ring_shift((k, v))
+            round_keys = self._keys_of_round(key_tokens, number)
+            round_out, round_lse = blockwise.forward(self.mask, q, k, v, query_tokens, round_keys)
+            total_lse = jnp.logaddexp(lse, round_lse)
+            weights = [jnp.swapaxes(jnp.exp(part_lse - total_lse), 1, 2)[..., None] for part_lse in (lse, round_lse)]
+            sums, lse = sums * weights[0] + round_out.astype(jnp.float32) * weights[1], total_lse
         return sums.astype(q.dtype), lse
 
     def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Any,
+        d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        held = k, v
-        dq, *of_held = blockwise.backward(self.mask, q, *held, asking, self._round(asked, 0), out, lse, d_out)
-        for number in range(1, self.company.size):
-            held, of_held = self.company.onward((held, of_held))
-            more, dk, dv = blockwise.backward(self.mask, q, *held, asking, self._round(asked, number), out, lse, d_out)
-            dq, of_held = dq + more, [of_held[0] + dk, of_held[1] + dv]
-        dk, dv = self.company.onward(of_held)  # the last step home
+        round_keys = self._keys_of_round(key_tokens, 0)
+        dq, dk, dv = blockwise.backward(self.mask, q, k, v, query_tokens, round_keys, out, stats, d_out)
+        for number in range(1, self.group.size):
+            (k, v), (dk, dv) = self.group.ring_shift(((k, v), (dk, dv)))
+            round_keys = self._keys_of_round(key_tokens, number)
+            round_dq, round_dk, round_dv = blockwise.backward(
+                self.mask, q, k, v, query_tokens, round_keys, out, stats, d_out
+            )
+            dq, dk, dv = dq + round_dq, dk + round_dk, dv + round_dv
+        dk, dv = self.group.ring_shift((dk, dv))  # to the ranks of the keys
         return dq, dk, dv
 
-    def _round(self, asked: Known, number: int) -> Known:
-        """What is known of the keys that this rank holds in a round."""
-        return self.company.part(asked, (self.company.me + number) % self.company.size)
+    def _keys_of_round(self, key_tokens: TokenInfo, number: int) -> TokenInfo:
+        """The description of the keys that are on this rank in a round."""
+        return self.group.tokens_of_rank(key_tokens, (self.group.rank + number) % self.group.size)
 
 
 # ---- all tokens of some heads ----------------------------------------------------------------------------------------
 
 
-class _AllToAll(_Among):
+class _AllToAll(Exchange):
     @classmethod
-    def queries(cls, asking: Known, asked: Known) -> Known:
-        return asked | {name: x for name, x in asking.items() if name not in asked}
+    def tokens_of_queries(cls, query_tokens: TokenInfo, key_tokens: TokenInfo) -> TokenInfo:
+        return key_tokens | {name: x for name, x in query_tokens.items() if name not in key_tokens}
 
-    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Array, Any]:
-        q, k, v = self._by_heads(q, k, v)
-        out, lse = self.kernel.forward(q, k, v, self.queries(asking, asked), asked)
-        return self.company.by_tokens(out), lse
+    def forward(
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Array, Any]:
+        q, k, v = self._tokens_to_heads(q, k, v)
+        out, lse = self.kernel.forward(q, k, v, self.tokens_of_queries(query_tokens, key_tokens), key_tokens)
+        return self.group.heads_to_tokens(out), lse
 
     def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, lse: Any, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Any,
+        d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        heads, times = k.shape[2], self._times(q, k)
-        q, k, v = self._by_heads(q, k, v)
-        out, d_out = self.company.by_heads(out), self.company.by_heads(d_out)
-        found = self.kernel.backward(q, k, v, self.queries(asking, asked), asked, out, lse, d_out)
-        dq, dk, dv = (self.company.by_tokens(d.astype(jnp.float32)) for d in found)
-        add = lambda d: d.reshape(*d.shape[:2], heads, times, d.shape[3]).sum(axis=3)  # noqa: E731
-        return dq, add(dk), add(dv)
+        groups, repeats = k.shape[2], self._repeats(q, k)
+        q, k, v = self._tokens_to_heads(q, k, v)
+        out, d_out = self.group.tokens_to_heads(out), self.group.tokens_to_heads(d_out)
+        query_tokens = self.tokens_of_queries(query_tokens, key_tokens)
+        gradients = self.kernel.backward(q, k, v, query_tokens, key_tokens, out, stats, d_out)
+        dq, dk, dv = (self.group.heads_to_tokens(d.astype(jnp.float32)) for d in gradients)
+        dk, dv = (d.reshape(*d.shape[:2], groups, repeats, d.shape[3]).sum(axis=3) for d in (dk, dv))
+        return dq, dk, dv
 
-    def _by_heads(self, q: Array, k: Array, v: Array) -> list[Array]:
-        times = self._times(q, k)
-        return [self.company.by_heads(x) for x in (q, jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2))]
+    def _tokens_to_heads(self, q: Array, k: Array, v: Array) -> list[Array]:
+        """Complete rows of this rank's heads; key/value heads are repeated as often as needed."""
+        repeats = self._repeats(q, k)
+        arrays = (q, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
+        return [self.group.tokens_to_heads(x) for x in arrays]
 
-    def _times(self, q: Array, k: Array) -> int:
-        """How often key/value heads are repeated, so that every rank has those that its query heads read.
+    def _repeats(self, q: Array, k: Array) -> int:
+        """The number of copies of each key/value head, so that every rank has those that its query heads attend to.
 
         Raises:
-          ValueError: the query heads do not divide by the ranks.
+          ValueError: the number of query heads is no multiple of the number of ranks.
         """
-        heads, groups, ranks = q.shape[2], k.shape[2], self.company.size
+        heads, groups, ranks = q.shape[2], k.shape[2], self.group.size
         if heads % ranks:
             fix = "use 'gather' or 'ring'"
             raise ValueError(f"Layout.cp_way='all-to-all': {heads} heads of a rank do not divide by cp={ranks}; {fix}")
         return next(n for n in range(1, heads // groups + 1) if groups * n % ranks == 0 and heads % (groups * n) == 0)
 
 
-WAYS: Mapping[str, type[_Among]] = {"gather": _Gather, "need": _Need, "ring": _Ring, "all-to-all": _AllToAll}
-"""Ways by name."""
+EXCHANGES: Mapping[str, type[Exchange]] = {
+    "gather": _Gather,
+    "need": _NeededBlocks,
+    "ring": _Ring,
+    "all-to-all": _AllToAll,
+}
+"""Exchanges by the value of ``Layout.cp_way``."""

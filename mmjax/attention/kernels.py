@@ -1,7 +1,9 @@
-"""What the kernels of libraries have in common: what they are asked, and the runs of tokens that they work on.
+"""The base class of libraries' kernels, the description of a call, and the runs and intervals that kernels read.
 
-Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, K head width, N the most
-runs of all rows.
+A run is a stretch of neighbouring tokens of one segment, or of padding.
+
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width, N the maximal number of runs of all
+rows.
 """
 
 from __future__ import annotations
@@ -15,24 +17,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.by_hand import ByHand, Known
-from mmjax.attention.mask import Columns, Mask
+from mmjax.attention.custom_vjp import AttentionVjp, TokenInfo
+from mmjax.attention.mask import Mask, MaskInputs
 from mmjax.attention.settings import LIBRARIES
-from mmjax.attention.tokens import Tokens, filled, picked
+from mmjax.attention.tokens import Tokens, pad_to_multiple, take_per_row
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One call of attention, as far as it is known when a program is traced.
+class AttentionCall:
+    """The properties of an attention call that are static when its program is traced.
 
     Attributes:
-      platform, device_kind: of the devices that the program is for, such as "gpu" and "NVIDIA H100 80GB HBM3".
-      mask: which tokens see which.
-      dtype: of queries.
-      queries, keys: their numbers in a row.
-      heads, groups, width: heads of queries, heads of keys, width of one.
-      cp_way: how keys of other ranks are brought, a key of ``exchange.WAYS``; "" where rows are whole.
-      by_index: whether a token's place in its row is its index, and keys are the queries' own.
+      platform, device_kind: the devices of the program, such as "gpu" and "NVIDIA H100 80GB HBM3".
+      mask: the attention mask.
+      dtype: the dtype of queries.
+      queries, keys: numbers of queries and keys in a row.
+      heads, groups, width: number of query heads, number of key/value heads, width of a head.
+      cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; "" where rows are complete on each rank.
+      in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
     """
 
     platform: str
@@ -45,7 +47,7 @@ class Asked:
     groups: int
     width: int
     cp_way: str = ""
-    by_index: bool = True
+    in_row_order: bool = True
 
     @classmethod
     def of(
@@ -56,133 +58,144 @@ class Asked:
         mask: Mask,
         keys: Tokens | None = None,
         cp_way: str = "",
-    ) -> Asked:
-        """The call with these arguments, for the devices of the trace; with ``cp_way`` those of one rank."""
-        platform, kind = jax_compat.traced_devices()
-        T, H, K = q_BTHK.shape[1:]
-        S, G = k_BSGK.shape[1:3]
-        by_index = not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs
-        return cls(platform, kind, mask, str(q_BTHK.dtype), T, S, H, G, K, cp_way, by_index)
+    ) -> AttentionCall:
+        """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments."""
+        platform, device_kind = jax_compat.traced_devices()
+        queries, heads, width = q_BTHK.shape[1:]
+        return cls(
+            platform=platform,
+            device_kind=device_kind,
+            mask=mask,
+            dtype=str(q_BTHK.dtype),
+            queries=queries,
+            keys=k_BSGK.shape[1],
+            heads=heads,
+            groups=k_BSGK.shape[2],
+            width=width,
+            cp_way=cp_way,
+            in_row_order=not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs,
+        )
 
-    def named(self, *words: str) -> bool:
-        """Whether one of the words is in the device's name, such as "H100"."""
+    def device_is_one_of(self, *words: str) -> bool:
+        """Whether the device's name contains one of the words, such as "H100"."""
         return not {*words}.isdisjoint(self.device_kind.replace("-", " ").split())
 
     @property
     def window(self) -> int:
-        """The window, 0 where it hides nothing of a row."""
+        """The mask's sliding window; 0 where it hides no token of a row."""
         return self.mask.window if self.cp_way or self.mask.window < self.queries else 0
 
 
 @dataclass(frozen=True)
-class Kernel(ByHand):
-    """A library's way to compute attention.
+class Kernel(AttentionVjp):
+    """Attention by a library's kernels.
 
     Attributes:
-      by_index: whether tokens stand in the order of their rows, and queries and keys are of the same tokens.
-      LIBRARY: its key in ``settings.LIBRARIES``.
-      DEVICES: a device that it runs on has one of these words in its name.
+      in_row_order: see ``AttentionCall``.
+      LIBRARY: the library's key in ``settings.LIBRARIES``.
+      DEVICES: words in the names of supported devices.
     """
 
-    by_index: bool = True
+    in_row_order: bool = True
     LIBRARY: ClassVar[str]
     DEVICES: ClassVar[tuple[str, ...]]
 
     @classmethod
-    def of(cls, asked: Asked) -> Self:
-        """The way of a call without ``refusal``."""
-        return cls(replace(asked.mask, window=asked.window), asked.by_index)
+    def of(cls, call: AttentionCall) -> Self:
+        """The kernel for a call that is not refused (see ``refusal``)."""
+        return cls(replace(call.mask, window=call.window), call.in_row_order)
 
     @classmethod
-    def refusal(cls, asked: Asked) -> str:
-        """Why the library does not compute a call; "" where it does."""
+    def refusal(cls, call: AttentionCall) -> str:
+        """The reason why the library cannot compute a call; "" where it can."""
         library = LIBRARIES[cls.LIBRARY]
-        if asked.platform != "gpu" or not asked.named(*cls.DEVICES):
-            return f"{library.name} runs on {library.devices} and this is {asked.device_kind}"
-        if asked.dtype not in library.dtypes:
-            return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {asked.dtype}"
-        if not asked.by_index and not asked.cp_way:
+        if call.platform != "gpu" or not call.device_is_one_of(*cls.DEVICES):
+            return f"{library.name} runs on {library.devices} and this is {call.device_kind}"
+        if call.dtype not in library.dtypes:
+            return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {call.dtype}"
+        if not call.in_row_order and not call.cp_way:
             return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
-        return library.refusal(asked.width, asked.mask.grid_window, asked.mask.kind, asked.cp_way)
+        return library.refusal(call.width, call.mask.grid_window, call.mask.kind, call.cp_way)
 
     @classmethod
-    def found(cls, mask: Mask, asking: Known, asked: Known, *, by_index: bool) -> Known:
-        """Arrays that ``forward`` and ``backward`` read of ``asking``, made once for all layers with a mask.
+    def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
+        """Arrays that ``forward`` and ``backward`` read from ``query_tokens``, computed once for all layers with a
+        mask.
 
         Args:
-          mask: which tokens see which.
-          asking, asked: what is known of queries and of keys.
-          by_index: see ``Kernel``.
+          mask: the mask of the layers.
+          query_tokens, key_tokens: descriptions of the queries' and the keys' tokens.
+          in_row_order: see ``AttentionCall``.
         """
-        del mask, asking, asked, by_index
+        del mask, query_tokens, key_tokens, in_row_order
         return {}
 
 
-def starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether a run begins at each token: tokens of one segment side by side, padding too."""
-    before_BT = jnp.concatenate([jnp.full_like(segments_BT[:, :1], -1), segments_BT[:, :-1]], axis=1)
-    return segments_BT != before_BT
+def run_starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether each token is the first of a run."""
+    previous_BT = jnp.concatenate([jnp.full_like(segments_BT[:, :1], -1), segments_BT[:, :-1]], axis=1)
+    return segments_BT != previous_BT
 
 
-def runs(segments_BT: Int[Array, "B T"], most: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """First token and length of each run, in all rows one after another; (B·T, 0) where there are no more.
+def segment_runs(segments_BT: Int[Array, "B T"], max_runs: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
+    """First token and length of each run, with tokens numbered through all rows; (B·T, 0) behind the last run.
 
     Args:
       segments_BT: see ``Tokens``.
-      most: the size N of the results; further runs are left out.
+      max_runs: the size N of the results; further runs are left out.
     """
     total = segments_BT.size
-    (first_N,) = jnp.nonzero(starts(segments_BT).reshape(-1), size=most, fill_value=total)
+    (first_N,) = jnp.nonzero(run_starts(segments_BT).reshape(-1), size=max_runs, fill_value=total)
     ends_N = jnp.concatenate([first_N[1:], jnp.full_like(first_N[:1], total)])
     return first_N.astype(jnp.int32), (ends_N - first_N).astype(jnp.int32)
 
 
-def intervals(segments_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """First token of each token's run, and the one behind its last, by their indices in the row."""
+def run_intervals(segments_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """First token (included) and last token (excluded) of each token's run, as indices in the row."""
     T = segments_BT.shape[1]
     index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segments_BT.shape)
-    starts_BT = starts(segments_BT)
+    starts_BT = run_starts(segments_BT)
     first_BT = lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
     next_BT = jnp.concatenate([jnp.where(starts_BT, index_BT, T)[:, 1:], jnp.full_like(index_BT[:, :1], T)], axis=1)
     return first_BT, lax.cummin(next_BT, axis=1, reverse=True)
 
 
-# ---- tokens in another order than that of their rows -----------------------------------------------------------------
+# ---- tokens that are not in row order --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """Keys that are put where their tokens stand in their rows, and back.
+class RowOrder:
+    """Permutations of keys into row order and back; the identity where they are ``None``.
 
     Attributes:
-      places_BS: for each place, the index of the key that stands there; ``None`` where keys stand at their places.
-      back_BS: for each key, its place.
+      index_BS: for each place in the row, the index of the key that belongs there.
+      place_BS: for each key, its place in the row.
     """
 
-    places_BS: Int[Array, "B S"] | None = None
-    back_BS: Int[Array, "B S"] | None = None
+    index_BS: Int[Array, "B S"] | None = None
+    place_BS: Int[Array, "B S"] | None = None
 
     @classmethod
-    def of(cls, asked: Known, *, by_index: bool = False) -> Sequence:
-        """By the order of tokens, which are the places of a row; where a mask reads none, segment by segment."""
-        if by_index:
+    def of(cls, key_tokens: TokenInfo, *, in_row_order: bool = False) -> RowOrder:
+        """The permutations of the keys by "order"; where the mask reads no order, tokens are sorted by segment."""
+        if in_row_order:
             return cls()
-        if "order" not in asked:
-            places_BS = jnp.argsort(asked["segments"], axis=1, stable=True).astype(jnp.int32)
-            return cls(places_BS, _reversed(places_BS))
-        return cls(_reversed(asked["order"]), asked["order"])
+        if "order" not in key_tokens:
+            index_BS = jnp.argsort(key_tokens["segments"], axis=1, stable=True).astype(jnp.int32)
+            return cls(index_BS, _inverse(index_BS))
+        return cls(_inverse(key_tokens["order"]), key_tokens["order"])
 
-    def put(self, x_BS: Array) -> Array:
-        """What is known of keys, in the order of their rows."""
-        return x_BS if self.places_BS is None else picked(x_BS, self.places_BS)
+    def to_row_order(self, x_BS: Array) -> Array:
+        """An array of keys ``[B, S, ...]`` permuted into row order."""
+        return x_BS if self.index_BS is None else take_per_row(x_BS, self.index_BS)
 
-    def back(self, x_BS: Array) -> Array:
-        """The reverse of ``put``."""
-        return x_BS if self.back_BS is None else picked(x_BS, self.back_BS)
+    def from_row_order(self, x_BS: Array) -> Array:
+        """The inverse of ``to_row_order``."""
+        return x_BS if self.place_BS is None else take_per_row(x_BS, self.place_BS)
 
 
-def _reversed(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """The reverse of an order, without sorting."""
+def _inverse(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """The inverse permutation of each row, without sorting."""
 
     def of_row(order_S: Array) -> Array:
         index_S = lax.broadcasted_iota(jnp.int32, order_S.shape, 0)
@@ -191,34 +204,38 @@ def _reversed(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return jax.vmap(of_row)(order_BS)
 
 
-def seen_runs(
-    mask: Mask, asking: Known, asked: Known, block: int = 128
+def visible_intervals(
+    mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, block: int = 128
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, ""]]:
-    """The first key that each query sees and the one behind its last; and whether it sees all keys between these.
+    """The interval of keys that each query sees.
 
-    It looks at all pairs, some queries at a time, and keeps two numbers a query. Padding gets the first key.
+    All pairs are tested, ``block`` queries at a time; two numbers a query are stored.
 
     Args:
-      mask: which tokens see which.
-      asking, asked: what is known of queries and of keys.
-      block: queries at a time.
-    """
-    own, others = (mask.columns(Tokens.of(one)) for one in (asking, asked))
-    index_S = jnp.arange(others.segments.shape[1], dtype=jnp.int32)
-    T, block = own.segments.shape[1], min(block, own.segments.shape[1])
+      mask: the attention mask.
+      query_tokens, key_tokens: descriptions of the tokens.
+      block: number of queries that are tested at a time.
 
-    def of_block(columns: Columns) -> tuple[Array, Array, Array]:
-        allowed_BtS = mask.allowed(columns, others) & (columns.segments > 0)[..., None]
+    Returns:
+      The first key of each query's interval, the key behind its last, and whether every query sees all keys of its
+      interval. The interval of padding is the first key.
+    """
+    queries, keys = (mask.inputs(Tokens.of(tokens)) for tokens in (query_tokens, key_tokens))
+    index_S = jnp.arange(keys.segments.shape[1], dtype=jnp.int32)
+    T, block = queries.segments.shape[1], min(block, queries.segments.shape[1])
+
+    def of_block(inputs: MaskInputs) -> tuple[Array, Array, Array]:
+        allowed_BtS = mask.allowed(inputs, keys) & (inputs.segments > 0)[..., None]
         first_Bt = jnp.where(allowed_BtS, index_S, len(index_S)).min(axis=-1)
         last_Bt = jnp.where(allowed_BtS, index_S + 1, 0).max(axis=-1)
-        is_run_Bt = allowed_BtS.sum(axis=-1, dtype=jnp.int32) == last_Bt - first_Bt
-        real_Bt = columns.segments > 0
-        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_run_Bt | ~real_Bt
+        is_interval_Bt = allowed_BtS.sum(axis=-1, dtype=jnp.int32) == last_Bt - first_Bt
+        real_Bt = inputs.segments > 0
+        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_interval_Bt | ~real_Bt
 
-    def cut(x_BT: Array) -> Array:
-        x_BT = filled(x_BT, block)
+    def split_rows(x_BT: Array) -> Array:
+        x_BT = pad_to_multiple(x_BT, block)
         return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, block, *x_BT.shape[2:]), 1, 0)
 
-    found = lax.map(of_block, jax.tree.map(cut, own))
-    first_BT, last_BT, is_run_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in found)
-    return first_BT, last_BT, is_run_BT.all()
+    block_results = lax.map(of_block, jax.tree.map(split_rows, queries))
+    first_BT, last_BT, is_interval_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in block_results)
+    return first_BT, last_BT, is_interval_BT.all()

@@ -1,22 +1,23 @@
-"""A language for masks: which kinds of tokens see which others, and how. NumPy alone.
+"""The language of masks: rules that say which kinds of tokens see which other kinds. NumPy alone.
 
 A mask is one line of rules, or the name of one of ``PRESETS``:
 
     text sees all before; vision sees vision in item
 
-A rule says who sees whom and how. *Who* and *whom* are kinds of tokens, joined by commas or "and": ``all``, ``text``,
-``media`` (all that is no text), ``prefix`` (what comes before the first token of a sample that is learned), ``suffix``
-(the rest), and every module whose media have places in the text, by its name. *How* is one of
+A rule has the form "query kinds see key kinds relation". Kinds of tokens are joined by commas or "and": ``all``,
+``text``, ``media`` (all tokens but text), ``prefix`` (the tokens of a sample before the first one with a loss),
+``suffix`` (the tokens from there on), and the name of every module whose media have places in the text. The relation of
+key to query is one of
 
-* ``before``: those that are before it in order, which windows and chunks of a layer narrow further;
-* ``everywhere``: those anywhere in its sample;
-* ``in item``: those of its own image, recording or drawing, whatever the window.
+* ``before``: the key is earlier in order; windows and chunks of a layer limit it further;
+* ``everywhere``: the key is anywhere in the query's sample;
+* ``in item``: the key is in the same image, recording or drawing, whatever the window.
 
-A token sees what any rule lets it see, and always itself; never one of another sample.
+A token sees every token that some rule allows, and always itself, but never a token of another sample.
 
-A rule is a bit. A token's word ``is`` has the bits of the rules by which it is seen, its word ``attends`` those of the
-rules by which it sees. So it takes two numbers of 32 bits a token, whatever the mask, and a mask has 32 rules at most.
-For more, words would become rows of numbers: ``Mask`` tests bits in one place.
+Each rule is a bit of two 32-bit words that every token has. ``is`` has the bits of the rules whose keys include the
+token; ``attends`` has the bits of the rules whose queries include it. So every mask takes two numbers a token, and a
+mask has at most 32 rules. For more rules, words would become several numbers; only ``Mask`` tests bits.
 
 Shapes: N tokens.
 """
@@ -34,16 +35,16 @@ from jaxtyping import Bool, Int, UInt32
 
 from mmjax.configurable import ConfigError, near_misses, require, suggest
 
-How = Literal["before", "everywhere", "in item"]
-"""How a token sees another: where they are to each other."""
-HOWS: tuple[How, ...] = get_args(How)
+Relation = Literal["before", "everywhere", "in item"]
+"""The relation of a key to a query."""
+RELATIONS: tuple[Relation, ...] = get_args(Relation)
 ITEMS: Literal["in item"] = "in item"
 MaskKind = Literal["causal", "full", "words"]
-"""What a mask reads: order and segments, segments alone, or words of bits besides."""
+"""The inputs of a mask: order and segments, segments alone, or the words of rule bits besides."""
 WORDS = ("is", "attends", "items")
-"""The host inputs of each token that the data side makes for masks of words."""
+"""The host inputs of each token that masks of kind "words" read."""
 KINDS = ("all", "text", "media", "prefix", "suffix")
-"""Kinds of tokens of any model; its modules' names are kinds too."""
+"""The kinds of tokens of every model, besides the names of its modules."""
 PRESETS: Mapping[str, str] = {
     "causal": "all sees all before",
     "full": "all sees all everywhere",
@@ -52,26 +53,26 @@ PRESETS: Mapping[str, str] = {
     "paligemma": "prefix sees prefix everywhere; suffix sees all before",
     "qwen-omni": "all sees all before",
 }
-"""Masks by name. Cornstarch's EP, EE and MP (§6.5) are one rule over media that come first, stand in the text, or are
-packed with other samples. Qwen-Omni's text model is causal; its media differ in positions alone."""
-MOST = 32
-"""The most rules, one a bit."""
+"""Masks by name. Cornstarch's EP, EE and MP (§6.5) are one mask, with media before the text, inside it, or packed with
+other samples. Qwen-Omni's text model is causal; its media differ in positions alone."""
+MAX_RULES = 32
+"""The maximal number of rules, one bit each."""
 _EXAMPLE = PRESETS["cornstarch"]
-_RULE = re.compile(r"(?P<who>.+?) sees? (?P<whom>.+) (?P<how>before|everywhere|in item)")
-_GENERATED = ("all", "text", "suffix")
-"""The kinds of a token of text that is generated."""
+_RULE = re.compile(r"(?P<queries>.+?) sees? (?P<keys>.+) (?P<relation>before|everywhere|in item)")
+_GENERATED_KINDS = ("all", "text", "suffix")
+"""The kinds of a generated token."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: tokens of the kinds ``who`` see those of the kinds ``whom``."""
+    """One rule: tokens of ``query_kinds`` see tokens of ``key_kinds`` in the given relation."""
 
-    who: tuple[str, ...]
-    whom: tuple[str, ...]
-    how: How
+    query_kinds: tuple[str, ...]
+    key_kinds: tuple[str, ...]
+    relation: Relation
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.who)} sees {' and '.join(self.whom)} {self.how}"
+        return f"{' and '.join(self.query_kinds)} sees {' and '.join(self.key_kinds)} {self.relation}"
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ class Rules:
 
     @classmethod
     def parse(cls, text: str, field: str = "mask") -> Rules:
-        """The rules of one line.
+        """Parses a line of rules or the name of a preset.
 
         Args:
-          text: see above.
+          text: the line, see the module's docstring.
           field: the setting's name in errors.
 
         Raises:
-          ConfigError: the line is not of this language; the message says what is meant, or what may be written.
+          ConfigError: the line is wrong; the message has a suggestion or an example.
         """
         if text.strip() and " " not in text.strip() and text not in PRESETS:
             named = near_misses(text, PRESETS)
@@ -98,92 +99,99 @@ class Rules:
         parts = [part.strip() for part in PRESETS.get(text, text).split(";")]
         rules = tuple(_rule(part, text, field) for part in parts if part)
         require(len(rules) > 0, field, text, f"has no rule; write 'causal', or rules such as {_EXAMPLE!r}")
-        require(len(rules) <= MOST, field, text, f"has {len(rules)} rules; a mask has {MOST} at most, one a bit")
+        require(
+            len(rules) <= MAX_RULES, field, text, f"has {len(rules)} rules; a mask has {MAX_RULES} at most, one a bit"
+        )
         return cls(rules)
 
     def require_kinds(self, modules: Iterable[str], field: str, text: str) -> None:
-        """Requires that every kind that is no general one is a module with media.
+        """Requires that every kind is one of ``KINDS`` or a module with media.
+
+        Args:
+          modules: names of the modules with media.
+          field, text: the setting's name and value, for errors.
 
         Raises:
-          ConfigError: one is not; the message has near names.
+          ConfigError: a kind is unknown; the message has similar names.
         """
         known = (*KINDS, *modules)
-        for kind in (kind for rule in self.rules for kind in (*rule.who, *rule.whom)):
+        for kind in (kind for rule in self.rules for kind in (*rule.query_kinds, *rule.key_kinds)):
             if kind not in known:
                 raise ConfigError(f"{field}={text!r}: no tokens are {kind!r}; {suggest(kind, known)}")
 
     @property
     def kind(self) -> MaskKind:
-        """What a mask of these rules reads; the two plain ones need no words."""
-        plain: dict[How, MaskKind] = {"before": "causal", "everywhere": "full"}
+        """The kind of a mask with these rules: ``causal`` and ``full`` need no words."""
+        plain: dict[Relation, MaskKind] = {"before": "causal", "everywhere": "full"}
         everyone = ("all",)
-        if len(self.rules) == 1 and self.rules[0].who == self.rules[0].whom == everyone:
-            return plain.get(self.rules[0].how, "words")
+        if len(self.rules) == 1 and self.rules[0].query_kinds == self.rules[0].key_kinds == everyone:
+            return plain.get(self.rules[0].relation, "words")
         return "words"
 
     @property
-    def hows(self) -> tuple[How, ...]:
-        """How each bit is seen; () where there are no words."""
-        return tuple(rule.how for rule in self.rules) if self.kind == "words" else ()
+    def relations(self) -> tuple[Relation, ...]:
+        """The relation of each rule; () for kinds other than ``words``."""
+        return tuple(rule.relation for rule in self.rules) if self.kind == "words" else ()
 
     def words(
         self, kinds: Mapping[str, Bool[np.ndarray, " N"]], items_N: Int[np.ndarray, " N"]
     ) -> tuple[UInt32[np.ndarray, " N"], UInt32[np.ndarray, " N"]]:
-        """``is`` and ``attends`` of tokens.
+        """The words ``is`` and ``attends`` of tokens.
 
         Args:
-          kinds: which tokens are of each kind.
-          items_N: the number of each token's medium in its sample, from 1; 0 for text, which is in no item.
+          kinds: by kind, whether each token is of that kind.
+          items_N: the number of each token's medium in its sample, from 1; 0 for text.
         """
         is_N, attends_N = np.zeros(len(items_N), np.uint32), np.zeros(len(items_N), np.uint32)
         for bit, rule in enumerate(self.rules):
-            whom_N = np.logical_or.reduce([kinds[kind] for kind in rule.whom])
-            if rule.how == ITEMS:
-                whom_N = whom_N & (items_N > 0)
-            is_N |= whom_N.astype(np.uint32) << np.uint32(bit)
-            attends_N |= np.logical_or.reduce([kinds[kind] for kind in rule.who]).astype(np.uint32) << np.uint32(bit)
+            is_query_N = np.logical_or.reduce([kinds[kind] for kind in rule.query_kinds])
+            is_key_N = np.logical_or.reduce([kinds[kind] for kind in rule.key_kinds])
+            if rule.relation == ITEMS:
+                is_key_N = is_key_N & (items_N > 0)
+            is_N |= is_key_N.astype(np.uint32) << np.uint32(bit)
+            attends_N |= is_query_N.astype(np.uint32) << np.uint32(bit)
         return is_N, attends_N
 
     @cached_property
     def generated(self) -> dict[str, int]:
-        """The words of a token of text that is generated, by input."""
-        found = {"is": 0, "attends": 0}
+        """The words of a generated token, by host input."""
+        words = {"is": 0, "attends": 0}
         for bit, rule in enumerate(self.rules):
-            if rule.how != ITEMS and set(rule.whom) & set(_GENERATED):
-                found["is"] |= 1 << bit
-            if set(rule.who) & set(_GENERATED):
-                found["attends"] |= 1 << bit
-        return found
+            if rule.relation != ITEMS and set(rule.key_kinds) & set(_GENERATED_KINDS):
+                words["is"] |= 1 << bit
+            if set(rule.query_kinds) & set(_GENERATED_KINDS):
+                words["attends"] |= 1 << bit
+        return words
 
     @property
     def shows_later(self) -> Rule | None:
-        """A rule by which tokens see text that is generated after them, if there is one: such a mask writes no text."""
-        found = (rule for rule in self.rules if rule.how == "everywhere" and set(rule.whom) & set(_GENERATED))
-        return next(found, None)
+        """A rule by which tokens see later generated text, if there is one: then text cannot be generated."""
+        for rule in self.rules:
+            if rule.relation == "everywhere" and set(rule.key_kinds) & set(_GENERATED_KINDS):
+                return rule
+        return None
 
 
 def _rule(part: str, text: str, field: str) -> Rule:
-    found = _RULE.fullmatch(" ".join(part.replace(",", " and ").split()))
-    if found:
-        return Rule(_kinds(found["who"], part, text, field), _kinds(found["whom"], part, text, field), _how(found))
+    """Parses one rule, a part of the line ``text``."""
+    match = _RULE.fullmatch(" ".join(part.replace(",", " and ").split()))
+    if match:
+        query_kinds, key_kinds = (_kinds(match[group], part, text, field) for group in ("queries", "keys"))
+        return Rule(query_kinds, key_kinds, cast(Relation, match["relation"]))
     words = part.split()
     verbs = [word for word in words if word in ("see", "sees")]
     if not verbs:
         near = next((word for word in words if near_misses(word, ("see", "sees"))), "")
-        fix = f"{part!r} says not who sees whom" + (f", did you mean 'sees' by {near!r}?" if near else "")
+        fix = f"{part!r} does not say who sees whom" + (f", did you mean 'sees' by {near!r}?" if near else "")
     elif len(words) < 4:
-        fix = f"{part!r} is not whole: who sees whom, and one of {', '.join(HOWS)}"
+        fix = f"{part!r} is incomplete: write who sees whom, and one of {', '.join(RELATIONS)}"
     else:
-        fix = f"{part!r} ends in {words[-1]!r}; {suggest(' '.join(words[-1:]), HOWS)}"
+        fix = f"{part!r} ends in {words[-1]!r}; {suggest(' '.join(words[-1:]), RELATIONS)}"
     raise ConfigError(f"{field}={text!r}: {fix}; rules are written {_EXAMPLE!r}")
 
 
-def _how(found: re.Match[str]) -> How:
-    return cast(How, found["how"])
-
-
-def _kinds(named: str, part: str, text: str, field: str) -> tuple[str, ...]:
-    kinds = tuple(kind for kind in named.split(" and ") if kind != "and")
+def _kinds(joined: str, part: str, text: str, field: str) -> tuple[str, ...]:
+    kinds = tuple(kind for kind in joined.split(" and ") if kind != "and")
     for kind in kinds:
         if not kind.isidentifier():
             fix = f"{kind!r} in {part!r} is no kind of token; join kinds by 'and', and rules by ';'"

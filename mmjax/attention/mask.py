@@ -1,6 +1,7 @@
-"""Which tokens see which: a rule for pairs of tokens, and for pairs of blocks of tokens.
+"""Attention masks: which query may attend to which key, for pairs of tokens and for pairs of blocks of tokens.
 
-Shapes: T tokens that ask, S tokens that are asked, A axes of a position; leading dimensions are rows or blocks.
+Shapes: T queries, S keys, P blocks of queries, N blocks of keys, A axes of a position; leading dimensions are rows or
+blocks.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
-from mmjax.attention.language import ITEMS, How, MaskKind, Rules
+from mmjax.attention.language import ITEMS, MaskKind, Relation, Rules
 
 if TYPE_CHECKING:  # data workers read masks, and have no JAX
     from jaxtyping import Array
 
     from mmjax.attention.tokens import Tokens
 
-__all__ = ["Columns", "Mask", "MaskKind", "bounds"]
+__all__ = ["Bounds", "Mask", "MaskInputs", "MaskKind", "bounds"]
 
 
-class Columns(NamedTuple):
-    """What a mask reads of each token, or bounds of it for each block of tokens.
+class MaskInputs(NamedTuple):
+    """The inputs of a mask: integers of each token, or a lower or upper bound of them in each block of tokens.
 
-    The bounds of words are all bits that any token of the block has.
+    Bounds of the bit fields ``seen_as`` and ``attends`` are the bits that any token of the block has.
     """
 
     segments: Int[Array, "*B T"]
@@ -37,53 +38,59 @@ class Columns(NamedTuple):
     items: Int[Array, "*B T"] | None = None
 
 
+Bounds = tuple[MaskInputs, MaskInputs]
+"""Lower and upper bounds of the mask's inputs in each block of tokens; see ``bounds``."""
+
+
 @dataclass(frozen=True)
 class Mask:
-    """A rule among the tokens of one segment.
+    """An attention mask within segments: tokens of different segments never see each other.
 
     Attributes:
-      kind: ``causal`` (a token sees itself and the tokens of its segment that are before it in order), ``full``, or
-        ``words`` (it sees itself and those that share a bit with it, see ``language``).
-      window: what is seen as before a token is less than this before it in order; 0 means all.
-      grid_window: a token sees only those in its own window, where windows of this edge cut its segment along every
-        axis of its positions; what is seen as of its item is seen anyway. 0 means all.
-      hows: of ``words``, how each bit is seen.
+      kind: ``causal`` (a token sees itself and earlier tokens by order), ``full``, or ``words`` (a token sees itself
+        and the tokens that share a bit of a rule with it, see ``language``).
+      window: width of the sliding window over earlier tokens, the token itself included; 0 means no limit. It limits
+        ``causal`` and the relation "before".
+      grid_window: edge of the windows that segments are cut into along every axis of positions. A token sees only its
+        own window, and by the relation "in item" its whole item. 0 means no windows.
+      relations: the relation of each rule bit, for kind ``words``.
 
     Raises:
-      ValueError: there is a window and nothing is seen as before a token; or bits, and the kind is not ``words``.
+      ValueError: there is a window, but no rule for earlier tokens; or relations and kind do not fit.
     """
 
     kind: MaskKind
     window: int = 0
     grid_window: int = 0
-    hows: tuple[How, ...] = ()
+    relations: tuple[Relation, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.window and self.kind != "causal" and "before" not in self.hows:
+        if self.window and self.kind != "causal" and "before" not in self.relations:
             fix = "use 'causal', or a window of 0"
             raise ValueError(f"window={self.window}: a mask that is {self.kind!r} has none; {fix}")
-        if bool(self.hows) != (self.kind == "words"):
-            raise ValueError(f"hows={self.hows!r}: a mask of kind {self.kind!r}; give one for each bit of 'words'")
+        if bool(self.relations) != (self.kind == "words"):
+            fix = "give one for each rule of 'words', and none otherwise"
+            raise ValueError(f"relations={self.relations!r}: the mask is {self.kind!r}; {fix}")
 
     @classmethod
     def of(cls, rules: Rules | str, window: int = 0, grid_window: int = 0) -> Mask:
-        """The mask of rules, or of a line of them. A window is left out where nothing is seen as before a token."""
+        """The mask that rules describe; ``window`` is ignored where no rule is about earlier tokens."""
         rules = Rules.parse(rules) if isinstance(rules, str) else rules
-        before = rules.kind == "causal" or "before" in rules.hows
-        return cls(rules.kind, window if before else 0, grid_window, rules.hows)
+        has_before = rules.kind == "causal" or "before" in rules.relations
+        return cls(rules.kind, window if has_before else 0, grid_window, rules.relations)
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """The host inputs that it reads of each token, "order" if there is one."""
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the host inputs that the mask reads; "order" is optional (see ``Tokens.order_BT``)."""
         order = ["order"] * (self.kind != "full")
-        words = ["is", "attends"] * (self.kind == "words") + ["items"] * (ITEMS in self.hows)
+        words = ["is", "attends"] * (self.kind == "words") + ["items"] * (ITEMS in self.relations)
         return ("segments", *order, *["positions"] * bool(self.grid_window), *words)
 
-    def columns(self, tokens: Tokens) -> Columns:
-        """What this mask reads of ``tokens``.
+    def inputs(self, tokens: Tokens) -> MaskInputs:
+        """This mask's inputs, from the host inputs of ``tokens``.
 
         Raises:
-          ValueError: it has a window of a grid, and the stage does not read positions; or words, which it does not.
+          ValueError: a host input is missing: positions for a grid window, or "is", "attends" and "items" for words.
         """
         segments_BT = tokens.segments_BT
         order = None if self.kind == "full" else tokens.orders_BT
@@ -91,142 +98,146 @@ class Mask:
         if self.grid_window:
             windows = tokens.positions.reshape(*segments_BT.shape, -1) // self.grid_window
         if self.kind != "words":
-            return Columns(segments_BT, order, windows)
-        items = tokens.known("items") if ITEMS in self.hows else None
-        return Columns(segments_BT, order, windows, tokens.known("is"), tokens.known("attends"), items)
+            return MaskInputs(segments_BT, order, windows)
+        items = tokens.input("items") if ITEMS in self.relations else None
+        return MaskInputs(segments_BT, order, windows, tokens.input("is"), tokens.input("attends"), items)
 
-    def allowed(self, asking: Columns, asked: Columns) -> Bool[Array, "*B T S"]:
-        """Whether each token that asks sees each that is asked. Padding, segment 0, sees padding."""
-        seen = asking.segments[..., :, None] == asked.segments[..., None, :]
-        if asking.order is not None and asked.order is not None:
-            before = asking.order[..., :, None] - asked.order[..., None, :]
+    def allowed(self, queries: MaskInputs, keys: MaskInputs) -> Bool[Array, "*B T S"]:
+        """Whether each query sees each key. Padding, segment 0, sees padding."""
+        allowed = queries.segments[..., :, None] == keys.segments[..., None, :]
+        if queries.order is not None and keys.order is not None:
+            distance = queries.order[..., :, None] - keys.order[..., None, :]
             if self.kind == "words":
-                return seen & (self._shared(asking, asked, before) | (before == 0))
-            seen &= self._near(before)
-        if asking.windows is not None and asked.windows is not None:
-            seen &= _equal(asking.windows, asked.windows)
-        return seen
+                return allowed & (self._rules_allow(queries, keys, distance) | (distance == 0))
+            allowed &= self._is_before(distance)
+        if queries.windows is not None and keys.windows is not None:
+            allowed &= _equal(queries.windows, keys.windows)
+        return allowed
 
-    def may_meet(self, asking: tuple[Columns, Columns], asked: tuple[Columns, Columns]) -> Bool[Array, "*B P N"]:
-        """Whether any token of a block that asks may see any of a block that is asked, from bounds of both.
+    def may_allow(self, queries: Bounds, keys: Bounds) -> Bool[Array, "*B P N"]:
+        """Whether any query of a block may see any key of another block.
 
-        It is never False where ``allowed`` is True for a pair of tokens that are not padding.
-
-        Args:
-          asking, asked: the least and the greatest value of each column in each block (see ``bounds``).
+        It is computed from bounds, so True may be too much. It is never False where ``allowed`` is True for a pair of
+        tokens that are not padding.
         """
-        (low, high), (asked_low, asked_high) = asking, asked
-        met = _overlap(low.segments, high.segments, asked_low.segments, asked_high.segments)
-        met &= (high.segments > 0)[..., :, None] & (asked_high.segments > 0)[..., None, :]
+        (low, high), (key_low, key_high) = queries, keys
+        may_see = _overlap(low.segments, high.segments, key_low.segments, key_high.segments)
+        may_see &= (high.segments > 0)[..., :, None] & (key_high.segments > 0)[..., None, :]
         if low.order is not None and high.order is not None:
-            assert asked_low.order is not None and asked_high.order is not None
-            near = asked_low.order[..., None, :] <= high.order[..., :, None]
+            assert key_low.order is not None and key_high.order is not None
+            may_be_before = key_low.order[..., None, :] <= high.order[..., :, None]
             if self.window:
-                near &= low.order[..., :, None] - asked_high.order[..., None, :] < self.window
+                may_be_before &= low.order[..., :, None] - key_high.order[..., None, :] < self.window
             if self.kind == "words":
-                itself = _overlap(low.order, high.order, asked_low.order, asked_high.order)
-                return met & (self._may_share(asking, asked, near) | itself)
-            met &= near
+                itself = _overlap(low.order, high.order, key_low.order, key_high.order)
+                return may_see & (self._rules_may_allow(queries, keys, may_be_before) | itself)
+            may_see &= may_be_before
         if low.windows is not None:
-            met &= _may_equal(asking, asked)
-        return met
+            may_see &= _may_equal(queries, keys)
+        return may_see
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
-    def _near(self, before: Int[Array, "*B T S"]) -> Bool[Array, "*B T S"]:
-        """Whether a token so far before another is seen as before it."""
-        return (before >= 0) & (before < self.window) if self.window else before >= 0
+    def _is_before(self, distance: Int[Array, "*B T S"]) -> Bool[Array, "*B T S"]:
+        """Whether keys at these distances before their queries are earlier tokens within the window."""
+        return (distance >= 0) & (distance < self.window) if self.window else distance >= 0
 
-    def _shared(self, asking: Columns, asked: Columns, before: Int[Array, "*B T S"]) -> Bool[Array, "*B T S"]:
-        """Whether tokens share a bit, and are to each other as it says."""
-        assert asking.attends is not None and asked.seen_as is not None
-        shared = asking.attends[..., :, None] & asked.seen_as[..., None, :]
-        found = []
-        if there := self._bits("before"):
-            found.append((shared & there != 0) & self._near(before))
-        if there := self._bits("everywhere"):
-            found.append(shared & there != 0)
-        if asking.windows is not None and asked.windows is not None and found:
-            found = [reduce(or_, found) & _equal(asking.windows, asked.windows)]
-        if there := self._bits(ITEMS):
-            assert asking.items is not None and asked.items is not None
-            same = asking.items[..., :, None] == asked.items[..., None, :]
-            found.append((shared & there != 0) & same & (asked.items > 0)[..., None, :])
-        return reduce(or_, found)
+    def _rules_allow(
+        self, queries: MaskInputs, keys: MaskInputs, distance: Int[Array, "*B T S"]
+    ) -> Bool[Array, "*B T S"]:
+        """Whether a rule applies: query and key share its bit, and stand in its relation."""
+        assert queries.attends is not None and keys.seen_as is not None
+        shared = queries.attends[..., :, None] & keys.seen_as[..., None, :]
+        conditions = []
+        if bits := self._bits("before"):
+            conditions.append((shared & bits != 0) & self._is_before(distance))
+        if bits := self._bits("everywhere"):
+            conditions.append(shared & bits != 0)
+        if queries.windows is not None and keys.windows is not None and conditions:
+            conditions = [reduce(or_, conditions) & _equal(queries.windows, keys.windows)]
+        if bits := self._bits(ITEMS):
+            assert queries.items is not None and keys.items is not None
+            same = queries.items[..., :, None] == keys.items[..., None, :]
+            conditions.append((shared & bits != 0) & same & (keys.items > 0)[..., None, :])
+        return reduce(or_, conditions)
 
-    def _may_share(
-        self, asking: tuple[Columns, Columns], asked: tuple[Columns, Columns], near: Bool[Array, "*B P N"]
+    def _rules_may_allow(
+        self, queries: Bounds, keys: Bounds, may_be_before: Bool[Array, "*B P N"]
     ) -> Bool[Array, "*B P N"]:
-        """The same for any two tokens of two blocks."""
-        (low, high), (asked_low, asked_high) = asking, asked
-        assert high.attends is not None and asked_high.seen_as is not None
-        shared = high.attends[..., :, None] & asked_high.seen_as[..., None, :]
-        found = []
-        if there := self._bits("before"):
-            found.append((shared & there != 0) & near)
-        if there := self._bits("everywhere"):
-            found.append(shared & there != 0)
-        if low.windows is not None and found:
-            found = [reduce(or_, found) & _may_equal(asking, asked)]
-        if there := self._bits(ITEMS):
+        """Whether a rule may apply to any query of a block and any key of another."""
+        (low, high), (key_low, key_high) = queries, keys
+        assert high.attends is not None and key_high.seen_as is not None
+        shared = high.attends[..., :, None] & key_high.seen_as[..., None, :]
+        conditions = []
+        if bits := self._bits("before"):
+            conditions.append((shared & bits != 0) & may_be_before)
+        if bits := self._bits("everywhere"):
+            conditions.append(shared & bits != 0)
+        if low.windows is not None and conditions:
+            conditions = [reduce(or_, conditions) & _may_equal(queries, keys)]
+        if bits := self._bits(ITEMS):
             assert low.items is not None and high.items is not None
-            assert asked_low.items is not None and asked_high.items is not None
-            same = _overlap(low.items, high.items, asked_low.items, asked_high.items)
-            found.append((shared & there != 0) & same)
-        return reduce(or_, found)
+            assert key_low.items is not None and key_high.items is not None
+            same = _overlap(low.items, high.items, key_low.items, key_high.items)
+            conditions.append((shared & bits != 0) & same)
+        return reduce(or_, conditions)
 
-    def _bits(self, how: How) -> np.uint32:
-        """A word of the bits that are seen so; 0 where there is none."""
-        return np.uint32(sum(1 << bit for bit, own in enumerate(self.hows) if own == how))
+    def _bits(self, relation: Relation) -> np.uint32:
+        """The bits of all rules with this relation; 0 if there are none."""
+        return np.uint32(sum(1 << bit for bit, candidate in enumerate(self.relations) if candidate == relation))
 
 
-def bounds(columns: Columns, block: int) -> tuple[Columns, Columns]:
-    """The least and the greatest value of each column in each block of so many tokens; of words all bits, in both.
+def bounds(inputs: MaskInputs, block: int) -> Bounds:
+    """Lower and upper bounds of a mask's inputs in each block of ``block`` tokens.
 
-    Padding has no part in either; a block of padding alone has no segment above 0. Nor has text in bounds of items.
+    For bit fields both bounds are the bits of all tokens of the block. Padding is left out; the upper bound of segments
+    in a block of padding alone is at most 0. Tokens of text are left out of the bounds of items.
     """
     import jax
     import jax.numpy as jnp
 
-    real_BT = columns.segments > 0
+    real_BT = inputs.segments > 0
     largest = jnp.iinfo(jnp.int32).max
 
     def blocks(x: Array) -> Array:
         return x.reshape(x.shape[0], -1, block, *x.shape[2:])
 
-    def least(x: Array, *, turned: bool = False, real: Array = real_BT) -> Array:
+    def minimum(x: Array, *, real: Array = real_BT) -> Array:
         real = real if x.ndim == real.ndim else real[..., None]
-        least = blocks(jnp.where(real, -x if turned else x, largest)).min(axis=2)
-        return -least if turned else least
+        return blocks(jnp.where(real, x, largest)).min(axis=2)
 
-    def either(x: Array | None) -> Array | None:
+    def maximum(x: Array, *, real: Array = real_BT) -> Array:
+        return -minimum(-x, real=real)
+
+    def union_of_bits(x: Array | None) -> Array | None:
+        if x is None:
+            return None
         zero = jnp.uint32(0)
-        return (
-            None if x is None else jax.lax.reduce(blocks(jnp.where(real_BT, x, zero)), zero, jax.lax.bitwise_or, (2,))
-        )
+        return jax.lax.reduce(blocks(jnp.where(real_BT, x, zero)), zero, jax.lax.bitwise_or, (2,))
 
-    plain = columns._replace(seen_as=None, attends=None, items=None)
-    low, high = jax.tree.map(least, plain), jax.tree.map(lambda x: least(x, turned=True), plain)
-    words = {"seen_as": either(columns.seen_as), "attends": either(columns.attends)}
-    if columns.items is None:
+    comparable = inputs._replace(seen_as=None, attends=None, items=None)
+    low, high = jax.tree.map(minimum, comparable), jax.tree.map(maximum, comparable)
+    words = {"seen_as": union_of_bits(inputs.seen_as), "attends": union_of_bits(inputs.attends)}
+    if inputs.items is None:
         return low._replace(**words), high._replace(**words)
-    real = real_BT & (columns.items > 0)
-    own = [least(columns.items, turned=turned, real=real) for turned in (False, True)]
-    return low._replace(**words, items=own[0]), high._replace(**words, items=own[1])
+    in_item = real_BT & (inputs.items > 0)
+    low_items, high_items = minimum(inputs.items, real=in_item), maximum(inputs.items, real=in_item)
+    return low._replace(**words, items=low_items), high._replace(**words, items=high_items)
 
 
-def _equal(windows: Array, others: Array) -> Bool[Array, "*B T S"]:
-    """Whether tokens are in the same window along every axis."""
-    axes = range(windows.shape[-1])
-    return reduce(and_, (windows[..., :, None, axis] == others[..., None, :, axis] for axis in axes))
+def _equal(query_windows: Array, key_windows: Array) -> Bool[Array, "*B T S"]:
+    """Whether query and key are in the same window along every axis."""
+    axes = range(query_windows.shape[-1])
+    return reduce(and_, (query_windows[..., :, None, axis] == key_windows[..., None, :, axis] for axis in axes))
 
 
-def _may_equal(asking: tuple[Columns, Columns], asked: tuple[Columns, Columns]) -> Bool[Array, "*B P N"]:
-    """Whether any two tokens of two blocks may be in the same window."""
-    ends = [one.windows for one in (*asking, *asked) if one.windows is not None]
-    axes = range(ends[0].shape[-1])
-    return reduce(and_, (_overlap(*(one[..., axis] for one in ends)) for axis in axes))
+def _may_equal(queries: Bounds, keys: Bounds) -> Bool[Array, "*B P N"]:
+    """Whether any query of a block may be in the same window as any key of another."""
+    windows = [inputs.windows for inputs in (*queries, *keys) if inputs.windows is not None]
+    axes = range(windows[0].shape[-1])
+    return reduce(and_, (_overlap(*(bound[..., axis] for bound in windows)) for axis in axes))
 
 
-def _overlap(low: Array, high: Array, asked_low: Array, asked_high: Array) -> Bool[Array, "*B P N"]:
-    return (low[..., :, None] <= asked_high[..., None, :]) & (asked_low[..., None, :] <= high[..., :, None])
+def _overlap(low: Array, high: Array, key_low: Array, key_high: Array) -> Bool[Array, "*B P N"]:
+    """Whether the ranges of values of a block of queries and of a block of keys overlap."""
+    return (low[..., :, None] <= key_high[..., None, :]) & (key_low[..., None, :] <= high[..., :, None])

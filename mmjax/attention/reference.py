@@ -1,6 +1,6 @@
-"""Attention with scores of whole rows: the oracle of the other ways.
+"""Dense attention, with scores of complete rows: the reference for the other backends.
 
-Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, K head width (all local
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width (all local
 to this rank).
 """
 
@@ -22,12 +22,12 @@ def dense_attention(
     mask: Mask,
     keys: Tokens | None = None,
 ) -> Float[Array, "B T H K"]:
-    """What ``attention`` gives, from an array of all pairs of tokens."""
+    """Attention from an array of the scores of all pairs of tokens; for arguments see ``blockwise.attention``."""
     B, T, H, K = q_BTHK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     scores_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32) * K**-0.5
-    allowed_BTS = mask.allowed(mask.columns(tokens), mask.columns(keys or tokens))
+    allowed_BTS = mask.allowed(mask.inputs(tokens), mask.inputs(keys or tokens))
     # A finite floor keeps rows without any allowed key free of NaN.
     scores_BGRTS = jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.float32(-1e30))
     weights_BGRTS = jax.nn.softmax(scores_BGRTS, axis=-1).astype(v_BSGK.dtype)

@@ -1,4 +1,4 @@
-"""The setting ``attention`` of modules: names of ways, and what is known of them without devices. Imports no JAX."""
+"""The setting ``attention`` of modules: names of backends, and their limits that need no device. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """A library with kernels for attention, and what it takes.
+    """A library of attention kernels, and the calls that it supports.
 
     Attributes:
-      name: as its makers write it.
-      devices: in words.
-      dtypes: of queries, keys and values.
-      multiple, most: the width of a head is a multiple of the first, up to the second.
-      package: the Python package that has it; "" where JAX has it. version: of the package, which is an extra of mmjax.
-      any_mask: whether it takes every mask that shows a token one run of keys, and rows of others go by blocks.
-      cp_ways: values of ``Layout.cp_way`` under which it computes attention.
+      name: the library's name as its makers write it.
+      devices: the supported devices, for messages.
+      dtypes: supported dtypes of queries, keys and values.
+      width_multiple, max_width: a head's width is a multiple of the first, and at most the second.
+      package: the Python package of the library, an extra of mmjax; "" where the kernels are part of JAX.
+      version: the package's version.
+      any_mask: whether every kind of mask is supported: each token sees one interval of keys, and rows for which that
+        is not so are computed blockwise.
+      cp_ways: supported values of ``Layout.cp_way``.
     """
 
     name: str
     devices: str
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    multiple: int = 8
-    most: int = 128
+    width_multiple: int = 8
+    max_width: int = 128
     package: str = ""
     version: str = ""
     any_mask: bool = False
     cp_ways: tuple[str, ...] = ()
 
     def refusal(self, head_width: int, grid_window: int = 0, kind: str = "causal", cp_way: str = "") -> str:
-        """Why it takes no heads or windows of such sizes, or no such mask, or is not there; "" where it does.
+        """The reason why the library cannot compute such attention, or is not installed; "" where it can.
 
         Args:
           head_width: width of one head.
-          grid_window: edge of the windows that cut an image, or chunks of a text; 0 is none.
-          kind: see ``Mask``.
-          cp_way: how ranks of cp bring queries and keys together; "" where rows are whole.
+          grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
+          kind: the kind of the mask, see ``Mask``.
+          cp_way: a value of ``Layout.cp_way``; "" without context parallelism.
         """
         if kind == "words" and not self.any_mask:
             return f"{self.name} takes causal and full masks, and none of other rules"
         if cp_way and cp_way not in self.cp_ways:
             ways = " and ".join(map(repr, self.cp_ways))
             return f"{self.name} with cp is for Layout.cp_way {ways}, not {cp_way!r}"
-        if head_width % self.multiple or head_width > self.most:
-            widths = f"a multiple of {self.multiple} up to {self.most}"
+        if head_width % self.width_multiple or head_width > self.max_width:
+            widths = f"a multiple of {self.width_multiple} up to {self.max_width}"
             return f"{self.name} takes heads whose width is {widths}, not {head_width}"
         if grid_window and not self.any_mask:
             return f"{self.name} has no windows of a grid and no chunks"
@@ -70,24 +72,25 @@ LIBRARIES: Mapping[str, Library] = {
         cp_ways=("gather", "need", "all-to-all"),
     ),
 }
-ATTENTIONS = (AUTO, "dense", "blockwise", *LIBRARIES)
-"""Values of ``attention``: what fits device, shape and mask best; scores of all pairs of tokens; blocks of tokens in
-plain XLA; and the kernels of libraries."""
+BACKENDS = (AUTO, "dense", "blockwise", *LIBRARIES)
+"""Values of ``attention``: the best for device, shape and mask; scores of all pairs of tokens; blocks of tokens in
+plain
+XLA; and the kernels of libraries."""
 
 
-def check_attention(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:
-    """Requires that the way exists and takes heads, windows and mask of the module.
+def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:
+    """Requires that the backend exists and supports the module's heads, windows and mask.
 
     Args:
-      cls: the name of the module's settings, such as "Decoder".
-      attention: the way.
+      cls: the gin name of the module's settings, such as "Decoder".
+      attention: the name of the backend.
       head_width, grid_window, kind: see ``Library.refusal``.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: the name is unknown, or the backend's library refuses.
     """
     name = f"{cls}.attention"
-    one_of(name, attention, ATTENTIONS)
+    one_of(name, attention, BACKENDS)
     if attention in LIBRARIES:
-        why = LIBRARIES[attention].refusal(head_width, grid_window, kind)
-        require(not why, name, attention, f"{why}; use {AUTO!r} or 'blockwise'")
+        refusal = LIBRARIES[attention].refusal(head_width, grid_window, kind)
+        require(not refusal, name, attention, f"{refusal}; use {AUTO!r} or 'blockwise'")

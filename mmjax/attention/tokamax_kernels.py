@@ -1,12 +1,13 @@
 """Attention by tokamax's kernels for NVIDIA's Hopper GPUs: each token sees one interval of keys.
 
-Its public function takes masks of all pairs, or lengths; intervals are taken by the kernels below it. Forward skips
-blocks of keys outside of a block's intervals. Backward skips those behind it under a causal mask, and no others.
+tokamax's public function takes masks of all pairs, or lengths; the kernels below it take intervals. Forward skips
+blocks of keys outside of the intervals of a block of queries. Backward skips later blocks under a causal mask, and no
+others.
 
-Where queries are in an order of their own, as under context parallelism, keys are put in that of their rows, so that
-what each query sees is an interval all the same.
+Where tokens are not in row order, as under context parallelism, keys are permuted into row order. Then each query still
+sees an interval of keys.
 
-Shapes: B rows, T tokens that ask, S tokens that are asked, H query heads, G key/value heads, K head width (all local to
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width (all local to
 this rank).
 """
 
@@ -23,15 +24,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention import blockwise
-from mmjax.attention.by_hand import Known
-from mmjax.attention.kernels import Kernel, Sequence, intervals, seen_runs
+from mmjax.attention.custom_vjp import TokenInfo
+from mmjax.attention.kernels import Kernel, RowOrder, run_intervals, visible_intervals
 from mmjax.attention.mask import Mask
-from mmjax.attention.tokens import filled
+from mmjax.attention.tokens import pad_to_multiple
 
-_ON = ("H100", "H200", "H800", "H20", "GH200")
-"""Devices that the kernels are written for, by a word of their names: compute capability 9.0."""
+_DEVICES = ("H100", "H200", "H800", "H20", "GH200")
+"""Words in the names of devices that the kernels are written for: compute capability 9.0."""
 _ROUND = 128
-"""Rows are filled up to a multiple of this many tokens, two blocks of queries."""
+"""Rows are padded to a multiple of this many tokens, two blocks of queries."""
 _KERNELS = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 _BLOCKS = {"block_q": 64, "block_kv": 128, "num_stages": 2}
 """tokamax's own choice for heads up to a width of 128; it would tune them by running, for each shape."""
@@ -40,140 +41,161 @@ _BACKWARD_BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "bl
 
 @dataclass(frozen=True)
 class Tokamax(Kernel):
-    """Attention of queries in any order, each to an interval of keys, forward and backward.
+    """Attention of queries in any order, where each sees an interval of keys in row order.
 
-    A mask of words, or of windows of a grid, may show keys that are no interval. That is data: where a rank has such
-    rows, it computes by blocks.
+    Under masks of words or of grid windows the visible keys may be no interval, depending on the data. A rank computes
+    such rows blockwise.
     """
 
     LIBRARY = "tokamax"
-    DEVICES = _ON
+    DEVICES = _DEVICES
 
     @classmethod
-    def found(cls, mask: Mask, asking: Known, asked: Known, *, by_index: bool) -> Known:
+    def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
         """The interval of keys that each query sees, and whether it sees all of them; see ``Kernel``."""
-        if by_index and _is_plain(mask):
-            return {}  # found faster from segments
-        row = Sequence.of(asked, by_index=by_index)
-        first_BT, last_BT, are_runs = seen_runs(mask, asking, {name: row.put(x) for name, x in asked.items()})
-        return {"first": first_BT, "last": last_BT, "are_runs": are_runs}
+        if in_row_order and _has_intervals(mask):
+            return {}  # ``run_intervals`` is faster
+        row_order = RowOrder.of(key_tokens, in_row_order=in_row_order)
+        ordered_keys = {name: row_order.to_row_order(x) for name, x in key_tokens.items()}
+        first_BT, last_BT, all_visible = visible_intervals(mask, query_tokens, ordered_keys)
+        return {"first": first_BT, "last": last_BT, "all_visible": all_visible}
 
-    def forward(self, q: Array, k: Array, v: Array, asking: Known, asked: Known) -> tuple[Float[Array, "B T H K"], Any]:
-        """The output, and two numbers of each softmax; see ``ByHand``."""
-        kernel, settings = forward_kernel()
-        static = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
-        static |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": settings, **self._static(q)}
-        T, seen = q.shape[1], self._seen(asking, asked)
+    def forward(
+        self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Float[Array, "B T H K"], Any]:
+        """The output, and two numbers of each softmax; see ``AttentionVjp``."""
+        kernel, config = forward_kernel()
+        options = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
+        options |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": config, **self._options(q)}
+        T, visible = q.shape[1], self._visible_keys(query_tokens, key_tokens)
 
         def of_row(qkv: list[Array], first: Array, last: Array | None) -> Any:
-            return kernel(*qkv, None, None, first, last, **static)
+            return kernel(*qkv, None, None, first, last, **options)
 
         def by_kernel(q: Array, k: Array, v: Array) -> Any:
-            row = Sequence.of(asked, by_index=self.by_index)
-            out, stats = jax.vmap(of_row)(_filled(q, row.put(k), row.put(v)), *seen.intervals)
-            return _typed((out[:, :T], tuple(stats)), q)
+            row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
+            qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
+            out, stats = jax.vmap(of_row)(qkv, *visible.intervals)
+            return _varying_like((out[:, :T], tuple(stats)), q)
 
         def by_blocks(q: Array, k: Array, v: Array) -> Any:
-            out, lse_BHT = blockwise.forward(self.mask, q, k, v, asking, asked)
-            (lse_BTH,) = _filled(jnp.swapaxes(lse_BHT, 1, 2))
-            return _typed((out, (jnp.swapaxes(lse_BTH, 1, 2), jnp.zeros((len(q), q.shape[2], lse_BTH.shape[1])))), q)
+            out, lse_BHT = blockwise.forward(self.mask, q, k, v, query_tokens, key_tokens)
+            (lse_BTH,) = _pad_rows(jnp.swapaxes(lse_BHT, 1, 2))
+            zeros_BHT = jnp.zeros((len(q), q.shape[2], lse_BTH.shape[1]))
+            return _varying_like((out, (jnp.swapaxes(lse_BTH, 1, 2), zeros_BHT)), q)
 
-        return seen.choose(by_kernel, by_blocks, q, k, v)
+        return visible.choose(by_kernel, by_blocks, q, k, v)
 
     def backward(
-        self, q: Array, k: Array, v: Array, asking: Known, asked: Known, out: Array, stats: Any, d_out: Array
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        query_tokens: TokenInfo,
+        key_tokens: TokenInfo,
+        out: Array,
+        stats: Any,
+        d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        """See ``ByHand``."""
-        kernel, settings = backward_kernel()
-        static = {"config": settings, "ds_dtype": None, **self._static(q)}
-        (T, S), seen = (q.shape[1], k.shape[1]), self._seen(asking, asked)
+        """See ``AttentionVjp``."""
+        kernel, config = backward_kernel()
+        options = {"config": config, "ds_dtype": None, **self._options(q)}
+        (T, S), visible = (q.shape[1], k.shape[1]), self._visible_keys(query_tokens, key_tokens)
 
         def of_row(qkv: list[Array], stats: Any, outs: list[Array], first: Array, last: Array | None) -> Any:
-            return kernel(*qkv, stats, *outs, None, None, first, last, **static)[:3]
+            return kernel(*qkv, stats, *outs, None, None, first, last, **options)[:3]
 
         def by_kernel(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
-            row = Sequence.of(asked, by_index=self.by_index)
-            dq, dk, dv = jax.vmap(of_row)(
-                _filled(q, row.put(k), row.put(v)), stats, _filled(out, d_out), *seen.intervals
-            )
-            return _typed((dq[:, :T], row.back(dk[:, :S]), row.back(dv[:, :S])), q)
+            row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
+            qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
+            dq, dk, dv = jax.vmap(of_row)(qkv, stats, _pad_rows(out, d_out), *visible.intervals)
+            dk, dv = row_order.from_row_order(dk[:, :S]), row_order.from_row_order(dv[:, :S])
+            return _varying_like((dq[:, :T], dk, dv), q)
 
         def by_blocks(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
             lse_BHT = stats[0][..., :T]
-            gradients = blockwise.backward(self.mask, q, k, v, asking, asked, out, lse_BHT, d_out)
-            return _typed(tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), q)
+            gradients = blockwise.backward(self.mask, q, k, v, query_tokens, key_tokens, out, lse_BHT, d_out)
+            return _varying_like(tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), q)
 
-        return seen.choose(by_kernel, by_blocks, q, k, v, out, stats, d_out)
+        return visible.choose(by_kernel, by_blocks, q, k, v, out, stats, d_out)
 
-    # ---- what the kernels are told -----------------------------------------------------------------------------------
+    # ---- arguments of the kernels ------------------------------------------------------------------------------------
 
     @property
     def _by_segment(self) -> bool:
-        """Whether segments say which keys are seen."""
-        return self.by_index and _is_plain(self.mask)
+        """Whether the interval of each query follows from segments alone."""
+        return self.in_row_order and _has_intervals(self.mask)
 
-    def _static(self, q_BTHK: Array) -> dict[str, Any]:
+    def _options(self, q_BTHK: Array) -> dict[str, Any]:
+        """Keyword arguments of both kernels."""
         causal = self._by_segment and self.mask.kind == "causal"
         return {"is_causal": causal, "logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": None}
 
-    def _seen(self, asking: Known, asked: Known) -> _Seen:
-        """The intervals of all heads; under a causal mask, which the kernels know, they need no end."""
+    def _visible_keys(self, query_tokens: TokenInfo, key_tokens: TokenInfo) -> _VisibleKeys:
+        """The intervals of all queries; without ends under a causal mask, which the kernels apply themselves."""
         if not self._by_segment:
-            own = asking if "are_runs" in asking else self.found(self.mask, asking, asked, by_index=self.by_index)
-            return _Seen(own["first"], own["last"], None if _is_plain(self.mask) else own["are_runs"])
-        first_BT, last_BT = intervals(asked["segments"])
+            info = query_tokens
+            if "all_visible" not in info:
+                info = self.precompute(self.mask, query_tokens, key_tokens, in_row_order=self.in_row_order)
+            return _VisibleKeys(info["first"], info["last"], None if _has_intervals(self.mask) else info["all_visible"])
+        first_BT, last_BT = run_intervals(key_tokens["segments"])
         if window := self.mask.window:
             first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (window - 1))
-        return _Seen(first_BT, None if self.mask.kind == "causal" else last_BT)
+        return _VisibleKeys(first_BT, None if self.mask.kind == "causal" else last_BT)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The keys that queries see.
+class _VisibleKeys:
+    """The interval of keys that each query sees.
 
     Attributes:
-      first_BT, last_BT: the interval of each query; ``None`` where it ends with the query itself.
-      are_runs: whether it sees all of it; ``None`` where that is so.
+      first_BT: the first key of each interval.
+      last_BT: the key behind the last of each interval; ``None`` where it ends with the query itself.
+      all_visible: whether every query sees all keys of its interval; ``None`` where the mask implies it.
     """
 
     first_BT: Int[Array, "B T"]
     last_BT: Int[Array, "B T"] | None
-    are_runs: Bool[Array, ""] | None = None
+    all_visible: Bool[Array, ""] | None = None
 
     @property
     def intervals(self) -> tuple[Array, Array | None]:
-        """First and last of all heads, ``[B, 1, T]``, filled up as queries are."""
-        first_BT, last_BT = self.first_BT, self.last_BT
-        fill = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % _ROUND)), mode="edge")[:, None]  # noqa: E731
-        return fill(first_BT), None if last_BT is None else fill(last_BT)
+        """``first`` and ``last`` for all heads, ``[B, 1, T]``, padded like queries."""
 
-    def choose(self, by_kernel: Any, by_blocks: Any, *given: Any) -> Any:
-        """What the kernel makes of arrays, or what blocks make of them where intervals do not say what is seen."""
-        return by_kernel(*given) if self.are_runs is None else lax.cond(self.are_runs, by_kernel, by_blocks, *given)
+        def padded(x_BT: Array) -> Array:
+            return jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % _ROUND)), mode="edge")[:, None]
+
+        return padded(self.first_BT), None if self.last_BT is None else padded(self.last_BT)
+
+    def choose(self, by_kernel: Any, by_blocks: Any, *arrays: Any) -> Any:
+        """Calls ``by_kernel(*arrays)``, or ``by_blocks(*arrays)`` if a query does not see all of its interval."""
+        if self.all_visible is None:
+            return by_kernel(*arrays)
+        return lax.cond(self.all_visible, by_kernel, by_blocks, *arrays)
 
 
-def _is_plain(mask: Mask) -> bool:
-    """Whether all rows are runs: in the order of its row, each token sees one run of keys."""
+def _has_intervals(mask: Mask) -> bool:
+    """Whether every query sees one interval of keys in row order, whatever the data."""
     return mask.kind != "words" and not mask.grid_window
 
 
-def _filled(*given: Array) -> list[Array]:
-    """Arrays ``[B, T, ...]`` filled up with zeros."""
-    return [filled(x, _ROUND) for x in given]
+def _pad_rows(*arrays: Array) -> list[Array]:
+    """Arrays ``[B, T, ...]`` padded with zeros to a multiple of ``_ROUND`` tokens."""
+    return [pad_to_multiple(x, _ROUND) for x in arrays]
 
 
-def _typed(results: Any, like: Array) -> Any:
-    """Results of a kernel, which says nothing of mesh axes, as varying over those that its arguments vary over."""
+def _varying_like(results: Any, like: Array) -> Any:
+    """Types a kernel's results, which have no mesh axes, as varying over the axes of ``like``."""
     return jax_compat.tree_to_varying(results, sorted(jax_compat.varying_axes(like)))
 
 
 def forward_kernel() -> tuple[Any, Any]:
-    """tokamax's function of one row, and its blocks."""
+    """tokamax's function of one row, and its block sizes."""
     module = import_module(f"{_KERNELS}_kernel_sm90")
     return module.flash_attention_kernel, module.Config(**_BLOCKS)
 
 
 def backward_kernel() -> tuple[Any, Any]:
-    """The same for gradients."""
+    """tokamax's function of the gradients of one row, and its block sizes."""
     module = import_module(f"{_KERNELS}_vjp_kernel_sm90")
     return module.flash_attention_vjp_kernel, import_module(f"{_KERNELS}_vjp_common").Config(**_BACKWARD_BLOCKS)

@@ -1,6 +1,6 @@
 """The tokens of packed rows: their segments, positions and order.
 
-Shapes: B rows, T tokens, A axes of a position; N places of a row, M of them.
+Shapes: B rows, T tokens, A axes of a position; N elements of a row, M indices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mmjax import jax_compat
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a microbatch's rows on this rank.
+    """This rank's tokens of a microbatch's rows.
 
     Attributes:
-      segments_BT: the sample or medium that a token belongs to, from 1; 0 is padding.
-      inputs: host inputs, of which the stage may read "positions" and "order"; and for masks of words "is", "attends"
-        and "items" (see ``mask``).
-      axes: mesh axes over which the tokens of rows lie, in runs; () where rows are whole.
+      segments_BT: the sample or medium that each token belongs to, from 1; 0 is padding.
+      inputs: host inputs by name. "positions" and "order" are optional; masks of kind "words" read "is", "attends" and
+        "items" too (see ``mask``).
+      axes: mesh axes that the token dimension is split over, in contiguous runs; () where each rank has complete rows.
     """
 
     segments_BT: Int[Array, "B T"]
@@ -38,10 +38,11 @@ class Tokens:
 
     @property
     def order_BT(self) -> Int[Array, "B T"]:
-        """Each token's place in its row; one row of it may stand for all.
+        """Each token's place in its row; of shape [1, T] where it is the same in all rows.
 
-        Causality is by order: an index changes where rows are cut over ranks, and positions repeat. Without an input of
-        that name it is the index, made where it is used: made once, backward would keep it.
+        Causal masks compare orders. They cannot compare array indices, which change where rows are split over ranks,
+        or positions, which repeat. Without a host input "order" the order is the index. It is computed at each use: a
+        stored array would be kept for backward.
         """
         if "order" in self.inputs:
             return self.inputs["order"]
@@ -51,14 +52,14 @@ class Tokens:
 
     @property
     def orders_BT(self) -> Int[Array, "B T"]:
-        """The same for every row."""
+        """``order_BT`` broadcast to all rows."""
         return jnp.broadcast_to(self.order_BT, self.segments_BT.shape)
 
-    def known(self, name: str) -> Array:
-        """A host input of every token.
+    def input(self, name: str) -> Array:
+        """The host input of this name.
 
         Raises:
-          ValueError: the stage does not read it.
+          ValueError: it is not among the stage's inputs.
         """
         if name not in self.inputs:
             raise ValueError(f"the stage reads no {name!r}; add what the mask reads to what Module.inputs gives")
@@ -66,10 +67,10 @@ class Tokens:
 
     @property
     def positions(self) -> Int[Array, "B T *A"]:
-        """Places in the sample or medium, ``[B, T]`` or along several axes.
+        """Positions in the sample or medium, ``[B, T]`` or ``[B, T, A]``.
 
         Raises:
-          ValueError: the stage does not read them.
+          ValueError: they are not among the stage's inputs.
         """
         if "positions" not in self.inputs:
             fix = "add 'positions' to what Module.inputs gives, or @reads('positions') to the callback"
@@ -77,14 +78,17 @@ class Tokens:
         return self.inputs["positions"]
 
 
-def filled(x: Array, size: int, axis: int = 1) -> Array:
-    """The array with 0 at the end of an axis, up to a multiple of a size."""
-    lacking = -x.shape[axis] % size
-    return jnp.pad(x, [(0, lacking * (own == axis)) for own in range(x.ndim)]) if lacking else x
+def pad_to_multiple(x: Array, size: int, axis: int = 1) -> Array:
+    """Pads an axis with zeros at its end, up to a multiple of ``size``."""
+    missing = -x.shape[axis] % size
+    return jnp.pad(x, [(0, missing * (dim == axis)) for dim in range(x.ndim)]) if missing else x
 
 
-def picked(x_BN: Array, numbers_BM: Int[Array, "B M"]) -> Array:
-    """For each row, what stands at some of its places."""
-    x_BN, numbers_BM = jax_compat.alike(x_BN, numbers_BM)
-    pick = lambda x_N, numbers_M: x_N.at[numbers_M].get(mode="promise_in_bounds")  # noqa: E731
-    return jax.vmap(pick)(x_BN, numbers_BM)
+def take_per_row(x_BN: Array, indices_BM: Int[Array, "B M"]) -> Array:
+    """Gathers ``x_BN[b, indices_BM[b, m]]`` for each row b."""
+    x_BN, indices_BM = jax_compat.alike(x_BN, indices_BM)
+
+    def take(x_N: Array, indices_M: Array) -> Array:
+        return x_N.at[indices_M].get(mode="promise_in_bounds")
+
+    return jax.vmap(take)(x_BN, indices_BM)

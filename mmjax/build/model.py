@@ -46,7 +46,7 @@ def build_modules(config: Config) -> dict[str, Any]:
 
 def build_callbacks(config: Config) -> dict[str, Callbacks]:
     """The callbacks of each module that has some; imports their code."""
-    given = {name: own.given for name, own in config.callbacks.items() if own.given}
+    given = {name: own.names for name, own in config.callbacks.items() if own.names}
     return {
         name: Callbacks(**{place: import_named(f"{name}/Callbacks.{place}", value) for place, value in own.items()})
         for name, own in given.items()
@@ -105,7 +105,7 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
       ConfigError: a callback declares another one.
     """
     for module, node in model.nodes.items():
-        for place in node.callbacks.given:
+        for place in node.callbacks.by_place:
             for name in node.callbacks.inputs([place]):
                 has = ", ".join(sorted(packer.inputs[module]))
                 fix = f"the data of {module} have {has}; name one of these in @reads"

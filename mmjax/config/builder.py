@@ -19,10 +19,10 @@ from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name, setting_of
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, family_setting, lora_name, projector_name
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
 from mmjax.models.lora.config import LoraConfig
-from mmjax.models.lora.names import with_our_names
+from mmjax.models.lora.names import with_native_names
 from mmjax.models.lora.peft import adapter_settings
 from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
@@ -84,7 +84,7 @@ class ConfigBuilder:
             modules=modules,
             callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
             loras={
-                name: with_our_names(name, lora, families[name], modules[name], folders[name])
+                name: with_native_names(name, lora, families[name], modules[name], folders[name])
                 for name, lora in loras.items()
             },
             projectors=projectors,
@@ -247,10 +247,10 @@ class ConfigBuilder:
 
 def _user_classes(model: ModelConfig, *, allow_code: bool) -> Iterator[type[Any]]:
     """Yields the configurable classes of the user's own modules. Imports their code, if that is allowed."""
-    for name, kind, place in model.placed:
+    for name, kind, role in model.roles:
         if names_code(kind):
-            require_allowed(setting_of(name, place), kind, allowed=allow_code)
-            yield family_of(setting_of(name, place), kind, place).config
+            require_allowed(family_setting(name, role), kind, allowed=allow_code)
+            yield family_of(family_setting(name, role), kind, role).config
 
 
 def _hint(cls: type[Any], binding: Binding, legal: Sequence[str], adaptable: Iterable[str]) -> str:
@@ -265,7 +265,7 @@ def _without_scopes(cls: type[Any], binding: Binding) -> str:
     """The fix for a scope of a class without scopes: a class of the whole run, or of a family that no module has."""
     for kind, family in FAMILIES.items():
         if family.config is cls:
-            return f"add {binding.scope!r}: {kind!r} to Model.{family.place}s"
+            return f"add {binding.scope!r}: {kind!r} to Model.{family.role}s"
     return f"it takes no scope; write {binding.cls}.{binding.field}"
 
 

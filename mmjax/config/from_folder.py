@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError
 from mmjax.models.config import LLM
-from mmjax.models.pretrained import WHOLES, find_pretrained
+from mmjax.models.pretrained import COMPOSITES, find_pretrained
 from mmjax.weights.folder import read_config
 
 TOKENIZER = "tokenizer.json"
@@ -35,6 +35,6 @@ def folder_bindings(path: str) -> list[str]:
     except ConfigError as error:
         raise ConfigError(f"--weights={path!r}: {error}") from None
     messages = "Data.sources={'messages': 1.0}"
-    if folder_config.get("model_type") in WHOLES or any(part in folder_config for part in _MEDIA):
+    if folder_config.get("model_type") in COMPOSITES or any(part in folder_config for part in _MEDIA):
         return [messages, f"Model.weights={path!r}"]
     return [messages, "Model.encoders={}", f"llm/Weights.path={path!r}"]

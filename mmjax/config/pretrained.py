@@ -58,8 +58,8 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
                 module,
                 entries,
                 {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)},
-                prefixes=pretrained.begins,
-                other_prefixes=pretrained.others,
+                prefixes=pretrained.key_prefixes,
+                other_prefixes=pretrained.other_prefixes,
                 unused=pretrained.weights.unused(settings),
             )
             copies |= find_copies(folder, module, entries, places)

@@ -205,7 +205,7 @@ def pretrained_folder(model: ModelConfig, weights: WeightsConfig, module: str) -
     """The folder of safetensors that a module with these ``Weights`` starts from; "" for none."""
     if weights.path or weights.init_from:
         return weights.path
-    adapters = [lora_name(name) for name, _, _ in model.placed]
+    adapters = [lora_name(name) for name, _, _ in model.roles]
     not_in_folder = (*model.generators, *map(projector_name, model.generators), *adapters)
     return "" if module in not_in_folder else model.weights
 
@@ -223,7 +223,7 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
       data: the datasets.
       adapted: names of the modules with low-rank adapters.
     """
-    media, modules = model.media, tuple(name for name, _, _ in model.placed)
+    media, modules = model.media, tuple(name for name, _, _ in model.roles)
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
         (TrainConfig, WorldConfig, DataConfig, *TASK_CONFIGS, CheckpointConfig, ModelConfig), ()
     )

@@ -222,7 +222,7 @@ def _check_callbacks(config: Config) -> None:
     for module, callbacks in config.callbacks.items():
         fix = f"the {LLM} has no projector; use {module}/Callbacks.after"
         require(module != LLM or not callbacks.projected, f"{module}/Callbacks.projected", callbacks.projected, fix)
-        for name, value in callbacks.given.items():
+        for name, value in callbacks.names.items():
             import_named(f"{module}/Callbacks.{name}", value)
 
 

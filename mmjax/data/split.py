@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from mmjax.attention.distribution import METHODS, whole_parts
+from mmjax.attention.distribution import METHODS, assign_parts
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
@@ -72,7 +72,7 @@ class Split:
     @property
     def reads(self) -> frozenset[str]:
         """The inputs that determine the order of tokens."""
-        return frozenset(name for _, mask in self.masks for name in mask.reads if name != "order") | {"segments"}
+        return frozenset(name for _, mask in self.masks for name in mask.input_names if name != "order") | {"segments"}
 
     def order(self, inputs: Mapping[str, PartialArray]) -> Order:
         """The order of tokens by rank, for each row. Rows that lack an input of `reads` keep their order."""
@@ -106,7 +106,7 @@ class Split:
         """Number of keys that each token of a row sees, summed over layers; padding sees none."""
         has_inputs = self.reads <= row.keys()
         masks = self.masks if has_inputs else [(layers, _by_segments_alone(mask)) for layers, mask in self.masks]
-        counted = [layers * pairs_of(mask, row).counted() for layers, mask in masks]
+        counted = [layers * pairs_of(mask, row).key_counts() for layers, mask in masks]
         return sum(counted, start=np.zeros(len(row["segments"]), np.int64))
 
     def _row(self, inputs: Mapping[str, PartialArray], number: int) -> dict[str, np.ndarray]:
@@ -139,7 +139,7 @@ class Split:
         if (sizes_N % self.token).any():
             return None
         room, work_N = len(segments_T) // self.ranks, np.add.reduceat(work_T, starts_N)
-        rank_N = whole_parts(work_N[real_N], sizes_N[real_N], self.ranks, room)
+        rank_N = assign_parts(work_N[real_N], sizes_N[real_N], self.ranks, room)
         if rank_N is None:
             return None
         rank_T = np.empty(len(segments_T), np.int64)
@@ -151,7 +151,7 @@ class Split:
 
 def _by_segments_alone(mask: Mask) -> Mask:
     """A mask of similar work that reads segments and the order of tokens alone."""
-    return Mask("causal" if "order" in mask.reads else "full", mask.window)
+    return Mask("causal" if "order" in mask.input_names else "full", mask.window)
 
 
 def busiest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:

@@ -32,7 +32,7 @@ def export_adapters(
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
         from mmjax.config.pretrained import adapted_module
-        from mmjax.models.lora.peft import adapter_rows, their_settings
+        from mmjax.models.lora.peft import adapter_config, adapter_rows
         from mmjax.weights.table import assemble, expand
         from mmjax.weights.write import write_adapters
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
@@ -47,6 +47,6 @@ def export_adapters(
         leaves = read_leaves(saved, [prefix + entry.leaf for entry in entries])
         tensors = assemble(entries, {leaf.removeprefix(prefix): value for leaf, value in leaves.items()})
         place = Path(out) / name if len(names) > 1 else Path(out)
-        write_adapters(their_settings(module, config.pretrained(name)), tensors, place)
+        write_adapters(adapter_config(module, config.pretrained(name)), tensors, place)
         folders.append((str(place), name))
     return folders

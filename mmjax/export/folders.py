@@ -66,7 +66,7 @@ def export_folders(
     step = chosen_step(checkpointer, run_dir, step)
     saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
     adapters = [lora_name(name) for name in config.layouts if config.lora(name).rank] if merge_lora else []
-    require_adapters(merge_lora, adapters)
+    require_adapters(adapters, merge=merge_lora)
     read = partial(read_merged, saved) if merge_lora else partial(read_leaves, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
     loras = [lora_name(name) for name in config.loras]
@@ -102,7 +102,7 @@ def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) 
     family = dict(config.model.families)[LLM]
     weights = family_weights(family)
     own = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
-    theirs = weights.their_config(own)
+    theirs = weights.to_hf_config(own)
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name.removeprefix(f"{LLM}/"): leaf for name, leaf in stored([f"{LLM}/{n}" for n in names]).items()}

@@ -55,7 +55,7 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lor
     named = {name.removeprefix(PREFIX): leaf for name, leaf in leaves.items()}
     if merge_lora:
         merged = merged_adapters(named, metadata.config)
-        require_adapters(merge_lora, named.keys() - merged.keys())
+        require_adapters(named.keys() - merged.keys(), merge=merge_lora)
         named = {name: jax.device_put(leaf, place) for name, leaf in merged.items()}
     about = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
     try:

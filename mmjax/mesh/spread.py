@@ -31,7 +31,8 @@ class Axes:
       sp: axes over which these are split further wherever a layer's features are normed, added or sent on (sequence
         parallelism): those of tp, or () where all ranks of tp have them.
       overlap: whether what they exchange for this goes beside the products that it is for.
-      cp_way: how attention brings queries and keys of different ranks together, a key of ``attention.exchange.WAYS``.
+      cp_way: how attention brings queries and keys of different ranks together, a key of
+        ``attention.exchange.EXCHANGES``.
     """
 
     dp: tuple[str, ...] = ("dp",)

@@ -1,8 +1,8 @@
-"""Callbacks: functions of a user's own before a module's layers, behind them, and behind its projector.
+"""Callbacks: a user's functions before a module's layers, behind its end, and behind its projector.
 
-They are for what a module was not made for and needs no parameters, such as marks on tokens. What has parameters, or
-changes shapes, is a module of one's own. Importing this imports no JAX: a file of callbacks may also hold a reader of
-data, and data processes have none.
+They extend a module without parameters, for example by marks on tokens. An extension with parameters, or one that
+changes shapes, is a module of the user's own. This module does not import JAX: a file of callbacks may also contain a
+reader of data, and data processes do not import JAX.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from mmjax.models.context import Context
 
 Callback = Callable[["Context", "Array"], "Array"]
-"""A pure function of a stage's surroundings and of features, to features of the same shape and dtype."""
+"""A pure function of the stage's context and of features, to features of the same shape and dtype."""
 CalledAt = Literal["before", "after", "projected"]
-"""Where a callback stands: a field of ``Callbacks``."""
+"""The point at which a callback is called: a field of ``Callbacks``."""
 F = TypeVar("F", bound=Callable[..., object])
 _READS = "reads"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """Functions ``(context, x) -> x`` at three places of a module.
+    """Functions ``(context, x) -> x`` at three points of a module.
 
-    They run inside the module's stages, on local rows, and may run again in a backward. ``context.tokens`` says which
-    sample or medium each position belongs to, and where in it it is; rows are packed and padded, so only this is the
-    same under every layout. A projector's tokens stand for ``T / x.shape[1]`` positions each, one after another.
+    They run inside the module's stages, on local rows, and may run again in backward. Rows are packed and padded, so
+    array indices depend on the layout. ``context.tokens`` does not: it has the sample or medium of each position, and
+    the position in it. Each of a projector's tokens stands for ``T / x.shape[1]`` neighbouring positions.
 
     Attributes:
-      before: of the features that ``Module.embed`` makes, with what other modules give in them, before the first layer.
-      after: of the features behind the module's end, before its projector and its loss.
-      projected: of what its projector gives: tokens that other modules take. Where the projector starts the module, as
-        a generator's does, these are the projected tokens of other modules, one for each token of the medium, before
-        they are split into patches and added to the features; where no token is given, it is the projection of zeros.
+      before: called with the features of ``Module.embed``, tokens of other modules included, before the first layer.
+      after: called with the features behind the module's end, before its projector and its loss.
+      projected: called with the output of the projector, which other modules read. The projector of a generator is at
+        its start: then these are the projected tokens of other modules, one for each token of the medium, before they
+        are split into patches and added to the features. A place without a token has the projection of zeros.
     """
 
     before: Callback | None = None
@@ -47,19 +47,19 @@ class Callbacks:
     projected: Callback | None = None
 
     @property
-    def given(self) -> dict[CalledAt, Callback]:
-        """The callbacks that there are, by place."""
-        return {place: own for place in get_args(CalledAt) if (own := getattr(self, place)) is not None}
+    def by_place(self) -> dict[CalledAt, Callback]:
+        """The callbacks that are set, by place."""
+        return {place: callback for place in get_args(CalledAt) if (callback := getattr(self, place)) is not None}
 
     def inputs(self, places: Iterable[CalledAt]) -> tuple[str, ...]:
         """Host inputs that the callbacks at these places read, as ``reads`` declares them."""
         return tuple(name for place in places for name in getattr(getattr(self, place), _READS, ()))
 
     def apply(self, place: CalledAt, module: str, context: Context, x: Array) -> Array:
-        """Calls the callback at a place, and checks its result; ``x`` itself where there is none.
+        """Calls the callback at a place and checks its result; returns ``x`` if there is no callback.
 
         Raises:
-          ConfigError: it changes shape or dtype, or its result differs between ranks that hold the same tokens.
+          ConfigError: the callback changes shape or dtype, or its result differs between ranks with the same tokens.
         """
         callback: Callback | None = getattr(self, place)
         if callback is None:
@@ -68,13 +68,15 @@ class Callbacks:
 
         from mmjax import jax_compat
 
-        y, named = callback(context, x), f"{module}/Callbacks.{place}={name_of(callback)!r}"
-        if (found := _shown(y)) != (wanted := _shown(x)):
+        y, setting = callback(context, x), f"{module}/Callbacks.{place}={name_of(callback)!r}"
+        if (actual := _signature(y)) != (expected := _signature(x)):
             fix = "keep shape and dtype (y.astype(x.dtype)); what changes sizes is a module of your own"
-            raise ConfigError(f"{named}: gives {found} for local rows {wanted}; {fix}")
+            raise ConfigError(f"{setting}: gives {actual} for local rows {expected}; {fix}")
         y, axes = jnp.asarray(y), jax_compat.varying_axes(x)
-        if more := sorted(jax_compat.varying_axes(y) - axes):
-            raise ConfigError(f"{named}: its result differs over {', '.join(more)}; sum it there (jax.lax.psum)")
+        if extra_axes := sorted(jax_compat.varying_axes(y) - axes):
+            raise ConfigError(
+                f"{setting}: its result differs over {', '.join(extra_axes)}; sum it there (jax.lax.psum)"
+            )
         return jax_compat.to_varying(y, sorted(axes))
 
 
@@ -82,9 +84,9 @@ NO_CALLBACKS = Callbacks()
 
 
 def reads(*inputs: str) -> Callable[[F], F]:
-    """Declares host inputs of a module that a callback reads from ``context.inputs``, such as ``@reads("positions")``.
+    """Declares host inputs that a callback reads from ``context.inputs``, such as ``@reads("positions")``.
 
-    Beside those that the callback's stage reads anyway; they are sent to that stage too.
+    They are sent to the callback's stage in addition to the inputs that the stage itself reads.
     """
 
     def declare(callback: F) -> F:
@@ -95,12 +97,12 @@ def reads(*inputs: str) -> Callable[[F], F]:
 
 
 def name_of(callback: Callback) -> str:
-    """A callback's name, as a setting has it."""
+    """A callback's name as it is written in a setting: "module:function"."""
     module, name = getattr(callback, "__module__", ""), getattr(callback, "__qualname__", repr(callback))
     return f"{module}:{name}"
 
 
-def _shown(x: object) -> str:
+def _signature(x: object) -> str:
     """Dtype and shape, such as ``float32[2, 16, 32]``."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
     return type(x).__name__ if dtype is None or shape is None else f"{dtype}{list(shape)}"

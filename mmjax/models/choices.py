@@ -1,4 +1,4 @@
-"""What configurations of several families offer: their choices, and the sizes that follow from others. No JAX."""
+"""Choices and derived sizes that the settings of several families share. No JAX."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu")
 """Values of ``activation``: GELU by its tanh approximation, GELU by the error function, x · sigmoid(1.702 x), and
 x · sigmoid(x)."""
 ACTIVATION_OF = {
-    **{"gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"},
-    **{"quick_gelu": "quick_gelu", "silu": "silu"},
+    "gelu": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
 }
-"""Names of ``transformers``, and ours."""
+"""Values of ``activation`` by their names in ``transformers``."""
 REMATS = ("none", "dots", "full")
-"""Values of ``remat``: a layer keeps everything for its backward, products only, or its input only."""
+"""Values of ``remat``: a layer's residuals are all intermediate results, results of products, or its input alone."""
 
 
 class EqualHeads:
-    """Settings of layers whose heads share the width."""
+    """Settings of layers whose heads divide the width equally."""
 
     width: int
     heads: int
     norm_eps: float = 1e-6
-    """What norms add to the variance; a configuration may have a field of this name."""
+    """The epsilon of norms; a settings class may override it by a field."""
     k_bias: bool = True
-    """Whether keys have a bias; likewise."""
+    """Whether keys have a bias; a settings class may override it by a field."""
 
     @property
     def head_width(self) -> int:
@@ -34,12 +37,12 @@ class EqualHeads:
 
 
 class SquarePatches:
-    """Settings of a module that cuts images into squares."""
+    """Settings of a module that cuts images into square patches."""
 
     patch: int
     channels: int
 
     @property
     def patch_values(self) -> int:
-        """Numbers in one patch."""
+        """The number of values in one patch."""
         return self.patch * self.patch * self.channels

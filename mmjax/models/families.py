@@ -1,7 +1,7 @@
-"""The families of modules: one entry each, by the name that ``Model.encoders``, ``Model.llm`` or ``Model.generators``
-gives them. A user's own module is named "package.module:Class" instead, a subclass of ``mmjax.models.module.Module``.
+"""The registry of module families, by the names that ``Model.encoders``, ``Model.llm`` and ``Model.generators`` use.
 
-Imports no JAX: a family's settings are read, and refused, before its computation is imported.
+A user's module is named "package.module:Class" instead; the class is a subclass of ``mmjax.models.module.Module``.
+Imports no JAX: a family's settings are read and checked before its computation is imported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.user_code import import_named, names_code
 
-Place = Literal["encoder", "llm", "generator", "projector"]
-"""Where a family stands in the model that a configuration describes: before the LLM, as it, or behind it; or between
-the LLM and another module."""
+Role = Literal["encoder", "llm", "generator", "projector"]
+"""The role of a family in a configured model: before the LLM, the LLM itself, behind it, or between it and another."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,20 @@ class Family:
     """A family of modules.
 
     Attributes:
-      config: its configurable class.
-      home: its ``Module``, as "package.module:Class"; "" for projectors, which are none (ADR 53).
-      place: where it stands.
-      weights: the Python module with its tables of weights (see ``pretrained``); "" where it has none.
+      config: the configurable class of its settings.
+      module_class: its ``Module``, as "package.module:Class"; "" for projectors, which are no modules (ADR 53).
+      role: its role in the model.
+      weights: the Python module of its weights tables (see ``pretrained``); "" without such tables.
     """
 
     config: type[Any]
-    home: str
-    place: Place
+    module_class: str
+    role: Role
     weights: str = ""
 
     def module(self, config: Any) -> Any:
-        """The module with these settings, a ``Module``."""
-        package, _, name = self.home.partition(":")
+        """A ``Module`` with these settings."""
+        package, _, name = self.module_class.partition(":")
         return getattr(importlib.import_module(package), name)(config)
 
 
@@ -55,35 +54,42 @@ FAMILIES: Mapping[str, Family] = {
 
 
 PROJECTOR = Family(ProjectorConfig, "", "projector", "mmjax.models.projector.weights")
-"""Projectors: a part of the stages of other modules, with settings and tables of weights as other families have."""
+"""Projectors: part of other modules' stages, with settings and weights tables like other families."""
 
 
-def families_for(place: Place) -> tuple[str, ...]:
-    """Names of the families that stand there."""
-    return tuple(name for name, family in FAMILIES.items() if family.place == place)
+def families_for(role: Role) -> tuple[str, ...]:
+    """Names of the families with this role."""
+    return tuple(name for name, family in FAMILIES.items() if family.role == role)
 
 
-def family_of(field: str, kind: str, place: Place) -> Family:
-    """The family that ``field`` names. Imports the code of a user's own: ask ``require_allowed`` first.
+def family_of(field: str, kind: str, role: Role) -> Family:
+    """The family with the name ``kind``, or the family of a user's class, whose code is imported.
+
+    Call ``require_allowed`` before, since importing runs code.
+
+    Args:
+      field: the setting, for errors.
+      kind: the name of a family, or "package.module:Class".
+      role: the role of the module.
 
     Raises:
-      ConfigError: there is no such module, or it is none.
+      ConfigError: the class does not exist, or is no module.
     """
     if not names_code(kind):
         return FAMILIES[kind]
-    found = import_named(field, kind)
-    config: type[Any] | None = getattr(found, "Config", None)
+    cls = import_named(field, kind)
+    config: type[Any] | None = getattr(cls, "Config", None)
     if config is None or config not in registry().values():
         fix = "give a subclass of mmjax.Module whose Config is a class under @configurable"
         raise ConfigError(f"{field}={kind!r}: it has no configurable class as Config; {fix}")
-    if place != "llm" and not hasattr(config, "medium"):
+    if role != "llm" and not hasattr(config, "medium"):
         fix = f"add medium: ClassVar[Medium] = 'image' or 'recording' to {config.__name__}"
         raise ConfigError(f"{field}={kind!r}: its settings name no medium; {fix}")
-    return Family(config, kind, place)
+    return Family(config, kind, role)
 
 
 def module_of(config: Any) -> Any:
-    """The ``Module`` with these settings, for a family of ``FAMILIES``."""
+    """The ``Module`` with these settings, which belong to a family of ``FAMILIES``."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family.module(config)

@@ -1,12 +1,11 @@
-"""Parameter and FLOP counts of a whole model, by module. A module counts its own; here are projectors,
-adapters and the sums.
+"""Parameter and FLOP counts of a model by module: modules count themselves, projectors and adapters are counted here.
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
 the mask allows, n(n + 1)/2 in a causal segment of n and n² in a picture or a recording; the vocabulary head included;
-embedding lookup, norms, activations, softmax and rotary embedding free; recompute excluded (of layers, see ``remat``,
-and of the logits, which every backward of an LLM computes again). A backward costs twice its forward: one forward for
-the gradients of inputs, one for those of weights (Narayanan et al. 2021, appendix), so frozen modules cost less.
-Everything is an exact `int`.
+embedding lookup, norms, activations, softmax and rotary embedding free; recomputation excluded, both of layers (see
+``remat``) and of the logits, which every backward of an LLM recomputes. A backward costs two forwards: one for the
+gradients of inputs, one for the gradients of weights (Narayanan et al. 2021, appendix). So frozen modules cost less.
+All counts are exact `int`s.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from mmjax.models.module import Module
 from mmjax.models.projector.layers import projector_flops, projector_parameters
 
 Pairs = Mapping[Mask, int]
-"""By mask, pairs of a token and one that it sees."""
+"""The number of pairs of query and visible key, by mask."""
 
 
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
-    """Parameters per module; adapters and projectors are modules."""
+    """The number of parameters of each module, adapters and projectors included as modules of their own."""
     counts: dict[str, int] = {}
     for name, node in model.nodes.items():
         counts[name] = node.module.parameters()
@@ -49,72 +48,75 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
 
 
 def segment_lengths(segments: Int[np.ndarray, "rows T"]) -> tuple[int, ...]:
-    """Lengths of the segments of packed rows, row by row; segment 0 is padding and left out."""
+    """Lengths of the segments of packed rows, row by row, without padding (segment 0)."""
     lengths: list[int] = []
     for row in np.asarray(segments):
         lengths.extend(int(count) for count in np.bincount(row)[1:] if count)
     return tuple(lengths)
 
 
-def seen_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
-    """The pairs that each of a module's masks allows in rows with these host inputs.
+def visible_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
+    """The number of pairs that each of a module's masks allows in rows with these host inputs.
 
-    There are none where the lengths of segments tell as much: where no mask has words.
+    Empty if no mask has words: then the pairs follow from the lengths of segments.
     """
     masks = dict.fromkeys(mask for _, mask in module.masks)
     if all(mask.kind != "words" for mask in masks):
         return {}
-    found = dict.fromkeys(masks, 0)
+    pair_counts = dict.fromkeys(masks, 0)
     for mask, row in itertools.product(masks, range(len(inputs["segments"]))):
-        own = {name: inputs[name][row] for name in mask.reads if name in inputs}
-        found[mask] += int(pairs_of(mask, own).counted().sum())
-    return found
+        row_inputs = {name: inputs[name][row] for name in mask.input_names if name in inputs}
+        pair_counts[mask] += int(pairs_of(mask, row_inputs).key_counts().sum())
+    return pair_counts
 
 
 def forward_flops(
     model: MultimodalModel, lengths: Mapping[str, Sequence[int]], pairs: Mapping[str, Pairs] | None = None
 ) -> dict[str, int]:
-    """Forward FLOPs per module of one or more sequences, or of a microbatch.
+    """Forward FLOPs of each module for one or more sequences, or for a microbatch.
 
     Args:
       model: the module graph.
-      lengths: real lengths by module: the patches of every medium, or the tokens of every segment of text; one that is
-        absent had none. `segment_lengths` reads them off packed rows.
-      pairs: by module, `seen_pairs` of the same segments; where there are none, a mask whose words depend on media is
-        counted as causal.
+      lengths: real lengths by module: the patches of every medium, or the tokens of every segment of text (see
+        `segment_lengths`). A missing module has no rows.
+      pairs: `visible_pairs` of the same segments by module. Without them, a mask whose words depend on media is counted
+        as causal.
 
     Raises:
-      ValueError: `lengths` names a module without rows, or the vocabulary has no size yet.
+      ValueError: `lengths` names an unknown module, or the vocabulary size is not set yet.
     """
     if unknown := set(lengths) - set(model.nodes):
         raise ValueError(f"lengths: {sorted(unknown)} are no modules with rows; use {list(model.nodes)}")
     flops: dict[str, int] = {}
     for name, node in model.nodes.items():
-        own, seen = lengths.get(name, ()), (pairs or {}).get(name)
-        flops[name] = node.module.counted_flops(own, seen) if seen else node.module.forward_flops(own)
+        module_lengths, module_pairs = lengths.get(name, ()), (pairs or {}).get(name)
+        if module_pairs:
+            flops[name] = node.module.counted_flops(module_lengths, module_pairs)
+        else:
+            flops[name] = node.module.forward_flops(module_lengths)
         if node.lora.rank:
-            flops[lora_name(name)] = lora_flops(node.module, node.lora, own)
+            flops[lora_name(name)] = lora_flops(node.module, node.lora, module_lengths)
         if node.projector:
-            flops[projector_name(name)] = _projector_flops(model, name, own)
+            flops[projector_name(name)] = _projector_flops(model, name, module_lengths)
     return flops
 
 
 def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) -> int:
-    """Forward FLOPs of a module's projector over media of so many patches each."""
+    """Forward FLOPs of a module's projector for media with these numbers of patches."""
     tokens = sum(int(n) // model.nodes[name].module.patches_per_token for n in lengths)
-    again = (edge for edge in model.out_of(name) if edge.inject)
+    injecting_edges = (edge for edge in model.out_of(name) if edge.inject)
     return projector_flops(*model.projector_widths(name), tokens) + sum(
-        len(edge.inject) * projector_flops(*model.injected_widths(edge), tokens) for edge in again
+        len(edge.inject) * projector_flops(*model.injected_widths(edge), tokens) for edge in injecting_edges
     )
 
 
 def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[str, int]:
-    """How many forwards a training step costs, per module, where some modules are frozen.
+    """The cost of a training step of each module in forwards, where some modules are frozen.
 
-    3 when the module trains; 2 when it is frozen and something upstream trains, so that gradients only pass through;
-    1 when neither. Adapters stand before their module: its backward passes gradients on to them. A projector that ends
-    a module is behind it, one that starts a module is before it. By convention a first trainable module counts 3
-    although its inputs need no gradient.
+    It is 3 for a module that trains, 2 for a frozen module behind a trainable one, through which gradients pass, and 1
+    otherwise. Adapters count as before their module, whose backward passes gradients on to them. A projector at a
+    module's end is behind it, and one at its start before it. By convention a first trainable module counts 3, although
+    its inputs need no gradient.
     """
     factors: dict[str, int] = {}
 
@@ -128,8 +130,8 @@ def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[st
         if node.starts:
             add(projector, sources)
         before = [projector] if node.starts else sources
-        for own in adapters:
-            add(own, before)
+        for adapter in adapters:
+            add(adapter, before)
         add(name, [*before, *adapters])
         if node.ends:
             add(projector, [name])

@@ -1,7 +1,7 @@
-"""A model as a graph of modules, cut into pipeline stages.
+"""A model as a directed acyclic graph of modules, and its partition into pipeline stages.
 
-A node is a module with its projector; an edge brings the tokens of one module to places among those of another. The
-graph has no cycles, and a node may have any number of edges. Nothing here knows on which devices a stage runs.
+A node is a module with its projector; an edge is a flow of tokens from one module to places in the rows of another. A
+node may have any number of edges. Stages are defined here without devices.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.layers import lora_slice, require_targets
 from mmjax.models.module import Module, layer_runs
 from mmjax.models.nodes import Edge, Node
-from mmjax.models.parameters import KV_HEADS, ModuleSlice, Part, own_head
+from mmjax.models.parameters import KV_HEADS, ModuleSlice, Part, head_of_rank
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.projector.layers import Newline, Projector, injected_name
-from mmjax.models.stage_model import Arriving, Piece, StageModel
+from mmjax.models.stage_model import IncomingActivation, Piece, StageModel
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class MultimodalModel:
     """A graph of modules.
 
     Attributes:
-      nodes: by name, sources before targets.
-      edges: between them.
-      unroll: whether stages hold every layer by itself and run them without a loop, or stack equal layers.
+      nodes: modules by name, sources before targets.
+      edges: flows of tokens between modules.
+      unroll: whether layers have separate parameters and run without a loop; otherwise equal layers are stacked.
     """
 
     nodes: Mapping[str, Node]
@@ -57,7 +57,7 @@ class MultimodalModel:
             if node.lora.rank:
                 require_targets(name, node.module, node.lora)
 
-    # ---- what is connected -------------------------------------------------------------------------------------------
+    # ---- connections -------------------------------------------------------------------------------------------------
 
     def into(self, name: str) -> tuple[Edge, ...]:
         """Edges that end at a module."""
@@ -69,12 +69,12 @@ class MultimodalModel:
 
     @cached_property
     def encoders(self) -> dict[str, Node]:
-        """Modules that read a medium and nothing from others."""
+        """Modules with a medium that read no other modules."""
         return {name: node for name, node in self.nodes.items() if node.module.medium and not self.into(name)}
 
     @cached_property
     def generators(self) -> dict[str, Node]:
-        """Modules that make a medium from what others give."""
+        """Modules with a medium that read other modules: they generate the medium."""
         return {name: node for name, node in self.nodes.items() if node.module.medium and self.into(name)}
 
     @property
@@ -85,10 +85,10 @@ class MultimodalModel:
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of all trainable modules: each node, followed by its adapters and its projector."""
-        return tuple(own for name in self.nodes for own in self.parts_of(name))
+        return tuple(part for name in self.nodes for part in self.parts_of(name))
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        """Names of the trainable modules that a node consists of."""
+        """Names of a node's trainable modules: itself, its adapters and its projector."""
         node = self.nodes[name]
         adapters, projector = (lora_name(name),) * bool(node.lora.rank), (projector_name(name),) * bool(node.projector)
         return (name, *adapters, *projector)
@@ -96,10 +96,10 @@ class MultimodalModel:
     # ---- widths ------------------------------------------------------------------------------------------------------
 
     def token_width(self, name: str) -> int:
-        """Width of the tokens that a module gives to others.
+        """The width of the tokens that a module sends to others.
 
         Raises:
-          ValueError: projectors at both ends of all of its edges leave the width open.
+          ValueError: the width is ambiguous: all of its targets start with a projector, or their widths differ.
         """
         node = self.nodes[name]
         if not node.ends:
@@ -117,50 +117,50 @@ class MultimodalModel:
             out = self.token_width(name)
             return node.module.merged_width, node.ends.hidden_of(out), out
         assert node.starts
-        (taken,) = {self.token_width(edge.source) for edge in self.into(name)}
-        return taken, node.starts.hidden_of(taken), node.module.merged_width
+        (source_width,) = {self.token_width(edge.source) for edge in self.into(name)}
+        return source_width, node.starts.hidden_of(source_width), node.module.merged_width
 
     def projector_norm(self, name: str) -> dict[str, Any]:
-        """The norm of a module's projector, and how many features it joins."""
+        """The arguments ``norm`` and ``together`` of a module's ``Projector``."""
         node = self.nodes[name]
         assert node.projector
         return {"norm": node.projector.norm, "together": node.module.patches_per_token if node.ends else 1}
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
-        """Input, hidden and output width of the projectors through which an edge's tokens enter layers again."""
+        """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``)."""
         width, node = self.token_width(edge.source), self.nodes[edge.source]
-        taken = node.module.merged_width if edge.levels else width
-        return taken, node.projector.hidden_of(width) if node.projector else width, width
+        source_width = node.module.merged_width if edge.levels else width
+        return source_width, node.projector.hidden_of(width) if node.projector else width, width
 
     def levels(self, name: str) -> tuple[int, ...]:
-        """The layers of a module whose outputs others take, rising."""
+        """The layers of a module whose outputs other modules read, in ascending order."""
         return tuple(sorted({level for edge in self.out_of(name) for level in edge.levels}))
 
     @cached_property
-    def _ahead(self) -> dict[str, frozenset[str]]:
-        """By module, paths of the parameters before its layers: those of a first stage that is not the last."""
+    def _paths_before_layers(self) -> dict[str, frozenset[str]]:
+        """Paths of the parameters before the layers of each module: those of a first stage that is not the last."""
         return {
-            name: frozenset(path for part in node.module.parts(True, False) for path in part.shapes)
+            name: frozenset(path for part in node.module.parts(first=True, last=False) for path in part.shapes)
             for name, node in self.nodes.items()
         }
 
-    # ---- other models ------------------------------------------------------------------------------------------------
+    # ---- modified copies ---------------------------------------------------------------------------------------------
 
     def with_vocab(self, vocab: int) -> MultimodalModel:
-        """The model with the tokenizer's vocabulary where the settings leave it open."""
+        """A copy with the tokenizer's vocabulary size, where the settings leave it open."""
         sized = {name: node.module.with_vocab(vocab) for name, node in self.nodes.items()}
         return replace(self, nodes={name: replace(node, module=sized[name]) for name, node in self.nodes.items()})
 
     def with_settings(self, name: str, **changes: Any) -> MultimodalModel:
-        """The model with other settings of one module."""
+        """A copy with changed settings of one module."""
         node = self.nodes[name]
         module = replace(node.module, config=replace(node.config, **changes))
         return replace(self, nodes={**self.nodes, name: replace(node, module=module)})
 
     def with_inject(self, name: str, *layers: int) -> MultimodalModel:
-        """The model with a module's tokens entering these layers of its targets again."""
-        own = lambda edge: replace(edge, inject=layers, levels=()) if edge.source == name else edge  # noqa: E731
-        return replace(self, edges=tuple(map(own, self.edges)))
+        """A copy in which a module's tokens enter these layers of its targets again (see ``Edge.inject``)."""
+        edges = (replace(edge, inject=layers, levels=()) if edge.source == name else edge for edge in self.edges)
+        return replace(self, edges=tuple(edges))
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
@@ -170,115 +170,126 @@ class MultimodalModel:
         Raises:
           ConfigError: see ``require_layers``.
         """
-        tails = {name: f"{name}.{layouts[name].stages - 1}" for name in self.nodes}
-        return tuple(stage for name in self.nodes for stage in self._stages(name, layouts[name], tails))
+        last_stages = {name: f"{name}.{layouts[name].stages - 1}" for name in self.nodes}
+        return tuple(stage for name in self.nodes for stage in self._stages(name, layouts[name], last_stages))
 
-    def _stages(self, name: str, layout: Layout, tails: Mapping[str, str]) -> list[StageModel]:
+    def _stages(self, name: str, layout: Layout, last_stages: Mapping[str, str]) -> list[StageModel]:
+        """The stages of one module; ``last_stages`` has the name of every module's last stage."""
         node = self.nodes[name]
         require_layers(name, node.config.layers, layout)
-        result = []
+        return [
+            self._stage(name, index, layers, layout, last_stages)
+            for index, layers in enumerate(layout.runs(node.config.layers))
+        ]
+
+    def _stage(
+        self, name: str, index: int, layers: range, layout: Layout, last_stages: Mapping[str, str]
+    ) -> StageModel:
+        """The stage of a module with these layers."""
+        node, first, last = self.nodes[name], index == 0, index == layout.stages - 1
+        incoming = {edge: self._incoming(edge, last_stages[edge.source], layers) for edge in self.into(name)}
+        entering = {edge: activation for edge, activation in incoming.items() if first or activation.injected}
+        before = "" if first else f"{name}.{index - 1}"
+        piece = Piece(
+            name=name,
+            node=node,
+            last=last,
+            before=before,
+            layers=layers,
+            unroll=self.unroll,
+            entering=entering,
+            levels=self.levels(name),
+        )
+        losses = node.module.losses if last else {}
+        slices = self._slices(piece, layout.tp, first=first)
+        node_inputs = node.inputs(first=first, last=last)
+        edge_inputs = tuple(host_input for edge in entering for host_input in edge.inputs)
         order = ("order",) if reads_order(node.module, layout) else ()
-        for i, layers in enumerate(layout.runs(node.config.layers)):
-            first, last = i == 0, i == layout.stages - 1
-            arriving = {edge: self._arriving(edge, tails[edge.source], layers) for edge in self.into(name)}
-            entering = {edge: own for edge, own in arriving.items() if first or own.injected}
-            before = "" if first else f"{name}.{i - 1}"
-            piece = Piece(
-                name=name,
-                node=node,
-                last=last,
-                before=before,
-                layers=layers,
-                unroll=self.unroll,
-                entering=entering,
-                levels=self.levels(name),
-            )
-            losses = node.module.losses if last else {}
-            slices = self._slices(piece, first, layout.tp)
-            result.append(
-                StageModel(
-                    name=f"{name}.{i}",
-                    module=name,
-                    index=i,
-                    sources=(*([before] if before else []), *(own.stage for own in entering.values())),
-                    slices=slices,
-                    opens=_opens(slices, node.config),
-                    inputs=tuple(
-                        dict.fromkeys(
-                            (
-                                *node.inputs(first, last),
-                                *(name for edge in entering for name in edge.inputs),
-                                *order,
-                            )
-                        )
-                    ),
-                    forward=piece.forward,
-                    loss=piece.loss if losses else None,
-                    predict=piece.predict if losses else None,
-                    decode=piece.decode,
-                    logits=piece.logits if last else None,
-                    following=node.inputs(first, last),
-                    remembers=node.module.remembers,
-                    losses=losses,
-                    give=piece.give if last and (node.ends or piece.levels) else None,
-                    before=before,
-                    last=last,
-                    send_list=self._send_list(name) if last else "",
-                )
-            )
-        return result
+        return StageModel(
+            name=f"{name}.{index}",
+            module=name,
+            index=index,
+            sources=(*([before] if before else []), *(activation.stage for activation in entering.values())),
+            slices=slices,
+            opens=_kv_head_selectors(slices, node.config),
+            inputs=tuple(dict.fromkeys((*node_inputs, *edge_inputs, *order))),
+            forward=piece.forward,
+            loss=piece.loss if losses else None,
+            predict=piece.predict if losses else None,
+            decode=piece.decode,
+            logits=piece.logits if last else None,
+            following=node_inputs,
+            remembers=node.module.remembers,
+            losses=losses,
+            give=piece.give if last and (node.ends or piece.levels) else None,
+            before=before,
+            last=last,
+            send_list=self._send_list(name) if last else "",
+        )
 
     def _send_list(self, name: str) -> str:
-        """The host input that lists a module's tokens for the ranks of the one module that reads them."""
+        """The host input that lists which tokens each rank of the only target needs; "" for several targets."""
         targets = [edge.target for edge in self.out_of(name)]
         return send_list(targets[0]) if len(targets) == 1 else ""
 
-    def _slices(self, piece: Piece, first: bool, tp: int) -> tuple[ModuleSlice, ...]:
+    def _slices(self, piece: Piece, tp: int, *, first: bool) -> tuple[ModuleSlice, ...]:
+        """The parameters of a stage."""
         name, node = piece.name, piece.node
         runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
-        parts, depth = node.module.parts(first, piece.last), node.config.layers
-        slices = [ModuleSlice(name, runs, parts, tp, node.module.axes_of(tp), depth, self._ahead[name])]
+        module_slice = ModuleSlice(
+            name,
+            runs=runs,
+            parts=node.module.parts(first=first, last=piece.last),
+            vocab_multiple=tp,
+            axes=node.module.axes_of(tp),
+            depth=node.config.layers,
+            before_layers=self._paths_before_layers[name],
+        )
+        slices = [module_slice]
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):
             part = Part(partial(Projector, *self.projector_widths(name), **self.projector_norm(name)))
-            slices.append(ModuleSlice(projector_name(name), (), (part,)))
-        for edge, arriving in piece.entering.items():
+            slices.append(ModuleSlice(projector_name(name), parts=(part,)))
+        for edge, incoming in piece.entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
             create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
-            parts = tuple(Part(create, injected_name(layer)) for layer in arriving.injected)
+            parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)
-            slices += [ModuleSlice(projector_name(edge.source), (), parts)] if parts else []
+            slices += [ModuleSlice(projector_name(edge.source), parts=parts)] if parts else []
         return tuple(slices)
 
-    def _arriving(self, edge: Edge, stage: str, layers: range) -> Arriving:
-        """The activation that an edge brings from a stage to one that holds these layers of its target."""
-        tokens, each = self.token_width(edge.source), self.nodes[edge.source].module.merged_width
-        starts = {level: tokens + each * number for number, level in enumerate(self.levels(edge.source))}
-        levels = [slice(starts[level], starts[level] + each) for level in edge.levels]
-        places = dict(zip(edge.inject, levels or [slice(0, tokens)] * len(edge.inject), strict=True))
-        injected = {layer: own for layer, own in places.items() if layer in layers}
-        projector = self.nodes[edge.source].projector or ProjectorConfig()
-        return Arriving(stage, slice(0, tokens), injected, projector.activation)
+    def _incoming(self, edge: Edge, stage: str, layers: range) -> IncomingActivation:
+        """The activation of an edge at its target's stage with ``layers``; ``stage`` is the stage that sends it."""
+        source = self.nodes[edge.source]
+        token_width, level_width = self.token_width(edge.source), source.module.merged_width
+        starts = {level: token_width + level_width * i for i, level in enumerate(self.levels(edge.source))}
+        tokens = slice(0, token_width)
+        levels = [slice(starts[level], starts[level] + level_width) for level in edge.levels]
+        slices = zip(edge.inject, levels or [tokens] * len(edge.inject), strict=True)
+        injected = {layer: columns for layer, columns in slices if layer in layers}
+        projector = source.projector or ProjectorConfig()
+        return IncomingActivation(stage, tokens, injected, projector.activation)
 
 
-def _opens(slices: Sequence[ModuleSlice], config: Any) -> dict[str, Open]:
-    """By name of a parameter of which each rank of tp takes one head, how it does."""
+def _kv_head_selectors(slices: Sequence[ModuleSlice], config: Any) -> dict[str, Open]:
+    """Functions that select a tp rank's key/value head, by the name of each parameter with more ranks than heads."""
     leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves()) if KV_HEADS in leaf.axes]
     return {
-        f"{leaf.module}/{leaf.path}": partial(own_head, leaf.axes.index(KV_HEADS), config.kv_heads) for leaf in leaves
+        f"{leaf.module}/{leaf.path}": partial(head_of_rank, leaf.axes.index(KV_HEADS), config.kv_heads)
+        for leaf in leaves
     }
 
 
 def cp_tokens(module: Module, layout: Layout) -> str:
-    """Which rank of cp has which of a module's tokens: as the layout says, unless they have to stay in their order."""
+    """The distribution of a module's tokens over cp ranks; "contiguous" for modules with convolutions."""
     return "contiguous" if module.in_order else layout.cp_tokens
 
 
 def reads_order(module: Module, layout: Layout) -> bool:
-    """Whether a module's stages read where tokens stood before they were given to ranks of cp."""
-    ordered = any("order" in mask.reads for _, mask in module.masks)
+    """Whether a module's stages read "order": tokens are permuted over cp ranks, and a mask depends on their order."""
+    ordered = any("order" in mask.input_names for _, mask in module.masks)
     return layout.cp > 1 and ordered and cp_tokens(module, layout) != "contiguous"
 
 
@@ -290,35 +301,40 @@ def multimodal(
     callbacks: Mapping[str, Callbacks] | None = None,
     loras: Mapping[str, LoraConfig] | None = None,
 ) -> MultimodalModel:
-    """Encoders that feed one LLM, which feeds generators.
+    """A model of encoders that feed one LLM, which feeds generators.
 
     Args:
-      encoders: by name, settings such as ``ViTConfig`` or a ``Module``.
+      encoders: settings such as ``ViTConfig``, or a ``Module``, by name.
       llm: settings such as ``DecoderConfig``, or a ``Module``.
-      generators: by name, settings such as ``DiTConfig``, or a ``Module``.
-      projectors: by encoder and generator; the others have the default.
-      callbacks: by encoder, "llm" and generator.
-      loras: low-rank adapters, likewise.
+      generators: settings such as ``DiTConfig``, or a ``Module``, by name.
+      projectors: settings of projectors by the name of their encoder or generator; a missing one has the defaults.
+      callbacks: callbacks by the name of their module.
+      loras: settings of low-rank adapters by the name of their module.
 
     Raises:
-      ValueError: there are callbacks or adapters of a module that the model does not have.
+      ValueError: callbacks or adapters name a module that the model does not have.
     """
     generators, projectors, callbacks, loras = generators or {}, projectors or {}, callbacks or {}, loras or {}
-    as_module = lambda given: given if isinstance(given, Module) else module_of(given)  # noqa: E731
-    own = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
-    nodes = {name: Node(as_module(given), own[name]) for name, given in encoders.items()}
-    nodes[LLM] = Node(as_module(llm))
-    nodes |= {name: Node(as_module(given), own[name], "start") for name, given in generators.items()}
-    for what, by_name in {"callbacks": callbacks, "loras": loras}.items():
-        if unknown := sorted(by_name.keys() - nodes.keys()):
-            raise ValueError(f"{what}: no module {unknown[0]!r}; use one of {list(nodes)}")
-    nodes |= {name: replace(nodes[name], callbacks=given) for name, given in callbacks.items()}
-    nodes |= {name: replace(nodes[name], lora=given) for name, given in loras.items()}
-    before = (_edge(name, own[name]) for name in encoders)
-    return MultimodalModel(nodes, (*before, *(Edge(LLM, name, "index") for name in generators)))
+    all_projectors = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
+    nodes = {name: Node(_as_module(encoder), all_projectors[name]) for name, encoder in encoders.items()}
+    nodes[LLM] = Node(_as_module(llm))
+    nodes |= {
+        name: Node(_as_module(generator), all_projectors[name], "start") for name, generator in generators.items()
+    }
+    for argument, by_module in {"callbacks": callbacks, "loras": loras}.items():
+        if unknown := sorted(by_module.keys() - nodes.keys()):
+            raise ValueError(f"{argument}: no module {unknown[0]!r}; use one of {list(nodes)}")
+    nodes |= {name: replace(nodes[name], callbacks=functions) for name, functions in callbacks.items()}
+    nodes |= {name: replace(nodes[name], lora=config) for name, config in loras.items()}
+    encoder_edges = (_encoder_edge(name, all_projectors[name]) for name in encoders)
+    return MultimodalModel(nodes, (*encoder_edges, *(Edge(LLM, name, "index") for name in generators)))
 
 
-def _edge(encoder: str, projector: ProjectorConfig) -> Edge:
+def _as_module(settings: Any) -> Module:
+    return settings if isinstance(settings, Module) else module_of(settings)
+
+
+def _encoder_edge(encoder: str, projector: ProjectorConfig) -> Edge:
     """The edge from an encoder to the LLM."""
     return Edge(
         encoder,

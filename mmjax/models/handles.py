@@ -1,10 +1,10 @@
-"""Handles: weights that are stored in one form and used in another, such as a shard that is gathered or cast.
+"""Handles: parameters that are stored in one form and used in another, such as a shard that is gathered or cast.
 
-A module is given arrays or handles as parameters and does not tell them apart. Products, norms, biases and lookups open
-a handle where they use it, inside what backward computes again. So the opened weight is never kept for backward, and
-the weight of a product that a split backward taps stays tapped (see ``taps``).
+A module's parameters are arrays or handles, and its code treats them alike. Products, norms, biases and lookups open a
+handle at its use, in code that backward recomputes. So an opened weight is never a residual, and the weight of a
+product that a split backward taps stays tapped (see ``taps``).
 
-A weight with an adapter is no handle: it is never opened, and only products can read it.
+A weight with an adapter is no handle: it is never opened, and only products can use it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Open = Callable[[jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """Takes the place of a weight array among the parameters.
+    """A parameter that stands for a weight array.
 
     Attributes:
-      stored: the array as it is stored.
-      open: makes the weight of it.
+      stored: the stored array.
+      open: the function from the stored array to the weight.
     """
 
     stored: jax.Array
@@ -51,7 +51,7 @@ class Handle:
 
 
 class LikeItsWeight:
-    """A stand-in for its ``weight`` among the parameters, of the weight's shape and dtype."""
+    """Base class of parameters with the shape and dtype of their ``weight``."""
 
     weight: Any
 
@@ -69,12 +69,12 @@ class LikeItsWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Adapted(LikeItsWeight):
-    """Takes the place of a weight array among the parameters: ``x`` gives ``x · weight + scale · (x · a) · b``.
+    """A weight with a low-rank adapter: its product with ``x`` is ``x · weight + scale · (x · a) · b``.
 
     Attributes:
-      weight: the weight, in any form that products read.
-      a, b: the factors of its low-rank adapter ``[D, r]`` and ``[r, F]``, likewise.
-      scale: factor of the adapter's product.
+      weight: the weight, an array or a handle.
+      a, b: the adapter's factors ``[D, r]`` and ``[r, F]``, arrays or handles.
+      scale: the factor of the adapter's product.
     """
 
     weight: Any
@@ -89,7 +89,7 @@ class Adapted(LikeItsWeight):
 
 
 def opened(weight: Any) -> jax.Array:
-    """The weight of a handle, or the array itself.
+    """The weight of a handle; an array is returned as it is.
 
     Raises:
       ConfigError: the weight has an adapter.
@@ -101,5 +101,5 @@ def opened(weight: Any) -> jax.Array:
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient of an array like ``stored`` from that of its weight."""
+    """The gradient of the stored array, from the gradient of its weight."""
     return jax.vjp(open_weight, stored)[1](gradient)[0]

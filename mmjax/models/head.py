@@ -1,7 +1,7 @@
-"""Losses of a language model's tokens by chunks of tokens, so that logits of all tokens never lie in memory at once.
+"""Losses of a language model's tokens by chunks, so that the logits of all tokens are never in memory at once.
 
-Forward keeps one number a token, the logarithm of its softmax's denominator; backward makes the logits of a chunk
-again, their gradient from these, and from that the chunk's share of the gradients. ADR 76 has the reasons.
+The residual of forward is one number a token, the logarithm of its softmax's denominator. Backward recomputes the
+logits of a chunk, their gradient, and the chunk's contribution to the gradients. ADR 76 has the reasons.
 
 Shapes: B rows, T tokens of a row, C chunks of N tokens each, D width, V vocabulary local to this rank. The head is
 ``[D, V]``, or ``[V, D]`` where it is a tied table.
@@ -23,22 +23,23 @@ from mmjax import jax_compat
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.layers import PADDED
-from mmjax.models.shared import gathered
+from mmjax.models.sequence_parallel import sp_gather
 from mmjax.models.taps import Value
 
-LEAST_TOKENS = 1024
-"""Tokens of a chunk, at least. For each chunk backward reads the head twice and adds to its gradient in fp32: 12 bytes
-a weight, against 6 FLOPs a weight and token. So with fewer than some 600 tokens an H100 would wait for its memory."""
-LEAST_BYTES = 32 * 2**20
-"""Bytes of a chunk's fp32 logits below which more tokens are taken: a small vocabulary needs no loop."""
+MIN_CHUNK_TOKENS = 1024
+"""The minimal number of tokens of a chunk. For each chunk backward reads the head twice and adds to its gradient in
+fp32: 12 bytes a weight, against 6 FLOPs a weight and token. With fewer than some 600 tokens an H100 waits for
+memory."""
+MIN_CHUNK_BYTES = 32 * 2**20
+"""The minimal size of a chunk's fp32 logits in bytes: a small vocabulary needs no loop."""
 TILE = 64
-"""Tokens of larger chunks are a multiple of this, as matrix units like it."""
+"""Larger chunks have a multiple of this many tokens, for matrix units."""
 _LOG_SUM = "logarithm of this rank's part of the softmax's denominator"
 _keep = jax.checkpoint_policies.save_only_these_names(_LOG_SUM)
 
 
 class TokenLosses(NamedTuple):
-    """What a language model's logits say of each token's target, in nats.
+    """Losses of each token's target, in nats.
 
     Attributes:
       cross_entropy: negative log likelihood.
@@ -50,8 +51,8 @@ class TokenLosses(NamedTuple):
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """The most tokens of a chunk, for a rank's part of the vocabulary of this size."""
-    return max(LEAST_TOKENS, LEAST_BYTES // (4 * vocabulary))
+    """The maximal number of tokens of a chunk, where a rank has ``vocabulary`` entries."""
+    return max(MIN_CHUNK_TOKENS, MIN_CHUNK_BYTES // (4 * vocabulary))
 
 
 def token_losses(
@@ -64,112 +65,118 @@ def token_losses(
     tied: bool = False,
     chunk: int = 0,
 ) -> TokenLosses:
-    """Losses of tokens, with the vocabulary split over tp; what pads it has no probability and no gradient.
+    """Losses of tokens, with the vocabulary split over tp; padding entries have no probability and no gradient.
 
-    No product of ``taps``: a split backward leaves nothing of it to W, for which it would keep the logits' gradient.
+    The head's product is not one of ``taps``: a split backward would have to keep the gradient of the logits for W.
 
     Args:
-      x_BTD: hidden states after the final norm, equal on all tp ranks; or this rank's where they share the tokens.
+      x_BTD: hidden states after the final norm, equal on all tp ranks; this rank's tokens under sequence parallelism.
       head: this rank's part of the head, an array or a handle.
-      targets_BT: the targets of all of these tokens, in the whole vocabulary.
-      axes: names of the mesh's axes.
-      vocabulary: size of the whole vocabulary, without what pads it.
-      tied: whether the head is a table ``[V, D]``.
-      chunk: the most tokens of a chunk; 0 chooses (see ``chunk_tokens``).
+      targets_BT: targets of all tokens, as indices in the complete vocabulary.
+      axes: mesh axes by role.
+      vocabulary: the size of the complete vocabulary, without padding.
+      tied: whether the head is an embedding table ``[V, D]``.
+      chunk: the maximal number of tokens of a chunk; 0 stands for ``chunk_tokens``.
     """
 
-    @partial(jax.checkpoint, policy=_keep)  # a head that is opened, or spread over axes, and gathered states: not kept
-    def found(x_BTD: Array, head: Any, targets_BT: Array) -> TokenLosses:
-        head, x_BTD = opened(head), gathered(x_BTD, axes.sp)
+    @partial(jax.checkpoint, policy=_keep)  # the opened head and the gathered states are no residuals
+    def losses(x_BTD: Array, head: Any, targets_BT: Array) -> TokenLosses:
+        head, x_BTD = opened(head), sp_gather(x_BTD, axes.sp)
         size = head.shape[0 if tied else 1]
         start = lax.axis_index(axes.tp) * size
         x_CND = _chunks(x_BTD, chunk or chunk_tokens(size))
-        places_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
-        each: Any = _on_this_rank(tied, *jax_compat.alike(x_CND, head, places_CN, vocabulary - start))
-        sums_BT, picked_BT = (y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in each)
+        target_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
+        sums_and_logits: Any = _local_losses(tied, *jax_compat.alike(x_CND, head, target_CN, vocabulary - start))
+        sums_BT, target_logit_BT = (
+            y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in sums_and_logits
+        )
         top_BT = lax.pmax(lax.stop_gradient(sums_BT), axes.tp)
         log_sum_BT = jnp.log(lax.psum(jnp.exp(sums_BT - top_BT), axes.tp)) + top_BT
-        return TokenLosses(log_sum_BT - lax.psum(picked_BT, axes.tp), log_sum_BT)
+        return TokenLosses(log_sum_BT - lax.psum(target_logit_BT, axes.tp), log_sum_BT)
 
-    return found(x_BTD, head, targets_BT)
+    return losses(x_BTD, head, targets_BT)
 
 
-def _chunks(values: Array, most: int) -> Array:
-    """Values of tokens ``[B, T, …]`` in as few chunks of equal size as there can be, zeros behind the last token."""
+def _chunks(values: Array, max_tokens: int) -> Array:
+    """Cuts ``[B, T, …]`` into the least number of equal chunks ``[C, N, …]``, padded with zeros at the end."""
     tokens = math.prod(values.shape[:2])
-    count = -(-tokens // most)
-    each = -(-tokens // count)
-    if count > 1 and each > TILE:
-        each = -(-each // TILE) * TILE
+    count = -(-tokens // max_tokens)
+    size = -(-tokens // count)
+    if count > 1 and size > TILE:
+        size = -(-size // TILE) * TILE
     flat = values.reshape(tokens, *values.shape[2:])
-    if count * each > tokens:
-        flat = jnp.pad(flat, [(0, count * each - tokens), *[(0, 0)] * (flat.ndim - 1)])
-    return flat.reshape(count, each, *values.shape[2:])
+    if count * size > tokens:
+        flat = jnp.pad(flat, [(0, count * size - tokens), *[(0, 0)] * (flat.ndim - 1)])
+    return flat.reshape(count, size, *values.shape[2:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _on_this_rank(tied: bool, x_CND: Array, head: Array, places_CN: Array, real: Array) -> tuple[Array, Array]:
-    """Of every token: the logarithm of this rank's part of the denominator, and the target's logit or 0.
+def _local_losses(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array) -> tuple[Array, Array]:
+    """For every token, the logarithm of this rank's part of the denominator, and its target's logit.
+
+    The logit is 0 for targets in another rank's part of the vocabulary.
 
     Args:
       tied: see ``token_losses``.
       x_CND: hidden states.
       head: this rank's part of the head.
-      places_CN: places of the targets in this rank's part of the vocabulary; others are outside of it.
-      real: how many entries of this part do not pad the vocabulary.
+      target_CN: targets as indices in this rank's part of the vocabulary, out of range for targets of other ranks.
+      valid: the number of entries of this part that are no padding.
     """
 
-    def of_chunk(x_ND: Array, places_N: Array) -> tuple[Array, Array]:
-        logits_NV = _logits(tied, x_ND, head, real)
+    def of_chunk(x_ND: Array, target_N: Array) -> tuple[Array, Array]:
+        logits_NV = _logits(tied, x_ND, head, valid)
         top_N = jnp.max(logits_NV, axis=-1)
         sums_N = jnp.log(jnp.sum(jnp.exp(logits_NV - top_N[:, None]), axis=-1)) + top_N
         last = logits_NV.shape[1] - 1
-        picked_N = jnp.take_along_axis(logits_NV, jnp.clip(places_N, 0, last)[:, None], axis=1)[:, 0]
-        return sums_N, jnp.where((places_N >= 0) & (places_N <= last), picked_N, 0.0)
+        target_logit_N = jnp.take_along_axis(logits_NV, jnp.clip(target_N, 0, last)[:, None], axis=1)[:, 0]
+        return sums_N, jnp.where((target_N >= 0) & (target_N <= last), target_logit_N, 0.0)
 
     if len(x_CND) == 1:
-        sums_N, picked_N = of_chunk(x_CND[0], places_CN[0])
-        return sums_N[None], picked_N[None]
-    return lax.map(lambda given: of_chunk(*given), (x_CND, places_CN))
+        sums_N, target_logit_N = of_chunk(x_CND[0], target_CN[0])
+        return sums_N[None], target_logit_N[None]
+    return lax.map(lambda chunk: of_chunk(*chunk), (x_CND, target_CN))
 
 
-def _forward(tied: bool, x_CND: Array, head: Array, places_CN: Array, real: Array) -> tuple[tuple[Array, Array], Any]:
-    each: Any = _on_this_rank(tied, x_CND, head, places_CN, real)
-    sums_CN, picked_CN = checkpoint_name(each[0], _LOG_SUM), each[1]
-    return (sums_CN, picked_CN), (x_CND, head, places_CN, real, sums_CN)
+def _forward(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array) -> tuple[tuple[Array, Array], Any]:
+    sums_and_logits: Any = _local_losses(tied, x_CND, head, target_CN, valid)
+    sums_CN, target_logit_CN = checkpoint_name(sums_and_logits[0], _LOG_SUM), sums_and_logits[1]
+    return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, sums_CN)
 
 
-def _backward(tied: bool, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    x_CND, head, places_CN, real, sums_CN = kept
+def _backward(tied: bool, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    x_CND, head, target_CN, valid, sums_CN = residuals
 
-    def of_chunk(dtype: Any, x_ND: Array, places_N: Array, sums_N: Array, of_sums_N: Array, of_picked_N: Array) -> Any:
+    def of_chunk(
+        dtype: Any, x_ND: Array, target_N: Array, sums_N: Array, d_sums_N: Array, d_target_logit_N: Array
+    ) -> Any:
         """Gradients of the chunk's hidden states and, in ``dtype``, of the head."""
-        logits_NV = _logits(tied, x_ND, head, real)
-        target_NV = jnp.arange(logits_NV.shape[1]) == places_N[:, None]
-        slope_NV = jnp.exp(logits_NV - sums_N[:, None]) * of_sums_N[:, None]
-        slope_NV = (slope_NV + jnp.where(target_NV, of_picked_N[:, None], 0.0)).astype(x_ND.dtype)
-        a, b = (slope_NV, x_ND) if tied else (x_ND, slope_NV)
-        of_head = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
-        return lax.dot_general(slope_NV, head, (((1,), (0 if tied else 1,)), ((), ()))), of_head
+        logits_NV = _logits(tied, x_ND, head, valid)
+        target_NV = jnp.arange(logits_NV.shape[1]) == target_N[:, None]
+        d_logits_NV = jnp.exp(logits_NV - sums_N[:, None]) * d_sums_N[:, None]
+        d_logits_NV = (d_logits_NV + jnp.where(target_NV, d_target_logit_N[:, None], 0.0)).astype(x_ND.dtype)
+        a, b = (d_logits_NV, x_ND) if tied else (x_ND, d_logits_NV)
+        d_head = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        return lax.dot_general(d_logits_NV, head, (((1,), (0 if tied else 1,)), ((), ()))), d_head
 
-    given = (x_CND, places_CN, sums_CN, *cotangents)
+    chunk = (x_CND, target_CN, sums_CN, *cotangents)
     if len(x_CND) == 1:
-        of_x_ND, of_head = of_chunk(head.dtype, *(value[0] for value in given))
-        return of_x_ND[None], of_head, None, None
+        d_x_ND, d_head = of_chunk(head.dtype, *(value[0] for value in chunk))
+        return d_x_ND[None], d_head, None, None
 
-    def step(total: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        of_x_ND, of_head = of_chunk(jnp.float32, *given)
-        return total + of_head, of_x_ND
+    def step(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        d_x_ND, d_head = of_chunk(jnp.float32, *chunk)
+        return total + d_head, d_x_ND
 
     zeros = Value(head.shape, jnp.float32, jax_compat.varying_axes(head)).zeros()
-    total, of_x_CND = lax.scan(step, zeros, given)
-    return of_x_CND, total.astype(head.dtype), None, None
+    total, d_x_CND = lax.scan(step, zeros, chunk)
+    return d_x_CND, total.astype(head.dtype), None, None
 
 
-_on_this_rank.defvjp(_forward, _backward)
+_local_losses.defvjp(_forward, _backward)
 
 
-def _logits(tied: bool, x_ND: Array, head: Array, real: Array) -> Float[Array, "N V"]:
-    """fp32 logits of a chunk, ``PADDED`` where they pad the vocabulary."""
+def _logits(tied: bool, x_ND: Array, head: Array, valid: Array) -> Float[Array, "N V"]:
+    """fp32 logits of a chunk, ``PADDED`` for padding entries of the vocabulary."""
     logits_NV = lax.dot_general(x_ND, head, (((1,), (1 if tied else 0,)), ((), ())))
-    return jnp.where(jnp.arange(logits_NV.shape[1]) < real, logits_NV.astype(jnp.float32), PADDED)
+    return jnp.where(jnp.arange(logits_NV.shape[1]) < valid, logits_NV.astype(jnp.float32), PADDED)

@@ -1,9 +1,9 @@
-"""Building blocks of every module, on local shards inside ``shard_map(check_vma=True)``.
+"""Building blocks of modules, on local shards inside ``shard_map(check_vma=True)``.
 
 Shapes: B rows, T tokens, D width, F hidden units local to this rank, K head width, V vocabulary local to this rank.
-Tensor parallelism is explicit: a column-parallel product gives a value that is split over tp ranks, from one that all
-of them have; a row-parallel product takes it back with one ``psum``. Where these ranks share the tokens (``Axes.sp``),
-the first brings their tokens together, and the second leaves every rank its own.
+Tensor parallelism is explicit: the input of a column-parallel product is equal on all tp ranks, and its output is split
+over them; a row-parallel product has a split input and sums its output with one ``psum``. Under sequence parallelism
+(``Axes.sp``) the first gathers the tokens of all tp ranks, and the second scatters them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
-from mmjax.attention.by_hand import KEPT
 from mmjax.attention.cache import Cache
+from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
-from mmjax.models.shared import Exchange, scattered
+from mmjax.models.sequence_parallel import SequenceParallel, sp_scatter
 from mmjax.models.taps import Value, products, summed
 
 Params = Mapping[str, Any]
@@ -35,64 +35,64 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
 }
-"""By their names in configurations, see ``choices.ACTIVATIONS``."""
+"""Activation functions by the values of ``activation``, see ``choices.ACTIVATIONS``."""
 PADDED = np.float32(-1e30)
-"""Logit of an entry that pads the vocabulary: a finite minus infinity."""
+"""The logit of padding entries of the vocabulary: a finite stand-in for minus infinity."""
 
 
 def linear(
     x: Float[Array, "*B D"], w: Float[Array, "D F"], bias: Float[Array, " F"] | None = None
 ) -> Float[Array, "*B F"]:
-    """``x @ w + bias``. Every product with a weight goes through here or ``column_parallel`` (see ``taps``)."""
+    """``x @ w + bias``. Every product with a weight is computed here or in ``column_parallel`` (see ``taps``)."""
     (y,) = products(x, [w])
     return y if bias is None else y + repeated(bias, y)
 
 
 def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axes: Axes) -> list[Array]:
-    """Products of one input with several weights split by columns over tp.
+    """Products of one input with several weights that are split by columns over tp.
 
-    The input is made tp-varying once, so that backward sums the products' input gradients before its one ``psum`` or
-    ``psum_scatter``.
+    The input is made tp-varying once, so that backward sums the input gradients of all products before its only
+    ``psum`` or ``psum_scatter``.
     """
-    exchange = Exchange(gather=axes.sp, ring=axes.overlap)
-    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], exchange)
+    sp = SequenceParallel(gather=axes.sp, ring=axes.overlap)
+    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], sp)
     return [y if bias is None else y + repeated(bias, y) for y, (_, bias) in zip(results, weights, strict=True)]
 
 
 def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
-    """Product with a weight split by rows over tp; the bias is added once, after the sum."""
+    """Product with a weight that is split by rows over tp; the bias is added once, after the sum."""
     if axes.sp:
-        (y,) = products(x_BTF, [w_FD], Exchange(scatter=axes.sp, ring=axes.overlap))
+        (y,) = products(x_BTF, [w_FD], SequenceParallel(scatter=axes.sp, ring=axes.overlap))
     else:
         y = lax.psum(linear(x_BTF, w_FD), axes.tp)
     return y if bias is None else y + repeated(bias, y)
 
 
 def repeated(p_D: Array, x_BTD: Array) -> Array:
-    """A feature parameter repeated at every token of ``x``; its gradient, a sum over all tokens, is taken in fp32."""
+    """A feature parameter broadcast to every token of ``x``; its gradient, a sum over all tokens, is summed in fp32."""
     p_D = opened(p_D)
     return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
 def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
-    """RMSNorm; statistics in fp32, the scale as it is: a cast of it would be one more copy kept for backward."""
+    """RMSNorm; statistics in fp32. The scale is not cast: the cast copy would be a residual."""
     x32 = x_BTD.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return scaled(y.astype(x_BTD.dtype), scale_D)
 
 
 def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm; statistics in fp32, scale and bias as they are."""
-    y = scaled(normalised(x_BTD, eps), p["scale"])
+    """LayerNorm; statistics in fp32, scale and bias in their own dtype."""
+    y = scaled(normalise(x_BTD, eps), p["scale"])
     return y + repeated(p["bias"], y)
 
 
 def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm, or RMSNorm where there is no bias."""
+    """LayerNorm, or RMSNorm for parameters without a bias."""
     return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
 
 
-def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
+def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
     """LayerNorm without scale and bias; statistics in fp32."""
     x32 = x_BTD.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -101,13 +101,13 @@ def normalised(x_BTD: Array, eps: float = 1e-6) -> Array:
 
 @jax.checkpoint
 def scaled(x_BTD: Array, scale_D: Array) -> Array:
-    """Product with a scale. Checkpointed, or backward would keep a broadcast copy of the scale per microbatch."""
+    """Product with a scale. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
     return x_BTD * repeated(scale_D, x_BTD)
 
 
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
     """Rotary embedding, half-split convention: component ``i`` is paired with ``i + K/2``."""
-    return turned(x_BTHK, positions_BT, frequencies(x_BTHK.shape[-1], theta))
+    return apply_rotary(x_BTHK, positions_BT, frequencies(x_BTHK.shape[-1], theta))
 
 
 def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
@@ -116,21 +116,21 @@ def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
-def turned(
+def apply_rotary(
     x_BTHK: Array,
     positions: Int[Array, "B T *A"],
     frequency_K: Float[Array, " K/2"],
     magnitude: float = 1.0,
     sections: Sequence[int] = (),
 ) -> Array:
-    """Rotary embedding by given frequencies, times a magnitude.
+    """Rotary embedding with these frequencies, times a magnitude.
 
     Args:
       x_BTHK: queries or keys.
-      positions: a number for each token, or one along each of several axes.
-      frequency_K: of each pair of components, in radians a position.
-      magnitude: see above.
-      sections: with several axes, how many pairs are turned by the first of them, by the second, and so on.
+      positions: the position of each token, one number or one along each of A axes.
+      frequency_K: the frequency of each pair of components, in radians a position.
+      magnitude: a factor of the result.
+      sections: with several axes, the number of pairs that are rotated by each axis.
     """
     number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
     angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
@@ -140,10 +140,10 @@ def turned(
 
 
 def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
-    """Turns the first half of a head's pairs by the patch's row, the second half, as fast, by its column."""
+    """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column."""
     half = x_RTHK.shape[-1] // 4
     frequency_K = jnp.tile(frequencies(2 * half, theta), 2)
-    return turned(x_RTHK, positions_RT2, frequency_K, sections=(half, half))
+    return apply_rotary(x_RTHK, positions_RT2, frequency_K, sections=(half, half))
 
 
 def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:
@@ -160,18 +160,18 @@ def split_heads(x_BTF: Array, head_width: int) -> Array:
 
 
 def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-    """Rows of a table, zeros where the index is -1.
+    """Rows of a table; zeros where the index is -1.
 
-    The gradient of a row is a sum over all places that read it, thousands for a frequent token. It is taken in fp32: in
-    bf16 a sum stops growing after some hundred terms. Only the index is kept for backward.
+    The gradient of a row is a sum over all places that read it, thousands for a frequent token. It is summed in fp32:
+    in bf16 a sum stops growing after some hundred terms. The only residual is the index.
     """
     table_VD = opened(table_VD)
     like = Value.of(table_VD)
 
     @jax.custom_vjp
-    def rows(table_VD: Array, index: Array) -> Array:
-        found = jnp.take(table_VD, jnp.maximum(index, 0), axis=0)
-        return jnp.where((index >= 0)[..., None], found, 0)
+    def rows_of(table_VD: Array, index: Array) -> Array:
+        rows = jnp.take(table_VD, jnp.maximum(index, 0), axis=0)
+        return jnp.where((index >= 0)[..., None], rows, 0)
 
     def backward(index: Array, dy: Array) -> tuple[Array, None]:
         axes = jax_compat.varying_axes(dy) | jax_compat.varying_axes(index) | like.axes
@@ -180,21 +180,21 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
         sums_VD = sums_VD.at[places].add(dy.astype(jnp.float32), mode="drop")
         return summed(sums_VD.astype(like.dtype), like.axes), None
 
-    rows.defvjp(lambda table, index: (rows(table, index), index), backward)
-    return rows(table_VD, index)
+    rows_of.defvjp(lambda table, index: (rows_of(table, index), index), backward)
+    return rows_of(table_VD, index)
 
 
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
-    """Rows of a table whose vocabulary is split over tp; of this rank's tokens where ranks of tp share them."""
+    """Token embeddings; the table's vocabulary is split over tp. Under ``Axes.sp`` those of this rank's tokens."""
 
-    @jax.checkpoint  # else backward would keep the tokens' places in this rank's part of the table
-    def found(tokens_BT: Array, table_VD: Array) -> Array:
+    @jax.checkpoint  # otherwise the local indices would be residuals
+    def local_rows(tokens_BT: Array, table_VD: Array) -> Array:
         local = tokens_BT - lax.axis_index(axes.tp) * table_VD.shape[0]
-        mine = (local >= 0) & (local < table_VD.shape[0])
-        return lookup(table_VD, jnp.where(mine, local, -1))
+        is_local = (local >= 0) & (local < table_VD.shape[0])
+        return lookup(table_VD, jnp.where(is_local, local, -1))
 
-    parts_BTD = found(tokens_BT, table_VD)
-    return scattered(parts_BTD, axes.sp) if axes.sp else lax.psum(parts_BTD, axes.tp)
+    local_BTD = local_rows(tokens_BT, table_VD)
+    return sp_scatter(local_BTD, axes.sp) if axes.sp else lax.psum(local_BTD, axes.tp)
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
@@ -211,16 +211,18 @@ def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) -> Float[Array, "B T"]:
-    """Negative log likelihood with the vocabulary split over tp; no rank ever holds all logits."""
+    """Negative log likelihood with the vocabulary split over tp; no rank ever has all logits."""
     log_sum_BT = log_sum_exp(logits_BTV, axes)
     local = targets_BT - lax.axis_index(axes.tp) * logits_BTV.shape[-1]
-    mine = (local >= 0) & (local < logits_BTV.shape[-1])
-    picked = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, logits_BTV.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-    return log_sum_BT - lax.psum(jnp.where(mine, picked, 0.0), axes.tp)
+    is_local = (local >= 0) & (local < logits_BTV.shape[-1])
+    target_logit = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, logits_BTV.shape[-1] - 1)[..., None], axis=-1)[
+        ..., 0
+    ]
+    return log_sum_BT - lax.psum(jnp.where(is_local, target_logit, 0.0), axes.tp)
 
 
 def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
-    """Index of the largest logit over the whole vocabulary; the lowest index among equals."""
+    """Index of the largest logit over the complete vocabulary; the lowest index among equals."""
     best = jnp.argmax(logits_BTV, axis=-1)
     value = jnp.take_along_axis(logits_BTV, best[..., None], axis=-1)[..., 0]
     top = lax.pmax(value, axes.tp)
@@ -229,7 +231,7 @@ def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
 
 
 def residual_init(layers: int) -> Initializer:
-    """Initializer of products that end in the residual stream of ``layers`` blocks: the deeper, the smaller."""
+    """Initializer of products that write to the residual stream; its variance scales with 1 / (2 · layers)."""
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
@@ -244,42 +246,46 @@ def scan_layers(
     """Runs stacked layers one after another.
 
     Args:
-      body: one layer.
-      x: input of the first.
-      layers: their parameters, stacked.
-      remat: a key of ``REMAT``: how much is kept for backward.
-      added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the stack.
-      keep: numbers of layers in the stack whose outputs are given too.
+      body: ``(x, params) -> x``, the function of one layer.
+      x: the input of the first layer.
+      layers: the stacked parameters of the layers.
+      remat: a key of ``REMAT``, the checkpoint policy.
+      added: values of the shape of ``x`` that are added to the inputs of layers, by the layer's index in the stack.
+      keep: indices in the stack of the layers whose outputs are returned too.
 
     Returns:
-      The last output, and those of ``keep``.
+      The last output, and the outputs of ``keep`` by index.
     """
-    given: Any = layers
+    xs: Any = layers
     if added:
-        given, body = _with_added(body, layers, added)
+        xs, body = _with_added(body, layers, added)
     policy = REMAT[remat]
     if keep:
-        return _scan_keeping(body if policy is None else jax.checkpoint(body, policy=policy), x, given, keep)
-    step = lambda x, p: (body(x, p), None)  # noqa: E731
-    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, given)[0], {}
+        return _scan_and_keep(body if policy is None else jax.checkpoint(body, policy=policy), x, xs, keep)
+
+    def step(x: Array, p: Params) -> tuple[Array, None]:
+        return body(x, p), None
+
+    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, xs)[0], {}
 
 
-def _scan_keeping(
-    body: Callable[[Array, Any], Array], x: Array, given: Any, keep: Sequence[int]
+def _scan_and_keep(
+    body: Callable[[Array, Any], Array], x: Array, xs: Any, keep: Sequence[int]
 ) -> tuple[Array, dict[int, Array]]:
-    """Scans with the outputs of some layers in the carry, which is linear in them: backward keeps nothing more."""
-    count = len(jax.tree.leaves(given)[0])
+    """Scans with the outputs of ``keep`` in the carry, which is linear in them and so needs no more residuals."""
+    count = len(jax.tree.leaves(xs)[0])
     slots = jnp.array([list(keep).index(layer) if layer in keep else -1 for layer in range(count)])
     like = Value.of(x)
     kept_NBTD = Value((len(keep), *like.shape), like.dtype, like.axes).zeros()
 
-    def step(carry: tuple[Array, Array], given: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
+    def step(carry: tuple[Array, Array], layer: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
         x, kept_NBTD = carry
-        x = body(x, given[0])
-        here_N = jnp.arange(len(keep)) == given[1]
-        return (x, jnp.where(here_N[:, None, None, None], x, kept_NBTD)), None
+        layer_xs, slot = layer
+        x = body(x, layer_xs)
+        is_slot_N = jnp.arange(len(keep)) == slot
+        return (x, jnp.where(is_slot_N[:, None, None, None], x, kept_NBTD)), None
 
-    (x, kept_NBTD), _ = lax.scan(step, (x, kept_NBTD), (given, slots))
+    (x, kept_NBTD), _ = lax.scan(step, (x, kept_NBTD), (xs, slots))
     return x, dict(zip(keep, kept_NBTD, strict=True))
 
 
@@ -309,29 +315,29 @@ def run_cached(
     *,
     stacked: bool,
 ) -> Array:
-    """Runs layers whose attention reads a cache, and leaves keys and values of the new tokens in ``cache.new[name]``.
+    """Runs layers with a cache, and stores keys and values of the new tokens in ``cache.new[name]``.
 
-    Nothing is kept for a backward. For ``body``, ``x``, ``layers`` and ``added`` see ``scan_layers``.
+    For ``body``, ``x``, ``layers`` and ``added`` see ``scan_layers``. There is no backward.
 
     Args:
       cache: the cache of the stage.
-      name: name of the layers in it.
-      stacked: whether ``layers`` are a stack, or one layer.
+      name: the name of the layers in the cache.
+      stacked: whether ``layers`` are stacked, or one layer.
     """
-    given: Any = layers
+    xs: Any = layers
     if stacked and added:
-        given, body = _with_added(body, layers, added)
+        xs, body = _with_added(body, layers, added)
     elif added:
         x = x + sum(added.values())
 
-    def step(x: Array, given: tuple[Any, Any]) -> tuple[Array, tuple[Any, ...]]:
-        own, held = given
-        with cache.layer(held) as new:
-            x = body(x, own)
+    def step(x: Array, layer: tuple[Any, Any]) -> tuple[Array, tuple[Any, ...]]:
+        layer_params, cached = layer
+        with cache.layer(cached) as new:
+            x = body(x, layer_params)
         return x, tuple(new)
 
-    xs = given, cache.held(name)
-    x, cache.new[name] = lax.scan(step, x, xs) if stacked else step(x, xs)
+    with_cache = xs, cache.cached(name)
+    x, cache.new[name] = lax.scan(step, x, with_cache) if stacked else step(x, with_cache)
     return x
 
 
@@ -340,15 +346,15 @@ def _with_added(
 ) -> tuple[Params, Callable[[Array, Params], Array]]:
     """The scanned tree and the body of a scan that adds values to the inputs of layers.
 
-    The layers stay one stack: slices of it would be transformed weights, which backward would have to keep.
+    The layers are not split into several scans: slices of the stack would be transformed weights, hence residuals.
     """
     values = jnp.stack(list(added.values()))
     count = len(jax.tree.leaves(layers)[0])
     slots = [list(added).index(layer) if layer in added else -1 for layer in range(count)]
 
-    def with_added(x: Array, given: Params) -> Array:
-        slot = given["slot"]
-        return body(x + jnp.where(slot >= 0, values[jnp.maximum(slot, 0)], 0), given["layer"])
+    def with_added(x: Array, xs: Params) -> Array:
+        slot = xs["slot"]
+        return body(x + jnp.where(slot >= 0, values[jnp.maximum(slot, 0)], 0), xs["layer"])
 
     return {"layer": layers, "slot": jnp.asarray(slots)}, with_added
 
@@ -356,8 +362,9 @@ def _with_added(
 REMAT: Mapping[str, Any] = {
     "none": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(KEPT)
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Checkpoint policies: a layer keeps for its backward everything; products and what attention makes; its input only."""
+"""Checkpoint policies: a layer's residuals are everything, products and results of attention, or its input alone."""

@@ -1,10 +1,10 @@
-"""A module: an encoder, a language model or a generator. They differ in what they read and give, not in type.
+"""The interface of modules. Encoders, language models and generators have the same base class.
 
-A *medium* is an image, or a recording. It is cut into *patches* along its axes: squares of pixels, or pairs of log-mel
-frames. A module with a medium has rows of patches, one without has rows of text. How modules are joined, and cut into
-stages, is said in ``graph``.
+A *medium* is an image or a recording. It is cut into *patches* along its axes: squares of pixels, or pairs of log-mel
+frames. A module with a medium has rows of patches; a module without has rows of text. ``graph`` connects modules and
+cuts them into stages.
 
-A module of one's own is a subclass in a file of one's own, named in a configuration as "package.module:Class".
+A user's module is a subclass in the user's file, named in a configuration as "package.module:Class".
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part
 Block = Callable[[Array, Params], Array]
 """One layer: its input, or several rows' of features, and its parameters, to its output."""
 HostInputs = Mapping[str, np.ndarray]
-Say = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
-"""Predictions of a module's last stage for such inputs, by microbatch."""
+Predict = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
+"""A function that predicts: the results of ``Module.predict`` for the inputs of each microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +39,33 @@ class Loss:
     """A loss of a module: a sum over all tokens of a step, divided by a count that is known before the step.
 
     Attributes:
-      weight: its weight in the sum that is optimised. A loss of weight 0 is a metric, reported and without a gradient.
-      per: name of the count, one of ``StepBatch.counts`` such as "samples" or "llm_tokens". "" is the module's own: the
-        loss weights of the text, the numbers that a generator draws, the patches that an encoder sees.
+      weight: the weight in the optimised sum. A loss of weight 0 is a metric: it is reported and has no gradient.
+      per: the name of the count, one of ``StepBatch.counts`` such as "samples" or "llm_tokens". "" stands for the count
+        of the module: the sum of loss weights of the text, the values that a generator predicts, or an encoder's
+        patches.
     """
 
     weight: float = 1.0
     per: str = ""
 
     def count(self, module: str) -> str:
-        """Name of the count that this loss of a module is divided by."""
+        """The name of the count that this loss is divided by."""
         return self.per or module
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Equal layers, one after another. A module has one group or several, which a layout may cut anywhere.
+    """Consecutive equal layers. A module has one group or several, which a layout may cut anywhere.
 
     Attributes:
-      layers: their number.
-      create: creates one layer's parameters.
-      block: ``(context, x) -> block``, the function of one layer. What all layers share is computed here, once a stage;
-        ``x`` is the input of the first of them.
-      window: how many tokens of its segment a token sees in these layers, itself included, the latest in order; 0 means
-        all that the module's mask allows.
-      grid_window: edge, in positions, of the windows that cut a segment along every axis: a token sees those of its own
-        in these layers, such as patches in a square of an image; 0 means all that the mask allows.
-      rules: which tokens see which in these layers; ``None`` means what the module's ``mask`` says.
+      layers: the number of layers.
+      create: creates the parameters of one layer.
+      block: ``(context, x) -> block``, makes the function of one layer. Values that all layers share are computed here,
+        once a stage; ``x`` is the input of the first layer.
+      window: the width of the sliding window over earlier tokens, the token itself included; 0 means no limit.
+      grid_window: edge, in positions, of the windows that cut a segment along every axis, such as squares of an image.
+        A token sees only its own window; 0 means no windows.
+      rules: the mask rules of these layers; ``None`` stands for the module's ``mask``.
     """
 
     layers: int
@@ -76,7 +76,7 @@ class LayerGroup:
     rules: Rules | None = None
 
     def mask(self, kind: MaskKind) -> Mask:
-        """The mask of these layers in a module of this kind."""
+        """The mask of these layers, in a module with this kind of mask."""
         if self.rules:
             return Mask.of(self.rules, self.window, self.grid_window)
         return Mask(kind, self.window, self.grid_window)
@@ -84,21 +84,22 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Module(ABC):
-    """A module with its settings. What it computes is on local shards inside ``shard_map`` (see ``layers``): features
-    and ``Context.inputs`` are of one rank's tokens, which ``column_parallel`` brings together where ranks of tp share
-    them.
+    """A module with its settings.
 
-    Parameters are nested dicts: those of ``parts`` by name. Every weight is used through ``layers.linear``,
+    Its methods compute on local shards inside ``shard_map`` (see ``layers``). Features and ``Context.inputs`` are of
+    one rank's tokens; under sequence parallelism ``column_parallel`` gathers the tokens of all tp ranks.
+
+    Parameters are nested dicts, with the arrays of ``parts`` by name. Every weight is used in ``layers.linear``,
     ``column_parallel``, ``row_parallel``, a norm or a lookup.
 
     Attributes:
-      config: an instance of ``Config``. Its fields ``layers``, ``width`` and, of a module with a medium, ``merge`` have
-        the same meaning in all modules.
+      config: an instance of ``Config``. Its fields ``layers``, ``width`` and, with a medium, ``merge`` have the same
+        meaning in all modules.
       Config: the configurable class of its settings.
-      mask: which tokens of a segment attend to which.
-      in_order: whether neighbouring tokens meet outside of attention, as in a convolution: then they stay in their
-        order on ranks of context parallelism.
-      axes: names of the dimensions of its parameters, beyond ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
+      mask: the kind of its attention mask.
+      in_order: whether tokens interact with their neighbours outside of attention, as in a convolution. Then context
+        parallelism keeps tokens in order.
+      axes: logical axes of its parameters, in addition to ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
         "vocab".
     """
 
@@ -114,133 +115,136 @@ class Module(ABC):
     @property
     @abstractmethod
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its layers; the groups have ``config.layers`` of them together."""
+        """Its groups of layers, ``config.layers`` layers in total."""
 
     @abstractmethod
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
-        """Parameters outside of layers that the first and the last stage hold."""
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The parameters outside of layers: of the first stage, the last stage, or both."""
 
     def axes_of(self, tp: int) -> LogicalAxes:
-        """``axes`` where tp has this degree.
+        """``axes`` for a tp degree.
 
-        A dimension `KV_HEADS` is of fewer heads than tp has ranks. It is whole on all of them, and each takes the head
-        that its query heads read.
+        The dimension ``KV_HEADS`` is for fewer key/value heads than tp ranks. It is not sharded: each rank uses the
+        head that its query heads read.
         """
         return self.axes
 
     # ---- computation -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
-        """Host inputs that a stage reads; "segments" is one of them."""
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """Names of the host inputs that a stage reads; "segments" is always one of them."""
 
     @abstractmethod
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
-        """The first stage's host inputs as features; what other modules give comes on top."""
+        """Features of the first stage's host inputs; tokens of other modules are merged into them later."""
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Features behind the last layer and what follows it, such as a norm; the module gives these to others."""
+        """The computation behind the last layer, such as a norm; its result is sent to other modules."""
         return x
 
     @property
     def losses(self) -> Mapping[str, Loss]:
-        """Its losses and metrics by name; "loss" is what the name of a main loss should be."""
+        """Its losses and metrics by name; a main loss should have the name "loss"."""
         return {}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Mapping[str, Float[Array, ""]]:
-        """The sum of each of its ``losses``, from what ``end`` gives."""
+        """The sum of each of its ``losses``, from the result of ``end``."""
         raise NotImplementedError(f"{type(self).__name__} gives no loss")
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Any:
-        """Takes the place of ``loss`` in evaluation: an array whose first dimension is rows, or ``None``."""
+        """Replaces ``loss`` in evaluation: an array whose first dimension is rows, or ``None``."""
         return None
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
-        """A language model's fp32 logits of the next token, from what ``end`` gives of each row's last.
+        """A language model's fp32 logits of the next token, from the result of ``end`` for each row's last token.
 
-        V is this rank's part of the vocabulary, as tp splits it; what pads it has -1e30. A module that generates text
-        has these, a causal mask, and layers in which tokens meet in ``Context.attend`` alone.
+        V is this tp rank's part of the vocabulary; padding entries are -1e30. A module that generates text needs this
+        method, a causal mask, and layers in which tokens interact in ``Context.attend`` alone.
         """
         raise NotImplementedError(f"{type(self).__name__}.logits: a module without it generates no text")
 
-    def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
-        """A generator's patches ``[R, T, E]`` of each microbatch, from inputs with noise as patches.
+    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        """A generator's patches ``[R, T, E]`` of each microbatch.
 
-        ``say`` gives what ``predict`` gives for such inputs.
+        Args:
+          inputs: the host inputs of each microbatch, with noise as patches.
+          predict: computes the results of the method ``predict`` for such inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} draws nothing")
 
-    # ---- what is known without devices -------------------------------------------------------------------------------
+    # ---- properties without devices ----------------------------------------------------------------------------------
 
     @property
     def medium(self) -> EncoderSpec | None:
-        """How its medium is cut into patches, for the data side; ``None`` for rows of text."""
+        """The cutting of its medium into patches, for the data side; ``None`` for rows of text."""
         return None
 
     @property
     def sees(self) -> str:
-        """The rules of its rows of text, as ``attention.language`` writes them: the data side makes words of them."""
+        """The mask rules of its rows of text (see ``attention.language``), which the data side turns into words."""
         return "causal"
 
     @property
     def masks(self) -> tuple[tuple[int, Mask], ...]:
-        """Its layers' masks: of each group, how many layers have it."""
+        """The mask of each layer group, with the number of its layers."""
         return tuple((group.layers, group.mask(self.mask)) for group in self.groups)
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        """The host inputs of each token that its masks read, but for order, which is a token's place."""
-        reads = (name for _, mask in self.masks for name in mask.reads)
-        return tuple(dict.fromkeys(name for name in reads if name != "order"))
+        """The host inputs that its masks read of earlier tokens, except "order", which is the place in the cache."""
+        names = (name for _, mask in self.masks for name in mask.input_names)
+        return tuple(dict.fromkeys(name for name in names if name != "order"))
 
     @property
     def position_axes(self) -> int:
-        """Numbers of a position in its rows of text: 1, a token's place in its sample, or 3 (see ``data.mrope``)."""
+        """The number of axes of positions in rows of text: 1, the place in the sample, or 3 (see ``data.mrope``)."""
         return 1
 
     @abstractmethod
     def parameters(self) -> int:
-        """Number of its parameters, without padding; a tied table counts once."""
+        """The number of its parameters, without padding; a tied table counts once."""
 
     @abstractmethod
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Model FLOPs of a forward over segments of so many tokens or patches each (rules: ``flops``)."""
+        """Model FLOPs of a forward over segments of these lengths in tokens or patches (rules: ``flops``)."""
 
     def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
-        """The same, where the pairs that each of ``masks`` allows in these segments have been counted."""
+        """``forward_flops`` with the counted pairs that each of ``masks`` allows in these segments."""
         return self.forward_flops(lengths)
 
     def with_vocab(self, vocab: int) -> Self:
-        """The module with the tokenizer's vocabulary, where its settings leave it open."""
+        """A copy with the tokenizer's vocabulary size, where the settings leave it open."""
         is_open = getattr(self.config, "vocab", vocab) == 0
         return replace(self, config=replace(self.config, vocab=vocab)) if is_open else self
 
     @property
     def patches_per_token(self) -> int:
-        """Patches that one LLM token stands for; 1 for text."""
+        """The number of patches of one LLM token; 1 for text."""
         return self.medium.patches_per_token if self.medium else 1
 
     @property
     def merged_width(self) -> int:
-        """Width of the features of these patches, side by side."""
+        """The width of a token's concatenated patch features."""
         return self.config.width * self.patches_per_token
 
 
 def layer_runs(module: Module, layers: range, *, unroll: bool = False) -> tuple[tuple[LayerRun, LayerGroup], ...]:
-    """The part of each of a module's layer groups that lies among ``layers``, or layer by layer where ``unroll``."""
-    groups, start, found = module.groups, 0, []
+    """The runs of a module's ``layers``, each with its layer group; with ``unroll`` every layer is a run."""
+    groups, start, runs = module.groups, 0, []
     for number, group in enumerate(groups):
-        own = range(max(start, layers.start), min(start + group.layers, layers.stop))
+        group_layers = range(max(start, layers.start), min(start + group.layers, layers.stop))
         name = "layers" if len(groups) == 1 else f"layers_{number}"
         if unroll:
-            found += [(LayerRun(group.create, range(i, i + 1), f"layer_{i:03d}", stacked=False), group) for i in own]
-        elif own:
-            found.append((LayerRun(group.create, own, name), group))
+            for i in group_layers:
+                runs.append((LayerRun(group.create, range(i, i + 1), f"layer_{i:03d}", stacked=False), group))
+        elif group_layers:
+            runs.append((LayerRun(group.create, group_layers, name), group))
         start += group.layers
     if start != module.config.layers:
         name = f"{gin_name(type(module.config))}.layers"
         raise ConfigError(f"{type(module).__name__}.groups have {start} layers and {name} is {module.config.layers}")
-    return tuple(found)
+    return tuple(runs)
 
 
 def run_layers(
@@ -254,33 +258,33 @@ def run_layers(
     unroll: bool = False,
     keep: Iterable[int] = (),
 ) -> tuple[Float[Array, "B T D"], dict[int, Float[Array, "B T D"]]]:
-    """Runs some of a module's layers, all by default.
+    """Runs some of a module's layers.
 
     Args:
       module: the module.
-      p: its parameters in a stage that holds these layers.
-      context: the surroundings of the stage.
-      x: input of the first layer.
-      layers: the layers, numbered in the module.
-      added: what is added to the inputs of layers, of the shape of ``x``, by the layer's number in the module.
-      unroll: whether ``p`` holds every layer by itself, and layers are run without a loop.
-      keep: layers whose outputs are given too, numbered in the module; none where there is a cache.
+      p: the module's parameters in a stage with these layers.
+      context: the context of the stage.
+      x: the input of the first layer.
+      layers: indices of the layers in the module; all by default.
+      added: values of the shape of ``x`` that are added to the inputs of layers, by the layer's index in the module.
+      unroll: whether every layer has separate parameters and layers run without a loop.
+      keep: indices in the module of the layers whose outputs are returned too; none with a cache.
 
     Returns:
-      The last output, and those of ``keep`` that were run.
+      The last output, and the outputs of those ``keep`` that are among ``layers``, by index.
     """
     remat = getattr(module.config, "remat", "none")
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
-    kept: dict[int, Array] = {}
-    for group, own in groupby(runs, key=itemgetter(1)):
+    kept_outputs: dict[int, Array] = {}
+    for group, group_runs in groupby(runs, key=itemgetter(1)):
         block = group.block(context.under(group.mask(module.mask)), x)
-        for run, _ in own:
+        for run, _ in group_runs:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
-            here = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
-            wanted = [layer - start for layer in keep if layer in run.layers]
+            local_added = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
+            local_keep = [layer - start for layer in keep if layer in run.layers]
             if context.cache:
-                x = run_cached(context.cache, run.name, block, x, p[run.name], here, stacked=run.stacked)
+                x = run_cached(context.cache, run.name, block, x, p[run.name], local_added, stacked=run.stacked)
                 continue
-            x, found = run_all(block, x, p[run.name], remat, here, wanted)
-            kept |= {start + layer: value for layer, value in found.items()}
-    return x, kept
+            x, local_kept = run_all(block, x, p[run.name], remat, local_added, local_keep)
+            kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
+    return x, kept_outputs

@@ -1,4 +1,4 @@
-"""Nodes and edges of a model's graph: modules with their projectors, and tokens on their way between them."""
+"""Nodes and edges of a model's graph: modules with their projectors, and the flow of tokens between them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmjax.models.projector.config import ProjectorConfig
 
 @dataclass(frozen=True)
 class Node:
-    """A module in a model.
+    """A module in a model, with its projector, callbacks and adapters.
 
     Attributes:
       module: the module.
-      projector: the projector between it and other modules; ``None`` where their widths are equal.
-      projects: whether the projector ends the module, and maps what it gives, or starts it, and maps what it takes.
-      callbacks: functions of a user's own between the parts of the node.
+      projector: the projector between this and other modules; ``None`` where their widths are equal.
+      projects: where the projector is: at the module's "end" it maps its outputs, at its "start" its inputs.
+      callbacks: a user's functions between the parts of the node.
       lora: low-rank adapters of the module.
     """
 
@@ -41,49 +41,51 @@ class Node:
 
     @property
     def medium(self) -> EncoderSpec | None:
-        """How its medium becomes tokens of the LLM, for the data side; ``None`` for rows of text."""
-        own = self.module.medium
-        return spec_of(own, self.projector) if own and self.projector else own
+        """The conversion of its medium to tokens of the LLM, for the data side; ``None`` for rows of text."""
+        medium = self.module.medium
+        return spec_of(medium, self.projector) if medium and self.projector else medium
 
     @property
     def ends(self) -> ProjectorConfig | None:
-        """The projector that ends it, if one does."""
+        """The projector at the module's end, if there is one."""
         return self.projector if self.projects == "end" else None
 
     @property
     def starts(self) -> ProjectorConfig | None:
-        """The projector that starts it, if one does."""
+        """The projector at the module's start, if there is one."""
         return self.projector if self.projects == "start" else None
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         """Host inputs that a stage reads for the module and its callbacks."""
         projected = first if self.starts else last
-        here: dict[CalledAt, bool] = {"before": first, "after": last, "projected": projected}
-        own = self.callbacks.inputs(place for place, is_here in here.items() if is_here)
-        return tuple(dict.fromkeys((*self.module.inputs(first, last), *own)))
+        called_here: dict[CalledAt, bool] = {"before": first, "after": last, "projected": projected}
+        callback_inputs = self.callbacks.inputs(place for place, is_called in called_here.items() if is_called)
+        return tuple(dict.fromkeys((*self.module.inputs(first=first, last=last), *callback_inputs)))
 
 
 def spec_of(medium: EncoderSpec, projector: ProjectorConfig) -> EncoderSpec:
-    """How a module's medium becomes tokens of the LLM behind its projector."""
+    """The conversion of a module's medium to tokens of the LLM, behind the projector."""
     return replace(medium, newline=projector.newline, most_tiles=projector.most_tiles)
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Tokens of one module at places among those of another.
+    """A flow of tokens from one module to places in the rows of another.
 
-    Where the target starts with a projector, tokens are gathered, projected, split into patches and added to the
-    target's features. Where it does not, they take the place of what the target embeds there.
+    If the target has a projector at its start, tokens are gathered, projected, split into patches and added to the
+    target's features. Otherwise they replace the target's embeddings at their places.
 
     Attributes:
       source, target: names of the modules.
-      index: the target's host input that holds, for each of its tokens, the index of the source's token that belongs
-        there among those of its cell, or -1.
-      inject: layers of the target that the tokens enter again: each adds, at the tokens' places, the output of a
-        projector of its own.
-      levels: layers of the source whose outputs these projectors take, one for each of ``inject``; () for the tokens.
-      shares: the target's host input that holds the weights of several tokens at a place; "" where it is one token.
-      newline: whether places may hold the newline of the source's projector, which the target's first stage keeps.
+      index: the name of the target's host input of places: for each of its tokens the index of the source's token that
+        belongs there, within its cell, or -1.
+      inject: layers of the target that the tokens enter again: to the input of each layer the output of an additional
+        projector is added at the tokens' places.
+      levels: layers of the source whose outputs these projectors read, one for each of ``inject``; () for the source's
+        tokens.
+      shares: the name of the target's host input of weights, where a place has several tokens; "" for one token.
+      newline: whether places may have the newline embedding of the source's projector, a parameter of the target's
+        first stage.
     """
 
     source: str
@@ -96,5 +98,5 @@ class Edge:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The host inputs that a stage reads where these tokens enter it."""
+        """Host inputs that a stage reads if these tokens enter it."""
         return (self.index, self.shares) if self.shares else (self.index,)

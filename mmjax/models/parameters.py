@@ -1,9 +1,10 @@
-"""Parameters of a stage: which logical leaves it holds, how they are sharded, initialised and named.
+"""Parameters of a stage: their logical leaves, sharding, initial values and names.
 
-Modules are authored as NNX classes that only create parameters. Sharding comes from one table of logical axes, kept
-here and not in NNX metadata. A stage holds, per module, a nested dict: ``layers`` is stacked over the stage's layers,
-other entries are single. Several groups of layers are several stacks; layers that are not stacked are entries of their
-own. A *logical leaf* is one parameter of one layer without padding; its name knows no stage and no layout.
+Modules are NNX classes that only create parameters. Sharding follows from one table of logical axes in this file, not
+from NNX metadata. A stage has a nested dict of parameters for each module: the arrays of ``layers`` are stacked over
+the stage's layers, others are single. Several groups of layers are several stacks; layers that are not stacked are
+entries of their own. A *logical leaf* is one parameter of one layer without padding; its name does not depend on the
+stage or the layout.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from mmjax.mesh.spread import Axes, Spread
 Tree = Any
 """Nested dict of arrays."""
 Create = Callable[[nnx.Rngs], nnx.Module]
-"""Builds an NNX object; where a class has a hashable configuration, a ``partial`` of both."""
+"""A function that builds an NNX object, if possible a ``partial`` of a class and a hashable configuration."""
 Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
 LogicalAxes = Mapping[str, tuple[str, ...]]
-"""Names of a parameter's dimensions, by the last names of its path: two mostly, or one."""
+"""Names of a parameter's dimensions, by the end of its path: the last name, or the last two."""
 
 KV_HEADS = "kv_heads"
-"""A dimension of key and value heads of which each rank of tp takes one."""
+"""The dimension of key/value heads where tp has more ranks than there are heads: each rank uses one head."""
 
-# Every parameter is listed, here or in its module's ``axes``; one that is not is an error, never a silent replica.
+# Every parameter is listed here or in its module's ``axes``. A missing one is an error, never a silent replica.
 LOGICAL_AXES: LogicalAxes = {
     "attn/q": ("embed", "heads"),
     "attn/k": ("embed", "heads"),
@@ -85,8 +86,9 @@ class Leaf:
       shape: shape of the stage's array: stacked, vocabulary padded.
       axes: logical axis per dimension of one logical leaf.
       tie: whether another stage shares it; a borrowed leaf is neither stored, updated nor saved here.
-      layer: global index of the layer that it belongs to, where layers are not stacked.
-      from_end: by logical leaf, 0 behind the module's layers, 1 in the last one, and so on; one more before the first.
+      layer: global index of its layer, where layers are not stacked.
+      from_end: distance of each logical leaf from the module's end: 0 behind the layers, 1 in the last layer, and so
+        on, up to the number of layers + 1 before the first layer.
     """
 
     module: str
@@ -100,7 +102,7 @@ class Leaf:
     from_end: tuple[int, ...] = (0,)
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Sharding over tp; the stacking dimension is whole."""
+        """Sharding over tp; the stacking dimension is not sharded."""
         return Spread.of(axes).parameter(self.axes, stacked=self.layers is not None)
 
     @property
@@ -109,27 +111,27 @@ class Leaf:
         layers = self.layers if self.layer is None else (self.layer,)
         if layers is None:
             return (f"{self.module}/{self.path}",)
-        _, _, rest = self.path.partition("/")
-        return tuple(f"{self.module}/layers/{layer:03d}/{rest}" for layer in layers)
+        _, _, suffix = self.path.partition("/")
+        return tuple(f"{self.module}/layers/{layer:03d}/{suffix}" for layer in layers)
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies: logically a matrix, not a scale or a bias."""
+        """Whether weight decay applies: to matrices, not to scales and biases."""
         return len(self.logical_shape) > 1
 
 
 UNNAMED = "partial"
-"""Stands for the name of an unnamed part in the seed of its initial values. Kept results depend on it."""
+"""The name of unnamed parts in the seeds of initial values. Recorded results depend on it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A group of parameters created together.
+    """A group of parameters that are created together.
 
     Attributes:
       create: builds the NNX object from ``nnx.Rngs``.
-      name: prefix of its paths, or empty.
-      tie: ``Leaf.tie`` of its leaves.
+      name: the prefix of their paths, or "".
+      tie: ``Leaf.tie`` of their leaves.
     """
 
     create: Create
@@ -138,20 +140,20 @@ class Part:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its parameters by path in the stage's tree of the module."""
+        """Shapes of the parameters by path in the stage's tree of the module."""
         prefix = (self.name,) if self.name else ()
         return {"/".join(prefix + path): shape for path, shape in shapes_of(self.create).items()}
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Equal layers, one after another, that a stage holds as one stack, or one layer by itself.
+    """Consecutive equal layers of a stage: one stack, or a single layer that is not stacked.
 
     Attributes:
-      create: creates one layer.
-      layers: their indices in the module.
-      name: their place in the stage's parameters. Names of logical leaves do not depend on it.
-      stacked: whether they are a stack; if not, it is one layer.
+      create: creates the parameters of one layer.
+      layers: indices of the layers in the module.
+      name: the key in the stage's parameters. Names of logical leaves do not depend on it.
+      stacked: whether the parameters are stacked; otherwise there is one layer.
     """
 
     create: Create
@@ -161,22 +163,22 @@ class LayerRun:
 
     @property
     def layer(self) -> int | None:
-        """The index of the layer, where it is not in a stack."""
+        """The index of the layer that is not stacked, else ``None``."""
         return None if self.stacked else self.layers[0]
 
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """The part of a module that one stage holds: some of its layers, and the single parts before or after them.
+    """A stage's share of a module: some of its layers, and the single parts before or after them.
 
     Attributes:
       module: the module's name.
-      runs: its layers here.
-      parts: single parts held here.
+      runs: the layers of this stage.
+      parts: the single parts of this stage.
       vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
-      axes: logical axes of parameters that are not in ``LOGICAL_AXES``, or are others there.
-      depth: layers of the module, in all stages.
-      ahead: paths of the parameters of single parts that stand before the layers.
+      axes: logical axes of the module's parameters, which take precedence over ``LOGICAL_AXES``.
+      depth: the number of the module's layers in all stages.
+      ahead: paths of the parameters of single parts before the layers.
     """
 
     module: str
@@ -185,14 +187,14 @@ class ModuleSlice:
     vocab_multiple: int = 1
     axes: LogicalAxes = field(default_factory=dict)
     depth: int = 0
-    ahead: frozenset[str] = frozenset()
+    before_layers: frozenset[str] = frozenset()
 
     def leaves(self) -> Tree:
-        """Tree of ``Leaf`` in the structure of the stage's parameters."""
+        """A tree of ``Leaf`` with the structure of the stage's parameters."""
         flat: dict[tuple[str, ...], Leaf] = {}
         for part in self.parts:
             for path, shape in part.shapes.items():
-                from_end = (self.depth + 1) if path in self.ahead else 0
+                from_end = (self.depth + 1) if path in self.before_layers else 0
                 flat[tuple(path.split("/"))] = replace(self._leaf(path, None, shape, part.tie), from_end=(from_end,))
         for run in self.runs:
             for path, shape in shapes_of(run.create).items():
@@ -219,19 +221,19 @@ class ModuleSlice:
         tree: dict[str, Any] = {}
         for part in self.parts:
             seed = zlib.crc32((part.name or UNNAMED).encode()) & 0x7FFFFFFF
-            values = _pure(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
+            values = _params_of(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
         for run in self.runs:
             keys = [jax.random.fold_in(key, index) for index in run.layers]
-            made = lambda key, create=run.create: _pure(create(nnx.Rngs(key)))  # noqa: E731
-            tree[run.name] = jax.vmap(made)(jnp.stack(keys)) if run.stacked else made(*keys)
+            create_layer = partial(_create_params, run.create)
+            tree[run.name] = jax.vmap(create_layer)(jnp.stack(keys)) if run.stacked else create_layer(*keys)
         return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
 
 
-def own_head(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
-    """The head that this rank of tp takes, of fewer heads than there are ranks.
+def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
+    """The head that this tp rank uses, where there are fewer heads than ranks.
 
-    Its gradient is 0 in other heads, and a sum over tp has that of every rank that took a head.
+    The gradient of other heads is 0 on this rank, so a sum over tp adds the gradients of all ranks that use a head.
     """
     axes = Axes().tp
     width = stored.shape[dimension] // heads
@@ -239,16 +241,16 @@ def own_head(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(stored, head * width, width, dimension)
 
 
-def logical_axes(path: str, shape: tuple[int, ...], own: LogicalAxes | None = None) -> tuple[str, ...]:
-    """Logical axes of a parameter by its path: of names that end it, the longest in a table.
+def logical_axes(path: str, shape: tuple[int, ...], module_axes: LogicalAxes | None = None) -> tuple[str, ...]:
+    """Logical axes of a parameter, from the longest end of its path that is in a table.
 
-    Entries of a module's ``own`` table come first.
+    Entries of ``module_axes``, the module's table, take precedence over ``LOGICAL_AXES``.
 
     Raises:
-      ConfigError: the parameter is in no table, or has another number of dimensions there.
+      ConfigError: the parameter is in no table with its number of dimensions.
     """
     parts = path.split("/")
-    for table in (own or {}, LOGICAL_AXES):
+    for table in (module_axes or {}, LOGICAL_AXES):
         for start in range(len(parts)):
             axes = table.get("/".join(parts[start:]))
             if axes and len(axes) == len(shape):
@@ -258,7 +260,7 @@ def logical_axes(path: str, shape: tuple[int, ...], own: LogicalAxes | None = No
 
 
 def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Stage arrays to logical leaves: unstacked and unpadded. Traceable."""
+    """Splits a stage's arrays into logical leaves by name, without stacking and padding. Traceable."""
     result = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         pieces = [array] if leaf.layers is None else [array[i] for i in range(len(leaf.layers))]
@@ -268,7 +270,7 @@ def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[s
 
 
 def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """Logical leaves to stage arrays: stacked and padded with zeros. Traceable."""
+    """Joins logical leaves to a stage's arrays, stacked and padded with zeros. Traceable."""
     result = []
     for leaf in leaves:
         pieces = [named[name] for name in leaf.names]
@@ -277,7 +279,7 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
 
 
 def shapes_of(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    """Shapes of the parameters that ``create`` makes, by path; cached where it is a ``partial`` of a class."""
+    """Shapes of the parameters that ``create`` creates, by path; cached for a ``partial`` without keywords."""
     if isinstance(create, partial) and not create.keywords:
         return _cached_shapes(create.func, create.args)
     return _traced_shapes(create)
@@ -289,12 +291,16 @@ def _cached_shapes(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Map
 
 
 def _traced_shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    found: Tree = jax.eval_shape(lambda: _pure(create(nnx.Rngs(0))))
-    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(found)
+    tree: Tree = jax.eval_shape(lambda: _params_of(create(nnx.Rngs(0))))
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(tree)
     return {path: aval.shape for path, aval in flat.items()}
 
 
-def _pure(module: nnx.Module) -> Tree:
+def _create_params(create: Create, key: jax.Array) -> Tree:
+    return _params_of(create(nnx.Rngs(key)))
+
+
+def _params_of(module: nnx.Module) -> Tree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 

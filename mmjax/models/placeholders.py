@@ -1,7 +1,7 @@
-"""Tokens of one module at their places among those of another: modality tokens into rows of text, and back.
+"""Merging tokens of one module into rows of another: modality tokens into rows of text, and back.
 
-Shapes: B rows, T tokens, D width, K tokens that a place is a mean of; R rows of Tm tokens each of the other module;
-C cells, N places of all lists of a cell, one list for each rank that reads tokens.
+Shapes: B rows, T tokens, D width, K tokens that are averaged at a place; R rows of Tm tokens each of the other module;
+C cells, N entries of all lists of a cell, one list for each rank that reads tokens.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ def merge_modality_tokens(
     cells: int,
     shares_BTK: Float[Array, "B T K"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Puts modality tokens at the placeholders; or, in reverse, hidden states of placeholders into rows of tokens.
+    """Replaces placeholders by modality tokens; or, in reverse, rows of tokens by hidden states of placeholders.
 
     Args:
       x_BTD: text embeddings of this rank's rows.
-      tokens_RTD: modality tokens of the same cells: all of them, or those that are listed for this rank.
-      index: indices into the flattened tokens of the row's cell, negative where there is no placeholder.
-      cells: cells among these rows; both row dimensions are cell-major.
-      shares_BTK: the weights of the K tokens whose mean stands at a placeholder; ``None`` where it is one token.
+      tokens_RTD: modality tokens of the same cells: all of them, or this rank's list.
+      index: indices into the flattened tokens of the row's cell; negative where there is no placeholder.
+      cells: the number of cells of these rows; both row dimensions are cell-major.
+      shares_BTK: weights of the K tokens that are averaged at a placeholder; ``None`` for one token.
     """
 
-    @jax.checkpoint  # else backward would keep the mask for every feature
+    @jax.checkpoint  # otherwise the mask of every feature would be a residual
     def merge(x_BTD: Array, tokens_RTD: Array, index: Array, shares_BTK: Array | None) -> Array:
         flat_CND = tokens_RTD.reshape(cells, -1, x_BTD.shape[-1])
 
-        def picked(index_BT: Array) -> Array:
+        def gather_index(index_BT: Array) -> Array:
             return jax.vmap(lookup)(flat_CND, index_BT.reshape(cells, -1)).reshape(x_BTD.shape)
 
         if shares_BTK is None:
-            first_BT, picked_BTD = index, picked(index)
+            first_BT, merged_BTD = index, gather_index(index)
         else:
-            first_BT, picked_BTD = index[..., 0], jnp.float32(0)
+            first_BT, merged_BTD = index[..., 0], jnp.float32(0)
             for k in range(index.shape[-1]):
-                picked_BTD = picked_BTD + shares_BTK[..., k, None] * picked(index[..., k])
-        return jnp.where((first_BT >= 0)[..., None], picked_BTD.astype(x_BTD.dtype), x_BTD)
+                merged_BTD = merged_BTD + shares_BTK[..., k, None] * gather_index(index[..., k])
+        return jnp.where((first_BT >= 0)[..., None], merged_BTD.astype(x_BTD.dtype), x_BTD)
 
     return merge(x_BTD, tokens_RTD, index, shares_BTK)
 
 
 def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"]) -> Float[Array, "C N D"]:
-    """The tokens that ranks of another module read, list by list.
+    """The tokens that each rank of another module needs, list by list.
 
     Args:
       tokens_RTD: tokens of the cells, R rows cell by cell.
-      lists_CN: indices into the flattened tokens of the cell; -1, which gives zeros, where a list is shorter.
+      lists_CN: indices into the flattened tokens of the cell; -1, for zeros, behind the end of a shorter list.
     """
     flat_CND = tokens_RTD.reshape(lists_CN.shape[0], -1, tokens_RTD.shape[-1])
     return jax.vmap(lookup)(flat_CND, lists_CN)
 
 
-@jax.checkpoint  # likewise
+@jax.checkpoint  # otherwise the mask would be a residual
 def with_newlines(
     x_BTD: Float[Array, "B T D"], newline_D: Float[Array, " D"], index: Int[Array, "B T"] | Int[Array, "B T K"]
 ) -> Float[Array, "B T D"]:
-    """Puts the newline at its places, where the indices of ``merge_modality_tokens`` say so."""
+    """Writes the newline embedding where ``index`` is ``NEWLINE``; see ``merge_modality_tokens``."""
     is_newline_BT = (index if index.ndim == 2 else index[..., 0]) == NEWLINE
     return jnp.where(is_newline_BT[..., None], repeated(newline_D, x_BTD), x_BTD)

@@ -1,7 +1,7 @@
-"""Modules in folders of other projects: the settings that ``config.json`` gives them, and their tables of weights.
+"""Modules in pretrained folders of other projects: settings from ``config.json``, and weights tables.
 
-A folder holds one module, or a whole model of several, each with its own part of ``config.json`` and its own prefixes
-of keys. A family's table lies beside the family, in ``<family>/weights.py``. Imports no JAX.
+A folder has one module, or a composite model whose modules have their own parts of ``config.json`` and their own key
+prefixes. A family's weights table is in ``<family>/weights.py``. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Settings = Mapping[str, Any]
 class FamilyWeights(Protocol):
     """The Python module ``weights`` of a family."""
 
-    def settings(self, theirs: Settings) -> dict[str, Any]:
-        """Fields of the family's configurable class. Raises ConfigError for what the family does not compute."""
+    def settings(self, hf_config: Settings) -> dict[str, Any]:
+        """Fields of the family's configurable class. Raises ConfigError for a model that the family cannot compute."""
         ...
 
     def rows(self, config: Any, model_type: str) -> tuple[Row, ...]:
-        """The table of a module with these settings; keys as a folder of this module alone has them."""
+        """The weights table of a module with these settings, with the keys of a folder of this module alone."""
         ...
 
     def unused(self, config: Any) -> tuple[str, ...]:
-        """Regular expressions of the ends of keys that a folder may have and no leaf needs."""
+        """Regular expressions for the ends of keys that a folder may have although no leaf needs them."""
         ...
 
-    def their_config(self, config: Any) -> dict[str, Any]:
-        """A ``config.json`` for a folder of this module alone. Raises ConfigError where there is none."""
+    def to_hf_config(self, config: Any) -> dict[str, Any]:
+        """The ``config.json`` of a folder of this module alone. Raises ConfigError if there is no such model."""
         ...
 
 
@@ -45,13 +45,13 @@ Prefixes = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The place of a module in a whole model's folder.
+class FolderPart:
+    """A module's part of a composite model's folder.
 
     Attributes:
-      config: the key of its part of ``config.json``; "" for the whole. Where that part is not there, as in older
-        folders, its settings are among those of the whole.
-      prefixes: by prefix of its keys in a folder of its own, those in the whole model's.
+      config: the key of its part of ``config.json``; "" for the complete file. Older folders lack the part and have its
+        settings at the top level.
+      prefixes: the key prefixes in the composite model's folder, by the prefix in a folder of the module alone.
     """
 
     config: str
@@ -59,32 +59,32 @@ class Inside:
 
 
 TABLES = ("embed", "head")
-"""Leaves of a language model that have a row, or a column, for each token."""
+"""Leaves of a language model with a row, or a column, for each token of the vocabulary."""
 _TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _LANGUAGE: Prefixes = {
     "model.": ("language_model.model.", "model.language_model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
 }
 _PROJECTOR: Prefixes = {"multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector.")}
-_LLAVA: Mapping[str, Inside] = {
-    "llm": Inside("text_config", _LANGUAGE),
-    "image": Inside("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
+_LLAVA: Mapping[str, FolderPart] = {
+    "llm": FolderPart("text_config", _LANGUAGE),
+    "image": FolderPart("vision_config", {"vision_model.": _TOWER, "": _TOWER}),
 }
-_QWEN_VL: Mapping[str, Inside] = {
-    "llm": Inside("text_config", {"model.": ("model.", "model.language_model."), "lm_head.": ("lm_head.",)}),
-    "image": Inside("vision_config", {"": ("visual.", "model.visual.")}),
-    "projector": Inside("", {"visual.merger.": ("visual.merger.", "model.visual.merger.")}),
+_QWEN_VL: Mapping[str, FolderPart] = {
+    "llm": FolderPart("text_config", {"model.": ("model.", "model.language_model."), "lm_head.": ("lm_head.",)}),
+    "image": FolderPart("vision_config", {"": ("visual.", "model.visual.")}),
+    "projector": FolderPart("", {"visual.merger.": ("visual.merger.", "model.visual.merger.")}),
 }
-WHOLES: Mapping[str, Mapping[str, Inside]] = {
+COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
-    "llava": {**_LLAVA, "projector": Inside("", _PROJECTOR)},
+    "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_onevision": {
         **_LLAVA,
-        "projector": Inside("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
+        "projector": FolderPart("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
     },
 }
-"""By "model_type", where each module is: "llm", the encoder of a medium by the medium's name, and "projector"."""
+"""The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
 
 
 @dataclass(frozen=True)
@@ -92,78 +92,82 @@ class Pretrained:
     """A module in a folder.
 
     Attributes:
-      settings: its part of ``config.json``, with what the whole says of it.
-      prefixes: the prefixes of its keys, where the folder is that of a whole model.
-      weights: its family's.
-      others: what keys of the whole model's other modules begin with.
+      settings: its part of ``config.json``; for a composite model with the complete file as "whole".
+      prefixes: see ``FolderPart``; empty for a folder of one module.
+      weights: the Python module ``weights`` of its family.
+      other_prefixes: key prefixes of the other modules of a composite model.
     """
 
     settings: Settings
     prefixes: Prefixes
     weights: FamilyWeights
-    others: tuple[str, ...] = ()
+    other_prefixes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the family's configurable class that the folder decides."""
+        """The fields of the family's configurable class that the folder determines."""
         return self.weights.settings(self.settings)
 
     @property
-    def begins(self) -> tuple[str, ...]:
+    def key_prefixes(self) -> tuple[str, ...]:
         """The prefixes of the module's keys in the folder."""
-        return _begins(self.prefixes) or ("",)
+        return _new_prefixes(self.prefixes) or ("",)
 
     def rows(self, config: Any) -> tuple[Row, ...]:
-        """The table of a module with these settings, with keys as the folder has them."""
+        """The weights table of a module with these settings, with the folder's keys."""
         rows = self.weights.rows(config, str(self.settings.get("model_type", "")))
         return renamed(rows, self.prefixes) if self.prefixes else rows
 
 
-def _begins(prefixes: Prefixes) -> tuple[str, ...]:
-    return tuple(new for several in prefixes.values() for new in several)
+def _new_prefixes(prefixes: Prefixes) -> tuple[str, ...]:
+    return tuple(prefix for alternatives in prefixes.values() for prefix in alternatives)
 
 
-def find_pretrained(family: Family, theirs: Settings, layer: int = 0) -> Pretrained:
-    """A module in a folder with such a ``config.json``.
+def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pretrained:
+    """The module of a family in a folder with this ``config.json``.
 
     Args:
-      family: its family; that of a projector is ``PROJECTOR``.
-      theirs: the ``config.json``.
-      layer: which hidden states of a tower alone are its features, as LLaVA's ``vision_feature_layer`` says it; 0 for
-        what it gives.
+      family: the family of the module; ``PROJECTOR`` for a projector.
+      hf_config: the ``config.json``.
+      layer: the layer of an image tower whose hidden states are the features, as in LLaVA's ``vision_feature_layer``;
+        0 for the tower's output. Only for a folder of the tower alone.
 
     Raises:
-      ConfigError: the folder has no such module, or no choice of layers, or the family does not know it. The message
-        does not name the folder.
+      ConfigError: the folder has no such module or no choice of layers, or its model is unknown to the family. The
+        message does not name the folder.
     """
-    kind = str(theirs.get("model_type", ""))
+    kind = str(hf_config.get("model_type", ""))
     name = gin_name(family.config)
-    what = getattr(family.config, "medium", family.place)
+    part_name = getattr(family.config, "medium", family.role)
     weights = family_weights(family)
-    legal = what == "image" and kind not in WHOLES
+    legal = part_name == "image" and kind not in COMPOSITES
     require(legal or not layer, "Weights.layer", layer, "is of an image tower in a folder of its own; leave it out")
-    if kind in WHOLES:
-        if what not in WHOLES[kind]:
-            raise ConfigError(f"it is a {kind}, which has no {what} for {name}; name another folder")
-        inside = WHOLES[kind][what]
-        part = dict(theirs.get(inside.config) or theirs)
-        others = tuple(new for own in WHOLES[kind].values() if own is not inside for new in _begins(own.prefixes))
-        return Pretrained({"model_type": kind, **part, "whole": theirs}, inside.prefixes, weights, others)
-    if family.place == "projector":
-        known = ", ".join(own for own, parts in WHOLES.items() if what in parts)
+    if kind in COMPOSITES:
+        if part_name not in COMPOSITES[kind]:
+            raise ConfigError(f"it is a {kind}, which has no {part_name} for {name}; name another folder")
+        folder_part = COMPOSITES[kind][part_name]
+        part = dict(hf_config.get(folder_part.config) or hf_config)
+        settings = {"model_type": kind, **part, "whole": hf_config}
+        prefixes = {name: _new_prefixes(each.prefixes) for name, each in COMPOSITES[kind].items()}
+        other_prefixes = tuple(key for name, keys in prefixes.items() if name != part_name for key in keys)
+        return Pretrained(settings, folder_part.prefixes, weights, other_prefixes)
+    if family.role == "projector":
+        known = ", ".join(model_type for model_type, parts in COMPOSITES.items() if part_name in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
-    return Pretrained({**theirs, "feature_layer": layer} if layer else theirs, {}, weights)
+    return Pretrained({**hf_config, "feature_layer": layer} if layer else hf_config, {}, weights)
 
 
-def require_whole(theirs: Settings) -> None:
-    """Requires that a ``config.json`` describes a whole model.
+def require_whole(hf_config: Settings) -> None:
+    """Requires that a ``config.json`` describes a composite model.
 
     Raises:
-      ConfigError: mmjax reads no whole model of its type; the message does not name the folder.
+      ConfigError: mmjax reads no composite model of its type; the message does not name the folder.
     """
-    kind = theirs.get("model_type", "")
-    if kind not in WHOLES:
+    kind = hf_config.get("model_type", "")
+    if kind not in COMPOSITES:
         fix = "name the folder of a single module in its Weights.path, such as llm/Weights.path"
-        raise ConfigError(f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(WHOLES))}; {fix}")
+        raise ConfigError(
+            f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(COMPOSITES))}; {fix}"
+        )
 
 
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:
@@ -175,15 +179,15 @@ def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[s
       settings: the module's settings.
 
     Raises:
-      ConfigError: the folder has no such module, or the family does not know it.
+      ConfigError: the folder has no such module, or its model is unknown to the family.
     """
     entries = expand(find_pretrained(family, folder.config).rows(settings), getattr(settings, "layers", 0))
     return {folder.tensors[key].dtype for key, _ in match(entries, folder.tensors).places.values()}
 
 
 def family_weights(family: Family) -> FamilyWeights:
-    """The tables of a family. Raises ConfigError where there are none."""
+    """The Python module ``weights`` of a family. Raises ConfigError for a family without one."""
     if not family.weights:
-        known = ", ".join(sorted(gin_name(own.config) for own in FAMILIES.values() if own.weights))
-        raise ConfigError(f"{gin_name(family.config)} has no table of weights; of {known} there is one")
+        names = ", ".join(sorted(gin_name(known.config) for known in FAMILIES.values() if known.weights))
+        raise ConfigError(f"{gin_name(family.config)} has no table of weights; of {names} there is one")
     return cast(FamilyWeights, importlib.import_module(family.weights))

@@ -1,4 +1,4 @@
-"""What one pipeline stage computes: a pure function of its parameters, its host inputs and what reaches it."""
+"""The computation of a pipeline stage: a pure function of parameters, host inputs and incoming activations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mmjax.attention.backends import AUTO_BACKEND, Backend
 from mmjax.attention.cache import Cache
-from mmjax.attention.ways import ANY, Way
 from mmjax.configurable import gin_name
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
@@ -26,7 +26,7 @@ from mmjax.models.placeholders import merge_modality_tokens, with_newlines
 from mmjax.models.projector.layers import injected_name, joined, merged, project
 
 Carry = Mapping[str, Array]
-"""Activations that reach a stage, by the name of the stage they come from."""
+"""Incoming activations of a stage, by the name of the stage that sends them."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,28 @@ class StageModel:
     """One pipeline stage of one module, without devices.
 
     Attributes:
-      name: such as ``llm.1``.
+      name: the stage's name, such as ``llm.1``.
       module: the module whose layout it runs under.
       index: pipeline index inside the module.
-      sources: names of the stages whose activations it takes.
-      slices: parameters it holds, one slice per module (an encoder's last stage holds the projector too, and an LLM
-        stage the projectors' parameters for its layers).
-      inputs: host inputs it reads.
+      sources: names of the stages that send it activations.
+      slices: its parameters, one slice for each module. An encoder's last stage has the projector's parameters too, and
+        an LLM stage those of the projectors for its layers.
+      inputs: names of the host inputs that it reads.
       forward: ``(params, inputs, carry, axes, cells) -> features``.
-      loss: ``(params, inputs, features, axes) -> sum of each loss [], by name``; ``None`` where it gives none.
-      predict: takes the place of ``loss`` in evaluation (see ``Module.predict``).
-      decode: ``(params, inputs, carry, axes, cells, cache) -> features`` in place of ``forward`` where text is
-        generated. Tokens of other modules take part only where the rows begin: they are in the cache afterwards.
+      loss: ``(params, inputs, features, axes) -> sum of each loss [], by name``; ``None`` for a stage without losses.
+      predict: replaces ``loss`` in evaluation (see ``Module.predict``).
+      decode: ``(params, inputs, carry, axes, cells, cache) -> features``, replaces ``forward`` while text is generated.
+        Tokens of other modules are read at the beginning of rows only; afterwards they are in the cache.
       logits: ``(params, inputs, features, axes) -> logits`` of a module's last stage (see ``Module.logits``).
-      following: host inputs that it reads of tokens that follow, for which no other module has tokens.
-      remembers: host inputs of earlier tokens that its layers' masks read where text is generated.
-      losses: the losses that it gives, by name.
-      give: ``(params, inputs, features, axes) -> activation``, which other stages take; ``None`` where that is the
-        features.
-      opens: how stored parameters become weights, by name among the stage's; those not named are the weights.
-      before: the one of ``sources`` that is the stage before it in its module; "" for the first.
-      last: whether it is its module's last stage, so that what takes its activation are other modules.
-      send_list: host input with the tokens that each rank of cp of the one module that takes its activation reads; the
-        inputs need not have it, then all ranks take whole rows. "" where none or several take it.
+      following: host inputs that it reads of generated tokens, among which there are no tokens of other modules.
+      remembers: host inputs of earlier tokens that its layers' masks read while text is generated.
+      losses: the losses of the stage by name.
+      give: ``(params, inputs, features, axes) -> activation`` for other modules; ``None`` where it is the features.
+      opens: functions from stored parameters to weights, by name; other parameters are stored as weights.
+      before: the previous stage of its module, one of ``sources``; "" for the first stage.
+      last: whether it is the last stage of its module, whose activation goes to other modules.
+      send_list: the name of a host input that lists the tokens which each cp rank of the activation's only target
+        needs; "" for no target or several. If the input is missing, all ranks receive complete rows.
     """
 
     name: str
@@ -79,21 +78,21 @@ class StageModel:
     last: bool = True
     send_list: str = ""
 
-    def read(self, given: Collection[str]) -> tuple[str, ...]:
-        """The host inputs that it reads, if its module's are those ``given``."""
-        return (*self.inputs, self.send_list) if self.send_list in given else self.inputs
+    def read(self, available: Collection[str]) -> tuple[str, ...]:
+        """The host inputs that it reads; the send list only if it is among the ``available`` inputs of its module."""
+        return (*self.inputs, self.send_list) if self.send_list in available else self.inputs
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """An activation from another module, whose parts lie side by side in its last dimension.
+class IncomingActivation:
+    """An activation from another module: several parts, concatenated along the last dimension.
 
     Attributes:
-      stage: the stage that it comes from.
-      tokens: the module's tokens.
-      injected: by layer of this stage that the module enters again, numbered in this stage's module, the part that
-        enters there: the tokens, or the output of an inner layer.
-      activation: of the projectors through which it enters.
+      stage: the name of the stage that sends it.
+      tokens: the columns of the module's tokens.
+      injected: the columns that enter a layer of this stage again, by the layer's index in this stage's module: the
+        tokens, or the output of an inner layer.
+      activation: the activation function of the additional projectors.
     """
 
     stage: str
@@ -108,13 +107,13 @@ class Piece:
 
     Attributes:
       name, node: the module.
-      last: whether the stage is its module's last.
-      before: the stage before it; "" for the first.
-      layers: its layers, numbered in the module.
+      last: whether the stage is the last of its module.
+      before: the previous stage of its module; "" for the first stage.
+      layers: indices of its layers in the module.
       unroll: see ``MultimodalModel``.
-      entering: the activations that other modules send it, by edge.
-      levels: layers of the module whose outputs others take. From the stage behind such a layer on they travel beside
-        the features, in the last dimension.
+      entering: the activations from other modules, by edge.
+      levels: layers of the module whose outputs other modules read. Behind such a layer its output is sent along with
+        the features, concatenated along the last dimension.
     """
 
     name: str
@@ -123,132 +122,135 @@ class Piece:
     before: str
     layers: range
     unroll: bool
-    entering: Mapping[Edge, Arriving]
+    entering: Mapping[Edge, IncomingActivation]
     levels: tuple[int, ...]
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
-        """Features behind the stage's layers, and behind the module's end in its last stage."""
+        """The features behind the stage's layers; in the last stage behind the module's end."""
         return self._features(p, self._context(inputs, axes), carry, cells)
 
     def decode(
         self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int, cache: Cache
     ) -> Float[Array, "B T D"]:
-        """The same for new tokens of rows whose earlier ones are in a cache."""
-        present = {edge: own for edge, own in self.entering.items() if own.stage in carry}
+        """``forward`` for new tokens of rows whose earlier tokens are in a cache."""
+        present = {edge: incoming for edge, incoming in self.entering.items() if incoming.stage in carry}
         piece = replace(self, levels=(), entering=present)
         return piece._features(p, replace(piece._context(inputs, axes), cache=cache), carry, cells)
 
     def logits(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B 1 V"]:
-        """Logits of each row's next token, from the features of its last."""
+        """Logits of each row's next token, from the features of its last token."""
         return self.node.module.logits(p[self.name], self._context(inputs, axes), x)
 
     def _features(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
-        module, own = self.node.module, self._own(p)
+        module, module_params = self.node.module, self._module_params(p)
         earlier: list[Array] = []
         if self.before:
-            x, *earlier = self._parted(carry[self.before])
+            x, *earlier = self._split_levels(carry[self.before])
         else:
-            x = self._called("before", context, self._begin(p, context, carry, cells))
-        added = self._added(p, context, carry, cells, x)
-        x, kept = run_layers(module, own, context, x, self.layers, added, unroll=self.unroll, keep=self.levels)
+            x = self._apply_callback("before", context, self._embed(p, context, carry, cells))
+        added = self._injected(p, context, carry, cells, x)
+        x, level_outputs = run_layers(
+            module, module_params, context, x, self.layers, added, unroll=self.unroll, keep=self.levels
+        )
         if self.last:
-            x = self._called("after", context, module.end(own, context, x))
-        return joined([x, *earlier, *(kept[level] for level in sorted(kept))])
+            x = self._apply_callback("after", context, module.end(module_params, context, x))
+        return joined([x, *earlier, *(level_outputs[level] for level in sorted(level_outputs))])
 
     def give(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B N E"]:
-        """The module's tokens for others, from its features."""
-        x, *levels = self._parted(x)
+        """The activation for other modules, from the stage's features."""
+        x, *levels = self._split_levels(x)
         together = self.node.module.patches_per_token
         if self.node.ends:
             x = project(p[projector_name(self.name)], together, axes, x, self.node.ends.activation)
-            x = self._called("projected", self._context(self._given(inputs), axes), x)
+            x = self._apply_callback("projected", self._context(self._hide_special(inputs), axes), x)
         return joined([x, *(merged(level, together) for level in levels)])
 
     def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Mapping[str, Float[Array, ""]]:
-        """Sum of each loss from the stage's features."""
-        return self.node.module.loss(p[self.name], self._context(inputs, axes), self._parted(x)[0])
+        """The sum of each loss, from the stage's features."""
+        return self.node.module.loss(p[self.name], self._context(inputs, axes), self._split_levels(x)[0])
 
     def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
-        """Predictions from the stage's features."""
-        return self.node.module.predict(p[self.name], self._context(inputs, axes), self._parted(x)[0])
+        """Predictions, from the stage's features."""
+        return self.node.module.predict(p[self.name], self._context(inputs, axes), self._split_levels(x)[0])
 
-    def _own(self, p: Params) -> Params:
-        """The module's parameters, with the adapters of those that have one."""
+    def _module_params(self, p: Params) -> Params:
+        """The module's parameters; adapted weights are replaced by ``Adapted``."""
         adapters = p.get(lora_name(self.name))
         return with_adapters(p[self.name], adapters, self.node.lora.scale) if adapters else p[self.name]
 
-    def _parted(self, x: Array) -> list[Array]:
-        """Features, and the outputs of inner layers beside them."""
+    def _split_levels(self, x: Array) -> list[Array]:
+        """Splits an activation into features and the outputs of inner layers."""
         width = self.node.config.width
         return [x[..., at : at + width] for at in range(0, x.shape[-1], width)] if self.levels else [x]
 
     def _context(self, inputs: Inputs, axes: Axes) -> Context:
-        return Context.of(axes, inputs, self.node.module.mask, self._way)
+        return Context.of(axes, inputs, self.node.module.mask, self._backend)
 
     @property
-    def _way(self) -> Way:
-        """How the module's settings have attention computed; a module of one's own need have no such setting."""
+    def _backend(self) -> Backend:
+        """The attention backend of the module's settings; ``AUTO_BACKEND`` for a module without such a setting."""
         config = self.node.config
-        asked = getattr(config, "attention", "")
-        return Way(asked, f"{self.name}/{gin_name(type(config))}.attention") if asked else ANY
+        name = getattr(config, "attention", "")
+        return Backend(name, f"{self.name}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
 
-    def _given(self, inputs: Inputs) -> Inputs:
-        """The inputs, with special positions as padding: the tokens made of them go to no other module."""
+    def _hide_special(self, inputs: Inputs) -> Inputs:
+        """The inputs with special tokens marked as padding: these are not sent to other modules."""
         medium = self.node.module.medium
         if not medium or not medium.special or "positions" not in inputs:
             return inputs
         segments = jnp.where(inputs["positions"][..., 0] < 0, 0, inputs["segments"])
         return {**inputs, "segments": segments}
 
-    def _called(self, place: CalledAt, context: Context, x: Array) -> Array:
-        if place not in self.node.callbacks.given:
+    def _apply_callback(self, place: CalledAt, context: Context, x: Array) -> Array:
+        if place not in self.node.callbacks.by_place:
             return x
-        # What is anyone's own code sees all tokens of the rows, as without ranks that share them.
-        y = self.node.callbacks.apply(place, self.name, context.unshared, context.together(x))
-        return context.share(y)
+        # Callbacks see all tokens of tp's ranks: they know nothing of sequence parallelism.
+        y = self.node.callbacks.apply(place, self.name, context.unshared, context.gather_sp(x))
+        return context.split_sp(y)
 
-    def _begin(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
-        """Features of the first stage's host inputs, with the tokens of other modules."""
-        x, given = self.node.module.embed(p[self.name], context), context.inputs
+    def _embed(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
+        """The input of the first layer: embedded host inputs, with the tokens of other modules."""
+        x, inputs = self.node.module.embed(p[self.name], context), context.inputs
         starts = self.node.starts
         if not starts:
             for edge in self.entering:
-                x = self._placed(edge, x, self._tokens(edge, carry), given, cells)
+                x = self._merge_tokens(edge, x, self._tokens(edge, carry), inputs, cells)
                 if edge.newline:
-                    x = with_newlines(x, p[projector_name(edge.source)]["newline"], given[edge.index])
+                    x = with_newlines(x, p[projector_name(edge.source)]["newline"], inputs[edge.index])
             return x
-        some = next(iter(self.entering))
-        tokens = jnp.zeros((*given[some.index].shape, self._tokens(some, carry).shape[-1]), x.dtype)
+        first_edge = next(iter(self.entering))
+        width = self._tokens(first_edge, carry).shape[-1]
+        tokens = jnp.zeros((*inputs[first_edge.index].shape, width), x.dtype)
         for edge in self.entering:
-            tokens = self._placed(edge, tokens, self._tokens(edge, carry), given, cells)
+            tokens = self._merge_tokens(edge, tokens, self._tokens(edge, carry), inputs, cells)
         projected = project(p[projector_name(self.name)], 1, context.axes, tokens, starts.activation)
-        projected = self._called("projected", context, projected)
+        projected = self._apply_callback("projected", context, projected)
         return x + projected.reshape(*x.shape[:2], -1)
 
-    def _placed(self, edge: Edge, x: Array, tokens: Array, inputs: Inputs, cells: int) -> Float[Array, "B T D"]:
-        """``x`` with the tokens of an edge at their places."""
+    def _merge_tokens(self, edge: Edge, x: Array, tokens: Array, inputs: Inputs, cells: int) -> Float[Array, "B T D"]:
+        """``x`` with the tokens of an edge written at their places."""
         return merge_modality_tokens(x, tokens, inputs[edge.index], cells, inputs[edge.shares] if edge.shares else None)
 
     def _tokens(self, edge: Edge, carry: Carry) -> Array:
-        """The tokens that an edge brings."""
-        arriving = self.entering[edge]
-        return _part(carry[arriving.stage], arriving.tokens)
+        """The tokens of an edge."""
+        incoming = self.entering[edge]
+        return _columns(carry[incoming.stage], incoming.tokens)
 
-    def _added(
+    def _injected(
         self, p: Params, context: Context, carry: Carry, cells: int, x: Float[Array, "B T D"]
     ) -> dict[int, Array]:
-        """The values that are added to the inputs of layers, by the layer's number in the module."""
+        """The values that edges add to the inputs of layers, by the layer's index in the module."""
         added: dict[int, Array] = {}
-        for edge, arriving in self.entering.items():
-            for layer, place in arriving.injected.items():
-                own = p[projector_name(edge.source)][injected_name(layer)]
-                arrived = _part(carry[arriving.stage], place)
-                tokens = project(own, 1, context.axes.unshared, arrived, arriving.activation)
-                placed = self._placed(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
-                added[layer] = added[layer] + placed if layer in added else placed
+        for edge, incoming in self.entering.items():
+            for layer, columns in incoming.injected.items():
+                projector_params = p[projector_name(edge.source)][injected_name(layer)]
+                source_x = _columns(carry[incoming.stage], columns)
+                tokens = project(projector_params, 1, context.axes.unshared, source_x, incoming.activation)
+                values = self._merge_tokens(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
+                added[layer] = added[layer] + values if layer in added else values
         return added
 
 
-def _part(x: Array, place: slice) -> Array:
-    """A part of the last dimension."""
-    return x if (place.start, place.stop) == (0, x.shape[-1]) else x[..., place]
+def _columns(x: Array, columns: slice) -> Array:
+    """Columns of the last dimension."""
+    return x if (columns.start, columns.stop) == (0, x.shape[-1]) else x[..., columns]

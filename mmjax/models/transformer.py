@@ -1,5 +1,6 @@
-"""Pre-norm transformer layers of encoders: biases everywhere (keys may have none), tp over heads and mlp. Generators
-use their parts.
+"""Pre-norm transformer layers of encoders, with biases (optional for keys) and tp over heads and mlp.
+
+Generators use their attention and mlp.
 
 Shapes: R rows, T positions per row, D width, H heads and F hidden units local to this rank, K head width.
 """
@@ -30,11 +31,11 @@ from mmjax.models.module import Block
 
 
 class LayerSizes(Protocol):
-    """The fields of a configuration that attention and the two-layer product read."""
+    """The settings that attention and the mlp read."""
 
     @property
     def layers(self) -> int:
-        """Depth of the whole encoder."""
+        """Depth of the encoder in all stages."""
         ...
 
     @property
@@ -64,20 +65,20 @@ class LayerSizes(Protocol):
 
 
 class EncoderLayers(LayerSizes, Protocol):
-    """The fields of an encoder's configuration that these layers read."""
+    """The settings that encoder layers read."""
 
     @property
     def norm_eps(self) -> float:
-        """The number that norms add to the variance."""
+        """The epsilon of norms."""
         ...
 
 
-Turn = Callable[[Array], Array]
-"""Rotates queries or keys by their positions."""
+Rotate = Callable[[Array], Array]
+"""A function that applies rotary embedding to queries or keys."""
 
 
 class Affine(nnx.Module):
-    """Kernel and maybe bias of a product that tp does not split."""
+    """Kernel and optional bias of a product that tp does not split."""
 
     def __init__(
         self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None, *, bias: bool = True
@@ -109,7 +110,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Weights and biases of the two-layer product, and of a gate."""
+    """Weights and biases of the mlp; with ``gated`` those of its gate too."""
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs, *, gated: bool = False):
         self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
@@ -128,15 +129,15 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm, self.mlp = Norm(c.width, rms=rms), Mlp(c, rngs, gated=gated)
 
 
-def encoder_block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK: x_RTHK) -> Block:
-    """One layer over rows of packed media; ``turn`` rotates queries and keys.
+def encoder_block(c: EncoderLayers, context: Context, rotate: Rotate = lambda x_RTHK: x_RTHK) -> Block:
+    """The function of one layer over rows of packed media; ``rotate`` is the rotary embedding.
 
-    Where a layer has the parameters ``attn_scale`` and ``mlp_scale``, they scale what it adds to its input. Norms
-    without a bias are RMSNorms, and a gate in the mlp makes it a gated one.
+    Optional parameters change the layer: ``attn_scale`` and ``mlp_scale`` scale the branches before they are added to
+    the residual stream, norms without a bias are RMSNorms, and an mlp with a gate is a gated mlp.
     """
 
     def layer(x_RTD: Array, p: Params) -> Array:
-        h_RTD = attend(p["attn"], c, context, any_norm(x_RTD, p["attn_norm"], c.norm_eps), turn)
+        h_RTD = attend(p["attn"], c, context, any_norm(x_RTD, p["attn_norm"], c.norm_eps), rotate)
         x_RTD = x_RTD + (scaled(h_RTD, p["attn_scale"]) if "attn_scale" in p else h_RTD)
         h_RTD = feed_forward(p["mlp"], c, context.axes, any_norm(x_RTD, p["mlp_norm"], c.norm_eps))
         return x_RTD + (scaled(h_RTD, p["mlp_scale"]) if "mlp_scale" in p else h_RTD)
@@ -144,16 +145,16 @@ def encoder_block(c: EncoderLayers, context: Context, turn: Turn = lambda x_RTHK
     return layer
 
 
-def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, turn: Turn) -> Float[Array, "R T D"]:
-    """Self-attention of normalised features, without the residual."""
+def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, rotate: Rotate) -> Float[Array, "R T D"]:
+    """The attention branch of normalised features, without the residual."""
     qkv = column_parallel(h_RTD, [(p[n], p.get(f"{n}_bias")) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
-    y_RTHK = context.attend(turn(q), turn(k), v)
+    y_RTHK = context.attend(rotate(q), rotate(k), v)
     return row_parallel(y_RTHK.reshape(*y_RTHK.shape[:2], -1), p["o"], context.axes, p["o_bias"])
 
 
 def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
-    """The two-layer product of normalised features, without the residual; a gate has the activation if there is one."""
+    """The mlp branch of normalised features, without the residual; a gated mlp has the activation in its gate."""
     names = ("gate", "up") if "gate" in p else ("up",)
     h_RTF, *up_RTF = column_parallel(h_RTD, [(p[name], p[f"{name}_bias"]) for name in names], axes)
     h_RTF = ACTIVATIONS[c.activation](h_RTF)
@@ -180,6 +181,6 @@ def norm_parameters(c: LayerSizes) -> int:
 
 
 def block_flops(c: LayerSizes, lengths: Sequence[int], *, gated: bool = False) -> int:
-    """Forward FLOPs of all layers over media of so many patches each."""
+    """Forward FLOPs of all layers for media with these numbers of patches."""
     d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
     return c.layers * (2 * tokens * (4 * d * d + (2 + gated) * d * c.mlp) + 4 * pairs * d)

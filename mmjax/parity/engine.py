@@ -16,7 +16,7 @@ from mmjax.configurable import require
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.processes import is_first
 from mmjax.mesh.world import World
-from mmjax.models.config import setting_of
+from mmjax.models.config import family_setting
 from mmjax.parity.compare import Comparison, compare
 from mmjax.parity.dense import run_reference
 from mmjax.parity.product import Session, initial_parameters, sample_packer
@@ -143,9 +143,9 @@ def _user_modules(config: Config) -> Iterator[str]:
     Raises:
       ConfigError: an LLM or a generator is the user's own.
     """
-    for name, kind, place in config.model.placed:
+    for name, kind, place in config.model.roles:
         if names_code(kind):
-            field = setting_of(name, place)
+            field = family_setting(name, place)
             fix = "check has a reference for encoders of one's own only; compare losses with a run on one device"
             require(place == "encoder", field, kind, fix)
             yield f"{name}: the reference does not know {kind}; its own code on one device takes its place there"
@@ -158,7 +158,7 @@ def _user_callbacks(config: Config) -> Iterator[str]:
       ConfigError: a generator has a callback.
     """
     for name, callbacks in config.callbacks.items():
-        for place, value in callbacks.given.items():
+        for place, value in callbacks.names.items():
             fix = "check has no reference for a generator's callbacks; compare losses with a run on one device"
             require(name not in config.model.generators, f"{name}/Callbacks.{place}", value, fix)
             yield f"{name}: the reference calls {value} too, on one sample or medium at a time"

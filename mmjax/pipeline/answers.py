@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from mmjax.models.config import LLM
-from mmjax.models.sampling import Choice
+from mmjax.models.sampling import SamplingParams
 from mmjax.pipeline.build import InputShapes
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.decode import CHOICE, ORDER
@@ -110,10 +110,10 @@ class Answers:
         own[CHOICE] = self._choice(np.zeros_like(start))
         return own
 
-    def _choice(self, last: np.ndarray) -> Choice:
+    def _choice(self, last: np.ndarray) -> SamplingParams:
         rows, sampling = len(last), self._sampling
         number: Any = lambda value, dtype: np.full(rows, value, dtype)  # noqa: E731
-        return Choice(
+        return SamplingParams(
             last=cast(Any, last.astype(np.int32)),
             temperature=number(sampling.temperature, np.float32),
             top_p=number(sampling.top_p, np.float32),

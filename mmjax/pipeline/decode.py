@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.attention.cache import Cache, written
+from mmjax.attention.cache import Cache, updated
 from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.spread import Spread
@@ -28,7 +28,7 @@ from mmjax.pipeline.stage_state import StageState
 
 Tree = Any
 CHOICE, ORDER = "choice", "order"
-"""Names of inputs beside the module's: a ``Choice``, and the places of new tokens in their rows ``[B, T]``."""
+"""Names of inputs beside the module's: ``SamplingParams``, and the places of new tokens in their rows ``[B, T]``."""
 
 
 class StageDecoding:
@@ -56,7 +56,7 @@ class StageDecoding:
         Args:
           model: the stage.
           state: its parameters, and the devices that they are on.
-          inputs: avals of its host inputs, rows first, with a ``Choice`` for a last stage.
+          inputs: avals of its host inputs, rows first, with ``SamplingParams`` for a last stage.
           carry: avals of the activations that reach it, by source stage.
           cells: cells of a microbatch.
           room: tokens of a row, S.
@@ -101,7 +101,7 @@ class StageDecoding:
         out = self._output(params, inputs, carry, cache)
         held = {"known": self._known(inputs), "layers": cache.new}
         leaves, self._structure = jax.tree.flatten(held)
-        made = [written(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
+        made = [updated(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
         # Specs are read when the body has been traced.
         self._cache_specs[:] = [self._spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
         return out, made
@@ -111,7 +111,7 @@ class StageDecoding:
         cache = Cache(Tokens.of(inputs), tree["known"], tree["layers"])
         out = self._output(params, inputs, carry, cache)
         new = jax.tree.leaves({"known": self._known(inputs), "layers": cache.new})
-        return out, [written(own, leaf, inputs[ORDER]) for own, leaf in zip(held, new, strict=True)]
+        return out, [updated(own, leaf, inputs[ORDER]) for own, leaf in zip(held, new, strict=True)]
 
     def _known(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: inputs[name] for name in self.model.remembers}

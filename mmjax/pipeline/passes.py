@@ -12,7 +12,7 @@ import numpy as np
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
-from mmjax.models.sampling import Choice
+from mmjax.models.sampling import SamplingParams
 from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes, Stage
 from mmjax.pipeline.decode import CHOICE, ORDER, StageDecoding
 from mmjax.pipeline.walker import Signature
@@ -98,7 +98,7 @@ class _Maker:
         following: dict[str, Any] = {name: _shaped(own, (rows, 1, *own.shape[2:])) for name, own in inputs.items()}
         following[ORDER] = jax.ShapeDtypeStruct((rows, 1), np.int32)
         choices = (np.int32, np.float32, np.float32, np.uint32, np.int32)
-        choice = Choice(*cast(Any, [jax.ShapeDtypeStruct((rows,), dtype) for dtype in choices]))
+        choice = SamplingParams(*cast(Any, [jax.ShapeDtypeStruct((rows,), dtype) for dtype in choices]))
         out, last, result = dict(encoded), dict[str, Any](), dict[str, Any]()
         for stage in self._stages:
             begun, followed = self._entering(stage, out), self._entering(stage, last)

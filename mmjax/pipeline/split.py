@@ -113,7 +113,7 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, how = bool(tap.layers), {"transposed": tap.use.transposed, "exchange": tap.use.exchange}
+            stacked, how = bool(tap.layers), {"transposed": tap.use.transposed, "sp": tap.use.sp}
             stored, opened = named[name][0].astype(self.state.dtype), self.model.opens.get(name)
             each = jax.vmap if stacked else lambda one: one
             like = each(opened)(stored) if opened else stored

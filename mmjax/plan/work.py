@@ -118,7 +118,7 @@ def real_work(
     pairs: Mapping[str, flops.Pairs] | None = None,
 ) -> dict[str, Real]:
     """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
-    count as their module's. `pairs` are those that masks allow in these samples (see `flops.seen_pairs`)."""
+    count as their module's. `pairs` are those that masks allow in these samples (see `flops.visible_pairs`)."""
     lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
@@ -140,7 +140,7 @@ def mask_pairs(
         sample, length = source.sample(index, media=()), source.meta(index).tokens
         words = sample_words(rules, sample, source.meta(index).grids, packer.encoders)
         places = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
-        found.update(flops.seen_pairs(module, {name: own[None] for name, own in (words | places).items()}))
+        found.update(flops.visible_pairs(module, {name: own[None] for name, own in (words | places).items()}))
     return {LLM: dict(found)} if found else {}
 
 
@@ -238,7 +238,7 @@ def _sizes(
     by_parameters = flops.parameter_count(one), flops.parameter_count(two)
     # Products outside of layers are the head's in a module with a loss, and the stem's in others.
     stem_flops = 0 if module.losses else 2 * by_flops[0][name] - by_flops[1][name]
-    stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(True, False)).leaves())
+    stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(first=True, last=False)).leaves())
     stem_parameters = sum(math.prod(leaf.logical_shape) for leaf in stem)
     return _split(model, name, *by_flops, stem_flops), _split(model, name, *by_parameters, stem_parameters)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from mmjax.attention.exchange import MOST_CHUNKS
+from mmjax.attention.exchange import MAX_CHUNKS
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks, PassSeconds
@@ -109,7 +109,7 @@ Gather = Callable[[float], float]
 def head_chunks(module: ModuleWork, layout: Layout) -> int:
     """The number of chunks in which the key/value heads of a rank are gathered."""
     groups = _heads_per_rank(module.heads[1], layout)
-    return next(count for count in range(min(MOST_CHUNKS, groups), 0, -1) if groups % count == 0)
+    return next(count for count in range(min(MAX_CHUNKS, groups), 0, -1) if groups % count == 0)
 
 
 def _gather_seconds(

@@ -45,7 +45,7 @@ class Calls:
 
     def __call__(self, place: CalledAt, x_TD: jax.Array) -> jax.Array:
         """Calls the callback at a place with the features of one sample or medium; without one it returns them."""
-        if place not in self.callbacks.given:
+        if place not in self.callbacks.by_place:
             return x_TD
         submesh, replicated = one_device(), PartitionSpec()
 

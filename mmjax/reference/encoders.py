@@ -140,7 +140,7 @@ def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
 
 def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
     """Calls a callback with the features as a row has them: the class token is padded to a complete LLM token."""
-    pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.given else 0
+    pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.by_place else 0
     padded = jnp.concatenate([x_TD[:1], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[1:]])
     called = calls(place, padded)
     return jnp.concatenate([called[:1], called[1 + pad :]])
@@ -266,7 +266,7 @@ def encode(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Modality tokens of one medium, and the outputs of the encoder's layers `levels`."""
     node = model.nodes[name]
-    c, row = node.config, row_of(node, medium) if node.callbacks.given else {}
+    c, row = node.config, row_of(node, medium) if node.callbacks.by_place else {}
     calls = Calls(row={key: value[0] for key, value in row.items()}, callbacks=node.callbacks, module=name)
     if isinstance(c, ViTConfig):
         return encode_image(leaves, name, c, medium, calls, levels, node.projector or DEFAULT_PROJECTOR)

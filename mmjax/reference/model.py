@@ -122,7 +122,7 @@ def _tables(model: MultimodalModel, sample: Sample, room: int = 0) -> Tables | N
 def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), room: int = 0) -> Calls:
     """The LLM's callbacks for a row with the sample alone, continued with `tokens` and padded to `room` tokens."""
     node, length = model.nodes["llm"], len(sample.tokens) + len(tokens)
-    if not node.callbacks.given:
+    if not node.callbacks.by_place:
         return Calls()
     row = {"tokens": np.append(sample.tokens, tokens), "segments": np.ones(length)}
     positions_N3 = _positions(model, sample, length)

@@ -12,7 +12,7 @@ from mmjax.attention.mask import Mask
 from mmjax.data.process_rows import PartialArray
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
-from mmjax.models.flops import seen_pairs, segment_lengths, training_flops
+from mmjax.models.flops import segment_lengths, training_flops, visible_pairs
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.module import Module
 
@@ -79,17 +79,17 @@ class Throughput:
 
 
 def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
-    """``seen_pairs`` of a microbatch, of which this process may have some rows alone, or none."""
+    """``visible_pairs`` of a microbatch, of which this process may have some rows alone, or none."""
     words = inputs.get("is")
     if not isinstance(words, PartialArray):
-        return dict(seen_pairs(module, inputs))
+        return dict(visible_pairs(module, inputs))
     rows = [row for row in range(len(inputs["segments"])) if words.row(row) is not None]
     if not rows:
         return {}
     names = {"segments", "order", *module.remembers} & inputs.keys()
     own = {name: np.stack([inputs[name][row : row + 1][0] for row in rows]) for name in names}
     here, all_rows = (_causal(segment_lengths(segments)) for segments in (own["segments"], inputs["segments"]))
-    return {mask: round(pairs * all_rows / max(here, 1)) for mask, pairs in seen_pairs(module, own).items()}
+    return {mask: round(pairs * all_rows / max(here, 1)) for mask, pairs in visible_pairs(module, own).items()}
 
 
 def _causal(lengths: Iterable[int]) -> int:

@@ -102,7 +102,7 @@ def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Flo
     pairs, starts = pairs_of(mask, inputs), np.arange(0, len(inputs["segments"]), block)
     number_T = np.arange(pairs.tokens) // block
     sizes = np.bincount(number_T)
-    columns = [np.add.reduceat(pairs.counted(number_T == key), starts) for key in range(len(starts))]
+    columns = [np.add.reduceat(pairs.key_counts(number_T == key), starts) for key in range(len(starts))]
     return np.stack(columns, axis=1) / np.outer(sizes, sizes)
 
 
@@ -120,7 +120,7 @@ def draw_mask(row: MaskedRow, path: str | Path | None = None) -> Figure:
         shares = seen_shares(mask, row.inputs, block)
         ink = np.array([to_rgb(colors[kind]) for kind in kinds_N])
         _draw_panel(axes, 1 - shares[..., None] * (1 - ink[None]), ink, row.inputs["segments"], block)
-        share = sum(pairs_of(mask, row.inputs).counted()) / max(1, int((row.inputs["segments"] > 0).sum())) ** 2
+        share = sum(pairs_of(mask, row.inputs).key_counts()) / max(1, int((row.inputs["segments"] > 0).sum())) ** 2
         axes.set_title(f"{layers} layer{'s' * (layers > 1)}{_near(mask)}: {share:.1%} of pairs", fontsize=9)
     legend = [Patch(facecolor=colors[name], label=shown(name, 18)) for name in names if name != "padding"]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8, frameon=False)

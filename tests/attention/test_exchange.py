@@ -1,4 +1,4 @@
-"""Ways of context parallelism beside attention of whole rows: outputs and gradients on any number of ranks."""
+"""Context parallelism against attention of complete rows: outputs and gradients on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.attention import blockwise
-from mmjax.attention.exchange import WAYS, gathered_tokens
+from mmjax.attention.backends import Backend
+from mmjax.attention.exchange import EXCHANGES, gather_tokens
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import Way
 
 ROWS, TOKENS, WIDTH = 2, 60, 8
 MASKS = [Mask("causal"), Mask("full"), Mask("causal", 9), Mask("full", grid_window=3)]
@@ -41,32 +41,40 @@ def numbers(seed: int, heads: int, groups: int) -> list[np.ndarray]:
     return [rng.normal(size=(ROWS, TOKENS, n, WIDTH)).astype(np.float32) for n in (heads, groups, groups, heads)]
 
 
-def among(way: str, ranks: int, mask: Mask, inputs: dict[str, Any], given: list[np.ndarray]) -> Any:
+def across_ranks(cp_way: str, ranks: int, mask: Mask, inputs: dict[str, Any], arrays: list[np.ndarray]) -> Any:
     """Output and gradients with the tokens of rows on several ranks."""
     mesh, spec = Mesh(np.array(jax.devices()[:ranks]), ("cp",)), PartitionSpec(None, "cp")
 
     def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
         tokens = Tokens.of(inputs, ("cp",))
-        keys = gathered_tokens(tokens, mask, ("cp",), way)
+        keys = gather_tokens(tokens, mask, ("cp",), cp_way)
         real = (inputs["segments"] > 0)[..., None, None]
-        attend = lambda q, k, v: jnp.where(real, Way("blockwise").among(("cp",), way, q, k, v, tokens, mask, keys), 0)  # noqa: E731
-        out, back = jax.vjp(attend, q, k, v)
-        return out, *back(d_out)
 
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *given)
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            backend = Backend("blockwise")
+            out = backend.attend_across_ranks(q, k, v, tokens, mask, keys, axes=("cp",), cp_way=cp_way)
+            return jnp.where(real, out, 0)
+
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(d_out)
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *arrays)
 
 
-def alone(mask: Mask, inputs: dict[str, Any], given: list[np.ndarray]) -> Any:
-    """The same with whole rows, from scores of all pairs."""
+def complete_rows(mask: Mask, inputs: dict[str, Any], arrays: list[np.ndarray]) -> Any:
+    """Output and gradients of complete rows, from scores of all pairs."""
     real = (inputs["segments"] > 0)[..., None, None]
-    attend = lambda q, k, v: jnp.where(real, dense_attention(q, k, v, Tokens.of(inputs), mask), 0)  # noqa: E731
-    out, back = jax.vjp(attend, *given[:3])
-    return out, *back(given[3])
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jnp.where(real, dense_attention(q, k, v, Tokens.of(inputs), mask), 0)
+
+    out, vjp = jax.vjp(attend, *arrays[:3])
+    return out, *vjp(arrays[3])
 
 
-def require_equal(got: Any, wanted: Any) -> None:
-    for name, one, exact in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
-        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5, err_msg=name)
+def require_equal(got: Any, expected_all: Any) -> None:
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), got, expected_all, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 SIZES = [(2, 4, 2), (3, 6, 2)]
@@ -74,38 +82,38 @@ SIZES = [(2, 4, 2), (3, 6, 2)]
 MORE_SIZES = [(4, 4, 4), (5, 5, 1), (3, 6, 3), (6, 12, 2)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cp_way", EXCHANGES)
 @pytest.mark.parametrize(
     ("ranks", "heads", "groups"),
     [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in MORE_SIZES)],
 )
 @settings(max_examples=4, deadline=None)
 @given(case=cases())
-def test_every_way_is_attention_of_whole_rows(way: str, ranks: int, heads: int, groups: int, case: Case) -> None:
+def test_every_way_is_attention_of_whole_rows(cp_way: str, ranks: int, heads: int, groups: int, case: Case) -> None:
     mask, inputs, seed = case
-    given = numbers(seed, heads, groups)
-    require_equal(among(way, ranks, mask, inputs, given), alone(mask, inputs, given))
+    arrays = numbers(seed, heads, groups)
+    require_equal(across_ranks(cp_way, ranks, mask, inputs, arrays), complete_rows(mask, inputs, arrays))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_several_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cp_way", EXCHANGES)
+def test_rows_of_several_blocks(cp_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "BLOCK", 16)
     rng = np.random.default_rng(0)
     order = np.argsort(rng.random((ROWS, TOKENS)), axis=1).astype(np.int32)
     inputs = {"segments": np.where(order < 50, 1 + order // 30, 0).astype(np.int32), "order": order}
-    given = numbers(1, 4, 2)
+    arrays = numbers(1, 4, 2)
     for mask in MASKS[:3]:
-        require_equal(among(way, 2, mask, inputs, given), alone(mask, inputs, given))
+        require_equal(across_ranks(cp_way, 2, mask, inputs, arrays), complete_rows(mask, inputs, arrays))
 
 
 def test_an_order_that_is_not_given_is_the_place_in_the_row() -> None:
     segments = np.repeat([[1, 2, 2, 0]] * ROWS, TOKENS // 4, axis=1).astype(np.int32)
-    given = numbers(2, 4, 2)
-    wanted = alone(MASKS[0], {"segments": segments}, given)
-    require_equal(among("ring", 3, MASKS[0], {"segments": segments}, given), wanted)
+    arrays = numbers(2, 4, 2)
+    expected_all = complete_rows(MASKS[0], {"segments": segments}, arrays)
+    require_equal(across_ranks("ring", 3, MASKS[0], {"segments": segments}, arrays), expected_all)
 
 
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
     segments = np.ones((ROWS, TOKENS), np.int32)
     with pytest.raises(ValueError, match=r"^Layout\.cp_way='all-to-all': 4 heads .* cp=3; use 'gather' or 'ring'"):
-        among("all-to-all", 3, MASKS[1], {"segments": segments}, numbers(0, 4, 2))
+        across_ranks("all-to-all", 3, MASKS[1], {"segments": segments}, numbers(0, 4, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmjax.attention.language import KINDS, MOST, PRESETS, Rules
+from mmjax.attention.language import KINDS, MAX_RULES, PRESETS, Rules
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
 from mmjax.configurable import ConfigError
@@ -46,7 +46,7 @@ def inputs_of(rules: Rules) -> dict[str, np.ndarray]:
 def test_a_line_says_who_sees_whom(name: str) -> None:
     rules = Rules.parse(LINES[name])
     rules.require_kinds(["vision", "audio"], "Decoder.mask", name)
-    assert pairs_of(Mask.of(rules), inputs_of(rules)).counted().tolist() == SEEN[name]
+    assert pairs_of(Mask.of(rules), inputs_of(rules)).key_counts().tolist() == SEEN[name]
     assert Rules.parse(name if name in PRESETS else LINES[name]) == rules
 
 
@@ -59,9 +59,9 @@ def test_plain_masks_have_no_words() -> None:
     }.items():
         assert Mask.of(name) == Mask(kind)  # pyright: ignore[reportArgumentType]
     assert Mask.of("full", window=5) == Mask("full") and Mask.of("causal", 5) == Mask("causal", 5)
-    assert Mask.of("gemma3", 5) == Mask("words", 5, hows=("before", "in item"))
-    assert Mask("causal").reads == ("segments", "order")
-    assert Mask.of("gemma3").reads == ("segments", "order", "is", "attends", "items")
+    assert Mask.of("gemma3", 5) == Mask("words", 5, relations=("before", "in item"))
+    assert Mask("causal").input_names == ("segments", "order")
+    assert Mask.of("gemma3").input_names == ("segments", "order", "is", "attends", "items")
 
 
 def test_spelling_is_free() -> None:
@@ -79,12 +79,15 @@ def test_spelling_is_free() -> None:
         ("causl", "Decoder.mask='causl': did you mean 'causal'?"),
         ("triangle", "Decoder.mask='triangle': use one of causal, full,"),
         ("", "Decoder.mask='': has no rule; write 'causal'"),
-        ("text ses all before", "'text ses all before' says not who sees whom, did you mean 'sees' by 'ses'?"),
+        ("text ses all before", "'text ses all before' does not say who sees whom, did you mean 'sees' by 'ses'?"),
         ("text sees all befor", "'text sees all befor' ends in 'befor'; did you mean 'before'?"),
-        ("text sees before", "'text sees before' is not whole: who sees whom, and one of before, everywhere, in item"),
+        (
+            "text sees before",
+            "'text sees before' is incomplete: write who sees whom, and one of before, everywhere, in item",
+        ),
         ("text sees all before vision sees vision in item", "'all before vision sees vision'"),
         ("te-xt sees all before", "'te-xt' in 'te-xt sees all before' is no kind of token"),
-        ("; ".join(["text sees all before"] * (MOST + 1)), "has 33 rules; a mask has 32 at most"),
+        ("; ".join(["text sees all before"] * (MAX_RULES + 1)), "has 33 rules; a mask has 32 at most"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
@@ -109,8 +112,8 @@ def test_words_of_generated_text() -> None:
 
 def test_a_mask_is_checked() -> None:
     with pytest.raises(ValueError, match="window=3: a mask that is 'words' has none"):
-        Mask("words", 3, hows=("everywhere",))
-    with pytest.raises(ValueError, match="hows="):
+        Mask("words", 3, relations=("everywhere",))
+    with pytest.raises(ValueError, match="relations="):
         Mask("words")
-    with pytest.raises(ValueError, match="hows="):
-        Mask("causal", hows=("before",))
+    with pytest.raises(ValueError, match="relations="):
+        Mask("causal", relations=("before",))

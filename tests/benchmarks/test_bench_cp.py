@@ -12,7 +12,7 @@ from benchmarks.cp_bytes import GROUPS, WIDTH, received, received_needed
 from benchmarks.cp_masks import draw_mask
 from mmjax.attention.blockwise import backward, forward
 from mmjax.attention.distribution import contiguous, lpt
-from mmjax.attention.needed import block_size
+from mmjax.attention.needed_blocks import block_size
 from mmjax.attention.pairs import Intervals
 
 BLOCK, TOKENS, RANKS = 16, 256, 4

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.attention.language import HOWS, KINDS, PRESETS
+from mmjax.attention.language import KINDS, PRESETS, RELATIONS
 from mmjax.attention.pairs import pairs_of
 from mmjax.data.mask_words import sample_items, token_kinds
 from mmjax.data.packing import Packer
@@ -53,7 +53,7 @@ RULES = st.builds(
     lambda subjects, objects, how: f"{', '.join(subjects)} sees {' and '.join(objects)} {how}",
     NAMES,
     NAMES,
-    st.sampled_from(HOWS),
+    st.sampled_from(RELATIONS),
 )
 DRAWN = st.one_of(st.sampled_from(LINES), st.lists(RULES, min_size=1, max_size=6).map("; ".join))
 """Lines that people write, and any others."""
@@ -115,9 +115,9 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
         for row in range(3):
             pairs = pairs_of(mask, {name: values[row] for name, values in rows.items()})
             want = dense[not is_near][row]
-            np.testing.assert_array_equal(pairs.counted(), want.sum(axis=1))
+            np.testing.assert_array_equal(pairs.key_counts(), want.sum(axis=1))
             for key in range(0, LENGTH, 17):
-                np.testing.assert_array_equal(pairs.counted(np.arange(LENGTH) == key), want[:, key])
+                np.testing.assert_array_equal(pairs.key_counts(np.arange(LENGTH) == key), want[:, key])
 
 
 def test_the_prefix_ends_with_the_prompt_or_at_what_is_learned() -> None:

@@ -23,7 +23,7 @@ AXES = Axes()
 def slice_of(module: Module, name: str = "m") -> ModuleSlice:
     """All of a module in one stage."""
     runs = layer_runs(module, range(module.config.layers))
-    return ModuleSlice(name, tuple(run for run, _ in runs), module.parts(True, True))
+    return ModuleSlice(name, tuple(run for run, _ in runs), module.parts(first=True, last=True))
 
 
 def context(module: Module, **inputs: Any) -> Context:

@@ -179,14 +179,14 @@ def test_pairs_of_a_mask_of_words_are_counted() -> None:
     items = np.array([[0, 1, 1, 1, 0, 0, 0, 0]])
     inputs = {"segments": np.array([[1, 1, 1, 1, 1, 2, 2, 0]]), "items": items}
     inputs |= {"is": 1 + 2 * (items > 0).astype(np.uint32), "attends": 1 + 2 * (items > 0).astype(np.uint32)}
-    pairs = flops.seen_pairs(model.nodes["llm"].module, inputs)
+    pairs = flops.visible_pairs(model.nodes["llm"].module, inputs)
     local, full = 1 + 4 + 3 + 3 + 2 + 1 + 2, 1 + 4 + 4 + 4 + 5 + 1 + 2
     assert [*pairs.values()] == [local, full]
     lengths = {"llm": [5, 2]}
     counted, causal = (flops.forward_flops(model, lengths, own)["llm"] for own in ({"llm": pairs}, None))
     near, far = 1 + 2 * 4 + 1 + 2, 15 + 3
     assert counted - causal == 4 * c.heads * c.head_dim * (2 * (local - near) + full - far)
-    assert flops.seen_pairs(MODEL.nodes["llm"].module, inputs) == {}
+    assert flops.visible_pairs(MODEL.nodes["llm"].module, inputs) == {}
     trained = flops.training_flops(model, lengths, pairs={"llm": pairs, "vision": {}})
     assert trained["llm"] == 3 * counted
 

@@ -19,7 +19,7 @@ from spmd_runs import AXES, on_tp, submesh
 
 from mmjax.jax_compat import vjp_residuals
 from mmjax.models.handles import Handle
-from mmjax.models.head import LEAST_BYTES, LEAST_TOKENS, chunk_tokens, token_losses
+from mmjax.models.head import MIN_CHUNK_BYTES, MIN_CHUNK_TOKENS, chunk_tokens, token_losses
 
 B, D = 3, 6
 Z = 0.3
@@ -170,5 +170,5 @@ def test_forward_keeps_two_numbers_a_token() -> None:
 
 
 def test_chunks_are_as_large_as_the_vocabulary_allows() -> None:
-    assert chunk_tokens(64) * 64 * 4 == LEAST_BYTES, "a small vocabulary: as many tokens as fit"
-    assert chunk_tokens(128_256) == chunk_tokens(10**7) == LEAST_TOKENS
+    assert chunk_tokens(64) * 64 * 4 == MIN_CHUNK_BYTES, "a small vocabulary: as many tokens as fit"
+    assert chunk_tokens(128_256) == chunk_tokens(10**7) == MIN_CHUNK_TOKENS

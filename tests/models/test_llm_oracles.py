@@ -25,7 +25,7 @@ from mmjax.models.layers import cross_entropy
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
-from mmjax.models.llama.weights import rows, settings, their_config, unused
+from mmjax.models.llama.weights import rows, settings, to_hf_config, unused
 from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
 from mmjax.reference import decoder as reference_decoder
@@ -140,7 +140,7 @@ def test_leaves_make_the_same_tensors_again(family: str) -> None:
     assert again.keys() == of.tensors.keys()
     for key, tensor in of.tensors.items():
         np.testing.assert_array_equal(again[key], tensor.astype(np.float32))
-    assert DecoderConfig(**settings(their_config(of.c))) == of.c
+    assert DecoderConfig(**settings(to_hf_config(of.c))) == of.c
 
 
 def test_what_older_folders_have_beside_the_tensors() -> None:
@@ -176,7 +176,7 @@ def test_live_values_and_folders_of_ours(family: str, tmp_path: Path, monkeypatc
     for name in ("hidden", "logits"):
         for one, want in zip(got[name], of.sequences(name), strict=True):
             assert apart(one, want) < 1e-5, (name, len(want))
-    (tmp_path / family / "config.json").write_text(json.dumps(their_config(of.c, dtype="bfloat16")))
+    (tmp_path / family / "config.json").write_text(json.dumps(to_hf_config(of.c, dtype="bfloat16")))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(of.sequences("tokens")[-1])[None].long()).logits[0].numpy()

@@ -12,7 +12,7 @@ import pytest
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.models.families import module_of
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.llama.weights import settings, their_config
+from mmjax.models.llama.weights import settings, to_hf_config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -184,7 +184,7 @@ def test_settings_make_a_config_that_means_the_same(kind: str, rope: dict[str, A
     own = of()
     for some in ({}, {"tied": True, "head_dim": 6, "norm_eps": 1e-3, "rope_theta": 77.0}):
         c = replace(own, **KINDS[kind], **rope, **some)
-        theirs = their_config(c, dtype="bfloat16")
+        theirs = to_hf_config(c, dtype="bfloat16")
         assert theirs["model_type"] == kind and DecoderConfig(**settings(theirs)) == c
         for older in (("rope_parameters",), ("rope_theta", "rope_scaling")):  # either spelling is enough
             left = {key: value for key, value in theirs.items() if key not in older}
@@ -194,10 +194,10 @@ def test_settings_make_a_config_that_means_the_same(kind: str, rope: dict[str, A
 
 def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
     c = of()
-    assert their_config(c)["model_type"] == "llama"
-    assert their_config(c, model_type="mistral")["sliding_window"] is None
+    assert to_hf_config(c)["model_type"] == "llama"
+    assert to_hf_config(c, model_type="mistral")["sliding_window"] is None
     scaled = replace(c, rope_scaling="yarn", rope_factor=4.0, rope_context=8192)
-    assert their_config(scaled)["max_position_embeddings"] == 32768
+    assert to_hf_config(scaled)["max_position_embeddings"] == 32768
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
 )
 def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        their_config(replace(of(), **changes), model_type=kind)
+        to_hf_config(replace(of(), **changes), model_type=kind)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

@@ -166,5 +166,5 @@ def test_merging_takes_each_module_s_own_alpha() -> None:
     assert got.keys() == {names["llm"], names["vision"]} and got[names["vision"]] is w
     np.testing.assert_allclose(got[names["llm"]], w + 1.5 * a @ b, rtol=1e-5)
     with pytest.raises(ConfigError, match="--merge_lora=True: the run has no adapters"):
-        require_adapters(True, ())
-    require_adapters(False, ())
+        require_adapters((), merge=True)
+    require_adapters((), merge=False)

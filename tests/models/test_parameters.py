@@ -26,7 +26,10 @@ CONFIG = DecoderConfig(layers=4, width=8, heads=2, kv_heads=1, mlp=12, vocab=7)
 
 def piece(layers: range, *, first: bool = True, last: bool = True, multiple: int = 1) -> ModuleSlice:
     return ModuleSlice(
-        "llm", (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), layers),), parts(CONFIG, first, last), multiple
+        "llm",
+        (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), layers),),
+        parts(CONFIG, first=first, last=last),
+        multiple,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, on_tp
 
-from mmjax.models.sampling import Choice, next_token
+from mmjax.models.sampling import SamplingParams, next_token
 
 VOCAB, PADDED = 13, 16
 
@@ -24,9 +24,11 @@ def logits(rows: int, seed: int = 0) -> np.ndarray:
     return found
 
 
-def choice(rows: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: Any = 0, number: Any = 0) -> Choice:
+def choice(
+    rows: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: Any = 0, number: Any = 0
+) -> SamplingParams:
     every: Any = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))  # noqa: E731
-    return Choice(
+    return SamplingParams(
         last=every(0, jnp.int32),
         temperature=every(temperature, jnp.float32),
         top_p=every(top_p, jnp.float32),
@@ -42,7 +44,7 @@ def program(tp: int) -> Any:
     return jax.jit(lambda z, how: on_tp(tp, lambda z, c: next_token(z, c, AXES), z, how, specs=specs, out=out))
 
 
-def chosen(given: np.ndarray, how: Choice, tp: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def chosen(given: np.ndarray, how: SamplingParams, tp: int = 1) -> tuple[np.ndarray, np.ndarray]:
     found = program(tp)(jnp.asarray(given), how)
     return np.asarray(found[0]), np.asarray(found[1])
 

@@ -28,7 +28,7 @@ from mmjax.models.projector import weights as projector_weights
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.module import VisionTransformer
-from mmjax.models.vit.weights import FAMILIES, rows, settings, their_config, unused
+from mmjax.models.vit.weights import FAMILIES, rows, settings, to_hf_config, unused
 from mmjax.reference import encode_image
 from mmjax.weights.table import assemble, expand, match
 
@@ -174,7 +174,7 @@ def test_tensors_go_in_and_out_bit_for_bit(family: str) -> None:
     assert set(written) <= set(tensors)
     for key, tensor in written.items():
         np.testing.assert_array_equal(tensor, tensors[key], strict=True)
-    theirs = their_config(c)
+    theirs = to_hf_config(c)
     # SigLIP's image has two pixels that no patch covers, and its folder a head that pools, which no leaf is of.
     changed = {"image_size": 28, "vision_use_head": False} if family == "siglip" else {}
     assert theirs == {key: config.get(key) for key in theirs} | {k: v for k, v in changed.items() if k in theirs}

@@ -28,7 +28,7 @@ from mmjax.models.parameters import join_logical
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.models.whisper.module import Whisper
-from mmjax.models.whisper.weights import rows, settings, their_config, unused
+from mmjax.models.whisper.weights import rows, settings, to_hf_config, unused
 from mmjax.reference import encode_recording
 from mmjax.weights.folder import read_config, read_extractor
 from mmjax.weights.table import assemble, expand, match
@@ -171,12 +171,12 @@ def test_settings_are_those_of_the_folder_and_back() -> None:
     c = configured()
     assert (c.layers, c.width, c.heads, c.mlp, c.mels, c.length) == (2, 16, 2, 24, 20, 50)
     assert (c.window, c.hop, c.sample_rate, c.norm_eps, c.pad) == (400, 160, 16000, 1e-5, True)
-    theirs, config = their_config(c), read_config(str(FOLDER))
+    theirs, config = to_hf_config(c), read_config(str(FOLDER))
     assert all(config[key] == value for key, value in theirs.items() if key != "architectures")
     assert settings(theirs) == settings(config)
-    assert their_config(replace(c, pad=False)) == theirs
+    assert to_hf_config(replace(c, pad=False)) == theirs
     with pytest.raises(ConfigError, match="Whisper: OpenAI's models have other settings"):
-        their_config(replace(c, k_bias=True))
+        to_hf_config(replace(c, k_bias=True))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def seen(context: Context, x: Array) -> Array:
     own_BT = jnp.where(context.inputs["vision_index"] >= 0, 0.5, 1.0)
     segments = context.tokens.segments_BT
     order = jnp.broadcast_to(context.tokens.order_BT, segments.shape)
-    there, others = context.whole(segments), context.whole(order)
+    there, others = context.gather_rows(segments), context.gather_rows(order)
     before_BTS = (segments[:, :, None] == there[:, None]) & (others[:, None] <= order[:, :, None])
     return _scale(x, own_BT + 0.2 / before_BTS.sum(-1))
 

@@ -208,7 +208,7 @@ class Case:
                 encoders=dict.fromkeys(model.encoders, "vit"), generators=dict.fromkeys(model.generators, "dit")
             ),
             modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
-            callbacks={name: marks.named(name) for name, node in model.nodes.items() if node.callbacks.given},
+            callbacks={name: marks.named(name) for name, node in model.nodes.items() if node.callbacks.by_place},
             loras={name: node.lora for name, node in model.nodes.items()},
             allow_code=True,
             projectors={name: own.projector for name, own in media.items() if own.projector},

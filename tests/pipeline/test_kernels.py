@@ -10,7 +10,7 @@ from parity import Case
 from stand_ins import stand_in
 from test_parity import assert_equal_to_reference
 
-from mmjax.attention.ways import Way
+from mmjax.attention.backends import Backend
 from mmjax.mesh.layout import Layout
 from mmjax.models.stage_model import Piece
 
@@ -51,12 +51,12 @@ def test_training_equals_the_dense_reference(name: str, case: Case, monkeypatch:
     stand_in(monkeypatch)
     taken: list[str] = []
 
-    def way(piece: Piece) -> Way:
-        # cuDNN does not take what is gathered: there the way is chosen, and blocks are.
+    def backend(piece: Piece) -> Backend:
+        # cuDNN does not support cp_way 'gather': there "auto" chooses blockwise attention.
         split = piece.name == "vision" and case.vision.cp > 1
         taken.append("auto" if name == "cudnn" and split else name)
-        return Way(taken[-1])
+        return Backend(taken[-1])
 
-    monkeypatch.setattr(Piece, "_way", property(way))
+    monkeypatch.setattr(Piece, "_backend", property(backend))
     assert_equal_to_reference(parity.run(case), wanted, case)
     assert name in taken

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.attention.backends import Backend
 from mmjax.attention.mask import Mask
-from mmjax.attention.settings import ATTENTIONS, AUTO
+from mmjax.attention.settings import AUTO, BACKENDS
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import Way
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.parity import matmul_precision
 from mmjax.bench.gpu.timing import apart, seconds
@@ -113,7 +113,7 @@ def run(job: Job) -> None:
         by_case[case.name] = results = _measure(case)
         job.note(cases=by_case)
         for name, result in results.items():
-            if name in ATTENTIONS and "error" not in result:
+            if name in BACKENDS and "error" not in result:
                 job.check(f"{case.name}: {name}", max(result["forward_gap"], result["backward_gap"]) <= LIMIT)
         last_seconds = time.perf_counter() - start
 
@@ -139,13 +139,13 @@ def _measure(case: Case) -> dict[str, Any]:
 
 def implementations(case: Case) -> Mapping[str, Attend]:
     """The attention functions that are compared for a case, by name."""
-    backends = {name: _backend(name, case) for name in ATTENTIONS if name != AUTO}
+    backends = {name: _backend(name, case) for name in BACKENDS if name != AUTO}
     return backends if case.window else backends | {"xla": partial(_of_jax, case=case)}
 
 
 def _backend(name: str, case: Case) -> Attend:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        return Way(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
+        return Backend(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
 
     return attend
 

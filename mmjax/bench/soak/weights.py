@@ -11,7 +11,7 @@ import numpy as np
 from mmjax.bench.soak.models import FOLDER_LAYERS
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
-from mmjax.models.llama.weights import rows, their_config
+from mmjax.models.llama.weights import rows, to_hf_config
 from mmjax.models.module import layer_runs
 from mmjax.models.parameters import ModuleSlice
 from mmjax.weights.table import expand
@@ -35,4 +35,4 @@ def write_folder(folder: Path) -> None:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: generator.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(their_config(SETTINGS), expand(rows(SETTINGS), SETTINGS.layers), read, folder, dtype="bfloat16")
+    write(to_hf_config(SETTINGS), expand(rows(SETTINGS), SETTINGS.layers), read, folder, dtype="bfloat16")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmjax.attention.settings import check_attention
+from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
 
@@ -17,24 +17,24 @@ class DiTConfig(EqualHeads, SquarePatches):
     """A generator of pictures.
 
     Attributes:
-      preset: name of the preset whose values are the defaults.
+      preset: the preset whose values are the defaults.
       layers, width, heads, mlp: depth, model width, attention heads and hidden units.
       patch: side of a square patch in pixels.
       channels: channels of a picture.
-      merge: side of the square of patches that one LLM token stands for.
+      merge: side of the square of patches that make one LLM token.
       frequencies: number of sines, and of cosines, of the time.
       loss_weight: weight of its loss beside the LLM's.
       steps: number of steps from noise to a picture.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
-      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
-        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
-      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
+        at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
     """
 
     medium: ClassVar[Medium] = "image"
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
-        "dit-xl2": dict(layers=28, width=1152, heads=16, mlp=4608, patch=2, channels=4),
+        "dit-xl2": {"layers": 28, "width": 1152, "heads": 16, "mlp": 4608, "patch": 2, "channels": 4},
     }
 
     preset: str = "tiny"
@@ -57,8 +57,8 @@ class DiTConfig(EqualHeads, SquarePatches):
             positive(f"DiT.{name}", getattr(self, name))
         not_negative("DiT.loss_weight", self.loss_weight)
         divides("DiT.heads", self.heads, self.width, "DiT.width")
-        of = "a quarter of DiT.width (positions rotate quarters of a head), which is"
-        divides("DiT.heads", self.heads, self.width // 4, of)
+        quarter = "a quarter of DiT.width (positions rotate quarters of a head), which is"
+        divides("DiT.heads", self.heads, self.width // 4, quarter)
         one_of("DiT.activation", self.activation, ACTIVATIONS)
-        check_attention("DiT", self.attention, self.head_width)
+        check_backend("DiT", self.attention, self.head_width)
         one_of("DiT.remat", self.remat, REMATS)

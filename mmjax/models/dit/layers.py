@@ -4,8 +4,8 @@ Trained with flow matching along straight lines (Liu et al. 2022, "Flow Straight
 patch as x_t = (1 - t) · x + t · noise, and learns the velocity noise - x. The time t shifts, scales and gates every
 block (adaptive norms: Peebles and Xie 2023, "Scalable Diffusion Models with Transformers", §3.2). The condition, one
 feature per patch made from the LLM's hidden states, is added to the patch. Shifts, scales and gates are linear in
-Fourier features of t, layer by layer, and are changes of a plain pre-norm block: nothing but the row's residual stream
-goes from stage to stage.
+Fourier features of t, in each layer, and modify a plain pre-norm block. So only the residual stream of rows is sent
+from stage to stage.
 
 Shapes: R rows, T patches per row, D width, E numbers in a patch, Q Fourier features. A row holds the patches of several
 pictures; segment ids keep them apart and segment 0 is padding.
@@ -23,13 +23,13 @@ from jaxtyping import Array, Float
 
 from mmjax.models.context import Context
 from mmjax.models.dit.config import DiTConfig
-from mmjax.models.layers import Params, linear, normalised, rotate_2d
+from mmjax.models.layers import Params, linear, normalise, rotate_2d
 from mmjax.models.module import Block
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import Affine, Attention, Mlp, attend, feed_forward
 
 _MODULATION = nnx.initializers.normal(0.02)
-"""Small and not zero: every weight has a gradient from the first step on."""
+"""The initial values are small but not zero, so that every weight has a gradient from the first step on."""
 
 
 class DiTLayer(nnx.Module):
@@ -51,13 +51,13 @@ class _Last(nnx.Module):
         self.velocity = Affine(c.width, c.patch_values, rngs)
 
 
-def parts(c: DiTConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold."""
+def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
+    """The parameters outside of layers: of the first stage, the last stage, or both."""
     return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
 
 
 def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
-    """Noisy patches to features."""
+    """Features of noisy patches."""
     kernel = p["patch"]["kernel"]
     return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
 
@@ -69,17 +69,16 @@ def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "
 
 
 def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
-    """One layer over rows of packed pictures; ``x`` has the dtype of the stage."""
+    """The function of one layer over rows of packed pictures; ``x`` has the dtype of the stage."""
     features_RTQ = time_features(c, context.inputs["times"]).astype(x_RTD.dtype)
     positions_RT2 = context.tokens.positions
 
     def layer(x_RTD: Array, p: Params) -> Array:
-        made = _modulation(p["modulation"], features_RTQ, 6)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = made
-        h_RTD = normalised(x_RTD) * (1 + scale) + shift
-        turn = lambda x: rotate_2d(x, positions_RT2)  # noqa: E731
-        x_RTD = x_RTD + (1 + gate) * attend(p["attn"], c, context, h_RTD, turn)
-        h_RTD = normalised(x_RTD) * (1 + mlp_scale) + mlp_shift
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(p["modulation"], features_RTQ, 6)
+        h_RTD = normalise(x_RTD) * (1 + scale) + shift
+        rotate = partial(rotate_2d, positions_RT2=positions_RT2)
+        x_RTD = x_RTD + (1 + gate) * attend(p["attn"], c, context, h_RTD, rotate)
+        h_RTD = normalise(x_RTD) * (1 + mlp_scale) + mlp_shift
         return x_RTD + (1 + mlp_gate) * feed_forward(p["mlp"], c, context.axes, h_RTD)
 
     return layer
@@ -91,7 +90,7 @@ def velocity(
     """The last stage's prediction of each patch's velocity, in fp32."""
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
-    h_RTD = normalised(x_RTD) * (1 + scale) + shift
+    h_RTD = normalise(x_RTD) * (1 + scale) + shift
     return linear(h_RTD, p["velocity"]["kernel"], p["velocity"]["bias"]).astype(jnp.float32)
 
 
@@ -104,29 +103,30 @@ def flow_loss(
 
 def euler(
     c: DiTConfig,
-    given: Sequence[Mapping[str, np.ndarray]],
+    inputs: Sequence[Mapping[str, np.ndarray]],
     velocity: Callable[[Sequence[Mapping[str, np.ndarray]]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
     """Draws pictures from noise by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
 
     Args:
-      c: configuration of the generator.
-      given: host inputs of each microbatch; their patches are noise.
-      velocity: the last stage's prediction for such inputs.
+      c: settings of the generator.
+      inputs: the host inputs of each microbatch, with noise as patches.
+      velocity: computes the last stage's prediction for such inputs.
 
     Returns:
       Patches [R, T, E] of each microbatch.
     """
-    patches = [inputs["patches"] for inputs in given]
+    patches = [microbatch["patches"] for microbatch in inputs]
     for step in range(c.steps):
         time = np.float32(1 - step / c.steps)
-        seen = [
-            {**inputs, "patches": x, "times": np.full_like(inputs["times"], time)}
-            for inputs, x in zip(given, patches, strict=True)
+        step_inputs = [
+            {**microbatch, "patches": x, "times": np.full_like(microbatch["times"], time)}
+            for microbatch, x in zip(inputs, patches, strict=True)
         ]
-        patches = [x - v / np.float32(c.steps) for x, v in zip(patches, velocity(seen), strict=True)]
+        patches = [x - v / np.float32(c.steps) for x, v in zip(patches, velocity(step_inputs), strict=True)]
     return patches
 
 
 def _modulation(p: Params, features_RTQ: Array, count: int) -> list[Array]:
+    """``count`` arrays of shifts, scales and gates ``[R, T, D]``."""
     return jnp.split(linear(features_RTQ, p["kernel"], p["bias"]), count, axis=-1)

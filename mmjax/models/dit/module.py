@@ -14,14 +14,14 @@ from mmjax.models.context import Context
 from mmjax.models.dit import layers
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.layers import Params
-from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Say
+from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Predict
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import block_flops, block_parameters
 
 
 @dataclass(frozen=True)
 class DiffusionTransformer(Module):
-    """A generator of pictures from noise; what other modules give is added to the features of noisy patches."""
+    """A generator of pictures from noise; tokens of other modules are added to the features of noisy patches."""
 
     config: DiTConfig
 
@@ -32,10 +32,10 @@ class DiffusionTransformer(Module):
         c = self.config
         return (LayerGroup(c.layers, partial(layers.DiTLayer, c), partial(layers.block, c)),)
 
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
-        return layers.parts(self.config, first, last)
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first=first, last=last)
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         ends = (("patches",) if first else ()) + (("targets", "weights") if last else ())
         return ("segments", "positions", "times", *ends)
 
@@ -47,15 +47,15 @@ class DiffusionTransformer(Module):
         return {"loss": Loss(weight=self.config.loss_weight)}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> dict[str, Float[Array, ""]]:
-        given = context.inputs
-        return {"loss": layers.flow_loss(self.predict(p, context, x), given["targets"], given["weights"])}
+        targets, weights = context.inputs["targets"], context.inputs["weights"]
+        return {"loss": layers.flow_loss(self.predict(p, context, x), targets, weights)}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
         """The velocity of each patch."""
         return layers.velocity(p, self.config, x, context.inputs["times"])
 
-    def draw(self, given: Sequence[HostInputs], say: Say) -> list[np.ndarray]:
-        return layers.euler(self.config, given, say)
+    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        return layers.euler(self.config, inputs, predict)
 
     @property
     def medium(self) -> EncoderSpec:
@@ -63,7 +63,7 @@ class DiffusionTransformer(Module):
         return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
 
     def parameters(self) -> int:
-        """Patch embedding, layers with their modulation, velocity head."""
+        """The parameters of the patch embedding, of layers with their modulation, and of the velocity head."""
         c, d, e = self.config, self.config.width, self.config.patch_values
         modulation = (2 * c.frequencies + 1) * (6 * c.layers + 2) * d
         return e * d + d + block_parameters(c) + modulation + d * e + e

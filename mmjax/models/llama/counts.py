@@ -18,7 +18,7 @@ def _vocab(c: DecoderConfig) -> int:
 
 
 def parameters(c: DecoderConfig) -> int:
-    """Parameters of an LLM, without vocabulary padding; a tied embedding counts once."""
+    """The number of an LLM's parameters, without vocabulary padding; a tied embedding counts once."""
     d, k = c.width, c.head_width
     attention = 2 * d * c.heads * k + 2 * d * c.kv_heads * k
     biases = c.qkv_bias * (c.heads + 2 * c.kv_heads) * k + c.o_bias * d + c.mlp_bias * (2 * c.mlp + d)
@@ -29,28 +29,35 @@ def parameters(c: DecoderConfig) -> int:
 
 
 def forward_flops(c: DecoderConfig, tokens: Iterable[int], pairs: int | None = None) -> int:
-    """Forward FLOPs of an LLM over segments of so many tokens (text and modality), all of them with logits.
+    """Forward FLOPs of an LLM over segments of text and modality tokens, with logits of all tokens.
 
     Args:
       c: the settings.
       tokens: lengths of the segments.
-      pairs: pairs of a token and one that it sees, over all layers; by default those of segments that are all text
-        that comes one by one, which a mask whose words depend on media does not tell.
+      pairs: the number of pairs of query and visible key, summed over layers. By default it follows from the lengths,
+        with masks of words counted as causal.
     """
     d, k, lengths = c.width, c.head_width, [int(n) for n in tokens]
     total = sum(lengths)
     if pairs is None:
         full = Rules.parse(c.mask).kind == "full"
-        pairs = sum(layers * _pairs(lengths, c, near, full) for layers, near in c.runs)
+        pairs = sum(layers * _pairs(lengths, c, local=local, full=full) for layers, local in c.runs)
     weights = 2 * d * c.heads * k + 2 * d * c.kv_heads * k + 3 * d * c.mlp
     return c.layers * 2 * total * weights + 4 * pairs * c.heads * k + 2 * total * d * _vocab(c)
 
 
-def _pairs(lengths: Iterable[int], c: DecoderConfig, near: bool, full: bool) -> int:
-    """Pairs of a token and one that it sees, over segments of so many tokens, in layers with the window or without."""
-    chunk, window = (c.chunk, c.window) if near else (0, 0)
-    cut = [own for n in lengths for own in [*[chunk] * (n // chunk), n % chunk]] if chunk else [*lengths]
+def _pairs(lengths: Iterable[int], c: DecoderConfig, *, local: bool, full: bool) -> int:
+    """The number of pairs in segments of these lengths, in one layer.
+
+    Args:
+      lengths: lengths of the segments in tokens.
+      c: the settings.
+      local: whether the layer has the window and chunks.
+      full: whether the mask is full; otherwise it is counted as causal.
+    """
+    chunk, window = (c.chunk, c.window) if local else (0, 0)
+    runs = [run for n in lengths for run in [*[chunk] * (n // chunk), n % chunk]] if chunk else [*lengths]
     if full:
-        return sum(n * n for n in cut)
-    seen = ((n, min(n, window) if window else n) for n in cut)
-    return sum(most * (most + 1) // 2 + (n - most) * most for n, most in seen)
+        return sum(n * n for n in runs)
+    widths = ((n, min(n, window) if window else n) for n in runs)
+    return sum(width * (width + 1) // 2 + (n - width) * width for n, width in widths)

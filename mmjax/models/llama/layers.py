@@ -32,7 +32,7 @@ from mmjax.models.parameters import Part
 
 
 def _zeros(module: nnx.Module, **sizes: int) -> None:
-    """Gives a module biases."""
+    """Adds parameters that are initially zero to a module."""
     for name, size in sizes.items():
         setattr(module, name, nnx.Param(jnp.zeros(size)))
 
@@ -72,8 +72,8 @@ class DecoderLayer(nnx.Module):
 
 class _Embedding(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        # Untied: about as large as a projector's output, so that neither text nor images drown the other at the start.
-        # A tied table is the head too, whose logits must start small.
+        # An untied table has about the scale of a projector's output, which balances text and images at the start.
+        # A tied table is the head too, whose logits must be small at the start.
         scale = c.width**-0.5 if c.tied else 0.5
         self.embed = nnx.Param(nnx.initializers.normal(scale)(rngs.params(), (c.vocab, c.width)))
 
@@ -85,8 +85,8 @@ class _Head(nnx.Module):
             self.head = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.vocab)))
 
 
-def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold; a tied table on two stages belongs to the first."""
+def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
+    """The parameters outside of layers; a tied table on two stages belongs to the first."""
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
     if first and last:
         return (Part(embedding), head)
@@ -98,7 +98,7 @@ def parts(c: DecoderConfig, first: bool, last: bool) -> tuple[Part, ...]:
 
 
 def block(c: DecoderConfig, context: Context) -> Block:
-    """One layer over rows of packed samples."""
+    """The function of one layer over rows of packed samples."""
     axes, positions = context.axes, context.tokens.positions
 
     def layer(x_BTD: Array, p: Params) -> Array:
@@ -108,7 +108,7 @@ def block(c: DecoderConfig, context: Context) -> Block:
         q, k, v = (split_heads(y, c.head_width) for y in qkv)
         if c.qk_norm:
             q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
-        y_BTHK = context.attend(rope.turn(c, q, positions), rope.turn(c, k, positions), v)
+        y_BTHK = context.attend(rope.rotate(c, q, positions), rope.rotate(c, k, positions), v)
         x_BTD = x_BTD + row_parallel(y_BTHK.reshape(*y_BTHK.shape[:2], -1), a["o"], axes, a.get("o_bias"))
         m: Any = p["mlp"]
         h_BTD = rms_norm(x_BTD, p["mlp_norm"], c.norm_eps)
@@ -131,13 +131,13 @@ def losses(
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
 ) -> dict[str, Float[Array, ""]]:
-    """Sums of the tokens' weighted losses, from hidden states after the final norm."""
-    found = per_token(p, c, axes, x_BTD, targets_BT)
-    each = {"loss": found.cross_entropy} | ({"z_loss": found.log_sum**2} if c.z_loss else {})
-    return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in each.items()}
+    """The weighted sum of each loss over tokens, from hidden states after the final norm."""
+    by_token = token_losses_of(p, c, axes, x_BTD, targets_BT)
+    by_name = {"loss": by_token.cross_entropy} | ({"z_loss": by_token.log_sum**2} if c.z_loss else {})
+    return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in by_name.items()}
 
 
-def per_token(
+def token_losses_of(
     p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
 ) -> TokenLosses:
     """Losses of the tokens, from hidden states after the final norm."""

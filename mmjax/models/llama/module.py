@@ -17,13 +17,13 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import counts, layers
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.module import LayerGroup, Loss, Module
+from mmjax.models.module import Block, LayerGroup, Loss, Module
 from mmjax.models.parameters import KV_HEADS, LogicalAxes, Part
 
 
 @dataclass(frozen=True)
 class Llama(Module):
-    """A language model over packed samples of text and modality tokens; gives hidden states after its last norm."""
+    """A language model over packed samples of text and modality tokens; it sends hidden states after its last norm."""
 
     config: DecoderConfig
 
@@ -33,35 +33,44 @@ class Llama(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        create, block = partial(layers.DecoderLayer, c), lambda context, x: layers.block(c, context)
-        rules, near = Rules.parse(c.mask), {"window": c.window, "grid_window": c.chunk}
+        create, rules = partial(layers.DecoderLayer, c), Rules.parse(c.mask)
+
+        def block(context: Context, x: Array) -> Block:
+            return layers.block(c, context)
+
         return tuple(
-            LayerGroup(count, create, block, rules=rules, **(near if is_near else {})) for count, is_near in c.runs
+            LayerGroup(
+                count,
+                create,
+                block,
+                rules=rules,
+                window=c.window if is_local else 0,
+                grid_window=c.chunk if is_local else 0,
+            )
+            for count, is_local in c.runs
         )
 
     def axes_of(self, tp: int) -> LogicalAxes:
         if tp <= self.config.kv_heads:
             return self.axes
-        names = [f"attn/{name}" for name in "kv"]
-        return {
-            **self.axes,
-            **{name: ("embed", KV_HEADS) for name in names},
-            **{f"{n}_bias": (KV_HEADS,) for n in names},
-        }
+        axes = dict(self.axes)
+        for name in ("attn/k", "attn/v"):
+            axes |= {name: ("embed", KV_HEADS), f"{name}_bias": (KV_HEADS,)}
+        return axes
 
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
-        return layers.parts(self.config, first, last)
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first=first, last=last)
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         ends = (("tokens",) if first else ()) + (("targets", "weights") if last else ())
-        words = (name for name in Mask.of(self.config.mask).reads if name in WORDS)
+        words = (name for name in Mask.of(self.config.mask).input_names if name in WORDS)
         return ("segments", "positions", *ends, *words)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
         return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        # Checkpointed, or a copy in fp32 would be kept of each microbatch in flight.
+        # Checkpointed, since an fp32 copy would be a residual of each microbatch in flight.
         return jax.checkpoint(partial(rms_norm, eps=self.config.norm_eps))(x, p["norm"])
 
     @property
@@ -71,14 +80,14 @@ class Llama(Module):
         return {"loss": Loss()} | ({"z_loss": Loss(weight=z_loss)} if z_loss else {})
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> dict[str, Float[Array, ""]]:
-        given = context.tokens.inputs
-        return layers.losses(p, self.config, context.axes, x, given["targets"], given["weights"])
+        inputs = context.tokens.inputs
+        return layers.losses(p, self.config, context.axes, x, inputs["targets"], inputs["weights"])
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
         """The weighted loss of each row."""
-        given = context.tokens.inputs
-        found = layers.per_token(p, self.config, context.axes, x, given["targets"])
-        return jnp.sum(found.cross_entropy * given["weights"], axis=1)
+        inputs = context.tokens.inputs
+        losses = layers.token_losses_of(p, self.config, context.axes, x, inputs["targets"])
+        return jnp.sum(losses.cross_entropy * inputs["weights"], axis=1)
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
         return layers.logits(p, self.config, context.axes, x)
@@ -98,5 +107,5 @@ class Llama(Module):
         return counts.forward_flops(self.config, lengths)
 
     def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
-        seen = sum(layers * pairs[mask] for layers, mask in self.masks)
-        return counts.forward_flops(self.config, lengths, seen)
+        total_pairs = sum(layers * pairs[mask] for layers, mask in self.masks)
+        return counts.forward_flops(self.config, lengths, total_pairs)

@@ -1,4 +1,4 @@
-"""Rotary positions of Llama-family language models, with frequencies changed for contexts longer than the first.
+"""Rotary embedding of Llama-family language models, with scaled frequencies for longer contexts.
 
 Shapes: B rows, T tokens, H heads, K head width. A frequency is in radians a position.
 """
@@ -10,40 +10,40 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mmjax.models.layers import frequencies, turned
+from mmjax.models.layers import apply_rotary, frequencies
 from mmjax.models.llama.config import DecoderConfig
 
 
-def turn(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
-    """Queries or keys rotated by their positions, three numbers each with ``Decoder.rope_sections``."""
+def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
+    """Rotary embedding of queries or keys; with ``Decoder.rope_sections`` positions have three axes."""
     frequency_K = frequencies(c.head_width, c.rope_theta)
     if c.rope_scaling != "none":
-        kept_K = _kept(c, frequency_K)
-        frequency_K = frequency_K * (kept_K + (1 - kept_K) / c.rope_factor)
-    return turned(x_BTHK, positions, frequency_K, magnitude(c), c.rope_sections)
+        unscaled_K = _unscaled_share(c, frequency_K)
+        frequency_K = frequency_K * (unscaled_K + (1 - unscaled_K) / c.rope_factor)
+    return apply_rotary(x_BTHK, positions, frequency_K, magnitude(c), c.rope_sections)
 
 
 def magnitude(c: DecoderConfig) -> float:
-    """The factor of queries and keys. YaRN makes the softmax colder as the context grows."""
+    """The factor of queries and keys. YaRN makes the softmax sharper for longer contexts."""
     return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
 
 
-def _kept(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Float[Array, " K/2"]:
-    """The share of each frequency that is kept as it is; the rest of it is divided by ``rope_factor``."""
+def _unscaled_share(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Float[Array, " K/2"]:
+    """The share of each frequency that is not divided by ``rope_factor``."""
     if c.rope_scaling == "linear":
         return jnp.zeros_like(frequency_K)
-    few, many = c.turns
-    if c.rope_scaling == "llama3":  # linear in the turns that a frequency makes in the first context
+    low_turns, high_turns = c.turns
+    if c.rope_scaling == "llama3":  # linear in the turns of a frequency in the original context
         turns_K = c.rope_context * frequency_K / (2 * math.pi)
-        return jnp.clip((turns_K - few) / (many - few), 0, 1)
-    # yarn: linear in the index of a frequency, between whole indices around those of ``many`` and ``few`` turns
-    first = max(math.floor(_index(c, many)), 0)
-    last = min(math.ceil(_index(c, few)), c.head_width - 1)
+        return jnp.clip((turns_K - low_turns) / (high_turns - low_turns), 0, 1)
+    # yarn: linear in the index of a frequency, between whole indices around those of ``high_turns`` and ``low_turns``
+    first = max(math.floor(_index(c, high_turns)), 0)
+    last = min(math.ceil(_index(c, low_turns)), c.head_width - 1)
     last += 1e-3 * (last == first)
     index_K = jnp.arange(len(frequency_K), dtype=jnp.float32)
     return jnp.clip((last - index_K) / (last - first), 0, 1)
 
 
 def _index(c: DecoderConfig, turns: float) -> float:
-    """The place, counted from the fastest, of a frequency that makes so many turns in the first context; a fraction."""
+    """The fractional index, from the highest, of the frequency with this number of turns in the original context."""
     return c.head_width / 2 * math.log(c.rope_context / (2 * math.pi * turns), c.rope_theta)

@@ -1,7 +1,7 @@
-"""Llama-family language models in folders of transformers: names of tensors, and ``config.json`` both ways.
+"""Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
-Types of ``config.json`` (its ``model_type``) are llama (Llama, Vicuna), mistral, qwen2 and qwen3; inside of whole
-models also those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, and in composite models those of
+Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -16,36 +16,61 @@ from mmjax.models.llama.config import ROPE_TURNS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
-"""What a ``config.json`` says, or its part on the language model."""
+"""The contents of a ``config.json``, or its part on the language model."""
 
 _LLAMA = {
-    **dict(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=None, head_dim=None),
-    **dict(intermediate_size=11008, vocab_size=32000, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False),
-    **dict(max_position_embeddings=2048, attention_bias=False, mlp_bias=False),
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
-_MISTRAL = _LLAMA | dict(
-    num_key_value_heads=8, intermediate_size=14336, sliding_window=4096, max_position_embeddings=131072
-)
+_MISTRAL = _LLAMA | {
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131072,
+}
 _QWEN2 = _LLAMA | {
-    **dict(num_key_value_heads=32, intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768),
-    **dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28),
+    "num_key_value_heads": 32,
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
 _QWEN2_VL = _QWEN2 | {
-    **dict(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64, vocab_size=152064),
-    **dict(num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, rope_theta=1000000.0),
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "vocab_size": 152064,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1000000.0,
 }
 ALONE = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of folders that hold a language model alone."""
+"""Model types of folders of a language model alone."""
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
-"""Types of language models with M-RoPE, which older folders give from the whole model."""
+"""Model types of language models with M-RoPE; older folders have the type of the composite model."""
 DEFAULTS: Mapping[str, Json] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | dict(head_dim=128),
+    "qwen3": _QWEN2 | {"head_dim": 128},
     **dict.fromkeys(MROPE, _QWEN2_VL),
 }
-"""By type, what transformers takes for a key that is absent; published files leave some out."""
+"""The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -60,38 +85,38 @@ _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta
 
 
 def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
-    """The table of a model with these settings; keys are those of a folder of the language model alone.
+    """The weights table of a model with these settings, with the keys of a folder of the language model alone.
 
-    They are the same for every ``model_type``.
+    The keys do not depend on ``model_type``.
     """
     return tuple(_rows(c))
 
 
 def _rows(c: DecoderConfig) -> Iterator[Row]:
-    def own(leaf: str, key: str, view: View = SAME) -> Row:
+    def layer_row(leaf: str, key: str, view: View = SAME) -> Row:
         return Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}",), view)
 
-    def product(leaf: str, key: str, biased: bool) -> Iterator[Row]:
-        yield own(leaf, f"{key}.weight", TRANSPOSED)
+    def product(leaf: str, key: str, *, biased: bool) -> Iterator[Row]:
+        yield layer_row(leaf, f"{key}.weight", TRANSPOSED)
         if biased:
-            yield own(f"{leaf}_bias", f"{key}.bias")
+            yield layer_row(f"{leaf}_bias", f"{key}.bias")
 
     yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
-    yield own("attn_norm", "input_layernorm.weight")
+    yield layer_row("attn_norm", "input_layernorm.weight")
     for name in "qkvo":
-        yield from product(f"attn/{name}", f"self_attn.{name}_proj", c.o_bias if name == "o" else c.qkv_bias)
+        yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=c.o_bias if name == "o" else c.qkv_bias)
     for name in "qk" if c.qk_norm else "":
-        yield own(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
-    yield own("mlp_norm", "post_attention_layernorm.weight")
+        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
+    yield layer_row("mlp_norm", "post_attention_layernorm.weight")
     for name in ("gate", "up", "down"):
-        yield from product(f"mlp/{name}", f"mlp.{name}_proj", c.mlp_bias)
+        yield from product(f"mlp/{name}", f"mlp.{name}_proj", biased=c.mlp_bias)
     yield Row("norm", ("model.norm.weight",))
     if not c.tied:
         yield Row("head", ("lm_head.weight",), TRANSPOSED)
 
 
 def unused(c: DecoderConfig) -> tuple[str, ...]:
-    """Ends of keys that folders may have and no leaf needs: frequencies, which are computed here."""
+    """Ends of keys that folders may have although no leaf needs them: rotary frequencies, which are computed."""
     del c
     return (r"rotary_emb\.inv_freq",)
 
@@ -99,60 +124,60 @@ def unused(c: DecoderConfig) -> tuple[str, ...]:
 # ---- config.json to settings -----------------------------------------------------------------------------------------
 
 
-def settings(theirs: Json) -> dict[str, Any]:
-    """Fields of ``DecoderConfig`` that a ``config.json`` says, the sizes of the model among them.
+def settings(hf_config: Json) -> dict[str, Any]:
+    """Fields of ``DecoderConfig`` from a ``config.json``.
 
     Args:
-      theirs: its content, or its part on the language model; spelled as transformers 5 or 4 writes it.
+      hf_config: its contents, or its part on the language model, as transformers 5 or 4 writes it.
 
     Raises:
-      ConfigError: it describes a model that mmjax does not have; the message names the key and its value.
+      ConfigError: mmjax cannot compute the model; the message names the key and its value.
     """
-    kind = theirs.get("model_type", "")
+    kind = hf_config.get("model_type", "")
     known = f"mmjax knows {', '.join(ALONE)}, and the text of {', '.join(MROPE[::2])}"
     require(kind in DEFAULTS, "config.json: model_type", kind, known)
-    t = {**DEFAULTS[kind], **theirs}
+    t = {**DEFAULTS[kind], **hf_config}
     require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width, biased = t["num_attention_heads"], t["hidden_size"], kind != "mistral" and bool(t["attention_bias"])
     head_dim = t["head_dim"] or width // heads
-    found = dict(
-        layers=t["num_hidden_layers"],
-        width=width,
-        heads=heads,
-        kv_heads=t["num_key_value_heads"] or heads,
-        head_dim=head_dim,
-        mlp=t["intermediate_size"],
-        vocab=t["vocab_size"],
-        norm_eps=float(t["rms_norm_eps"]),
-        tied=bool(t["tie_word_embeddings"]),
-        qkv_bias=biased or kind == "qwen2" or kind in MROPE,
-        o_bias=biased and kind != "qwen2" and kind not in MROPE,
-        mlp_bias=kind == "llama" and bool(t["mlp_bias"]),
-        qk_norm=kind == "qwen3",
-    )
-    if kind in MROPE:  # the whole model's head; older folders say so in the text's part
-        found["tied"] = found["tied"] or bool(theirs.get("whole", {}).get("tie_word_embeddings"))
-    return found | _window(kind, t) | _rope(kind, t)
+    values = {
+        "layers": t["num_hidden_layers"],
+        "width": width,
+        "heads": heads,
+        "kv_heads": t["num_key_value_heads"] or heads,
+        "head_dim": head_dim,
+        "mlp": t["intermediate_size"],
+        "vocab": t["vocab_size"],
+        "norm_eps": float(t["rms_norm_eps"]),
+        "tied": bool(t["tie_word_embeddings"]),
+        "qkv_bias": biased or kind == "qwen2" or kind in MROPE,
+        "o_bias": biased and kind != "qwen2" and kind not in MROPE,
+        "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
+        "qk_norm": kind == "qwen3",
+    }
+    if kind in MROPE:  # set for the composite model; in older folders in the text's part
+        values["tied"] = values["tied"] or bool(hf_config.get("whole", {}).get("tie_word_embeddings"))
+    return values | _window(kind, t) | _rope(kind, t)
 
 
 def _window(kind: str, t: Json) -> dict[str, Any]:
-    """The window, and how many of the first layers have none."""
-    layers, none = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
+    """``window``, and ``full_layers``: the number of first layers without it."""
+    layers, no_window = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
     window = t["sliding_window"] if kind == "mistral" or t.get("use_sliding_window") else 0
     if not window:
-        return none
+        return no_window
     full = 0 if kind == "mistral" else min(t["max_window_layers"], layers)
     kinds = t.get("layer_types")
     if kind != "mistral" and kinds is not None:
         full = list(kinds).count("full_attention")
-        wanted = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+        supported = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         fix = "mmjax has layers of full attention first, all others with a window"
-        require(list(kinds) == wanted, "config.json: layer_types", kinds, fix)
-    return {"window": window, "full_layers": full} if full < layers else none
+        require(list(kinds) == supported, "config.json: layer_types", kinds, fix)
+    return {"window": window, "full_layers": full} if full < layers else no_window
 
 
 def _rope(model_type: str, t: Json) -> dict[str, Any]:
-    """Rotary frequencies: ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it."""
+    """Rotary settings from ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``."""
     rope = t.get("rope_scaling") or t.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "default" if kind == "mrope" and model_type in MROPE else kind
@@ -163,105 +188,119 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
         value = rope.get(name, t.get(name))
         require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
-    found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
-    found |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
-    found |= {"rope_sections": sections}
+    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
+    values |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
+    values |= {"rope_sections": sections}
     if kind == "default":
-        return found
+        return values
     require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")
-    factor = found["rope_factor"] = float(rope["factor"])
+    factor = values["rope_factor"] = float(rope["factor"])
     if kind in ROPE_TURNS:
         context = t.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         turns = tuple(
             float(rope.get(name) or usual) for name, usual in zip(_ROPE_TURNS[kind], ROPE_TURNS[kind], strict=True)
         )
-        found |= {
+        values |= {
             "rope_context": context or t["max_position_embeddings"],
             "rope_turns": () if turns == ROPE_TURNS[kind] else turns,
         }
     if kind == "yarn":
-        given, usual = rope.get("attention_factor"), 0.1 * math.log(factor) + 1
+        attention_factor, usual = rope.get("attention_factor"), 0.1 * math.log(factor) + 1
         fix = f"mmjax has 0.1 ln(factor) + 1 = {usual:.6g} alone"
-        require(given is None or math.isclose(given, usual, rel_tol=1e-6), "config.json: attention_factor", given, fix)
+        require(
+            attention_factor is None or math.isclose(attention_factor, usual, rel_tol=1e-6),
+            "config.json: attention_factor",
+            attention_factor,
+            fix,
+        )
         for name in ("mscale", "mscale_all_dim"):
             require(not rope.get(name), f"config.json: {name}", rope.get(name), "mmjax has none; leave it out")
-    return found
+    return values
 
 
 # ---- settings to config.json -----------------------------------------------------------------------------------------
 
 
-def their_config(
+def to_hf_config(
     c: DecoderConfig, *, model_type: str = "", positions: int = 4096, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """A ``config.json`` that transformers, 5 and before, makes the same model of.
+    """A ``config.json`` from which transformers, 5 and before, builds the same model.
 
     Args:
-      c: the settings, with a vocabulary.
-      model_type: one of ``ALONE``; "" is the first that has all that ``c`` sets.
-      positions: tokens of the longest sequence that is meant; no less than the scaled context is said.
+      c: the settings, with a vocabulary size.
+      model_type: one of ``ALONE``; "" chooses the first that has all of these settings.
+      positions: the maximal sequence length in tokens; at least the scaled context is written.
       dtype: the tensors' dtype, such as "bfloat16".
 
     Raises:
-      ConfigError: no such type, or none has all that ``c`` sets; or the vocabulary is open.
+      ConfigError: the type is unknown, no type has all of these settings, or the vocabulary size is not set.
     """
     if model_type:
         one_of("model_type", model_type, ALONE)
     require(c.vocab > 0, "Decoder.vocab", c.vocab, "set it to the tokenizer's vocabulary first")
-    wrong: list[list[str]] = []
+    differences: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
-        found = _config_of(c, kind, positions, dtype)
-        ours = {name: getattr(c, name) for name in ("preset", "attention", "remat", "z_loss")}
-        again = DecoderConfig(**ours, **settings(found))
-        differs = [own.name for own in fields(c) if _value(c, own.name) != _value(again, own.name)]
-        if not differs:
-            return found
-        wrong.append(differs)
-    name = min(wrong, key=len)[0]
+        hf_config = _closest_config(c, kind, positions, dtype)
+        unmapped = {name: getattr(c, name) for name in ("preset", "attention", "remat", "z_loss")}
+        restored = DecoderConfig(**unmapped, **settings(hf_config))
+        different = [field.name for field in fields(c) if _value(c, field.name) != _value(restored, field.name)]
+        if not different:
+            return hf_config
+        differences.append(different)
+    name = min(differences, key=len)[0]
     kinds = repr(model_type) if model_type else " or ".join(map(repr, ALONE))
     fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
     raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
 
 
 def _value(c: DecoderConfig, name: str) -> Any:
-    """The value of a setting, in a form that is equal where the models are."""
+    """The value of a setting in a normal form, which is equal for equal models."""
     if name == "rope_turns":
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name in ("window", "chunk", "full_layers", "full_every"):
-        return (c.window, c.chunk, c.runs) if any(near for _, near in c.runs) else ()
+        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 
-def _config_of(c: DecoderConfig, kind: str, positions: int, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of a type that comes closest."""
+def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a model type with as many of the settings as it has."""
     scaled = round(c.rope_factor * c.rope_context)
-    found: dict[str, Any] = {
+    hf_config: dict[str, Any] = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
-        **dict(num_hidden_layers=c.layers, hidden_size=c.width, num_attention_heads=c.heads, hidden_act="silu"),
-        **dict(num_key_value_heads=c.kv_heads, head_dim=c.head_width, intermediate_size=c.mlp, vocab_size=c.vocab),
-        **dict(rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied, max_position_embeddings=max(positions, scaled)),
-        **dict(dtype=dtype, torch_dtype=dtype),
+        "num_hidden_layers": c.layers,
+        "hidden_size": c.width,
+        "num_attention_heads": c.heads,
+        "hidden_act": "silu",
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_width,
+        "intermediate_size": c.mlp,
+        "vocab_size": c.vocab,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        "max_position_embeddings": max(positions, scaled),
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
     if kind in ("llama", "qwen3"):
-        found["attention_bias"] = c.o_bias
+        hf_config["attention_bias"] = c.o_bias
     if kind == "llama":
-        found["mlp_bias"] = c.mlp_bias
+        hf_config["mlp_bias"] = c.mlp_bias
     if kind == "mistral":
-        found["sliding_window"] = c.window or None
+        hf_config["sliding_window"] = c.window or None
     if kind.startswith("qwen"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
-        found |= dict(use_sliding_window=c.window > 0, sliding_window=c.window or None)
-        found |= dict(max_window_layers=full, layer_types=kinds)
-    return found | _rope_of(c)
+        hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
+        hf_config |= {"max_window_layers": full, "layer_types": kinds}
+    return hf_config | _rope_of(c)
 
 
 def _rope_of(c: DecoderConfig) -> dict[str, Any]:
-    """Rotary frequencies, spelled for transformers 5 and before."""
-    (kind,) = (theirs for theirs, ours in _ROPE_TYPES.items() if ours == c.rope_scaling)
+    """The entries on rotary embedding, for transformers 5 and before."""
+    (kind,) = (rope_type for rope_type, scaling in _ROPE_TYPES.items() if scaling == c.rope_scaling)
     numbers: dict[str, Any] = {} if kind == "default" else {"factor": c.rope_factor}
     if kind in ROPE_TURNS:
         numbers |= dict(zip(_ROPE_TURNS[kind], c.turns, strict=True))

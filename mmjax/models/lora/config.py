@@ -13,16 +13,16 @@ from mmjax.configurable import configurable, not_negative, positive, require
 class LoraConfig:
     """Low-rank adapters of a module (Hu et al., "LoRA", 2021): y = x W + (alpha / rank) (x A) B.
 
-    A and B belong to a module of their own, named "<module>_lora". The module itself stays trained unless its
-    Optimizer.frozen says otherwise.
+    A and B are parameters of the module "<module>_lora". The module itself is trained too, unless its Optimizer.frozen
+    is set.
 
     Attributes:
-      path: a folder of PEFT (adapter_config.json, adapter_model.safetensors) that has rank, alpha and targets, and the
-        adapters that a run begins with; '' for new ones.
+      path: a folder of PEFT (adapter_config.json, adapter_model.safetensors) with rank, alpha, targets and the initial
+        adapters; '' for new adapters.
       rank: columns of A and rows of B; 0 adds no adapters.
       alpha: the adapters' products are multiplied by alpha / rank.
-      targets: which weights of each layer have an adapter: names inside a layer or patterns of them, such as 'mlp/*';
-        also names as folders of Hugging Face have them, such as 'q_proj', and 'all-linear'.
+      targets: the weights of each layer that have an adapter: names inside a layer or patterns, such as 'mlp/*'; also
+        Hugging Face's names, such as 'q_proj', and 'all-linear'.
     """
 
     path: str = field(default="", metadata={"example": "adapters/mine"})
@@ -42,12 +42,12 @@ class LoraConfig:
         return any(fnmatchcase(name, target) for target in self.targets)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """Settings without effect, given the other settings, each with the reason."""
         return {} if self.rank else dict.fromkeys(("alpha", "targets"), "Lora.rank=0 adds no adapters")
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters' products; 0 without adapters."""
+        """The factor of the adapters' products; 0 without adapters."""
         return self.alpha / self.rank if self.rank else 0.0
 
 

@@ -1,8 +1,8 @@
-"""Adapters of a module's layers: which weights have one, its parameters, and how a stage's weights carry it.
+"""Adapters of a module's layers: their targets, parameters, and combination with a stage's weights.
 
-Adapters lie where the weights lie: a stage holds those of its layers, stacked as the layers are. tp splits A and B
-along the dimension that each shares with the weight, so that a column-parallel product has a whole A and columns of B,
-and a row-parallel one rows of A and a whole B; both need no further collective forward.
+A stage has the adapters of its layers, stacked as the layers are. tp splits A and B along the dimension that each
+shares with the weight: a column-parallel product has a complete A and columns of B, a row-parallel product rows of A
+and a complete B. Neither needs another collective in forward.
 
 Shapes: D inputs, F outputs, r rank.
 """
@@ -27,94 +27,100 @@ from mmjax.models.parameters import Create, LayerRun, LogicalAxes, ModuleSlice, 
 
 A, B, RANK = "a", "b", "rank"
 Sizes = tuple[tuple[str, int, int], ...]
-"""Name inside a layer, inputs and outputs of each weight with an adapter."""
-# A is drawn as the weights of a linear layer often are: uniform with variance 1/(3 D).
+"""The name inside a layer, the inputs and the outputs of each weight with an adapter."""
+# A is initialised like many linear layers: uniform with variance 1/(3 D).
 _A_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class _Group(nnx.Module):
-    """Adapters by name, one level of it."""
+    """One level of the nested names of adapters."""
 
 
 class Adapters(nnx.Module):
-    """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is 0, so that an adapter starts without effect."""
+    """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is initially 0, so adapters start without effect."""
 
     def __init__(self, sizes: Sizes, rank: int, rngs: nnx.Rngs):
         for name, inputs, outputs in sizes:
-            at: Any = self
+            group: Any = self
             for part in name.split("/"):
-                if not hasattr(at, part):
-                    setattr(at, part, _Group())
-                at = getattr(at, part)
-            setattr(at, A, nnx.Param(_A_INIT(rngs.params(), (inputs, rank))))
-            setattr(at, B, nnx.Param(jnp.zeros((rank, outputs))))
+                if not hasattr(group, part):
+                    setattr(group, part, _Group())
+                group = getattr(group, part)
+            setattr(group, A, nnx.Param(_A_INIT(rngs.params(), (inputs, rank))))
+            setattr(group, B, nnx.Param(jnp.zeros((rank, outputs))))
 
 
 def adapted_sizes(create: Create, lora: LoraConfig) -> Sizes:
     """Sizes of the weights of one layer that have an adapter."""
-    named = _matrices(create)
-    return tuple((n, *shape) for n, shape in named.items() if any(fnmatchcase(n, one) for one in lora.targets))
+    return tuple((name, *shape) for name, shape in _matrices(create).items() if lora.adapts(name))
 
 
 def _matrices(create: Create) -> dict[str, tuple[int, int]]:
-    """Shapes of the matrices of a layer by their names in it."""
-    found = {"/".join(path): shape for path, shape in shapes_of(create).items()}
-    return {name: (shape[0], shape[1]) for name, shape in found.items() if len(shape) == 2}
+    """Shapes of the matrices of a layer by their names in the layer."""
+    shapes = {"/".join(path): shape for path, shape in shapes_of(create).items()}
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
 def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
-    """Requires that each of the targets stands for a weight of the module's layers.
+    """Requires that each target matches a weight of the module's layers.
 
     Raises:
-      ConfigError: one stands for none; the message names those that there are.
+      ConfigError: a target matches none; the message lists the weights.
     """
-    legal = list(dict.fromkeys(own for group in module.groups for own in _matrices(group.create)))
+    legal = list(dict.fromkeys(weight for group in module.groups for weight in _matrices(group.create)))
     for target in lora.targets:
         fix = f"{target!r} stands for no weight of {name}'s layers; they have {', '.join(legal)}"
-        require(any(fnmatchcase(own, target) for own in legal), f"{name}/Lora.targets", lora.targets, fix)
+        require(any(fnmatchcase(weight, target) for weight in legal), f"{name}/Lora.targets", lora.targets, fix)
 
 
 def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraConfig, tp: int) -> ModuleSlice | None:
-    """The adapters of some of a module's layers; ``None`` where these have none."""
-    own, axes, named = [], dict[str, tuple[str, ...]](), module.axes_of(tp)
+    """A stage's adapters of a module's layers; ``None`` if these layers have none."""
+    adapter_runs, axes, module_axes = list[LayerRun](), dict[str, tuple[str, ...]](), module.axes_of(tp)
     for run in runs:
         if sizes := adapted_sizes(run.create, lora):
             create = partial(Adapters, sizes, lora.rank)
-            own.append(LayerRun(create, run.layers, run.name, stacked=run.stacked))
-            axes |= _axes(f"{name}/{run.name}", sizes, named)
-    return ModuleSlice(lora_name(name), tuple(own), (), tp, axes, module.config.layers) if own else None
+            adapter_runs.append(LayerRun(create, run.layers, run.name, stacked=run.stacked))
+            axes |= _axes(f"{name}/{run.name}", sizes, module_axes)
+    if not adapter_runs:
+        return None
+    return ModuleSlice(
+        lora_name(name), runs=tuple(adapter_runs), vocab_multiple=tp, axes=axes, depth=module.config.layers
+    )
 
 
-def _axes(prefix: str, sizes: Sizes, own: LogicalAxes) -> dict[str, tuple[str, ...]]:
-    """Names of the dimensions of adapters, by their names inside a layer."""
-    found: dict[str, tuple[str, ...]] = {}
+def _axes(prefix: str, sizes: Sizes, module_axes: LogicalAxes) -> dict[str, tuple[str, ...]]:
+    """Logical axes of adapters, by their names inside a layer."""
+    axes: dict[str, tuple[str, ...]] = {}
     for name, inputs, outputs in sizes:
-        first, second = logical_axes(f"{prefix}/{name}", (inputs, outputs), own)
-        found |= {f"{name}/{A}": (first, RANK), f"{name}/{B}": (RANK, second)}
-    return found
+        first, second = logical_axes(f"{prefix}/{name}", (inputs, outputs), module_axes)
+        axes |= {f"{name}/{A}": (first, RANK), f"{name}/{B}": (RANK, second)}
+    return axes
 
 
 def with_adapters(weights: Params, adapters: Params, scale: float) -> Params:
-    """A stage's parameters of a module in which the weights that have an adapter carry it."""
-    return {name: _adapted(own, adapters[name], scale) if name in adapters else own for name, own in weights.items()}
+    """A stage's parameters of a module, with adapted weights replaced by ``Adapted``."""
+    return {
+        name: _adapted(weight, adapters[name], scale) if name in adapters else weight
+        for name, weight in weights.items()
+    }
 
 
-def _adapted(own: Any, adapters: Params, scale: float) -> Any:
-    if isinstance(own, Mapping):
-        return with_adapters(own, adapters, scale)
-    return Adapted(weight=own, a=adapters[A], b=adapters[B], scale=scale)
+def _adapted(weight: Any, adapters: Params, scale: float) -> Any:
+    if isinstance(weight, Mapping):
+        return with_adapters(weight, adapters, scale)
+    return Adapted(weight=weight, a=adapters[A], b=adapters[B], scale=scale)
 
 
 # ---- counts, by the rules of ``flops`` -------------------------------------------------------------------------------
 
 
 def lora_parameters(module: Module, lora: LoraConfig) -> int:
-    """Parameters of a module's adapters."""
+    """The number of parameters of a module's adapters."""
     sizes = ((group.layers, adapted_sizes(group.create, lora)) for group in module.groups)
-    return sum(layers * lora.rank * (inputs + outputs) for layers, own in sizes for _, inputs, outputs in own)
+    return sum(layers * lora.rank * (inputs + outputs) for layers, group in sizes for _, inputs, outputs in group)
 
 
 def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
-    """Forward FLOPs of a module's adapters over segments of so many tokens or patches, which all weights see."""
+    """Forward FLOPs of a module's adapters over segments of these lengths in tokens or patches."""
     special = module.medium.special if module.medium else 0
     return 2 * sum(int(n) + special for n in lengths) * lora_parameters(module, lora)

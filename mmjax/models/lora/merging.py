@@ -1,4 +1,4 @@
-"""Adapters in saved parameters: the weights that they stand for. Needs no model and no JAX."""
+"""Merging of adapters into saved parameters. Needs no model and no JAX."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmjax.models.config import lora_name
 _ALPHA = re.compile(r"^(\w+)/Lora\.alpha = (\S+)$", re.MULTILINE)
 
 
-def require_adapters(merge: bool, adapters: Collection[str]) -> None:
-    """Requires that there are adapters to merge, if they are to be merged.
+def require_adapters(adapters: Collection[str], *, merge: bool) -> None:
+    """Requires that there are adapters, if ``merge`` is set.
 
     Raises:
       ConfigError: there are none.
@@ -24,18 +24,18 @@ def require_adapters(merge: bool, adapters: Collection[str]) -> None:
 
 
 def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
-    """Parameters with W + (alpha / rank) A B, in the dtype of W, for weights that have an adapter; without adapters.
+    """Parameters without adapters, with adapted weights replaced by W + (alpha / rank) A B in the dtype of W.
 
     Args:
       leaves: parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".
-      config: operative config of the run that they are of, which has each module's alpha.
+      config: the operative config of their run, which has each module's alpha.
     """
     alphas = {lora_name(module): (module, float(alpha)) for module, alpha in _ALPHA.findall(config)}
     result = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] not in alphas}
     for name, a_DR in leaves.items():
-        adapters, _, rest = name.partition("/")
-        if adapters in alphas and rest.endswith("/a"):
-            (module, alpha), weight = alphas[adapters], rest.removesuffix("/a")
+        adapters, _, path = name.partition("/")
+        if adapters in alphas and path.endswith("/a"):
+            (module, alpha), weight = alphas[adapters], path.removesuffix("/a")
             product_DF = np.asarray(a_DR) @ np.asarray(leaves[f"{adapters}/{weight}/b"])
             merged = np.asarray(result[f"{module}/{weight}"]) + np.float32(alpha / a_DR.shape[1]) * product_DF
             result[f"{module}/{weight}"] = merged.astype(result[f"{module}/{weight}"].dtype)

@@ -1,4 +1,4 @@
-"""Names of a layer's weights: ours, such as "attn/q", and those of Hugging Face, such as "q_proj". Imports no JAX."""
+"""Names of a layer's weights: native, such as "attn/q", and of Hugging Face, such as "q_proj". Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mmjax.weights.table import Row
 
 LAYER = "layers/{}/"
 ALL_LINEAR = "all-linear"
-"""What PEFT calls all products of the layers."""
+"""PEFT's name for the weights of all products of the layers."""
 
 
-def with_our_names(name: str, lora: LoraConfig, family: Family, settings: Any, folder: str) -> LoraConfig:
-    """Adapters whose targets have our names, where they have those of the module's folders.
+def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any, folder: str) -> LoraConfig:
+    """Adapter settings whose targets are native names; Hugging Face's names are converted.
 
     Args:
-      name: the module's.
-      lora: its adapters.
-      family: its family.
-      settings: its settings.
-      folder: the folder that it starts from; "" for none.
+      name: the module's name.
+      lora: settings of its adapters.
+      family: the module's family.
+      settings: the module's settings.
+      folder: the folder of its pretrained weights; "" for none.
 
     Raises:
-      ConfigError: a target stands for no weight of the layers; the message names those that there are.
+      ConfigError: a target matches no weight of the layers; the message lists the weights.
     """
     if not lora.rank or all("/" in target for target in lora.targets):
         return lora
@@ -39,8 +39,8 @@ def with_our_names(name: str, lora: LoraConfig, family: Family, settings: Any, f
         return lora
     targets: list[str] = []
     for target in lora.targets:
-        names = [ours for ours, theirs in weights.items() if _stands_for(target, ours, theirs)]
-        if not any(fnmatchcase(ours, target) for ours in weights):
+        names = [weight for weight, hf_name in weights.items() if _matches(target, weight, hf_name)]
+        if not any(fnmatchcase(weight, target) for weight in weights):
             fix = f"{target!r} stands for no weight of {name}'s layers; they have {_listed(weights.items())}"
             require(bool(names), f"{name}/Lora.targets", lora.targets, fix)
             targets += names
@@ -50,28 +50,28 @@ def with_our_names(name: str, lora: LoraConfig, family: Family, settings: Any, f
 
 
 def layer_rows(family: Family, settings: Any, folder: str) -> tuple[Row, ...]:
-    """The table of a module's layers, with keys as its folder has them; () where no folder can have the module."""
+    """The weights table of a module's layers, with the folder's keys; () for a module without a table."""
     try:
         if folder:
             rows = find_pretrained(family, read_config(folder)).rows(settings)
         else:
             rows = family_weights(family).rows(settings, "")
-    except (ConfigError, KeyError):  # a tower's names depend on a folder; a module of one's own has no table
+    except (ConfigError, KeyError):  # a tower's keys depend on a folder; a user's module has no table
         return ()
     return tuple(row for row in rows if row.leaf.startswith(LAYER))
 
 
 def weights_of_layers(rows: Iterable[Row]) -> Iterator[tuple[str, str]]:
-    """Our names and theirs of the matrices of a layer, such as "attn/q" and "self_attn.q_proj"."""
+    """Native and Hugging Face's names of the matrices of a layer, such as "attn/q" and "self_attn.q_proj"."""
     for row in rows:
-        inside, ending = row.keys[0].partition("{}.")[2].removesuffix(".weight"), row.keys[0].endswith(".weight")
-        if ending and (row.view.order == (1, 0)):
-            yield row.leaf.removeprefix(LAYER), inside
+        key = row.keys[0]
+        if key.endswith(".weight") and row.view.order == (1, 0):
+            yield row.leaf.removeprefix(LAYER), key.partition("{}.")[2].removesuffix(".weight")
 
 
-def _stands_for(target: str, ours: str, theirs: str) -> bool:
-    return target == ALL_LINEAR or theirs == target or theirs.endswith(f".{target}") or fnmatchcase(ours, target)
+def _matches(target: str, weight: str, hf_name: str) -> bool:
+    return target == ALL_LINEAR or hf_name == target or hf_name.endswith(f".{target}") or fnmatchcase(weight, target)
 
 
 def _listed(weights: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{ours} ({theirs.rpartition('.')[2]})" for ours, theirs in weights)
+    return ", ".join(f"{weight} ({hf_name.rpartition('.')[2]})" for weight, hf_name in weights)

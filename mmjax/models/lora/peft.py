@@ -22,7 +22,7 @@ _BEGIN = "base_model.model."
 _ENDS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 _PATH = re.compile(rf"{re.escape(_BEGIN)}(.*?)\.(\d+)\.(.+)\.lora_A\.weight")
 _IN_MEMORY = ("model.language_model.", "model.visual.", "model.vision_tower.")
-"""Begins of paths inside of whole models, as ``transformers`` 5 has them."""
+"""Prefixes of paths in composite models of ``transformers`` 5."""
 _TOWERS = (".visual.", "vision_tower.", "vision_model.")
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias"), (False, None)),
@@ -32,7 +32,7 @@ _WITHOUT: Mapping[str, tuple[Any, ...]] = {
     ),
     "bias": ("none", None),
 }
-"""Values of keys of ``adapter_config.json`` that are as if the key were not there."""
+"""Values of keys of ``adapter_config.json`` that are equivalent to a missing key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class AdaptedModule:
     """A module with adapters.
 
     Attributes:
-      name: its name, such as "llm".
-      layers: how many it has.
-      rows: the table of its layers.
-      lora: its adapters.
+      name: the module's name, such as "llm".
+      layers: the number of its layers.
+      rows: the weights table of its layers.
+      lora: settings of its adapters.
       medium: "image" for a tower, else "".
     """
 
@@ -55,7 +55,7 @@ class AdaptedModule:
 
 
 def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of a module's ``LoraConfig`` that a folder of PEFT decides; {} where all are set, or no folder is.
+    """The fields of a module's ``LoraConfig`` from its PEFT folder; {} if all fields are set, or no folder.
 
     Args:
       name: the module's name.
@@ -69,53 +69,57 @@ def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> di
     if not path or values.keys() >= {field.name for field in fields(LoraConfig)}:
         return {}
     try:
-        decided = read_settings(path, getattr(family.config, "medium", ""))
+        from_folder = read_settings(path, getattr(family.config, "medium", ""))
     except ConfigError as error:
         raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
-    for key in decided.keys() & values.keys():
-        fix = f"{path} has {decided[key]!r}; leave the setting out"
-        require(values[key] == decided[key], f"{name}/Lora.{key}", values[key], fix)
-    return decided
+    for key in from_folder.keys() & values.keys():
+        fix = f"{path} has {from_folder[key]!r}; leave the setting out"
+        require(values[key] == from_folder[key], f"{name}/Lora.{key}", values[key], fix)
+    return from_folder
 
 
 def read_settings(path: str, medium: str) -> dict[str, Any]:
-    """The fields of ``LoraConfig`` that a folder decides; targets have the folder's names.
+    """The fields of ``LoraConfig`` from a PEFT folder; targets have the folder's names.
 
     Args:
       path: the folder.
       medium: "image" for the adapters of a tower, else "".
 
     Raises:
-      ConfigError: it is no such folder, or its adapters are of another kind; the message does not name the folder.
+      ConfigError: it is no PEFT folder, or its adapters are of another kind; the message does not name the folder.
     """
     folder = WeightsFolder.open(path)
-    theirs = folder.config
-    kind = str(theirs.get("peft_type"))
+    peft_config = folder.config
+    kind = str(peft_config.get("peft_type"))
     if kind.upper() != "LORA":
         raise ConfigError(f"{ADAPTER_CONFIG}: peft_type={kind!r}: mmjax reads 'LORA' alone")
     for key, legal in _WITHOUT.items():
-        if theirs.get(key, legal[0]) not in legal:
+        if peft_config.get(key, legal[0]) not in legal:
             raise ConfigError(
-                f"{ADAPTER_CONFIG}: {key}={theirs[key]!r}: mmjax has no such adapters; merge them with PEFT"
+                f"{ADAPTER_CONFIG}: {key}={peft_config[key]!r}: mmjax has no such adapters; merge them with PEFT"
             )
-    rank, alpha = int(theirs.get("r", 8)), float(theirs.get("lora_alpha", 8))
+    rank, alpha = int(peft_config.get("r", 8)), float(peft_config.get("lora_alpha", 8))
     paths = (_PATH.fullmatch(key) for key in folder.tensors if _of(key, medium))
     targets = tuple(dict.fromkeys(path[3] for path in paths if path))
     if not targets:
         raise ConfigError(f"it has no adapters of layers of {'an image tower' if medium else 'a language model'}")
-    return {"rank": rank, "alpha": alpha * (math.sqrt(rank) if theirs.get("use_rslora") else 1), "targets": targets}
+    return {
+        "rank": rank,
+        "alpha": alpha * (math.sqrt(rank) if peft_config.get("use_rslora") else 1),
+        "targets": targets,
+    }
 
 
 def _of(key: str, medium: str) -> bool:
-    """Whether a key is of an image's tower, or of anything else where ``medium`` is ""."""
+    """Whether a key belongs to an image tower, or for medium "" to another module."""
     return any(part in key for part in _TOWERS) == (medium == "image")
 
 
 def adapter_rows(module: AdaptedModule) -> tuple[Row, ...]:
-    """The table of a module's adapters; keys as PEFT writes them for a model with any of the prefixes of its table.
+    """The weights table of a module's adapters, with PEFT's keys.
 
     Raises:
-      ConfigError: a weight is a part of a larger one, whose adapter PEFT does not split.
+      ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
     """
     adapted = {name: None for name, _ in weights_of_layers(module.rows) if module.lora.adapts(name)}
     return tuple(_rows(row for row in module.rows if row.leaf.removeprefix(LAYER) in adapted))
@@ -133,12 +137,12 @@ def _rows(rows: Iterable[Row]) -> Iterator[Row]:
             yield Row(f"{row.leaf}/{part}", tuple(f"{_BEGIN}{path}{ending}" for path in paths), TRANSPOSED)
 
 
-def their_settings(module: AdaptedModule, base: str) -> dict[str, Any]:
-    """An ``adapter_config.json``.
+def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
+    """The contents of an ``adapter_config.json``.
 
     Args:
-      module: the module.
-      base: the folder of the model that is adapted; "" for none.
+      module: the module with its adapters.
+      base: the folder of the base model; "" for none.
     """
     paths = [row.keys[0].removeprefix(_BEGIN).removesuffix(_ENDS["a"]) for row in adapter_rows(module)[::2]]
     alpha = module.lora.alpha

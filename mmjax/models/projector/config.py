@@ -17,21 +17,21 @@ class ProjectorConfig:
     """A projector.
 
     With an encoder's ``merge`` above 1 each LLM token is made of a square of patches, row by row: ``merge=2`` and
-    ``linear`` are what others call pixel shuffle.
+    ``linear`` are known as pixel shuffle.
 
     Attributes:
       kind: ``mlp``, two layers with an activation between them, or ``linear``, one layer.
       hidden: hidden units of ``mlp``; 0 means the LLM's width.
-      activation: of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's), ``quick_gelu`` or ``silu``.
-      norm: whether each feature is normalised first, before any are joined: ``none``, ``layer`` (Qwen2-VL) or ``rms``.
-      inject: LLM layers that the modality tokens enter again: each adds, at the tokens' places, the output of a
-        projector of its own for them, as in DeepStack (Meng et al. 2024).
-      newline: whether an image comes as LLaVA-NeXT's and LLaVA-OneVision's do: its own tokens, then those of its tiles
-        as one picture without what the aspect adds, and a learned newline behind each row (see ``mmjax.data.tiles``).
-      most_tiles: the largest picture of newline, in tiles: a larger one is resized, as by LLaVA-OneVision's
-        anyres_max_9; 0 = any.
-      levels: layers of the encoder whose outputs these projectors take instead, one for each of inject (as Qwen3-VL
-        does); () takes the encoder's tokens.
+      activation: activation of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's), ``quick_gelu`` or ``silu``.
+      norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL) or ``rms``.
+      inject: LLM layers that the modality tokens enter again: to the input of each, at the tokens' places, the output
+        of an additional projector is added, as in DeepStack (Meng et al. 2024).
+      newline: whether an image is encoded as in LLaVA-NeXT and LLaVA-OneVision: the tokens of the image, then those of
+        its tiles as one picture without padding, with a learned newline behind each row (see ``mmjax.data.tiles``).
+      most_tiles: the largest picture of newline, in tiles: a larger one is resized, as with LLaVA-OneVision's
+        anyres_max_9; 0 = no limit.
+      levels: layers of the encoder whose outputs the additional projectors read, one for each of inject (as in
+        Qwen3-VL); () stands for the encoder's tokens.
     """
 
     kind: str = "mlp"
@@ -50,8 +50,8 @@ class ProjectorConfig:
         not_negative("Projector.hidden", self.hidden)
         fix = "a linear projector has no hidden units; set it to 0 or Projector.kind to 'mlp'"
         require(self.kind == "mlp" or not self.hidden, "Projector.hidden", self.hidden, fix)
-        rising = list(self.inject) == sorted(set(self.inject)) and all(layer >= 0 for layer in self.inject)
-        require(rising, "Projector.inject", self.inject, "must be rising numbers of LLM layers, such as (0, 2)")
+        ascending = list(self.inject) == sorted(set(self.inject)) and all(layer >= 0 for layer in self.inject)
+        require(ascending, "Projector.inject", self.inject, "must be rising numbers of LLM layers, such as (0, 2)")
         legal = not self.levels or (len(self.levels) == len(self.inject) and min(self.levels) >= 0)
         fix = f"must be a layer of the encoder for each of Projector.inject={self.inject}, or ()"
         require(legal, "Projector.levels", self.levels, fix)
@@ -62,9 +62,9 @@ class ProjectorConfig:
         require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """Settings without effect, given the other settings, each with the reason."""
         return {"activation": "Projector.kind='linear' has none"} if self.kind == "linear" else {}
 
     def hidden_of(self, width: int) -> int:
-        """Hidden units where 0 means this width; 0 for a linear projector."""
+        """The number of hidden units, by default ``width``; 0 for a linear projector."""
         return (self.hidden or width) if self.kind == "mlp" else 0

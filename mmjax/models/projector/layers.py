@@ -1,8 +1,9 @@
-"""Projector: features of one module to tokens of another. A module of its own for training, without a stage of its own.
+"""The projector from features of one module to tokens of another.
 
-It ends its module's last stage, as an encoder's does, or begins the first, as a generator's does.
+A projector is trained as a module of its own, but has no stage of its own: it is at the end of its module's last stage,
+as for an encoder, or at the start of the first, as for a generator.
 
-Shapes: R rows, T features per row, m of which make a token, Dv encoder width, D LLM width, F hidden units local to this
+Shapes: R rows, T features per row, m features per token, Dv encoder width, D LLM width, F hidden units local to this
 rank.
 """
 
@@ -20,9 +21,10 @@ from mmjax.models.transformer import Norm
 
 
 class Projector(nnx.Module):
-    """Parameters of a product from ``in_width`` to ``out_width``; if ``hidden`` is 0 of one layer, repeated over tp.
+    """Parameters of a projector from ``in_width`` to ``out_width``.
 
-    ``norm`` is that of each of the ``together`` features that are joined to ``in_width``.
+    With ``hidden`` 0 it has one layer, replicated over tp. ``norm`` is the norm of each of the ``together`` features
+    that are concatenated to ``in_width``.
     """
 
     def __init__(
@@ -40,22 +42,22 @@ class Projector(nnx.Module):
 
 
 class Newline(nnx.Module):
-    """A learned token of the LLM's width behind each row of an image's tokens."""
+    """A learned embedding of the LLM's width, which ends each row of an image's tokens."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         self.newline = nnx.Param(nnx.initializers.normal(width**-0.5)(rngs.params(), (width,)))
 
 
 def injected_name(layer: int) -> str:
-    """Name, in the projector's module, of the parameters of the projector that injects into a layer."""
+    """The name of an additional projector's parameters, by the layer that its tokens enter (see ``Edge.inject``)."""
     return f"inject{layer:03d}"
 
 
 def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
-    """Each run of ``together`` features side by side.
+    """Concatenates each run of ``together`` features.
 
     Raises:
-      ValueError: a rank's part of a row is no number of whole runs.
+      ValueError: a rank's part of a row is no multiple of ``together``.
     """
     R, T, D = x_RTD.shape
     if T % together:
@@ -65,14 +67,14 @@ def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m 
 
 
 def joined(parts: Sequence[Float[Array, "R T _"]]) -> Float[Array, "R T _"]:
-    """Features of the same tokens side by side."""
+    """Concatenates features of the same tokens."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def project(
     p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], activation: str
 ) -> Float[Array, "R T/m D"]:
-    """Joins each run of ``together`` features (patches come ordered so) and maps it to one LLM token."""
+    """Maps each run of ``together`` features to one LLM token; patches are ordered accordingly."""
     x_RTD = merged(any_norm(x_RTD, p["norm"]) if "norm" in p else x_RTD, together)
     if "kernel" in p:
         return linear(x_RTD, p["kernel"], p["bias"])
@@ -81,7 +83,7 @@ def project(
 
 
 def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1) -> int:
-    """Parameters of a projector; ``hidden`` is 0 for one of a single layer, ``norm`` as in ``Projector``."""
+    """The number of a projector's parameters; for arguments see ``Projector``."""
     norms = {"none": 0, "layer": 2, "rms": 1}[norm] * (in_width // together)
     if not hidden:
         return norms + in_width * out_width + out_width
@@ -89,5 +91,5 @@ def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: st
 
 
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:
-    """Forward FLOPs of a projector that gives so many tokens; ``hidden`` is 0 for one of a single layer."""
+    """Forward FLOPs of a projector for ``tokens`` output tokens; for other arguments see ``Projector``."""
     return 2 * tokens * (hidden * (in_width + out_width) if hidden else in_width * out_width)

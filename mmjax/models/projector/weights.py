@@ -1,4 +1,4 @@
-"""Tables of projectors' weights inside of whole models."""
+"""Weights tables and settings of projectors in composite models."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from mmjax.models.vit import qwen_weights
 from mmjax.weights.table import TRANSPOSED, Row
 
 _MERGERS = ("qwen2_vl", "qwen2_5_vl")
-"""Whole models whose projector normalises first and is called a merger."""
+"""Composite models whose projector begins with a norm and is called a merger."""
 
 
-def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``Projector`` from a whole model's ``config.json``.
+def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``ProjectorConfig`` from a composite model's ``config.json``.
 
     Raises:
-      ConfigError: its activation is none of ours, its products have no biases, or its tiles come in another way.
+      ConfigError: the activation, products without biases, or the kind of tiles are not supported.
     """
-    if theirs.get("model_type") in _MERGERS:
-        tower = qwen_weights.settings({"model_type": theirs["model_type"], **theirs["vision_config"]})
+    if hf_config.get("model_type") in _MERGERS:
+        tower = qwen_weights.settings({"model_type": hf_config["model_type"], **hf_config["vision_config"]})
         hidden = tower["width"] * tower["merge"] ** 2
         return {"kind": "mlp", "hidden": hidden, "activation": "gelu_exact", "norm": tower["norm"]}
-    name = theirs.get("projector_hidden_act", "gelu")
+    name = hf_config.get("projector_hidden_act", "gelu")
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
-    biased = theirs.get("multimodal_projector_bias", True)
+    biased = hf_config.get("multimodal_projector_bias", True)
     require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
-    tiled = theirs.get("model_type") == "llava_onevision"
-    own = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "norm": "none"}
-    return own | {"newline": tiled, "most_tiles": _most_tiles(theirs) if tiled else 0}
+    tiled = hf_config.get("model_type") == "llava_onevision"
+    most_tiles = _most_tiles(hf_config) if tiled else 0
+    values = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "norm": "none"}
+    return values | {"newline": tiled, "most_tiles": most_tiles}
 
 
-def _most_tiles(theirs: Mapping[str, Any]) -> int:
-    said = theirs.get("vision_aspect_ratio", "anyres_max_9")
-    most = said.removeprefix("anyres_max_") if isinstance(said, str) else ""
-    legal = most.isdecimal() and int(most) > 0
-    require(legal, "config.json: vision_aspect_ratio", said, "mmjax has anyres_max_ and a number, such as anyres_max_9")
-    return int(most)
+def _most_tiles(hf_config: Mapping[str, Any]) -> int:
+    ratio = hf_config.get("vision_aspect_ratio", "anyres_max_9")
+    number = ratio.removeprefix("anyres_max_") if isinstance(ratio, str) else ""
+    legal = number.isdecimal() and int(number) > 0
+    require(
+        legal, "config.json: vision_aspect_ratio", ratio, "mmjax has anyres_max_ and a number, such as anyres_max_9"
+    )
+    return int(number)
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """LLaVA's two products and newline, or Qwen2-VL's merger; keys as transformers has them since the first folders."""
+    """The weights table of LLaVA's projector and newline, or of Qwen2-VL's merger, with the oldest keys."""
     if model_type in _MERGERS:
         return _merger(config)
     return (
@@ -67,5 +70,5 @@ def _merger(config: ProjectorConfig) -> tuple[Row, ...]:
 
 
 def unused(config: ProjectorConfig) -> tuple[str, ...]:
-    """Nothing."""
+    """No keys."""
     return ()

@@ -7,24 +7,39 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import ClassVar
 
-from mmjax.attention.settings import check_attention
+from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
 
 INTERPOLATIONS = ("none", "bicubic", "bilinear")
-"""How a learned table of positions becomes as large as an image."""
+"""Methods to resize a learned position table to an image."""
 
 
-_LARGE: Mapping[str, object] = dict(
-    layers=24, width=1024, heads=16, mlp=4096, patch=14, channels=3, positions="learned2d"
-)
-"""Sizes of ViT-L/14, which CLIP and DINOv2 have."""
+_LARGE: Mapping[str, object] = {
+    "layers": 24,
+    "width": 1024,
+    "heads": 16,
+    "mlp": 4096,
+    "patch": 14,
+    "channels": 3,
+    "positions": "learned2d",
+}
+"""The settings of ViT-L/14, shared by CLIP and DINOv2."""
 
-_QWEN: Mapping[str, object] = dict(
-    **dict(layers=32, width=1280, heads=16, patch=14, channels=3, merge=2, positions="axial", rope_theta=10000.0),
-    **dict(frames=2, patch_bias=False, last_norm=False),
-)
-"""What the towers of Qwen2-VL and Qwen2.5-VL have in common."""
+_QWEN: Mapping[str, object] = {
+    "layers": 32,
+    "width": 1280,
+    "heads": 16,
+    "patch": 14,
+    "channels": 3,
+    "merge": 2,
+    "positions": "axial",
+    "rope_theta": 10000.0,
+    "frames": 2,
+    "patch_bias": False,
+    "last_norm": False,
+}
+"""The settings that the towers of Qwen2-VL and Qwen2.5-VL share."""
 
 
 @configurable("ViT")
@@ -33,92 +48,91 @@ class ViTConfig(EqualHeads, SquarePatches):
     """A vision encoder.
 
     Attributes:
-      preset: name of the preset whose values are the defaults.
+      preset: the preset whose values are the defaults.
       layers, width, heads, mlp: depth, model width, attention heads and hidden units.
       patch: side of a square patch in pixels.
       channels: image channels.
-      merge: side of the square of patches that the projector joins into one LLM token.
+      merge: side of the square of patches that make one LLM token.
       positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
-        components as in Qwen2-VL, turn with the row, the others with the column), or ``learned2d`` (a table of
+        components as in Qwen2-VL, rotate with the row, the others with the column), or ``learned2d`` (a table of
         ``grid``² positions).
       rope_theta: base of the rotary frequencies of ``rope2d`` and ``axial``.
-      grid: largest number of patches along a side, or the table's, which is resized where ``interpolate`` says how;
-        used by ``learned2d``.
-      interpolate: how the table is resized to each image: ``none`` (an image reads the upper left corner), ``bicubic``,
-        or ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2).
-      class_token: whether a class token with a position of its own comes before each image's patches. Patches attend to
-        it; the LLM never sees it.
-      frames: frames of a video that a patch holds; an image is taken to stand still for so many (Qwen2-VL has 2).
+      grid: side of the position table of ``learned2d`` in patches: the largest side of an image, unless the table is
+        resized (``interpolate``).
+      interpolate: method to resize the table to each image: ``none`` (an image reads the upper left corner),
+        ``bicubic``, or ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2).
+      class_token: whether a class token, with its own position, precedes each image's patches. Patches attend to it; it
+        is not sent to the LLM.
+      frames: video frames of a patch; an image is repeated for all of them (Qwen2-VL has 2).
       patch_bias: whether the patch embedding has a bias.
       norm: ``layer`` or ``rms``.
-      stem_norm, last_norm: whether a norm follows the embeddings, and the last layer.
-      norm_eps: what norms add to the variance.
-      layer_scale: whether what attention and the two-layer product add is scaled by learned vectors.
-      gated: whether a product beside the first of the two has the activation, and scales it (SwiGLU with ``silu``).
+      stem_norm, last_norm: whether there is a norm behind the embeddings, and behind the last layer.
+      norm_eps: epsilon of norms.
+      layer_scale: whether the outputs of attention and mlp are scaled by learned vectors.
+      gated: whether the mlp is gated (SwiGLU with ``silu``).
       activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu`` or ``silu``.
-      window: side, in patches, of the windows that cut an image from its upper left corner: a patch attends to those of
-        its window; 0 is the whole image.
-      full_at: the layers that attend to the whole image where the others have windows, counted from 0.
-      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
-        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
-      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      window: side, in patches, of the windows that an image is cut into from its upper left corner: a patch attends to
+        its own window; 0 means no windows.
+      full_at: layers without windows, counted from 0.
+      attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
+        at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
     """
 
     medium: ClassVar[Medium] = "image"
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
-        "clip-vit-l14": dict(
+        "clip-vit-l14": {**_LARGE, "grid": 24, "activation": "quick_gelu"},
+        "vit-h14": {
+            "layers": 32,
+            "width": 1280,
+            "heads": 16,
+            "mlp": 5120,
+            "patch": 14,
+            "channels": 3,
+            "positions": "learned2d",
+            "grid": 16,
+        },
+        "clip-vit-l14-336": {
             **_LARGE,
-            grid=24,
-            activation="quick_gelu",
-        ),
-        "vit-h14": dict(
-            layers=32, width=1280, heads=16, mlp=5120, patch=14, channels=3, positions="learned2d", grid=16
-        ),
-        "clip-vit-l14-336": dict(
+            "grid": 24,
+            "interpolate": "bicubic",
+            "class_token": True,
+            "patch_bias": False,
+            "stem_norm": True,
+            "last_norm": False,
+            "norm_eps": 1e-5,
+            "activation": "quick_gelu",
+        },
+        "siglip-so400m-14-384": {
+            "layers": 27,
+            "width": 1152,
+            "heads": 16,
+            "mlp": 4304,
+            "patch": 14,
+            "channels": 3,
+            "positions": "learned2d",
+            "grid": 27,
+            "interpolate": "bicubic",
+        },
+        "dinov2-large": {
             **_LARGE,
-            grid=24,
-            interpolate="bicubic",
-            class_token=True,
-            patch_bias=False,
-            stem_norm=True,
-            last_norm=False,
-            norm_eps=1e-5,
-            activation="quick_gelu",
-        ),
-        "siglip-so400m-14-384": dict(
-            layers=27,
-            width=1152,
-            heads=16,
-            mlp=4304,
-            patch=14,
-            channels=3,
-            positions="learned2d",
-            grid=27,
-            interpolate="bicubic",
-        ),
-        "dinov2-large": dict(
-            **_LARGE,
-            grid=37,
-            interpolate="bicubic",
-            class_token=True,
-            layer_scale=True,
-            activation="gelu_exact",
-        ),
-        "qwen2-vl-7b": dict(
+            "grid": 37,
+            "interpolate": "bicubic",
+            "class_token": True,
+            "layer_scale": True,
+            "activation": "gelu_exact",
+        },
+        "qwen2-vl-7b": {**_QWEN, "mlp": 5120, "activation": "quick_gelu"},
+        "qwen2.5-vl-7b": {
             **_QWEN,
-            mlp=5120,
-            activation="quick_gelu",
-        ),
-        "qwen2.5-vl-7b": dict(
-            **_QWEN,
-            mlp=3420,
-            activation="silu",
-            gated=True,
-            norm="rms",
-            window=8,
-            full_at=(7, 15, 23, 31),
-        ),
+            "mlp": 3420,
+            "activation": "silu",
+            "gated": True,
+            "norm": "rms",
+            "window": 8,
+            "full_at": (7, 15, 23, 31),
+        },
     }
 
     preset: str = "tiny"
@@ -157,7 +171,7 @@ class ViTConfig(EqualHeads, SquarePatches):
         one_of("ViT.norm", self.norm, ("layer", "rms"))
         one_of("ViT.interpolate", self.interpolate, INTERPOLATIONS)
         one_of("ViT.activation", self.activation, ACTIVATIONS)
-        check_attention("ViT", self.attention, self.head_width, self.window)
+        check_backend("ViT", self.attention, self.head_width, self.window)
         one_of("ViT.remat", self.remat, REMATS)
         legal = self.interpolate == "none" or self.positions == "learned2d"
         fix = "resizes a table of positions; set it to 'none' or ViT.positions to 'learned2d'"
@@ -172,7 +186,7 @@ class ViTConfig(EqualHeads, SquarePatches):
         self._check_window()
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """Settings without effect, given the other settings, each with the reason."""
         learned = self.positions == "learned2d"
         return {"rope_theta" if learned else "grid": f"ViT.positions={self.positions!r} does not read it"}
 
@@ -182,14 +196,14 @@ class ViTConfig(EqualHeads, SquarePatches):
         require(self.window % self.merge == 0, "ViT.window", self.window, fix)
         fix = "a class token lies in no window; set ViT.class_token to False or ViT.window to 0"
         require(not (self.window and self.class_token), "ViT.window", self.window, fix)
-        rising = list(self.full_at) == sorted({*self.full_at}) and all(0 <= at < self.layers for at in self.full_at)
+        ascending = list(self.full_at) == sorted({*self.full_at}) and all(0 <= at < self.layers for at in self.full_at)
         fix = f"must be rising numbers of layers, 0 to {self.layers - 1}"
-        require(rising, "ViT.full_at", self.full_at, fix)
+        require(ascending, "ViT.full_at", self.full_at, fix)
         fix = "no layer has windows; set ViT.window, such as 8, or leave it ()"
         require(self.window > 0 or not self.full_at, "ViT.full_at", self.full_at, fix)
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Runs of equal layers: how many, and their window; 0 is the whole image."""
-        each = (0 if layer in self.full_at else self.window for layer in range(self.layers))
-        return tuple((len(list(run)), window) for window, run in groupby(each))
+        """Runs of equal layers: the number of layers, and their window; 0 means no windows."""
+        by_layer = (0 if layer in self.full_at else self.window for layer in range(self.layers))
+        return tuple((len(list(run)), window) for window, run in groupby(by_layer))

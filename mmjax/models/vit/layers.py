@@ -1,8 +1,8 @@
 """Vision transformer over packed patches of variable resolution.
 
-Shapes: R rows, T positions per row, P numbers in a patch, D width, H heads local to this rank, K head width. A row
-holds the patches of several images; segment ids keep them apart and segment 0 is padding. A class token is a position
-of its image before the patches, -1 on both axes.
+Shapes: R rows, T positions per row, P values of a patch, D width, H heads local to this rank, K head width. A row has
+the patches of several images, which segment ids separate; segment 0 is padding. A class token is the first position of
+its image, with coordinates -1 on both axes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmjax.models.vit.positions import learned
 
 
 class ViTStem(nnx.Module):
-    """Patch embedding, and the position table of ``learned2d``, whose first row is that of a class token."""
+    """The patch embedding, and for ``learned2d`` the position table, with the class token's row first."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
@@ -44,19 +44,22 @@ class ViTLayer(EncoderLayer):
             self.attn_scale, self.mlp_scale = nnx.Param(jnp.ones(c.width)), nnx.Param(jnp.ones(c.width))
 
 
-def parts(c: ViTConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold."""
-    norm = lambda rngs: Norm(c.width, rms=c.norm == "rms")  # noqa: E731
-    found = (Part(partial(ViTStem, c)),) if first else ()
-    found += (Part(norm, "stem_norm"),) if first and c.stem_norm else ()
-    return found + ((Part(norm, "norm"),) if last and c.last_norm else ())
+def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
+    """The parameters outside of layers: of the first stage, the last stage, or both."""
+
+    def norm(rngs: nnx.Rngs) -> Norm:
+        return Norm(c.width, rms=c.norm == "rms")
+
+    first_parts = (Part(partial(ViTStem, c)),) if first else ()
+    first_parts += (Part(norm, "stem_norm"),) if first and c.stem_norm else ()
+    return first_parts + ((Part(norm, "norm"),) if last and c.last_norm else ())
 
 
 def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R T D"]:
-    """Patch pixels to features, class tokens among them."""
+    """Features of patches and class tokens."""
     inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]
-    # An image stands still: every frame of a patch is the same.
+    # All frames of an image's patch are equal.
     patches_RTP = jnp.concatenate([inputs["patches"].astype(patch["kernel"].dtype)] * c.frames, axis=-1)
     x_RTD = linear(patches_RTP, patch["kernel"], patch.get("bias"))
     if c.class_token:
@@ -66,16 +69,16 @@ def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R 
     return any_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
 
 
-@jax.checkpoint  # else backward would keep the mask for every feature
+@jax.checkpoint  # otherwise the mask of every feature would be a residual
 def _with_class_tokens(x_RTD: Array, token_D: Array, is_class_RT: Array) -> Array:
     return jnp.where(is_class_RT[..., None], repeated(token_D, x_RTD), x_RTD)
 
 
 def block(c: ViTConfig, context: Context) -> Block:
-    """One layer over rows of packed images; a class token is rotated by nothing."""
+    """The function of one layer over rows of packed images; class tokens are not rotated."""
     if c.positions == "learned2d":
         return encoder_block(c, context)
     positions_RT2, rotate = context.tokens.positions, rotate_axial if c.positions == "axial" else rotate_2d
     if c.class_token:
         positions_RT2 = jnp.maximum(positions_RT2, 0)
-    return encoder_block(c, context, lambda x: rotate(x, positions_RT2, c.rope_theta))
+    return encoder_block(c, context, partial(rotate, positions_RT2=positions_RT2, theta=c.rope_theta))

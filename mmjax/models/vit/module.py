@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, any_norm
-from mmjax.models.module import LayerGroup, Module
+from mmjax.models.module import Block, LayerGroup, Module
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import block_flops, block_parameters
 from mmjax.models.vit import layers
@@ -29,13 +29,17 @@ class VisionTransformer(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        create, block = partial(layers.ViTLayer, c), lambda context, x: layers.block(c, context)
+        create = partial(layers.ViTLayer, c)
+
+        def block(context: Context, x: Array) -> Block:
+            return layers.block(c, context)
+
         return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
-        return layers.parts(self.config, first, last)
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first=first, last=last)
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
@@ -59,7 +63,7 @@ class VisionTransformer(Module):
         )
 
     def parameters(self) -> int:
-        """Patch embedding, position table when learned, class token, layers and norms. No head."""
+        """The parameters of patch embedding, learned position table, class token, layers and norms."""
         c, d = self.config, self.config.width
         position = (c.class_token + c.grid**2) * d if c.positions == "learned2d" else 0
         norms = (c.stem_norm + c.last_norm + 2 * c.layers) * (d if c.norm == "rms" else 2 * d)
@@ -67,11 +71,12 @@ class VisionTransformer(Module):
         return stem + norms + block_parameters(c, gated=c.gated) + 2 * c.layers * d * c.layer_scale
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """The FLOPs for images of so many patches each. Layers compute the class token too; windows count as whole."""
+        """FLOPs for images with these numbers of patches, and class tokens. Windows at an edge count as full."""
         c, patches = self.config, [int(n) for n in lengths]
         stem = 2 * sum(patches) * c.frames * c.patch_values * c.width
-        unseen = sum(
+        # Pairs of patches in different windows are hidden.
+        hidden_pairs = sum(
             layers * n * max(n - window**2, 0) for layers, window in c.windows if window for n in patches
-        )  # pairs of patches that are in two windows
-        whole = block_flops(c, [n + c.class_token for n in patches], gated=c.gated)
-        return stem + whole - 4 * unseen * c.width
+        )
+        without_windows = block_flops(c, [n + c.class_token for n in patches], gated=c.gated)
+        return stem + without_windows - 4 * hidden_pairs * c.width

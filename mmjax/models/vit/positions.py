@@ -1,9 +1,9 @@
-"""Learned positions of patches: rows of a square table, which may be resized to each image.
+"""Learned position embeddings of patches: rows of a square table, which may be resized to each image.
 
-Resizing is linear, so a patch's position is the table times weights along rows and along columns. These are those of
-``torch.nn.functional.interpolate`` with ``align_corners=False``, by which ``transformers`` resizes tables: Keys 1981,
-"Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, as wide as a patch of the image where that is
-wider than one of the table (``antialias=True``).
+Resizing is linear, so a patch's embedding is the product of the table with weights along rows and along columns. The
+weights are those of ``torch.nn.functional.interpolate`` with ``align_corners=False``, which ``transformers`` uses: Keys
+1981, "Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, which is as wide as a patch of the image if
+that is wider than a patch of the table (``antialias=True``).
 
 Shapes: R rows, T patches per row of this rank, S of all ranks, G places along a side of the table, N rows of the table
 (1 for a class token, and G²), D width.
@@ -19,7 +19,7 @@ from mmjax.models.layers import linear, lookup
 from mmjax.models.vit.config import ViTConfig
 
 SHARPNESS = -0.75
-"""The free number of cubic convolution, as torch has it."""
+"""The free parameter a of cubic convolution, as in torch."""
 
 
 def learned(
@@ -28,14 +28,14 @@ def learned(
     context: Context,
     like: Array,
 ) -> Float[Array, "R T D"]:
-    """The positions of patches and, negative on both axes, of class tokens; in the dtype of ``like``."""
+    """Position embeddings of patches, and of class tokens (negative coordinates), in the dtype of ``like``."""
     positions_RT2, segments_RT = context.inputs["positions"], context.inputs["segments"]
     first = int(c.class_token)
     is_class_RT = positions_RT2[..., 0] < 0
     if c.interpolate == "none":
         place_RT = first + positions_RT2[..., 0] * c.grid + positions_RT2[..., 1]
         return lookup(table_ND, jnp.where(is_class_RT, 0, place_RT))
-    sides_RT2 = sides(segments_RT, context.whole(positions_RT2), context.whole(segments_RT))
+    sides_RT2 = sides(segments_RT, context.gather_rows(positions_RT2), context.gather_rows(segments_RT))
     by_row, by_column = (weights(c, positions_RT2[..., axis], sides_RT2[..., axis]) for axis in (0, 1))
     weights_RTN = (by_row[..., :, None] * by_column[..., None, :]).reshape(*is_class_RT.shape, c.grid**2)
     if c.class_token:
@@ -47,16 +47,16 @@ def learned(
 def sides(
     segments_RT: Int[Array, "R T"], positions_RS2: Int[Array, "R S 2"], segments_RS: Int[Array, "R S"]
 ) -> Int[Array, "R T 2"]:
-    """Rows and columns of the image that each patch belongs to, at least 1, from all S patches of the rows."""
+    """The numbers of rows and columns of each patch's image, at least 1, from all S patches of the rows."""
     same_RTS = segments_RT[:, :, None] == segments_RS[:, None, :]
-    most = [
+    last_RT = [
         jnp.max(jnp.where(same_RTS, positions_RS2[:, None, :, axis], 0), axis=-1) for axis in range(2)
-    ]  # fused: nothing of T² is kept
-    return jnp.stack(most, axis=-1) + 1
+    ]  # fused, without an array of T · S elements
+    return jnp.stack(last_RT, axis=-1) + 1
 
 
 def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"]) -> Float[Array, "R T G"]:
-    """Weights of the table's places along one axis for a patch's place among ``side`` of them, in fp32."""
+    """fp32 weights of the table's places along one axis, for a patch at ``place`` of ``side`` patches."""
     scale_RT1 = (c.grid / side_RT.astype(jnp.float32))[..., None]
     centre_RT1 = (place_RT[..., None].astype(jnp.float32) + 0.5) * scale_RT1
     places_G = jnp.arange(c.grid)
@@ -65,16 +65,16 @@ def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"
         share_RTG = jnp.maximum(0.0, 1.0 - distance_RTG)
         return share_RTG / jnp.maximum(jnp.sum(share_RTG, axis=-1, keepdims=True), 1e-6)
     before_RT1 = jnp.floor(centre_RT1 - 0.5)
-    found = jnp.zeros((*place_RT.shape, c.grid), jnp.float32)
-    for tap in (-1, 0, 1, 2):  # beyond the table its last place is repeated
+    weights_RTG = jnp.zeros((*place_RT.shape, c.grid), jnp.float32)
+    for tap in (-1, 0, 1, 2):  # the last place is repeated beyond the table
         at_RT1 = before_RT1 + tap
         share_RT1 = _cubic(jnp.abs(centre_RT1 - 0.5 - at_RT1))
-        found = found + jnp.where(places_G == jnp.clip(at_RT1, 0, c.grid - 1), share_RT1, 0.0)
-    return found
+        weights_RTG = weights_RTG + jnp.where(places_G == jnp.clip(at_RT1, 0, c.grid - 1), share_RT1, 0.0)
+    return weights_RTG
 
 
 def _cubic(x: Array) -> Array:
-    """The kernel at a distance of 0 to 2 places."""
+    """The cubic kernel at a distance of 0 to 2 places."""
     a = SHARPNESS
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

@@ -1,6 +1,6 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL: their settings, and their tensors as leaves of a vision transformer.
+"""The vision towers of Qwen2-VL and Qwen2.5-VL: settings, and weights tables of a vision transformer.
 
-They are part of a whole model's folder. Their merger is a projector here. Imports no JAX.
+The towers are part of a composite model's folder; their merger is a projector in mmjax. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -13,32 +13,40 @@ from mmjax.models.choices import ACTIVATION_OF
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View, third
 
-# What a config.json may leave out, with the value that transformers then takes.
-_BASE: Mapping[str, Any] = dict(
-    depth=32, num_heads=16, in_channels=3, patch_size=14, spatial_merge_size=2, temporal_patch_size=2
-)
-_QWEN2: Mapping[str, Any] = _BASE | dict(embed_dim=1280, mlp_ratio=4, hidden_act="quick_gelu")
-_QWEN2_5: Mapping[str, Any] = _BASE | dict(
-    **dict(hidden_size=3584, intermediate_size=3420, hidden_act="silu"),
-    **dict(window_size=112, fullatt_block_indexes=(7, 15, 23, 31)),
-)
+# Defaults of transformers for keys that a config.json may leave out.
+_BASE: Mapping[str, Any] = {
+    "depth": 32,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN2: Mapping[str, Any] = _BASE | {"embed_dim": 1280, "mlp_ratio": 4, "hidden_act": "quick_gelu"}
+_QWEN2_5: Mapping[str, Any] = _BASE | {
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "hidden_act": "silu",
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_vl_vision": _QWEN2,
     "qwen2_5_vl": _QWEN2_5,
     "qwen2_5_vl_vision": _QWEN2_5,
 }
-"""By ``model_type``, which older folders give the tower from the whole model."""
+"""Defaults by ``model_type``; in older folders the tower has the type of the composite model."""
 
 
-def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``ViTConfig`` that a ``vision_config`` says.
+def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``ViTConfig`` from a ``vision_config``.
 
     Raises:
-      ConfigError: the tower has something that ours has not.
+      ConfigError: mmjax cannot compute the tower.
     """
-    newer = DEFAULTS[theirs["model_type"]] is _QWEN2_5
-    c = {**DEFAULTS[theirs["model_type"]], **{key: value for key, value in theirs.items() if value is not None}}
+    is_2_5 = DEFAULTS[hf_config["model_type"]] is _QWEN2_5
+    c = {**DEFAULTS[hf_config["model_type"]], **{key: value for key, value in hf_config.items() if value is not None}}
     one_of("config.json: hidden_act", c["hidden_act"], ACTIVATION_OF)
     rope, merge = c.get("rope_parameters") or {}, c["spatial_merge_size"]
     kind = rope.get("rope_type", "axial")
@@ -47,30 +55,30 @@ def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         require(
             isinstance(c[name], int), f"config.json: {name}", c[name], "ours are squares and equal; give one number"
         )
-    width = c["hidden_size"] if newer else c["embed_dim"]
-    found = dict(
-        layers=c["depth"],
-        width=width,
-        heads=c["num_heads"],
-        mlp=c["intermediate_size"] if newer else int(width * c["mlp_ratio"]),
-        patch=c["patch_size"],
-        channels=c["in_channels"],
-        merge=merge,
-        positions="axial",
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        interpolate="none",
-        class_token=False,
-        frames=c["temporal_patch_size"],
-        patch_bias=False,
-        norm="rms" if newer else "layer",
-        stem_norm=False,
-        last_norm=False,
-        norm_eps=1e-6,
-        layer_scale=False,
-        gated=newer,
-        activation=ACTIVATION_OF[c["hidden_act"]],
-    )
-    return found | (_windows(c) if newer else {"window": 0, "full_at": ()})
+    width = c["hidden_size"] if is_2_5 else c["embed_dim"]
+    values = {
+        "layers": c["depth"],
+        "width": width,
+        "heads": c["num_heads"],
+        "mlp": c["intermediate_size"] if is_2_5 else int(width * c["mlp_ratio"]),
+        "patch": c["patch_size"],
+        "channels": c["in_channels"],
+        "merge": merge,
+        "positions": "axial",
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "interpolate": "none",
+        "class_token": False,
+        "frames": c["temporal_patch_size"],
+        "patch_bias": False,
+        "norm": "rms" if is_2_5 else "layer",
+        "stem_norm": False,
+        "last_norm": False,
+        "norm_eps": 1e-6,
+        "layer_scale": False,
+        "gated": is_2_5,
+        "activation": ACTIVATION_OF[c["hidden_act"]],
+    }
+    return values | (_windows(c) if is_2_5 else {"window": 0, "full_at": ()})
 
 
 def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +90,7 @@ def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(c: ViTConfig) -> tuple[Row, ...]:
-    """The tower's leaves, with keys as they are behind "visual."."""
+    """The tower's weights table, with keys without the prefix "visual."."""
     return tuple(Row(leaf, (key,), view) for leaf, key, view in _named(c))
 
 
@@ -90,15 +98,15 @@ def _named(c: ViTConfig) -> Iterator[tuple[str, str, View]]:
     kernel = View((2, 3, 4, 1, 0), (c.width, c.channels, c.frames, c.patch, c.patch))
     yield "patch/kernel", "patch_embed.proj.weight", kernel
     layer = "blocks.{}"
-    for ours, theirs in (("attn_norm", "norm1"), ("mlp_norm", "norm2")):
-        yield f"layers/{{}}/{ours}/scale", f"{layer}.{theirs}.weight", SAME
+    for name, hf_name in (("attn_norm", "norm1"), ("mlp_norm", "norm2")):
+        yield f"layers/{{}}/{name}/scale", f"{layer}.{hf_name}.weight", SAME
         if c.norm == "layer":
-            yield f"layers/{{}}/{ours}/bias", f"{layer}.{theirs}.bias", SAME
+            yield f"layers/{{}}/{name}/bias", f"{layer}.{hf_name}.bias", SAME
     for number, name in enumerate("qkv"):
         yield f"layers/{{}}/attn/{name}", f"{layer}.attn.qkv.weight", third(number, c.width)
         yield f"layers/{{}}/attn/{name}_bias", f"{layer}.attn.qkv.bias", third(number, c.width, SAME)
     plain = {"mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2"}
     gated = {"mlp/gate": "mlp.gate_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj"}
-    for ours, theirs in {"attn/o": "attn.proj", **(gated if c.gated else plain)}.items():
-        yield f"layers/{{}}/{ours}", f"{layer}.{theirs}.weight", TRANSPOSED
-        yield f"layers/{{}}/{ours}_bias", f"{layer}.{theirs}.bias", SAME
+    for name, hf_name in {"attn/o": "attn.proj", **(gated if c.gated else plain)}.items():
+        yield f"layers/{{}}/{name}", f"{layer}.{hf_name}.weight", TRANSPOSED
+        yield f"layers/{{}}/{name}_bias", f"{layer}.{hf_name}.bias", SAME

@@ -1,7 +1,8 @@
-"""Vision towers of ``transformers`` as vision transformers: their settings, and their tensors as our leaves.
+"""Vision towers of ``transformers`` as vision transformers: settings and weights tables.
 
-The vision models of CLIP, SigLIP, SigLIP 2, DINOv2 and ViT, alone or in a model with text. What they pool or classify
-with has no leaf here: we take the features of patches. Those of Qwen2-VL are in ``qwen_weights``. Imports no JAX.
+Supported are the vision models of CLIP, SigLIP, SigLIP 2, DINOv2 and ViT, alone or in a model with text; those of
+Qwen2-VL are in ``qwen_weights``. The features are those of patches, so pooling and classification heads have no leaves.
+Imports no JAX.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FAMILIES: Mapping[str, str] = {
     "dinov2": "dinov2",
     "vit": "vit",
 }
-"""Family by ``model_type``. SigLIP 2 of a fixed resolution says "siglip"; "siglip2" is that of any (NaFlex)."""
+"""Tower families by ``model_type``. SigLIP 2 with a fixed resolution has the type "siglip"; "siglip2" is NaFlex."""
 _CLASSED = ("clip", "dinov2", "vit")
 """Families with a class token."""
 _PREFIXES = {
@@ -35,7 +36,7 @@ _PREFIXES = {
     "dinov2": "dinov2.",
     "vit": "vit.",
 }
-"""What keys begin with where a family's tower is part of another model, and in older folders."""
+"""Key prefixes of towers in composite models and in older folders, by family."""
 
 _CLASSES = {
     "clip_vision_model": "CLIPVisionModel",
@@ -45,133 +46,155 @@ _CLASSES = {
     "vit": "ViTModel",
 }
 
-# What a config.json may leave out, with the value that transformers then takes.
+# Defaults of transformers for keys that a config.json may leave out.
 _BASE: Mapping[str, Any] = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": _BASE
-    | dict(intermediate_size=3072, image_size=224, patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e-5),
+    | {
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
     "siglip": _BASE
-    | dict(intermediate_size=3072, image_size=224, patch_size=16, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
+    | {
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
     "siglip2": _BASE
-    | dict(intermediate_size=3072, num_patches=256, patch_size=16, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
-    "dinov2": _BASE | dict(mlp_ratio=4, image_size=224, patch_size=14, hidden_act="gelu", layer_norm_eps=1e-6),
-    "vit": _BASE | dict(intermediate_size=3072, image_size=224, patch_size=16, hidden_act="gelu", layer_norm_eps=1e-12),
+    | {
+        "intermediate_size": 3072,
+        "num_patches": 256,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    },
+    "dinov2": _BASE
+    | {"mlp_ratio": 4, "image_size": 224, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    "vit": _BASE
+    | {"intermediate_size": 3072, "image_size": 224, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
 }
 
 
-def settings(theirs: Mapping[str, Any], layer: int | None = None) -> dict[str, Any]:
-    """The settings of ``ViTConfig`` that a config.json or its ``vision_config`` says.
+def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str, Any]:
+    """Fields of ``ViTConfig`` from a config.json or its ``vision_config``.
 
     Args:
-      theirs: the configuration; "whole" is that of the model of which it is a part, such as LLaVA's.
-      layer: number of the features among the ``hidden_states`` of transformers, as LLaVA's ``vision_feature_layer``
-        says it: 0 is what the first layer takes, -1 what the last one gives, and norms behind that are left out.
-        ``None`` takes what the whole model or "feature_layer" says, else ``last_hidden_state``.
+      hf_config: the configuration; its "whole" is the configuration of the composite model, such as LLaVA's.
+      layer: index of the features among the ``hidden_states`` of transformers, as in LLaVA's ``vision_feature_layer``:
+        0 is the input of the first layer, -1 the output of the last one, without the norm behind it. By default it is
+        taken from the composite model or "feature_layer"; otherwise features are the ``last_hidden_state``.
 
     Raises:
-      ConfigError: the tower is none of these families, or has something that ours has not.
+      ConfigError: the tower belongs to none of these families, or mmjax cannot compute it.
     """
-    if theirs.get("model_type") in qwen_weights.DEFAULTS:
-        return qwen_weights.settings(theirs)
-    family, whole = family_of(theirs), theirs.get("whole")
-    layer = _layer_of(whole, family) if whole and layer is None else layer
-    layer = theirs.get("feature_layer") if layer is None else layer
-    c = {**_DEFAULTS[family], **{key: value for key, value in _own(theirs).items() if value is not None}}
+    if hf_config.get("model_type") in qwen_weights.DEFAULTS:
+        return qwen_weights.settings(hf_config)
+    family, composite = family_of(hf_config), hf_config.get("whole")
+    layer = _layer_of(composite, family) if composite and layer is None else layer
+    layer = hf_config.get("feature_layer") if layer is None else layer
+    c = {**_DEFAULTS[family], **{key: value for key, value in _vision_config(hf_config).items() if value is not None}}
     for key, legal in (("use_swiglu_ffn", False), ("qkv_bias", True)):
         require(c.get(key, legal) == legal, f"config.json: {key}", c.get(key), f"mmjax has {legal} alone")
     one_of("config.json: hidden_act", c["hidden_act"], ACTIVATION_OF)
     depth = c["num_hidden_layers"]
-    return dict(
-        layers=depth if layer is None else _run(layer, depth),
-        width=c["hidden_size"],
-        heads=c["num_attention_heads"],
-        mlp=int(c["hidden_size"] * c["mlp_ratio"]) if family == "dinov2" else c["intermediate_size"],
-        patch=_edge("patch_size", c["patch_size"]),
-        channels=c["num_channels"],
-        positions="learned2d",
-        rope_theta=100.0,
-        frames=1,
-        norm="layer",
-        gated=False,
-        window=0,
-        full_at=(),
-        grid=_grid(family, c),
-        interpolate="bilinear" if family == "siglip2" else "bicubic",
-        class_token=family in _CLASSED,
-        patch_bias=family != "clip",
-        stem_norm=family == "clip",
-        last_norm=layer is None and family != "clip",
-        norm_eps=float(c["layer_norm_eps"]),
-        layer_scale=family == "dinov2",
-        activation=ACTIVATION_OF[c["hidden_act"]],
-        **({"merge": 1} if whole else {}),  # which a tower alone leaves open
-    )
+    return {
+        "layers": depth if layer is None else _layer_count(layer, depth),
+        "width": c["hidden_size"],
+        "heads": c["num_attention_heads"],
+        "mlp": int(c["hidden_size"] * c["mlp_ratio"]) if family == "dinov2" else c["intermediate_size"],
+        "patch": _edge("patch_size", c["patch_size"]),
+        "channels": c["num_channels"],
+        "positions": "learned2d",
+        "rope_theta": 100.0,
+        "frames": 1,
+        "norm": "layer",
+        "gated": False,
+        "window": 0,
+        "full_at": (),
+        "grid": _grid(family, c),
+        "interpolate": "bilinear" if family == "siglip2" else "bicubic",
+        "class_token": family in _CLASSED,
+        "patch_bias": family != "clip",
+        "stem_norm": family == "clip",
+        "last_norm": layer is None and family != "clip",
+        "norm_eps": float(c["layer_norm_eps"]),
+        "layer_scale": family == "dinov2",
+        "activation": ACTIVATION_OF[c["hidden_act"]],
+        **({"merge": 1} if composite else {}),
+    }
 
 
-def their_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
-    """A config.json for a folder of the tower alone.
+def to_hf_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
+    """The config.json of a folder of the tower alone.
 
     Args:
-      config: its settings.
-      kind: its ``model_type``, whose model then gives these features before its last norm; "" for any that gives them.
+      config: the settings.
+      kind: its ``model_type``; the features are then those before the model's last norm. "" chooses a type whose
+        ``last_hidden_state`` are the features.
 
     Raises:
       ConfigError: no model of these families computes the same.
     """
-    ours = ("preset", "attention", "remat", "merge")
-    own = {name: value for name, value in vars(config).items() if name not in ours}
-    for one in (kind,) if kind else _CLASSES:
-        theirs = _written(config, one)
-        if {name: settings(theirs, -1 if kind else None)[name] for name in own} == own:
-            return theirs
+    unmapped = ("preset", "attention", "remat", "merge")
+    wanted = {name: value for name, value in vars(config).items() if name not in unmapped}
+    for model_type in (kind,) if kind else _CLASSES:
+        hf_config = _closest_config(config, model_type)
+        restored = settings(hf_config, -1 if kind else None)
+        if {name: restored[name] for name in wanted} == wanted:
+            return hf_config
     raise ConfigError("ViT: no tower of CLIP, SigLIP, DINOv2 or ViT has these settings; export with --format=orbax")
 
 
-def _written(c: ViTConfig, kind: str) -> dict[str, Any]:
-    """The config.json of a model type with these sizes."""
-    found: dict[str, Any] = {"model_type": kind, "architectures": [_CLASSES[kind]], "layer_norm_eps": c.norm_eps}
-    found |= {"hidden_size": c.width, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
-    found |= {"num_channels": c.channels, "patch_size": c.patch}
-    found |= {"mlp_ratio": c.mlp / c.width} if kind == "dinov2" else {"intermediate_size": c.mlp}
+def _closest_config(c: ViTConfig, kind: str) -> dict[str, Any]:
+    """The config.json of a model type with as many of the settings as it has."""
+    hf_config: dict[str, Any] = {"model_type": kind, "architectures": [_CLASSES[kind]], "layer_norm_eps": c.norm_eps}
+    hf_config |= {"hidden_size": c.width, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
+    hf_config |= {"num_channels": c.channels, "patch_size": c.patch}
+    hf_config |= {"mlp_ratio": c.mlp / c.width} if kind == "dinov2" else {"intermediate_size": c.mlp}
     siglip2 = kind == "siglip2_vision_model"
-    found |= {"num_patches": c.grid**2} if siglip2 else {"image_size": c.grid * c.patch}
-    found |= {"vision_use_head": False} if kind == "siglip_vision_model" else {}
-    return found | {"hidden_act": next(name for name, own in ACTIVATION_OF.items() if own == c.activation)}
+    hf_config |= {"num_patches": c.grid**2} if siglip2 else {"image_size": c.grid * c.patch}
+    hf_config |= {"vision_use_head": False} if kind == "siglip_vision_model" else {}
+    return hf_config | {"hidden_act": next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == c.activation)}
 
 
-def _own(theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tower's part of a model with text, or the whole."""
-    return theirs.get("vision_config") or theirs
+def _vision_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tower's part of the configuration of a model with text, or the complete configuration."""
+    return hf_config.get("vision_config") or hf_config
 
 
-def _layer_of(whole: Mapping[str, Any], family: str) -> int:
-    """Which hidden states a whole model takes; what it leaves out is as transformers has it."""
-    default = {"llava_onevision": (-1, "full")}.get(whole.get("model_type", ""), (-2, "default"))
+def _layer_of(composite: Mapping[str, Any], family: str) -> int:
+    """The index of the hidden states that a composite model reads, with the defaults of transformers."""
+    defaults = {"llava_onevision": (-1, "full")}.get(composite.get("model_type", ""), (-2, "default"))
     layer, strategy = (
-        whole.get(key, own)
-        for key, own in zip(("vision_feature_layer", "vision_feature_select_strategy"), default, strict=True)
+        composite.get(key, default_value)
+        for key, default_value in zip(("vision_feature_layer", "vision_feature_select_strategy"), defaults, strict=True)
     )
     fix = "mmjax takes the features of one layer; use a model with one, such as -2"
     require(isinstance(layer, int), "config.json: vision_feature_layer", layer, fix)
-    wanted = "default" if family in _CLASSED else "full"
-    fix = f"mmjax gives the LLM every patch of a {family} and no class token; use a model with {wanted!r}"
-    require(strategy == wanted, "config.json: vision_feature_select_strategy", strategy, fix)
+    supported = "default" if family in _CLASSED else "full"
+    fix = f"mmjax gives the LLM every patch of a {family} and no class token; use a model with {supported!r}"
+    require(strategy == supported, "config.json: vision_feature_select_strategy", strategy, fix)
     return layer
 
 
-def family_of(theirs: Mapping[str, Any]) -> str:
+def family_of(hf_config: Mapping[str, Any]) -> str:
     """The family of a config.json, or of its ``vision_config``.
 
     Raises:
-      ConfigError: it is none of ``FAMILIES``.
+      ConfigError: it is in none of ``FAMILIES``.
     """
-    kind = _own(theirs).get("model_type") or theirs.get("model_type", "")
+    kind = _vision_config(hf_config).get("model_type") or hf_config.get("model_type", "")
     one_of("config.json: model_type", kind, FAMILIES)
     return FAMILIES[kind]
 
 
-def _run(layer: int, depth: int) -> int:
-    """How many of so many layers are run for these features."""
+def _layer_count(layer: int, depth: int) -> int:
+    """The number of layers to run for the features with this index among the hidden states."""
     count = layer if layer >= 0 else depth + 1 + layer
     if not 0 < count <= depth:
         raise ConfigError(f"vision_feature_layer={layer}: the tower has {depth} layers; use -{depth} to {depth}, not 0")
@@ -179,6 +202,11 @@ def _run(layer: int, depth: int) -> int:
 
 
 def _edge(name: str, value: int | Iterable[int]) -> int:
+    """The side of a square, from one number or equal numbers.
+
+    Raises:
+      ConfigError: the numbers differ.
+    """
     sides = {value} if isinstance(value, int) else {*value}
     if len(sides) != 1:
         raise ConfigError(f"config.json: {name}={value!r}: ours are squares; give one number")
@@ -186,7 +214,7 @@ def _edge(name: str, value: int | Iterable[int]) -> int:
 
 
 def _grid(family: str, c: Mapping[str, Any]) -> int:
-    """Patches along a side of the table of positions."""
+    """The side of the position table in patches."""
     if family != "siglip2":
         return _edge("image_size", c["image_size"]) // _edge("patch_size", c["patch_size"])
     grid = round(c["num_patches"] ** 0.5)
@@ -196,7 +224,7 @@ def _grid(family: str, c: Mapping[str, Any]) -> int:
 
 
 def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
-    """The tower's leaves and tensors in a folder of this ``model_type``."""
+    """The tower's weights table in a folder of this ``model_type``."""
     if model_type in qwen_weights.DEFAULTS:
         return qwen_weights.rows(config)
     family = FAMILIES[model_type]
@@ -207,16 +235,16 @@ def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
 
 
 def unused(config: ViTConfig) -> tuple[str, ...]:
-    """Regular expressions of the ends of keys that need no leaf.
+    """Regular expressions for the ends of keys that need no leaf.
 
-    Layers and norms behind our features; what pools, classifies, or masks patches in training; and text.
+    These are layers and norms behind the features, pooling and classification heads, mask tokens, and text models.
     """
-    found = [r"embeddings\.position_ids", r"embeddings\.mask_token", r"head\..*", r"pooler\..*", r"classifier\..*"]
-    found += [r"text_model\..*", r"(?:text|visual)_projection\..*", r"logit_(?:scale|bias)"]
+    patterns = [r"embeddings\.position_ids", r"embeddings\.mask_token", r"head\..*", r"pooler\..*", r"classifier\..*"]
+    patterns += [r"text_model\..*", r"(?:text|visual)_projection\..*", r"logit_(?:scale|bias)"]
     if not config.last_norm:
-        found += [r"post_layernorm\..*", r"layernorm\..*"]
-    here = "|".join(map(str, range(config.layers)))
-    return (*found, rf"encoder\.layers?\.(?!(?:{here})\.)\d+\..*")
+        patterns += [r"post_layernorm\..*", r"layernorm\..*"]
+    used_layers = "|".join(map(str, range(config.layers)))
+    return (*patterns, rf"encoder\.layers?\.(?!(?:{used_layers})\.)\d+\..*")
 
 
 Named = Iterator[tuple[str, str, View]]
@@ -274,13 +302,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 def _layer(c: ViTConfig, family: str) -> Named:
     layer = "encoder.layer.{}" if family in ("dinov2", "vit") else "encoder.layers.{}"
-    for ours, theirs in _NAMES.get(family, _NAMES["clip"]).items():
-        if ours.endswith("_norm"):
-            yield f"layers/{{}}/{ours}/scale", f"{layer}.{theirs}.weight", SAME
-            yield f"layers/{{}}/{ours}/bias", f"{layer}.{theirs}.bias", SAME
+    for name, hf_name in _NAMES.get(family, _NAMES["clip"]).items():
+        if name.endswith("_norm"):
+            yield f"layers/{{}}/{name}/scale", f"{layer}.{hf_name}.weight", SAME
+            yield f"layers/{{}}/{name}/bias", f"{layer}.{hf_name}.bias", SAME
         else:
-            yield f"layers/{{}}/{ours}", f"{layer}.{theirs}.weight", TRANSPOSED
-            yield f"layers/{{}}/{ours}_bias", f"{layer}.{theirs}.bias", SAME
+            yield f"layers/{{}}/{name}", f"{layer}.{hf_name}.weight", TRANSPOSED
+            yield f"layers/{{}}/{name}_bias", f"{layer}.{hf_name}.bias", SAME
     if c.layer_scale:
         yield "layers/{}/attn_scale", f"{layer}.layer_scale1.lambda1", SAME
         yield "layers/{}/mlp_scale", f"{layer}.layer_scale2.lambda1", SAME
@@ -289,6 +317,6 @@ def _layer(c: ViTConfig, family: str) -> Named:
 def _norms(c: ViTConfig, family: str) -> Named:
     last = "layernorm" if family in ("dinov2", "vit") else "post_layernorm"
     named = {"stem_norm": "pre_layrnorm"} if c.stem_norm else {}
-    for ours, theirs in (named | ({"norm": last} if c.last_norm else {})).items():
-        yield f"{ours}/scale", f"{theirs}.weight", SAME
-        yield f"{ours}/bias", f"{theirs}.bias", SAME
+    for name, hf_name in (named | ({"norm": last} if c.last_norm else {})).items():
+        yield f"{name}/scale", f"{hf_name}.weight", SAME
+        yield f"{name}/bias", f"{hf_name}.bias", SAME

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mmjax.attention.settings import check_attention
+from mmjax.attention.settings import check_backend
 from mmjax.configurable import PROPOSED, configurable, divides, one_of, positive, require
 from mmjax.data.log_mel import EDGES
 from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
@@ -18,22 +18,22 @@ class WhisperConfig(EqualHeads):
     """An audio encoder.
 
     Attributes:
-      preset: name of the preset whose values are the defaults.
+      preset: the preset whose values are the defaults.
       layers, width, heads, mlp: depth, model width, attention heads and hidden units.
       mels: mel bins of a frame.
-      merge: positions that the projector joins into one LLM token; a position is two frames.
+      merge: positions that make one LLM token; a position is two frames.
       positions: ``sinusoidal`` (any length) or ``learned`` (a table of ``length`` positions).
       length: largest number of positions of a recording; used by ``learned`` and ``pad``.
-      pad: whether every recording gets ``length`` positions, by silence behind it or by a cut, as in transformers; else
+      pad: whether every recording is padded with silence or cut to ``length`` positions, as in transformers; otherwise
         each has as many as it needs. A folder proposes it.
-      edges: what frames see beyond both ends of a recording: ``silent`` (zeros) or ``reflected`` (its first and last
-        samples, mirrored), as OpenAI's models do.
+      edges: the samples beyond both ends of a recording that frames read: ``silent`` (zeros) or ``reflected`` (its
+        first and last samples, mirrored), as in OpenAI's models.
       k_bias: whether keys have a bias, on which attention does not depend; OpenAI's models have none.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
-      norm_eps: what norms add to the variance; OpenAI's models have 1e-5.
-      attention: how attention is computed: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of
-        tokens at once), or ``auto``: cuDNN where it takes device, mask and shape, else blockwise.
-      remat: what is kept for backward: ``none`` recomputes nothing, ``dots`` keeps products, ``full`` recomputes all.
+      norm_eps: epsilon of norms; OpenAI's models have 1e-5.
+      attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
+        at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
       sample_rate: samples per second of a recording.
       window, hop: samples under the window of a frame, and from one frame to the next.
     """
@@ -41,10 +41,26 @@ class WhisperConfig(EqualHeads):
     medium: ClassVar[Medium] = "recording"
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
-        "whisper-tiny": dict(layers=4, width=384, heads=6, mlp=1536, mels=80, sample_rate=16000, window=400, hop=160),
-        "whisper-large-v3": dict(
-            layers=32, width=1280, heads=20, mlp=5120, mels=128, sample_rate=16000, window=400, hop=160
-        ),
+        "whisper-tiny": {
+            "layers": 4,
+            "width": 384,
+            "heads": 6,
+            "mlp": 1536,
+            "mels": 80,
+            "sample_rate": 16000,
+            "window": 400,
+            "hop": 160,
+        },
+        "whisper-large-v3": {
+            "layers": 32,
+            "width": 1280,
+            "heads": 20,
+            "mlp": 5120,
+            "mels": 128,
+            "sample_rate": 16000,
+            "window": 400,
+            "hop": 160,
+        },
     }
 
     preset: str = "tiny"
@@ -76,7 +92,7 @@ class WhisperConfig(EqualHeads):
         one_of("Whisper.edges", self.edges, EDGES)
         one_of("Whisper.activation", self.activation, ACTIVATIONS)
         positive("Whisper.norm_eps", self.norm_eps, 1e-6)
-        check_attention("Whisper", self.attention, self.head_width)
+        check_backend("Whisper", self.attention, self.head_width)
         one_of("Whisper.remat", self.remat, REMATS)
         if self.positions == "sinusoidal":
             even = self.width % 2 == 0 and self.width > 2
@@ -87,6 +103,6 @@ class WhisperConfig(EqualHeads):
         require(self.window >= self.hop, "Whisper.window", self.window, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
-        read = self.pad or self.positions == "learned"
-        return {} if read else {"length": "it belongs to Whisper.positions='learned' and to Whisper.pad"}
+        """Settings without effect, given the other settings, each with the reason."""
+        reads_length = self.pad or self.positions == "learned"
+        return {} if reads_length else {"length": "it belongs to Whisper.positions='learned' and to Whisper.pad"}

@@ -1,10 +1,10 @@
 """Audio encoder over packed recordings of variable length: convolutional stem, then a transformer (as in Whisper).
 
-Source: Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision", §2.2. A row holds the frames
-of several recordings; segment ids keep them apart and segment 0 is padding. Two frames make one position (the stem's
-stride), so they come as one *patch*. At the ends of a recording the stem's convolutions see zeros, as if it were alone.
-The convolutions have the same GELU as the layers, or the tanh one where these have another activation.
-Attention does not depend on the bias of keys, which the original has not (``Whisper.k_bias``).
+Source: Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision", §2.2. A row has the frames of
+several recordings, which segment ids separate; segment 0 is padding. Two frames make one position (the stem's stride),
+so they are one *patch*. At the ends of a recording the stem's convolutions see zeros. The convolutions have the GELU of
+the layers, or the tanh approximation if these have another activation. Attention does not depend on the bias of keys,
+which the original lacks (``Whisper.k_bias``).
 
 Shapes: R rows, T patches per row, M mel bins, D width.
 """
@@ -28,13 +28,13 @@ from mmjax.models.whisper.config import WhisperConfig
 STRIDE = 2
 """Frames per position: the stride of the second convolution."""
 TAPS = 3
-"""Frames that a convolution sees: one before, its own, one after."""
+"""Frames that a convolution reads: the previous, the current and the next one."""
 LONGEST_PERIOD = 10000.0
 """Longest period of the sinusoidal positions, in units of 2π."""
 
 
 class _Convolution(nnx.Module):
-    """One kernel as a matrix; its rows are ordered by tap, then by input channel."""
+    """A kernel as a matrix, whose rows are ordered by tap, then by input channel."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (TAPS * channels, width)))
@@ -42,7 +42,7 @@ class _Convolution(nnx.Module):
 
 
 class AudioStem(nnx.Module):
-    """Both convolutions, and the position table of ``learned``."""
+    """Both convolutions, and for ``learned`` the position table."""
 
     def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
         self.conv1, self.conv2 = _Convolution(c.mels, c.width, rngs), _Convolution(c.width, c.width, rngs)
@@ -50,8 +50,8 @@ class AudioStem(nnx.Module):
             self.position = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.length, c.width)))
 
 
-def parts(c: WhisperConfig, first: bool, last: bool) -> tuple[Part, ...]:
-    """The single parts that the first and the last stage hold."""
+def parts(c: WhisperConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
+    """The parameters outside of layers: of the first stage, the last stage, or both."""
     stem = (Part(partial(AudioStem, c)),) if first else ()
     norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()
     return stem + norm
@@ -65,59 +65,59 @@ def embed_frames(
     positions_RT: Int[Array, "R T"],
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "R T D"]:
-    """Pairs of log-mel frames to features, one per pair; ``axes`` are those over which rows lie, in runs."""
-    one, two = p["conv1"], p["conv2"]
+    """Features of pairs of log-mel frames; rows are split over ``axes``, in contiguous runs."""
+    conv1, conv2 = p["conv1"], p["conv2"]
     gelu = ACTIVATIONS["gelu_exact" if c.activation == "gelu_exact" else "gelu"]
-    even, odd = jnp.split(patches_RTP.astype(one["kernel"].dtype), STRIDE, axis=-1)
-    seen_RT2X = jnp.stack(
+    even, odd = jnp.split(patches_RTP.astype(conv1["kernel"].dtype), STRIDE, axis=-1)
+    taps_RT2X = jnp.stack(
         [
             jnp.concatenate([_before(odd, segments_RT, axes), even, odd], axis=-1),
             jnp.concatenate([even, odd, _after(even, segments_RT, axes)], axis=-1),
         ],
         axis=2,
     )
-    h_RT2D = gelu(linear(seen_RT2X, one["kernel"], one["bias"]))
+    h_RT2D = gelu(linear(taps_RT2X, conv1["kernel"], conv1["bias"]))
     even, odd = h_RT2D[:, :, 0], h_RT2D[:, :, 1]
-    seen_RTX = jnp.concatenate([_before(odd, segments_RT, axes), even, odd], axis=-1)
-    x_RTD = gelu(linear(seen_RTX, two["kernel"], two["bias"]))
+    taps_RTX = jnp.concatenate([_before(odd, segments_RT, axes), even, odd], axis=-1)
+    x_RTD = gelu(linear(taps_RTX, conv2["kernel"], conv2["bias"]))
     if c.positions == "learned":
         return x_RTD + lookup(p["position"], positions_RT)
     return x_RTD + _sinusoids(positions_RT, c.width).astype(x_RTD.dtype)
 
 
 def _before(x_RTX: Array, segments_RT: Array, axes: tuple[str, ...]) -> Array:
-    """The value one patch earlier; zeros where that is no patch of the same recording."""
+    """The value one patch earlier; zeros at the start of a recording."""
     return _neighbour(x_RTX, segments_RT, 1, axes)
 
 
 def _after(x_RTX: Array, segments_RT: Array, axes: tuple[str, ...]) -> Array:
-    """The value one patch later; zeros where that is no patch of the same recording."""
+    """The value one patch later; zeros at the end of a recording."""
     return _neighbour(x_RTX, segments_RT, -1, axes)
 
 
-@partial(jax.checkpoint, static_argnums=(2, 3))  # else backward would keep the mask for every feature
+@partial(jax.checkpoint, static_argnums=(2, 3))  # otherwise the mask of every feature would be a residual
 def _neighbour(x_RTX: Array, segments_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
-    """``x`` moved by one patch along the row; zeros where the segment changes. Segment ids are not negative."""
-    moved = _moved(segments_RT + 1, step, axes) - 1
-    return jnp.where((moved == segments_RT)[..., None], _moved(x_RTX, step, axes), 0)
+    """``x`` shifted by one patch along the row; zeros where the segment changes. Segment ids are not negative."""
+    shifted_segments = _shifted(segments_RT + 1, step, axes) - 1
+    return jnp.where((shifted_segments == segments_RT)[..., None], _shifted(x_RTX, step, axes), 0)
 
 
-def _moved(x_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
-    """Values moved by one place, forwards or backwards, zeros at the end of the row that is left open."""
-    end, rest = (x_RT[:, -1:], x_RT[:, :-1]) if step > 0 else (x_RT[:, :1], x_RT[:, 1:])
+def _shifted(x_RT: Array, step: int, axes: tuple[str, ...]) -> Array:
+    """Values shifted by one place along the row, forwards or backwards, with zeros at its open end."""
+    end, inner = (x_RT[:, -1:], x_RT[:, :-1]) if step > 0 else (x_RT[:, :1], x_RT[:, 1:])
     if axes:
-        # Of all ranks, though one is wanted: in a program of branches a permutation would wait for all devices.
+        # An all-gather although one rank's end is needed: a ppermute in a program with branches waits for all devices.
         ends_N = lax.all_gather(end, axes)
-        before = lax.axis_index(axes) - step
-        is_rank = (before >= 0) & (before < len(ends_N))
-        end = jnp.where(is_rank, lax.dynamic_index_in_dim(ends_N, before, keepdims=False), 0)
+        neighbour = lax.axis_index(axes) - step
+        exists = (neighbour >= 0) & (neighbour < len(ends_N))
+        end = jnp.where(exists, lax.dynamic_index_in_dim(ends_N, neighbour, keepdims=False), 0)
     else:
         end = jnp.zeros_like(end)
-    return jnp.concatenate([end, rest] if step > 0 else [rest, end], axis=1)
+    return jnp.concatenate([end, inner] if step > 0 else [inner, end], axis=1)
 
 
 def _sinusoids(positions_RT: Array, width: int) -> Float[Array, "R T D"]:
-    """Sines, then cosines, of periods that grow geometrically from 2π to 2π · 10000."""
+    """Sines, then cosines, with periods in a geometric series from 2π to 2π · 10000."""
     half = width // 2
     frequency = jnp.exp(-jnp.arange(half, dtype=jnp.float32) * (math.log(LONGEST_PERIOD) / (half - 1)))
     angle = positions_RT[..., None].astype(jnp.float32) * frequency

@@ -12,7 +12,7 @@ from mmjax.data.log_mel import LogMel
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, layer_norm
-from mmjax.models.module import LayerGroup, Module
+from mmjax.models.module import Block, LayerGroup, Module
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import EncoderLayer, block_flops, encoder_block, encoder_parameters, norm_parameters
 from mmjax.models.whisper import layers
@@ -31,18 +31,22 @@ class Whisper(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         c = self.config
-        return (LayerGroup(c.layers, partial(EncoderLayer, c), lambda context, x: encoder_block(c, context)),)
 
-    def parts(self, first: bool, last: bool) -> tuple[Part, ...]:
-        return layers.parts(self.config, first, last)
+        def block(context: Context, x: Array) -> Block:
+            return encoder_block(c, context)
 
-    def inputs(self, first: bool, last: bool) -> tuple[str, ...]:
+        return (LayerGroup(c.layers, partial(EncoderLayer, c), block),)
+
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        return layers.parts(self.config, first=first, last=last)
+
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
         return ("patches", "segments", "positions") if first else ("segments",)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        given, axes = context.inputs, context.axes.stream
-        positions_RT = given["positions"][..., 0]
-        return layers.embed_frames(p, self.config, given["patches"], given["segments"], positions_RT, axes)
+        inputs, axes = context.inputs, context.axes.stream
+        positions_RT = inputs["positions"][..., 0]
+        return layers.embed_frames(p, self.config, inputs["patches"], inputs["segments"], positions_RT, axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         return layer_norm(x, p["norm"], self.config.norm_eps)
@@ -65,14 +69,14 @@ class Whisper(Module):
         )
 
     def parameters(self) -> int:
-        """Two convolutions of 3 taps, position table when learned, layers, last norm."""
+        """The parameters of both convolutions, learned position table, layers and last norm."""
         c, d = self.config, self.config.width
         convolutions = layers.TAPS * c.mels * d + d + layers.TAPS * d * d + d
         position = c.length * d if c.positions == "learned" else 0
         return convolutions + position + encoder_parameters(c) + norm_parameters(c)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Per patch, a pair of frames, the first convolution runs twice and the second once, each over three taps."""
+        """For each patch of two frames the first convolution runs twice and the second once, each over three taps."""
         c, patches = self.config, [int(n) for n in lengths]
         stem = 2 * sum(patches) * (2 * layers.TAPS * c.mels * c.width + layers.TAPS * c.width * c.width)
         return stem + block_flops(c, patches)

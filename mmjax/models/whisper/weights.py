@@ -1,6 +1,6 @@
-"""Whisper's encoder as transformers has it: its settings, and its tensors as our leaves.
+"""Whisper's encoder in folders of transformers: settings and weights table.
 
-Alone or in a folder of the whole model, whose decoder has no leaf here. Imports no JAX.
+The folder is of the encoder alone or of the complete model, whose decoder has no leaves in mmjax. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 MODEL_TYPE = "whisper"
 _PREFIXES = ("model.encoder.", "encoder.", "")
-"""What keys begin with in a folder of a model with a language head, of the model without, and of the encoder alone."""
-# What a config.json may leave out, with the value that transformers then takes.
-_SIZES = dict(encoder_layers=4, d_model=384, encoder_attention_heads=6, encoder_ffn_dim=1536)
-_SIZES |= dict(num_mel_bins=80, max_source_positions=1500)
-_FRAMES = dict(sampling_rate=16000, n_fft=400, hop_length=160, dither=0.0)
+"""Key prefixes in folders of a model with a language head, of the model without, and of the encoder alone."""
+# Defaults of transformers for keys that a config.json may leave out.
+_SIZES = {"encoder_layers": 4, "d_model": 384, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
+_SIZES |= {"num_mel_bins": 80, "max_source_positions": 1500}
+_FRAMES = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "dither": 0.0}
 _RATE = 16000
-"""The only rate at which the filters of ``WhisperFeatureExtractor``, up to 8 kHz, are those of ``LogMel``."""
+"""The only sampling rate for which the filters of ``WhisperFeatureExtractor`` (up to 8 kHz) are those of ``LogMel``."""
 _STRIDE, _TAPS = 2, 3
 _FIELDS = {
     "layers": "encoder_layers",
@@ -32,67 +32,79 @@ _FIELDS = {
 }
 
 
-def settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``WhisperConfig`` that a config.json says.
+_CONSTANT = {
+    "positions": "learned",
+    "pad": True,
+    "edges": "reflected",
+    "activation": "gelu_exact",
+    "norm_eps": 1e-5,
+    "k_bias": False,
+    "sample_rate": _RATE,
+}
+"""The settings that are the same for every Whisper model."""
+
+
+def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``WhisperConfig`` from a config.json.
 
     Args:
-      theirs: the configuration; "extractor" is that of the feature extractor, if the folder has one.
+      hf_config: the configuration; its "extractor" is the configuration of the feature extractor, if the folder has
+        one.
 
     Raises:
-      ConfigError: it is no Whisper, or has something that ours has not.
+      ConfigError: it is no Whisper model, or mmjax cannot compute it.
     """
-    one_of("config.json: model_type", str(theirs.get("model_type", "")), (MODEL_TYPE,))
-    c = _with_defaults(_SIZES | {"activation_function": "gelu"}, theirs)
+    one_of("config.json: model_type", str(hf_config.get("model_type", "")), (MODEL_TYPE,))
+    c = _with_defaults(_SIZES | {"activation_function": "gelu"}, hf_config)
     one_of("config.json: activation_function", c["activation_function"], ("gelu",))
-    found = {ours: c[key] for ours, key in _FIELDS.items()}
-    return found | _frames(theirs.get("extractor", {}), found["length"], found["mels"]) | _constant()
-
-
-def _constant() -> dict[str, Any]:
-    """What every Whisper has."""
-    own = dict(positions="learned", pad=True, edges="reflected", activation="gelu_exact", norm_eps=1e-5, k_bias=False)
-    return own | dict(sample_rate=_RATE)
+    values = {name: c[key] for name, key in _FIELDS.items()}
+    return values | _frames(hf_config.get("extractor", {}), values["length"], values["mels"]) | _CONSTANT
 
 
 def _frames(extractor: Mapping[str, Any], length: int, mels: int) -> dict[str, Any]:
-    """The settings that a feature extractor decides."""
+    """The settings that the feature extractor determines."""
     where = "preprocessor_config.json: "
     e = _with_defaults(_FRAMES | {"feature_size": mels}, extractor)
     for key, legal in (("sampling_rate", _RATE), ("dither", 0.0), ("feature_size", mels)):
         require(e[key] == legal, f"{where}{key}", e[key], f"mmjax has {legal} alone")
     seconds = length * _STRIDE * e["hop_length"] / e["sampling_rate"]
-    own = e.get("chunk_length", seconds)
-    require(own == seconds, f"{where}chunk_length", own, f"the encoder has positions for {seconds:g} seconds")
-    return dict(window=e["n_fft"], hop=e["hop_length"])
+    chunk_length = e.get("chunk_length", seconds)
+    require(
+        chunk_length == seconds,
+        f"{where}chunk_length",
+        chunk_length,
+        f"the encoder has positions for {seconds:g} seconds",
+    )
+    return {"window": e["n_fft"], "hop": e["hop_length"]}
 
 
-def _with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {**defaults, **{key: value for key, value in given.items() if value is not None}}
+def _with_defaults(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
-def their_config(config: WhisperConfig) -> dict[str, Any]:
-    """A config.json for a folder of the encoder.
+def to_hf_config(config: WhisperConfig) -> dict[str, Any]:
+    """The config.json of a folder of the encoder.
 
     Raises:
-      ConfigError: no Whisper computes the same.
+      ConfigError: no Whisper model computes the same.
     """
-    theirs = {"model_type": MODEL_TYPE, "architectures": ["WhisperModel"]}
-    theirs |= {key: getattr(config, ours) for ours, key in _FIELDS.items()}
+    hf_config = {"model_type": MODEL_TYPE, "architectures": ["WhisperModel"]}
+    hf_config |= {key: getattr(config, name) for name, key in _FIELDS.items()}
     frames = {"n_fft": config.window, "hop_length": config.hop}
-    same = settings({**theirs, "extractor": frames})
-    if any(getattr(config, name) != value for name, value in same.items() if name != "pad"):
+    restored = settings({**hf_config, "extractor": frames})
+    if any(getattr(config, name) != value for name, value in restored.items() if name != "pad"):
         raise ConfigError("Whisper: OpenAI's models have other settings; export with --format=orbax")
-    return theirs
+    return hf_config
 
 
 def rows(config: WhisperConfig, model_type: str) -> tuple[Row, ...]:
-    """The encoder's leaves and tensors; every folder has them under the same names, behind some prefix."""
+    """The encoder's weights table; keys have one of ``_PREFIXES``."""
     del model_type
     return tuple(Row(leaf, tuple(prefix + key for prefix in _PREFIXES), view) for leaf, key, view in _named(config))
 
 
 def unused(config: WhisperConfig) -> tuple[str, ...]:
-    """Regular expressions of the ends of keys that need no leaf: what writes or classifies."""
+    """Regular expressions for the ends of keys that need no leaf: decoders and classification heads."""
     del config
     return (r"decoder\..*", r"proj_out\..*", r"projector\..*", r"classifier\..*", "layer_weights")
 
@@ -117,10 +129,10 @@ def _named(c: WhisperConfig) -> Iterator[tuple[str, str, View]]:
         yield f"{name}/kernel", f"{name}.weight", View((2, 1, 0), (c.width, channels, _TAPS))
         yield f"{name}/bias", f"{name}.bias", SAME
     yield "position", "embed_positions.weight", SAME
-    for ours, theirs in _PRODUCTS.items():
-        yield f"layers/{{}}/{ours}", f"layers.{{}}.{theirs}.weight", TRANSPOSED
-        if ours != "attn/k":
-            yield f"layers/{{}}/{ours}_bias", f"layers.{{}}.{theirs}.bias", SAME
-    for ours, theirs in _NORMS.items():
-        yield f"{ours}/scale", f"{theirs}.weight", SAME
-        yield f"{ours}/bias", f"{theirs}.bias", SAME
+    for name, hf_name in _PRODUCTS.items():
+        yield f"layers/{{}}/{name}", f"layers.{{}}.{hf_name}.weight", TRANSPOSED
+        if name != "attn/k":
+            yield f"layers/{{}}/{name}_bias", f"layers.{{}}.{hf_name}.bias", SAME
+    for name, hf_name in _NORMS.items():
+        yield f"{name}/scale", f"{hf_name}.weight", SAME
+        yield f"{name}/bias", f"{hf_name}.bias", SAME

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, PartitionSpec
 from stand_ins import stand_in
 
 from mmjax.attention import blockwise
-from mmjax.attention.exchange import gathered_tokens, with_order
-from mmjax.attention.kernels import Asked, Sequence, seen_runs
+from mmjax.attention.backends import KERNELS, Backend
+from mmjax.attention.exchange import gather_tokens, token_info_with_order
+from mmjax.attention.kernels import AttentionCall, RowOrder, visible_intervals
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import KERNELS, Way
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 
@@ -67,14 +67,16 @@ def rows(mask: Mask, name: str, seed: int = 0, *, permuted: bool = True) -> dict
         inputs |= {"is": np.where(media, one | two, one), "attends": np.where(media, one | two, one)}
     elif mask.kind == "words":
         inputs |= {"is": np.where(media, one | two, one), "attends": np.where(media, two, one)}
-    inputs = {n: x if n in ("is", "attends") else x.astype(np.int32) for n, x in inputs.items() if n in mask.reads}
+    inputs = {
+        n: x if n in ("is", "attends") else x.astype(np.int32) for n, x in inputs.items() if n in mask.input_names
+    }
     inputs = {n: x if n == "positions" else np.broadcast_to(x, segments.shape) for n, x in inputs.items()}
     if not permuted:
         return inputs
     rng = np.random.default_rng(seed)
     order = np.stack([np.arange(TOKENS).reshape(-1, 4)[rng.permutation(TOKENS // 4)].reshape(-1) for _ in range(ROWS)])
     inputs = {n: np.stack([own[at] for own, at in zip(x, order, strict=True)]) for n, x in inputs.items()}
-    return inputs | ({"order": order.astype(np.int32)} if "order" in mask.reads else {})
+    return inputs | ({"order": order.astype(np.int32)} if "order" in mask.input_names else {})
 
 
 def numbers() -> list[np.ndarray]:
@@ -89,16 +91,21 @@ def both(attend: Any, segments: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
     return out, *back(d_out)
 
 
-def among(name: str, cp_way: str, ranks: int, mask: Mask, inputs: Any, *, beside: bool = True) -> Any:
+def across_ranks(name: str, cp_way: str, ranks: int, mask: Mask, inputs: Any, *, with_precomputed: bool = True) -> Any:
     """Output and gradients by a kernel, with the tokens of rows on several ranks."""
     mesh, spec = Mesh(np.array(jax.devices()[:ranks]), ("cp",)), PartitionSpec(None, "cp")
 
-    def run(inputs: Any, *given: Any) -> Any:
-        tokens, way = Tokens.of(inputs, ("cp",)), Way(name)
-        keys = gathered_tokens(tokens, mask, ("cp",), cp_way)
-        found = way.found(mask, tokens, keys, cp_way) if beside else None
-        attend = lambda q, k, v: way.among(("cp",), cp_way, q, k, v, tokens, mask, keys, found)  # noqa: E731
-        return both(attend, inputs["segments"], *given)
+    def run(inputs: Any, *arrays: Any) -> Any:
+        tokens, backend = Tokens.of(inputs, ("cp",)), Backend(name)
+        keys = gather_tokens(tokens, mask, ("cp",), cp_way)
+        precomputed = backend.precompute(mask, tokens, keys, cp_way) if with_precomputed else None
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return backend.attend_across_ranks(
+                q, k, v, tokens, mask, keys, axes=("cp",), cp_way=cp_way, precomputed=precomputed
+            )
+
+        return both(attend, inputs["segments"], *arrays)
 
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *numbers())
 
@@ -130,10 +137,10 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", [*RUNS, *OTHERS])
 def test_masks_of_words_on_one_rank(name: str, by_blocks: list[str]) -> None:
     mask = (RUNS | OTHERS)[name]
-    inputs, way = rows(mask, name, permuted=False), Way("tokamax")
+    inputs, backend = rows(mask, name, permuted=False), Backend("tokamax")
     tokens = Tokens.of({n: jnp.asarray(x) for n, x in inputs.items()})
-    for found in (None, way.found(mask, tokens, None, "")):
-        attend = partial(way.attend, tokens=tokens, mask=mask, found=found)
+    for precomputed in (None, backend.precompute(mask, tokens, None, "")):
+        attend = partial(backend.attend, tokens=tokens, mask=mask, precomputed=precomputed)
         require_equal(jax.jit(partial(both, attend, inputs["segments"]))(*numbers()), mask, inputs)
     jax.effects_barrier()
     assert len(by_blocks) == (4 if name in OTHERS else 0)
@@ -145,7 +152,9 @@ def test_masks_of_words_on_one_rank(name: str, by_blocks: list[str]) -> None:
 def test_intervals_among_ranks(name: str, cp_way: str, ranks: int, by_blocks: list[str]) -> None:
     mask = (RUNS | OTHERS)[name]
     inputs = rows(mask, name)
-    require_equal(among("tokamax", cp_way, ranks, mask, inputs, beside=name != "cornstarch"), mask, inputs)
+    require_equal(
+        across_ranks("tokamax", cp_way, ranks, mask, inputs, with_precomputed=name != "cornstarch"), mask, inputs
+    )
     jax.effects_barrier()
     assert bool(by_blocks) == (name in OTHERS)
 
@@ -154,7 +163,7 @@ def test_intervals_among_ranks(name: str, cp_way: str, ranks: int, by_blocks: li
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_cudnn_has_whole_rows_of_some_heads(name: str, by_blocks: list[str]) -> None:
     inputs = rows(RUNS[name], name)
-    require_equal(among("auto", "all-to-all", 2, RUNS[name], inputs), RUNS[name], inputs)
+    require_equal(across_ranks("auto", "all-to-all", 2, RUNS[name], inputs), RUNS[name], inputs)
     jax.effects_barrier()
     assert not by_blocks
 
@@ -163,11 +172,11 @@ def test_cudnn_has_whole_rows_of_some_heads(name: str, by_blocks: list[str]) -> 
 def test_rows_that_lie_in_order_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of tokens on ranks, as they stand; and a kernel that is given permuted keys as they lie is seen."""
     inputs = rows(RUNS["causal"], "causal", permuted=False)
-    require_equal(among("tokamax", "gather", 2, RUNS["causal"], inputs), RUNS["causal"], inputs)
-    monkeypatch.setattr(Sequence, "put", lambda self, x: x)
+    require_equal(across_ranks("tokamax", "gather", 2, RUNS["causal"], inputs), RUNS["causal"], inputs)
+    monkeypatch.setattr(RowOrder, "to_row_order", lambda self, x: x)
     inputs = rows(RUNS["causal"], "causal")
     with pytest.raises(AssertionError, match="out"):
-        require_equal(among("tokamax", "gather", 2, RUNS["causal"], inputs), RUNS["causal"], inputs)
+        require_equal(across_ranks("tokamax", "gather", 2, RUNS["causal"], inputs), RUNS["causal"], inputs)
 
 
 @settings(max_examples=15, deadline=None)
@@ -175,12 +184,14 @@ def test_rows_that_lie_in_order_have_their_places(monkeypatch: pytest.MonkeyPatc
 def test_runs_are_what_the_mask_shows(name: str, seed: int, block: int) -> None:
     """Of permuted queries among keys in order, however many queries are looked at together."""
     mask = (RUNS | OTHERS)[name]
-    asking = with_order(Tokens.of({n: jnp.asarray(x) for n, x in rows(mask, name, seed).items()}), mask)
-    row = Sequence.of(asking)
-    asked = {n: row.put(x) for n, x in asking.items()}
-    first, last, are_runs = seen_runs(mask, asking, asked, block)
-    allowed = np.asarray(mask.allowed(*(mask.columns(Tokens.of(one)) for one in (asking, asked))))
-    real = np.asarray(asking["segments"] > 0)
+    query_tokens = token_info_with_order(
+        Tokens.of({n: jnp.asarray(x) for n, x in rows(mask, name, seed).items()}), mask
+    )
+    row = RowOrder.of(query_tokens)
+    key_tokens = {n: row.to_row_order(x) for n, x in query_tokens.items()}
+    first, last, are_runs = visible_intervals(mask, query_tokens, key_tokens, block)
+    allowed = np.asarray(mask.allowed(*(mask.inputs(Tokens.of(one)) for one in (query_tokens, key_tokens))))
+    real = np.asarray(query_tokens["segments"] > 0)
     index = np.arange(TOKENS)
     within = (index >= np.asarray(first)[..., None]) & (index < np.asarray(last)[..., None])
     assert bool(are_runs) == (name in RUNS)
@@ -191,9 +202,9 @@ def test_runs_are_what_the_mask_shows(name: str, seed: int, block: int) -> None:
 
 def test_keys_come_back_to_their_places() -> None:
     order = np.stack([np.random.default_rng(row).permutation(TOKENS) for row in range(ROWS)])
-    row, x = Sequence.of({"order": jnp.asarray(order), "segments": jnp.ones_like(order)}), numbers()[1]
-    np.testing.assert_array_equal(row.put(jnp.asarray(order)), np.tile(np.arange(TOKENS), (ROWS, 1)))
-    np.testing.assert_array_equal(row.back(row.put(jnp.asarray(x))), x)
+    row, x = RowOrder.of({"order": jnp.asarray(order), "segments": jnp.ones_like(order)}), numbers()[1]
+    np.testing.assert_array_equal(row.to_row_order(jnp.asarray(order)), np.tile(np.arange(TOKENS), (ROWS, 1)))
+    np.testing.assert_array_equal(row.from_row_order(row.to_row_order(jnp.asarray(x))), x)
 
 
 @pytest.mark.usefixtures("stands_in")
@@ -203,7 +214,7 @@ def test_under_remat_nothing_runs_again() -> None:
     tokens = Tokens.of({n: jnp.asarray(x) for n, x in rows(mask, "cornstarch", permuted=False).items()})
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(Way("tokamax").attend(q * 1, k * 1, v * 1, tokens, mask))
+        return jnp.sum(Backend("tokamax").attend(q * 1, k * 1, v * 1, tokens, mask))
 
     text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(*numbers()[:3]))
     assert text.count("cond[") == 2
@@ -242,20 +253,22 @@ def gaps(kernel: str, name: str, dtype: Any) -> list[float]:
     tokens = Tokens.of({n: jnp.asarray(x) for n, x in rows(mask, name).items()})
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, n, 64)), dtype) for n in (8, 2, 2, 8))
-    call = Asked.of(q, k, tokens, mask, cp_way="all-to-all")
+    call = AttentionCall.of(q, k, tokens, mask, cp_way="all-to-all")
     if why := KERNELS[kernel].refusal(call):
         pytest.skip(why)
     with jax.default_matmul_precision("highest"):
         attend = lambda q, k, v: dense_attention(q, k, v, tokens, mask)  # noqa: E731
         exact = both(attend, tokens.segments_BT, *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
-    asked, way, half = with_order(tokens, mask), KERNELS[kernel].of(call), TOKENS // 2
+    key_tokens, backend, half = token_info_with_order(tokens, mask), KERNELS[kernel].of(call), TOKENS // 2
     real = (tokens.segments_BT > 0)[..., None, None]
     outs, found = [], []
     for part in [slice(TOKENS)] if kernel == "cudnn" else [slice(half), slice(half, TOKENS)]:
-        asking = {n: x[:, part] for n, x in asked.items()}
-        out, stats = jax.jit(way.forward)(q[:, part], k, v, asking, asked)
+        query_tokens = {n: x[:, part] for n, x in key_tokens.items()}
+        out, stats = jax.jit(backend.forward)(q[:, part], k, v, query_tokens, key_tokens)
         outs.append(jnp.where(real[:, part], out, 0))
-        found.append(jax.jit(way.backward)(q[:, part], k, v, asking, asked, out, stats, (d_out * real)[:, part]))
+        found.append(
+            jax.jit(backend.backward)(q[:, part], k, v, query_tokens, key_tokens, out, stats, (d_out * real)[:, part])
+        )
     dqs, dks, dvs = zip(*found, strict=True)
     got = [jnp.concatenate(x, 1) for x in (outs, dqs)] + [jnp.stack(x).sum(0) for x in (dks, dvs)]
     norm = jnp.linalg.norm

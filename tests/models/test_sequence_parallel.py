@@ -20,7 +20,7 @@ from mmjax.jax_compat import tree_to_varying
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import Adapted, Handle
 from mmjax.models.layers import REMAT, column_parallel, row_parallel
-from mmjax.models.shared import Exchange
+from mmjax.models.sequence_parallel import SequenceParallel
 from mmjax.models.taps import Tapped, Value, products, weight_gradient
 
 B, T, D, F, R = 2, 12, 6, 24, 3
@@ -98,17 +98,17 @@ def test_what_taps_leave_for_later_is_shared_too(ring: bool) -> None:
     """This rank's tokens of an input that is gathered, and of an output's gradient where the output is scattered."""
     tp = 4
     (x, p, dy), h = jax.tree.map(np.float32, drawn()), np.float32(np.random.default_rng(1).normal(size=(B, T, F)))
-    gather, scatter = Exchange(gather=("tp",), ring=ring), Exchange(scatter=("tp",), ring=ring)
+    gather, scatter = SequenceParallel(gather=("tp",), ring=ring), SequenceParallel(scatter=("tp",), ring=ring)
 
-    def gradients(exchange: Exchange, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+    def gradients(sp: SequenceParallel, x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
         def run(x: jax.Array, taps: Any) -> jax.Array:
-            return products(x, [Tapped(weight=w, x=taps[0], dy=taps[1])], exchange)[0]
+            return products(x, [Tapped(weight=w, x=taps[0], dy=taps[1])], sp)[0]
 
         taps = (Value.of(x).zeros(), Value.of(dy).zeros())
         dx, (kept_x, kept_dy) = jax.vjp(run, x, taps)[1](dy)
         assert (kept_x.shape, kept_dy.shape) == (x.shape, dy.shape)
-        dw = weight_gradient(kept_x, kept_dy, w, stacked=False, transposed=False, exchange=exchange)
-        how: Any = {"stacked": True, "transposed": True, "exchange": exchange}
+        dw = weight_gradient(kept_x, kept_dy, w, stacked=False, transposed=False, sp=sp)
+        how: Any = {"stacked": True, "transposed": True, "sp": sp}
         turned = weight_gradient(jnp.stack([kept_x] * 2), jnp.stack([kept_dy] * 2), w, **how)
         return dx, dw, turned[1].T
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
-from test_exchange import alone, among, require_equal
+from test_exchange import across_ranks, complete_rows, require_equal
 
-from mmjax.attention.exchange import gathered_tokens
+from mmjax.attention.backends import Backend
+from mmjax.attention.exchange import gather_tokens
 from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
-from mmjax.attention.needed import block_size, most_by_distance, needed_blocks, received_blocks, sizes
+from mmjax.attention.needed_blocks import block_size, max_by_distance, needed_blocks, received_blocks, transfer_sizes
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import Way
 from mmjax.data.split import Split
 
 ROWS, TOKENS, RANKS = 2, 60, 3
@@ -43,8 +43,8 @@ def rows(*cuts: tuple[int, ...]) -> dict[str, np.ndarray]:
 def plan(mask: Mask, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """What each rank needs of each, and the most by distance."""
     known = {name: jnp.asarray(x) for name, x in inputs.items()}
-    needed = needed_blocks(mask, mask.columns(Tokens.of(known)), RANKS)
-    return np.asarray(needed), np.asarray(most_by_distance(needed))
+    needed = needed_blocks(mask, mask.inputs(Tokens.of(known)), RANKS)
+    return np.asarray(needed), np.asarray(max_by_distance(needed))
 
 
 def arrays(seed: int, heads: int = 4, groups: int = 2) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_that_of_whole_rows(case: str) -> None:
     mask, inputs, _ = CASES[case]
-    require_equal(among("need", RANKS, mask, inputs, arrays(1)), alone(mask, inputs, arrays(1)))
+    require_equal(across_ranks("need", RANKS, mask, inputs, arrays(1)), complete_rows(mask, inputs, arrays(1)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +85,7 @@ def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Ma
     own = rng.permutation(TOKENS) if rng.random() < 0.5 else np.arange(TOKENS)
     inputs = {name: x[:, own] for name, x in inputs.items()}
     needed, most = plan(mask, inputs)
-    known = mask.columns(Tokens.of({name: jnp.asarray(x) for name, x in inputs.items()}))
+    known = mask.inputs(Tokens.of({name: jnp.asarray(x) for name, x in inputs.items()}))
     real = np.greater(inputs["segments"], 0)
     seen = np.logical_and(mask.allowed(known, known), real[:, :, None] & real[:, None, :])
     length, size = TOKENS // RANKS, block_size(TOKENS // RANKS)
@@ -101,7 +101,11 @@ def test_a_block_is_needed_where_a_token_of_another_rank_sees_one_of_it(mask: Ma
 
 def test_blocks_and_sizes() -> None:
     assert [block_size(tokens) for tokens in (1, 7, 8, 20, 1024, 4096, 4097)] == [1, 1, 1, 3, 128, 128, 125]
-    assert sizes(8) == (0, 1, 2, 4, 8) and sizes(1) == (0, 1) and sizes(128) == (0, 16, 32, 64, 128)
+    assert (
+        transfer_sizes(8) == (0, 1, 2, 4, 8)
+        and transfer_sizes(1) == (0, 1)
+        and transfer_sizes(128) == (0, 16, 32, 64, 128)
+    )
     assert received_blocks(np.array([0, 0, 1, 5]), 8) == 0 + 1 + 8
 
 
@@ -113,20 +117,24 @@ def test_ranks_with_other_rows_send_as_much() -> None:
     given = arrays(3)
 
     def most(inputs: Any) -> Any:
-        return gathered_tokens(Tokens.of(inputs, ("cp",)), mask, ("cp",), "need").inputs["most"]
+        return gather_tokens(Tokens.of(inputs, ("cp",)), mask, ("cp",), "need").inputs["max_needed"]
 
     equal = jax.shard_map(most, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())  # refuses what varies
     np.testing.assert_array_equal(jax.jit(equal)(inputs), [0, 7, 0])
 
     def run(inputs: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
         tokens = Tokens.of(inputs, ("cp",))
-        keys = gathered_tokens(tokens, mask, ("cp",), "need")
-        attend = lambda q, k, v: Way("blockwise").among(("cp",), "need", q, k, v, tokens, mask, keys)  # noqa: E731
-        out, back = jax.vjp(attend, q, k, v)
-        return out, *back(d_out)
+        keys = gather_tokens(tokens, mask, ("cp",), "need")
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            backend = Backend("blockwise")
+            return backend.attend_across_ranks(q, k, v, tokens, mask, keys, axes=("cp",), cp_way="need")
+
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(d_out)
 
     got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(inputs, *given)
-    require_equal(got, alone(mask, inputs, given))
+    require_equal(got, complete_rows(mask, inputs, given))
 
 
 def test_nothing_travels_where_segments_are_whole_on_ranks() -> None:
@@ -136,7 +144,7 @@ def test_nothing_travels_where_segments_are_whole_on_ranks() -> None:
     inputs["order"] = inputs["order"].astype(np.int32)
     for mask in (Mask("full"), Mask("causal"), Mask("causal", 5)):
         assert not plan(mask, inputs)[0].any()
-        require_equal(among("need", RANKS, mask, inputs, arrays(4)), alone(mask, inputs, arrays(4)))
+        require_equal(across_ranks("need", RANKS, mask, inputs, arrays(4)), complete_rows(mask, inputs, arrays(4)))
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 4, 12, 8, 4, 4), (16, 16, 16)])

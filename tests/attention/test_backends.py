@@ -1,4 +1,4 @@
-"""Which way computes attention, and what stands around libraries' kernels, for which plain ones stand here."""
+"""The choice of a backend, and the code around libraries' kernels, which plain kernels replace here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stand_ins import H100, stand_in
 
 from mmjax import jax_compat
 from mmjax.attention import cudnn
-from mmjax.attention.by_hand import KEPT
-from mmjax.attention.kernels import Asked, intervals, runs
+from mmjax.attention.backends import KERNELS, XLA_BACKENDS, Backend
+from mmjax.attention.custom_vjp import RESIDUAL_NAME
+from mmjax.attention.kernels import AttentionCall, run_intervals, segment_runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
-from mmjax.attention.settings import ATTENTIONS, AUTO, LIBRARIES
+from mmjax.attention.settings import AUTO, BACKENDS, LIBRARIES
 from mmjax.attention.tokens import Tokens
-from mmjax.attention.ways import KERNELS, PLAIN, Way
 from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
@@ -40,8 +40,8 @@ ROWS_OF = {
 }
 
 
-def asked(**changes: Any) -> Asked:
-    return Asked(
+def call_with(**changes: Any) -> AttentionCall:
+    return AttentionCall(
         **{
             **dict(platform=H100[0], device_kind=H100[1], mask=Mask("causal"), dtype="bfloat16", queries=64, keys=64),
             **dict(heads=4, groups=2, width=128),
@@ -54,7 +54,7 @@ def asked(**changes: Any) -> Asked:
 
 
 def test_every_name_of_the_setting_is_a_way() -> None:
-    assert {AUTO, *PLAIN, *KERNELS} == set(ATTENTIONS) and KERNELS.keys() == LIBRARIES.keys()
+    assert {AUTO, *XLA_BACKENDS, *KERNELS} == set(BACKENDS) and KERNELS.keys() == LIBRARIES.keys()
 
 
 @pytest.mark.parametrize(
@@ -73,33 +73,33 @@ def test_every_name_of_the_setting_is_a_way() -> None:
         ({"mask": Mask("causal", grid_window=4)}, "blockwise"),
         ({"mask": Mask.of("gemma3", 16)}, "blockwise"),
         ({"mask": Mask.of("paligemma")}, "blockwise"),
-        ({"by_index": False}, "blockwise"),
-        ({"cp_way": "all-to-all", "by_index": False}, "cudnn"),
-        ({"cp_way": "gather", "by_index": False}, "blockwise"),
-        ({"cp_way": "ring", "by_index": False}, "blockwise"),
+        ({"in_row_order": False}, "blockwise"),
+        ({"cp_way": "all-to-all", "in_row_order": False}, "cudnn"),
+        ({"cp_way": "gather", "in_row_order": False}, "blockwise"),
+        ({"cp_way": "ring", "in_row_order": False}, "blockwise"),
     ],
 )
 def test_auto_is_the_kernel_where_it_fits(changes: dict[str, Any], way: str) -> None:
-    call = asked(**changes)
-    assert Way().chosen(call) == way
-    assert Way("dense").chosen(call) == "dense"
+    call = call_with(**changes)
+    assert Backend().resolve(call) == way
+    assert Backend("dense").resolve(call) == "dense"
     if way == "cudnn":
-        assert Way("cudnn").chosen(call) == "cudnn"
+        assert Backend("cudnn").resolve(call) == "cudnn"
     else:
         with pytest.raises(ConfigError, match=r"llm/Decoder.attention='cudnn': cuDNN .*; use 'auto' or 'blockwise'"):
-            Way("cudnn", "llm/Decoder.attention").chosen(call)
+            Backend("cudnn", "llm/Decoder.attention").resolve(call)
 
 
 def test_a_call_says_what_is_asked() -> None:
     q, k = jnp.ones((1, 6, 4, 8), jnp.bfloat16), jnp.ones((1, 6, 2, 8), jnp.bfloat16)
     tokens = Tokens.of({"segments": jnp.ones((1, 6), jnp.int32)})
-    found = Asked.of(q, k, tokens, Mask("full"))
-    assert found == Asked("cpu", jax.devices()[0].device_kind, Mask("full"), "bfloat16", 6, 6, 4, 2, 8)
+    found = AttentionCall.of(q, k, tokens, Mask("full"))
+    assert found == AttentionCall("cpu", jax.devices()[0].device_kind, Mask("full"), "bfloat16", 6, 6, 4, 2, 8)
     cut = Tokens.of({"segments": tokens.segments_BT, "order": tokens.order_BT})
-    assert not Asked.of(q, k, cut, Mask("full")).by_index
-    assert not Asked.of(q, k, tokens, Mask("full"), cut).by_index
-    among = Asked.of(q, k, tokens, Mask("full"), cp_way="gather")
-    assert among.cp_way == "gather" and not among.by_index
+    assert not AttentionCall.of(q, k, cut, Mask("full")).in_row_order
+    assert not AttentionCall.of(q, k, tokens, Mask("full"), cut).in_row_order
+    among = AttentionCall.of(q, k, tokens, Mask("full"), cp_way="gather")
+    assert among.cp_way == "gather" and not among.in_row_order
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_a_stage_for_other_devices_is_refused_when_it_is_built() -> None:
 
 def test_runs_of_all_rows() -> None:
     segments = jnp.asarray([[1, 1, 2, 0], [2, 2, 2, 2]])
-    first, length = runs(segments, 6)
+    first, length = segment_runs(segments, 6)
     assert first.tolist() == [0, 2, 3, 4, 8, 8] and length.tolist() == [2, 1, 1, 4, 0, 0]
-    assert [x.tolist() for x in runs(segments, 2)] == [[0, 2], [2, 6]]
+    assert [x.tolist() for x in segment_runs(segments, 2)] == [[0, 2], [2, 6]]
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def taken(plain_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The branches that are taken, in order."""
     found: list[str] = []
-    for name in ("whole", "packed", "blockwise"):
+    for name in ("unpacked", "packed", "blockwise"):
         for way in ("forward", "backward"):
             kept = getattr(cudnn, f"_{name}_{way}")
 
@@ -188,15 +188,15 @@ def both(attend: Any, mask: Mask, segments: Any, q: Any, k: Any, v: Any, d_out: 
 @pytest.mark.parametrize(
     ("mask", "name", "branch"),
     [
-        (Mask("causal"), "one segment", "whole"),
-        (Mask("causal"), "one segment and padding", "whole"),
+        (Mask("causal"), "one segment", "unpacked"),
+        (Mask("causal"), "one segment and padding", "unpacked"),
         (Mask("causal"), "packed", "packed"),
         (Mask("causal"), "many segments", "blockwise"),
         (Mask("causal"), "padding first", "packed"),
-        (Mask("causal", 6), "one segment and padding", "whole"),
+        (Mask("causal", 6), "one segment and padding", "unpacked"),
         (Mask("causal", 6), "packed", "blockwise"),
         (Mask("causal", TOKENS), "packed", "packed"),
-        (Mask("full"), "one segment", "whole"),
+        (Mask("full"), "one segment", "unpacked"),
         (Mask("full"), "one segment and padding", "packed"),
         (Mask("full"), "packed", "packed"),
         (Mask("full"), "many segments", "blockwise"),
@@ -204,7 +204,7 @@ def both(attend: Any, mask: Mask, segments: Any, q: Any, k: Any, v: Any, d_out: 
 )
 def test_what_runs_is_the_oracle(taken: list[str], mask: Mask, name: str, branch: str) -> None:
     segments = jnp.asarray(ROWS_OF[name], jnp.int32)
-    got = jax.jit(partial(both, Way().attend, mask))(segments, *numbers())
+    got = jax.jit(partial(both, Backend().attend, mask))(segments, *numbers())
     want = both(dense_attention, mask, segments, *numbers())
     for one, exact in zip(got, want, strict=True):
         np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
@@ -215,9 +215,9 @@ def test_what_runs_is_the_oracle(taken: list[str], mask: Mask, name: str, branch
 def test_older_devices_take_no_packed_rows(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_compat, "traced_devices", lambda: ("gpu", "NVIDIA A100-SXM4-80GB"))
     for name in ("packed", "one segment"):
-        jax.jit(partial(both, Way().attend, Mask("causal")))(jnp.asarray(ROWS_OF[name], jnp.int32), *numbers())
+        jax.jit(partial(both, Backend().attend, Mask("causal")))(jnp.asarray(ROWS_OF[name], jnp.int32), *numbers())
     jax.effects_barrier()
-    assert taken == ["blockwise"] * 2 + ["whole"] * 2
+    assert taken == ["blockwise"] * 2 + ["unpacked"] * 2
 
 
 # ---- around tokamax's kernels ----------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ def test_older_devices_take_no_packed_rows(taken: list[str], monkeypatch: pytest
 @pytest.mark.parametrize("name", ROWS_OF)
 def test_intervals_are_the_oracle(mask: Mask, name: str) -> None:
     segments = jnp.asarray(ROWS_OF[name], jnp.int32)
-    got = jax.jit(partial(both, Way("tokamax").attend, mask))(segments, *numbers())
+    got = jax.jit(partial(both, Backend("tokamax").attend, mask))(segments, *numbers())
     for one, exact in zip(got, both(dense_attention, mask, segments, *numbers()), strict=True):
         np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
 
 
 def test_intervals_of_a_row() -> None:
-    first, last = intervals(jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]]))
+    first, last = run_intervals(jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]]))
     assert first.tolist() == [[0, 0, 2, 3, 3], [0] * 5] and last.tolist() == [[2, 2, 3, 5, 5], [5] * 5]
 
 
@@ -254,7 +254,7 @@ def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
     """Under ``check_vma``; rows over dp, of which one rank's are packed, heads over tp."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     segments = jnp.asarray([ROWS_OF["packed"][0], ROWS_OF["one segment"][0]], jnp.int32)
-    local = partial(both, Way(way).attend, Mask("causal"))
+    local = partial(both, Backend(way).attend, Mask("causal"))
     heads, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, *(heads,) * 4), out_specs=(heads,) * 4)
     want = both(dense_attention, Mask("causal"), segments, *numbers())
@@ -265,11 +265,11 @@ def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("way", ["cudnn", "tokamax"])
 def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    policy = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
     segments = jnp.asarray(ROWS_OF["packed"], jnp.int32)
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(Way(way).attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
+        return jnp.sum(Backend(way).attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
 
     q, k, v, _ = numbers()
     text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(q, k, v))
@@ -289,11 +289,13 @@ def test_kernels_are_dense_attention(way: str, segments: int, groups: int, mask:
     """In bf16, within its rounding; the last 50 tokens are padding."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 600, n, 64)), jnp.bfloat16) for n in (8, groups, groups, 8))
-    if why := KERNELS[way].refusal(Asked.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)):
+    if why := KERNELS[way].refusal(
+        AttentionCall.of(q, k, Tokens.of({"segments": jnp.ones((2, 600), jnp.int32)}), mask)
+    ):
         pytest.skip(why)
     cut = jnp.asarray(1 + np.arange(600) * segments // 600).at[550:].set(0)
     rows = jnp.stack([cut, jnp.ones(600, jnp.int32)]).astype(jnp.int32)
-    got = jax.jit(partial(both, Way(way).attend, mask))(rows, q, k, v, d_out)
+    got = jax.jit(partial(both, Backend(way).attend, mask))(rows, q, k, v, d_out)
     with jax.default_matmul_precision("highest"):
         want = both(dense_attention, mask, rows, *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
     for one, exact in zip(got, want, strict=True):

@@ -1,0 +1,128 @@
+"""Attention backends: dense, blockwise, and libraries' kernels; one is chosen by device, shape and mask.
+
+Every backend gives the same values up to rounding. ``blockwise`` supports every mask on every device. A library's
+kernel supports some masks and shapes on some devices, and refuses others with a reason in words.
+
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width (all local to this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float
+
+from mmjax.attention import blockwise
+from mmjax.attention.cudnn import CuDNN
+from mmjax.attention.custom_vjp import TokenInfo, attend, token_info
+from mmjax.attention.exchange import EXCHANGES, attend_across_ranks, token_info_with_order
+from mmjax.attention.kernels import AttentionCall, Kernel
+from mmjax.attention.mask import Mask
+from mmjax.attention.reference import dense_attention
+from mmjax.attention.settings import AUTO
+from mmjax.attention.tokamax_kernels import Tokamax
+from mmjax.attention.tokens import Tokens
+from mmjax.configurable import require
+
+# The names are those of ``settings.BACKENDS``.
+XLA_BACKENDS: Mapping[str, Callable[..., Array]] = {"dense": dense_attention, "blockwise": blockwise.attention}
+"""Backends in plain XLA, which support every mask on every device."""
+KERNELS: Mapping[str, type[Kernel]] = {kernel.LIBRARY: kernel for kernel in (CuDNN, Tokamax)}
+"""Backends of libraries."""
+AUTO_KERNELS = ("cudnn",)
+"""The kernels that ``auto`` may choose, in order of preference."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The attention backend of a module.
+
+    Attributes:
+      name: ``auto`` or the name of a backend.
+      setting: the gin setting that holds the name, for messages, such as "llm/Decoder.attention".
+    """
+
+    name: str = AUTO
+    setting: str = "attention"
+
+    def attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        tokens: Tokens,
+        mask: Mask,
+        keys: Tokens | None = None,
+        precomputed: TokenInfo | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """Attention of rows that are complete on this rank; for arguments see ``blockwise.attention`` and
+        ``precompute``.
+
+        Raises:
+          ConfigError: the backend is a kernel that does not support these arrays, this mask or these devices.
+        """
+        call = AttentionCall.of(q_BTHK, k_BSGK, tokens, mask, keys)
+        name = self.resolve(call)
+        if name in XLA_BACKENDS:
+            return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
+        info = token_info(tokens, mask)
+        return attend(KERNELS[name].of(call), q_BTHK, k_BSGK, v_BSGK, info | (precomputed or {}), info)
+
+    def attend_across_ranks(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BTGK: Float[Array, "B T G K"],
+        v_BTGK: Float[Array, "B T G K"],
+        tokens: Tokens,
+        mask: Mask,
+        keys: Tokens,
+        *,
+        axes: tuple[str, ...],
+        cp_way: str,
+        precomputed: TokenInfo | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """Attention with the tokens of rows split over mesh axes; see ``exchange.attend_across_ranks``."""
+        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way)
+        name = self.resolve(call)
+        kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
+        return attend_across_ranks(
+            q_BTHK, k_BTGK, v_BTGK, tokens, keys, kernel=kernel, axes=axes, cp_way=cp_way, precomputed=precomputed
+        )
+
+    def precompute(self, mask: Mask, tokens: Tokens, keys: Tokens | None, cp_way: str) -> TokenInfo:
+        """Arrays that kernels read beside the mask's inputs, computed once for all layers with this mask.
+
+        Args:
+          mask: the mask of the layers.
+          tokens: this rank's tokens.
+          keys: all tokens of the rows, where they are split over ranks.
+          cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``.
+        """
+        if self.name not in KERNELS:
+            return {}
+        kernel = KERNELS[self.name]
+        if keys is None:
+            info = token_info(tokens, mask)
+            return kernel.precompute(mask, info, info, in_row_order=True)
+        key_info = token_info_with_order(keys, mask)
+        query_info = EXCHANGES[cp_way].tokens_of_queries(token_info_with_order(tokens, mask), key_info)
+        return kernel.precompute(mask, query_info, key_info, in_row_order=False)
+
+    def resolve(self, call: AttentionCall) -> str:
+        """The name of the backend that computes a call; ``auto`` is resolved.
+
+        Raises:
+          ConfigError: the backend is a kernel that does not support the call.
+        """
+        if self.name in XLA_BACKENDS:
+            return self.name
+        if self.name == AUTO:
+            return next((name for name in AUTO_KERNELS if not KERNELS[name].refusal(call)), "blockwise")
+        refusal = KERNELS[self.name].refusal(call)
+        require(not refusal, self.setting, self.name, f"{refusal}; use {AUTO!r} or 'blockwise'")
+        return self.name
+
+
+AUTO_BACKEND = Backend()
+"""The backend of a module without such a setting."""

@@ -1,0 +1,159 @@
+"""Products under sequence parallelism: tokens are split over tp ranks, gathered before a product or scattered after it.
+
+Scattering sums the outputs of all ranks and leaves each rank its tokens (Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", §4.2.2).
+
+With *ring* each rank's tokens are a chunk, and chunks go from rank to rank while the products of the previous chunk are
+computed (DistTrain, Appendix A.1). A chunk is a contiguous run of tokens, so that its product is written in place and
+never permuted.
+
+Shapes: B rows, T tokens of all ranks, t of one, D inputs, F outputs; dimensions before them are layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+Product = Callable[[Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The collectives of a product with split tokens.
+
+    Attributes:
+      gather: axes that the input's tokens are split over; they are gathered before the product.
+      scatter: axes over which outputs are partial sums; they are summed and scattered over tokens.
+      ring: whether chunks go round a ring while products are computed, instead of one collective.
+    """
+
+    gather: tuple[str, ...] = ()
+    scatter: tuple[str, ...] = ()
+    ring: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.gather or self.scatter)
+
+    def forward(self, x: Float[Array, "B _ D"], weights: Sequence[Float[Array, "D _"]]) -> list[Array]:
+        """``x @ w`` for every ``w``."""
+        if self.gather:
+            return _gather_and_multiply(self.gather, x, weights, ring=self.ring)[0]
+        return [_multiply_and_scatter(self.scatter, [x], [w], ring=self.ring) for w in weights]
+
+    def input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> Float[Array, "B _ D"]:
+        """The gradient of the input, from the gradients of all outputs."""
+        return self._input_gradient(dys, weights)[0]
+
+    def weight_gradient(self, x: Array, dy: Array, product: Product) -> Array:
+        """The gradient of a weight: ``product(x, dy)`` of the input and output gradient of all tokens."""
+        all_x = _gather_chunks(self.gather, x, ring=self.ring)
+        return product(all_x, _gather_chunks(self.scatter, dy, ring=self.ring))
+
+    def gradients(
+        self, x: Array, dys: Sequence[Array], weights: Sequence[Array], product: Product
+    ) -> tuple[Array, list[Array]]:
+        """The gradients of the input and of all weights, which share the gathered output gradients."""
+        dx, all_dys = self._input_gradient(dys, weights)
+        x = _gather_chunks(self.gather, x, ring=self.ring)
+        return dx, [product(x, dy) for dy in all_dys]
+
+    def _input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """The gradient of the input, and the output gradients of all tokens."""
+        transposed = [w.T for w in weights]
+        if self.gather:
+            return _multiply_and_scatter(self.gather, dys, transposed, ring=self.ring), list(dys)
+        results = [
+            _gather_and_multiply(self.scatter, dy, [w], ring=self.ring) for dy, w in zip(dys, transposed, strict=True)
+        ]
+        return reduce(add, (dx for (dx,), _ in results)), [dy for _, dy in results]
+
+
+NO_SP = SequenceParallel()
+"""Products whose tokens are not split."""
+
+
+def sp_gather(x: Float[Array, "*L B t D"], axes: tuple[str, ...]) -> Float[Array, "*L B T D"]:
+    """The tokens of all ranks along some axes, in their order; ``x`` itself for no axes.
+
+    The result is typed as varying, so its gradient is summed and scattered in one step.
+    """
+    return lax.all_gather(x, axes, axis=x.ndim - 2, tiled=True) if axes else x
+
+
+def sp_scatter(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Array, "*L B t D"]:
+    """This rank's tokens of the sum over some axes: the transpose of ``sp_gather``."""
+    return lax.psum_scatter(x, axes, scatter_dimension=x.ndim - 2, tiled=True) if axes else x
+
+
+def _gather_and_multiply(
+    axes: tuple[str, ...], x: Array, weights: Sequence[Array], *, ring: bool
+) -> tuple[list[Array], Array]:
+    """Products of the tokens of all ranks with each weight, and these tokens."""
+    if not ring:
+        x = sp_gather(x, axes)
+        return [x @ w for w in weights], x
+    size, steps = lax.axis_size(axes), list[list[Array]]()
+    for step in range(size):
+        chunk_products = [x @ w for w in weights]
+        steps.append([*chunk_products, x])
+        if step + 1 < size:
+            # The next chunk is received beside these products and used after them. Without the barrier XLA would merge
+            # the products with one weight into one, which waits for all chunks, or receive all chunks first.
+            x, *steps[-1] = lax.optimization_barrier((_ring_shift(axes, x), *steps[-1]))
+    *products, x = (_in_token_order(axes, chunks) for chunks in zip(*steps, strict=True))
+    return products, x
+
+
+def _multiply_and_scatter(axes: tuple[str, ...], xs: Sequence[Array], weights: Sequence[Array], *, ring: bool) -> Array:
+    """This rank's tokens of the sum, over ranks and pairs, of ``x @ w``."""
+    if not ring:
+        return sp_scatter(reduce(add, (x @ w for x, w in zip(xs, weights, strict=True))), axes)
+    size, this_rank = lax.axis_size(axes), lax.axis_index(axes)
+    length = xs[0].shape[-2] // size
+
+    def product(step: int, *previous: Array) -> tuple[Array, ...]:
+        """``previous``, and the product of the chunk that this rank adds to in a step; it waits for ``previous``."""
+        rank = (this_rank + 1 + step) % size
+        chunks = [lax.dynamic_slice_in_dim(x, rank * length, length, x.ndim - 2) for x in xs]
+        ready = lax.optimization_barrier((*previous, *chunks)) if previous else chunks
+        chunk_product = reduce(add, (x @ w for x, w in zip(ready[len(previous) :], weights, strict=True)))
+        return *ready[: len(previous)], chunk_product
+
+    (total,) = product(0)  # the sum of a rank's chunk starts at the rank before it, and arrives last
+    for step in range(1, size):
+        total, chunk_product = product(step, total)
+        total = _ring_shift(axes, total) + chunk_product
+    return total
+
+
+def _gather_chunks(axes: tuple[str, ...], x: Array, *, ring: bool) -> Array:
+    """The tokens of all ranks, by one collective or round a ring."""
+    if not (ring and axes):
+        return sp_gather(x, axes)
+    chunks = [x]
+    for _ in range(lax.axis_size(axes) - 1):
+        chunks.append(_ring_shift(axes, chunks[-1]))
+    return _in_token_order(axes, chunks)
+
+
+def _in_token_order(axes: tuple[str, ...], chunks: Sequence[Array]) -> Array:
+    """Concatenates chunks in the order of tokens; they are given in the order of a ring, this rank's chunk first."""
+    first, size, this_rank = chunks[0], lax.axis_size(axes), lax.axis_index(axes)
+    length = first.shape[-2]
+    tokens = jnp.zeros_like(first, shape=(*first.shape[:-2], length * size, first.shape[-1]))
+    for step, chunk in enumerate(chunks):
+        tokens = lax.dynamic_update_slice_in_dim(tokens, chunk, (this_rank + step) % size * length, chunk.ndim - 2)
+    return tokens
+
+
+def _ring_shift(axes: tuple[str, ...], x: Array) -> Array:
+    """The array of the next rank in a ring."""
+    size = lax.axis_size(axes)
+    return lax.ppermute(x, axes, [(rank, (rank - 1) % size) for rank in range(size)])
