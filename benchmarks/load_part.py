@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.load import leaf_shapes
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
-from mmjax.mesh.company import find_processes
+from mmjax.mesh.process_group import find_processes
 from mmjax.mesh.processes import join
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.weights import rows, settings

@@ -18,7 +18,7 @@ from benchmarks.predictions import candidates, configuration
 from benchmarks.steps import Stepper
 from mmjax import jax_compat
 from mmjax.config.flags import run_command
-from mmjax.mesh import company, processes
+from mmjax.mesh import process_group, processes
 from mmjax.plan.planned import planned
 from mmjax.profile.profiler import profile_of
 
@@ -26,7 +26,7 @@ from mmjax.profile.profiler import profile_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the seconds of the layouts of this number of devices, and the profile if it is not one, as JSON."""
     out, rounds = sys.argv[1:] if argv is None else argv
-    group = company.find_processes(dict.fromkeys(company.NAMES, ""))
+    group = process_group.find_processes(dict.fromkeys(process_group.NAMES, ""))
     pin_to_core(group.index if group else 0)
     jax_compat.compile_cheaply()
     processes.join(group)
@@ -59,11 +59,11 @@ def shortest(steps: Mapping[str, Stepper], rounds: int) -> dict[str, float]:
     """Seconds of the shortest step of each layout, taken in turn; a step lasts until the last process has ended it."""
     least = dict.fromkeys(steps, float("inf"))
     for _, (name, step) in itertools.product(range(rounds), steps.items()):
-        processes.everyone_says("")
+        processes.gather_texts("")
         start = time.perf_counter()
         step()
         seconds = time.perf_counter() - start
-        least[name] = min(least[name], max(map(float, processes.everyone_says(repr(seconds)))))
+        least[name] = min(least[name], max(map(float, processes.gather_texts(repr(seconds)))))
     return least
 
 

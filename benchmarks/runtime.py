@@ -131,11 +131,11 @@ def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.pe
             kinds.append(op.kind)
             carried = (op.edge, op.microbatch, op.backward)
             if op.kind == "move":
-                jax.block_until_ready(walker.travelling[carried])
+                jax.block_until_ready(walker.in_transit[carried])
             start = clock()
             walker.handlers[op.kind](op)
             if op.kind == "move":
-                jax.block_until_ready(walker.travelling[carried])
+                jax.block_until_ready(walker.in_transit[carried])
                 seconds["move"] += clock() - start
 
     with _replaced(Program, "__call__", call_alone), _replaced(Walker, "walk", walk):

@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
             from mmjax import jax_compat
-            from mmjax.mesh.processes import first_says, is_first
+            from mmjax.mesh.processes import broadcast_text, is_first
             from mmjax.parity import check
             from mmjax.train.warm_up import ends_where_down
         jax_compat.compile_cheaply()
         join_processes(flags)
         with ends_where_down():
             report = check(config, steps, dtype=dtype, say=_print_change if is_first() else _print_nothing)
-    ok = first_says(str(int(report.ok)) if report else "") == "1"
+    ok = broadcast_text(str(int(report.ok)) if report else "") == "1"
     if not report:
         return 0 if ok else 1
     numbers = report.numbers()

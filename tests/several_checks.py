@@ -11,7 +11,7 @@ from pathlib import Path
 from mmjax import jax_compat
 from mmjax.config import load_config
 from mmjax.config.flags import one_line_errors, run_command
-from mmjax.mesh.company import find_processes
+from mmjax.mesh.process_group import find_processes
 from mmjax.mesh.processes import join
 from mmjax.parity import check
 

@@ -114,7 +114,7 @@ def test_the_same_batches_in_every_layout(data: Path) -> None:
 def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data, "llava")
     source = open_source(config, split="train")
-    monkeypatch.setattr(assembly, "everyone_says", lambda own: [own, own])
+    monkeypatch.setattr(assembly, "gather_texts", lambda own: [own, own])
     assembly.require_same_data(config, source)
     spec = assembly.planned_data_spec(config)
     again = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
@@ -130,7 +130,7 @@ def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeyp
     assert told.startswith("digits/Source.template is 'vicuna' here and 'chatml' there")
     next((data / "copy" / "digits" / "llava" / "images").iterdir()).unlink()
     lacking = open_source(copied, split="train")
-    monkeypatch.setattr(assembly, "everyone_says", lambda own: ["another", own])
+    monkeypatch.setattr(assembly, "gather_texts", lambda own: ["another", own])
     with pytest.raises(ConfigError, match=r"Data\.sources=.*: process 1 finds other samples than process 0"):
         assembly.require_same_data(copied, lacking)
 

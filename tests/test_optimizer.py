@@ -21,7 +21,7 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.parameters import Leaf
 from mmjax.optimizer import Moments, learning_rate, make_optimizer, moments, with_moments
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.rates import at_own_rates
+from mmjax.pipeline.rates import scale_updates
 from mmjax.pipeline.zero import ZeroLeaf
 
 SHAPES = {"llm/layers/000/attn/q": (4, 6), "llm/layers/000/attn_norm": (4,), "llm/scale": ()}
@@ -174,7 +174,7 @@ def test_the_first_pattern_that_fits_and_the_layer_decide_over_the_rate():
     for _ in range(3):
         gradients = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in names.items()}
         updates, first = mine.update(gradients, states[0], got)
-        got = optax.apply_updates(got, at_own_rates(config, zeros, updates, Axes()))
+        got = optax.apply_updates(got, scale_updates(config, zeros, updates, Axes()))
         updates, second = wanted.update(gradients, states[1], want)
         want, states = optax.apply_updates(want, updates), (first, second)
     assert_close(got, {name: np.asarray(leaf) for name, leaf in dict(want).items()})

@@ -31,13 +31,13 @@ from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Microbatch
 from mmjax.mesh.layout import cell_count
-from mmjax.mesh.processes import everyone_says
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.world import World
 from mmjax.models.config import LLM
-from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
@@ -71,7 +71,7 @@ def require_same_data(config: Config, source: Source) -> None:
     Raises:
       ConfigError: some process has other files, or lacks some.
     """
-    said = everyone_says(source.identity) if isinstance(source, Mixture) else []
+    said = gather_texts(source.identity) if isinstance(source, Mixture) else []
     others = [str(number) for number, identity in enumerate(said) if identity != said[0]]
     fix = f"process {', '.join(others)} finds other samples than process 0; give all of them the same files"
     require(not others, "Data.sources", dict(config.data.sources), fix)

@@ -14,7 +14,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
 from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
-from mmjax.mesh.processes import first_says
+from mmjax.mesh.processes import broadcast_text
 
 DATA = "data"
 """The key of a checkpoint's extra metadata that has the records of each dataset."""
@@ -27,7 +27,7 @@ def with_known_records(config: Config, checkpointer: Checkpointer) -> Config:
     """
     step = checkpointer.latest_step()
     stored = checkpointer.metadata(step).extra.get(DATA, {}) if step else {}
-    agreed: dict[str, dict[str, Any]] = json.loads(first_says(json.dumps(stored)))
+    agreed: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
     return replace(config, known={name: KnownRecords(**values) for name, values in agreed.items()})
 
 

@@ -117,7 +117,7 @@ def splits_of(config: Config) -> dict[str, Split]:
     found = {}
     for name, module in build_modules(config).items():
         layout = config.layouts[name]
-        if layout.width_unit > 1:
+        if layout.row_multiple > 1:
             found[name] = split_of(module, layout)
     return found
 
@@ -125,7 +125,7 @@ def splits_of(config: Config) -> dict[str, Split]:
 def split_of(module: Module, layout: Layout) -> Split:
     """How the rows of a module are split over ranks of cp, whose parts those of tp may share in whole tokens."""
     method, token = cp_tokens(module, layout), module.patches_per_token
-    unit = token * layout.width_unit // layout.cp
+    unit = token * layout.row_multiple // layout.cp
     return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
 
 

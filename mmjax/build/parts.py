@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.world import World
-from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import Timeline

@@ -39,8 +39,8 @@ from mmjax.checkpoint.metadata import HostLeaf, Metadata, Unsealed, versions
 from mmjax.checkpoint.reading import in_all_processes, metadata_of, read_leaves
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import Write, WriteError
-from mmjax.mesh.company import give_up, in_company
-from mmjax.mesh.processes import first_says, is_first
+from mmjax.mesh.process_group import give_up, has_peers
+from mmjax.mesh.processes import broadcast_text, is_first
 
 _logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Checkpointer:
             (a fresh run would overwrite them).
         """
         skipped: list[TornCheckpointError] = []
-        steps: list[int] = json.loads(first_says(json.dumps(self._folder.steps())))
+        steps: list[int] = json.loads(broadcast_text(json.dumps(self._folder.steps())))
         for step in reversed(steps):
             try:
                 metadata = in_all_processes(functools.partial(self.metadata, step))
@@ -264,12 +264,12 @@ class Checkpointer:
                     self._folder.make_room(step)
                 except OSError as error:
                     problem = cause(error)
-            if problem := first_says(problem):  # the other processes wait for this
+            if problem := broadcast_text(problem):  # the other processes wait for this
                 self._abandon(step, problem)
                 return
             write = Write(path, leaves, metadata)
         except Exception as error:
-            if in_company():  # the other processes wait for this one's part
+            if has_peers():  # the other processes wait for this one's part
                 give_up(f"checkpoint {path} was not saved ({cause(error)}); {_free_space(self.directory)}")
             self._abandon(step, cause(error))
             return

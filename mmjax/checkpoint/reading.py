@@ -17,7 +17,7 @@ from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import read, read_metadata
 from mmjax.configurable import ConfigError
-from mmjax.mesh.processes import everyone_says
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.spmd import has_local_devices
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, require_shape
@@ -68,7 +68,7 @@ def read_leaves(
         tree, findings = in_all_processes(read_local)
     except Exception as error:
         raise TornCheckpointError(f"{path} cannot be read ({cause(error)})") from error
-    answers = everyone_says(json.dumps(dataclasses.asdict(findings)))
+    answers = gather_texts(json.dumps(dataclasses.asdict(findings)))
     wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
     if external := [name for name in wrong if stored[name].folder]:
         folder = stored[external[0]].folder
@@ -130,7 +130,7 @@ def in_all_processes(read: Callable[[], T]) -> T:
         result, problem = read(), None
     except Exception as error:
         result, problem = None, error
-    answers = everyone_says(cause(problem) if problem else "")
+    answers = gather_texts(cause(problem) if problem else "")
     if problem:
         raise problem
     if remote_problem := next(filter(None, answers), ""):

@@ -23,7 +23,7 @@ from mmjax.config.types import describe, fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
 from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, WIDTH, Flag, Flags, entry, importing
-from mmjax.mesh import company
+from mmjax.mesh import process_group
 from mmjax.models.config import ModelConfig
 from mmjax.sigterm import Sigterm
 
@@ -87,7 +87,7 @@ def join_processes(flags: Flags) -> None:
     Raises:
       ConfigError: the flags contradict each other, or the processes do not meet.
     """
-    processes = company.find_processes({name: str(flags.values[name]) for name in company.NAMES})
+    processes = process_group.find_processes({name: str(flags.values[name]) for name in process_group.NAMES})
     if processes:
         with importing():
             from mmjax.mesh.processes import join  # imports JAX, too slowly for a command line with a mistake
@@ -114,13 +114,13 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
             try:
                 status = main()
                 ending.react = sigterm.ignore  # the process is ending by itself
-                company.leave()
+                process_group.leave()
             except SystemExit as end:
                 status = end.code
             except KeyboardInterrupt:  # Ctrl-C after the end of `main`
                 status = INTERRUPTED
             except Exception as error:
-                if isinstance(error, BrokenPipeError) and not company.in_company():
+                if isinstance(error, BrokenPipeError) and not process_group.has_peers():
                     raise
                 _report_crash(error)
                 status = crashed
@@ -130,13 +130,13 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 1
         if status == INTERRUPTED:
-            company.abandon("interrupted", INTERRUPTED)
+            process_group.abandon("interrupted", INTERRUPTED)
             sigterm.free_semaphores()
             sys.stderr.flush()
             os._exit(INTERRUPTED)
-        if company.in_company():  # this process ends early and must not wait for the others
+        if process_group.has_peers():  # this process ends early and must not wait for the others
             # All processes end with the status of a refused command: whoever starts it again reads that status.
-            company.abandon(f"exit status {status}", REFUSED if status == REFUSED else FOLLOWED)
+            process_group.abandon(f"exit status {status}", REFUSED if status == REFUSED else FOLLOWED)
             sys.stderr.flush()
             os._exit(status if isinstance(status, int) else 1)
         sigterm.expect_end()
@@ -148,11 +148,11 @@ def _report_crash(error: Exception) -> None:
 
     Waits first for a message of another process's end, which may be the cause.
     """
-    if company.in_company():
+    if process_group.has_peers():
         time.sleep(NEWS)
     traceback.print_exception(error)
-    if company.in_company():
-        company.abandon(traceback.format_exception_only(error)[0].strip())
+    if process_group.has_peers():
+        process_group.abandon(traceback.format_exception_only(error)[0].strip())
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", *, gin: bool = True) -> str:

@@ -19,7 +19,7 @@ from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, 
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import SPANNING, Layout, cell_count
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
-from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
+from mmjax.pipeline.config import OFFLOAD_KINDS, OffloadConfig
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, ONE_F_ONE_B, STASHING, WINDOWED
 from mmjax.user_code import import_named, require_allowed
@@ -412,7 +412,7 @@ def _check_one_program(config: Config) -> None:
         require(not sends, f"{module}/Layout.cp_way", layout.cp_way, fix)
     fix = "keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
     for module, offload in config.offloads.items():
-        for name in KINDS_AWAY:
+        for name in OFFLOAD_KINDS:
             field = f"{module}/Offload.{name}"
             require(not getattr(offload, name), field, value=True, fix=f"Train.lowering='single' {fix}")
 

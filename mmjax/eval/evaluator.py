@@ -20,7 +20,7 @@ from mmjax.data.types import Sample, SampleMeta
 from mmjax.eval.rounds import Rounds
 from mmjax.eval.scores import Evaluation, score
 from mmjax.models.config import LLM
-from mmjax.pipeline.answers import Said
+from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
@@ -106,8 +106,8 @@ class Evaluator:
         sampling: Sampling = GREEDY,
         report: Callable[[int], None] = lambda done: None,
         meet: Meet = lambda: None,
-        heard: Callable[[int, Sequence[Said]], None] = lambda first, said: None,
-    ) -> list[Said]:
+        heard: Callable[[int, Sequence[Answer]], None] = lambda first, said: None,
+    ) -> list[Answer]:
         """The tokens with which the model continues each sample's prompt, up to an end token.
 
         Args:
@@ -119,7 +119,7 @@ class Evaluator:
           meet: see `answers`.
           heard: called after each token of a round with the number of its first sample and the answers so far.
         """
-        stops, result = stop_tokens(self.parts.tokenizer, samples), list[Said]()
+        stops, result = stop_tokens(self.parts.tokenizer, samples), list[Answer]()
         with self._lent(states, meet):
             for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
                 meet()

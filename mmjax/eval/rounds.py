@@ -12,7 +12,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample, SampleMeta
-from mmjax.pipeline.build import InputShapes
+from mmjax.pipeline.place import InputShapes
 from mmjax.pipeline.walker import Signature
 
 

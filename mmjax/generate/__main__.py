@@ -19,7 +19,7 @@ from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import parse_messages
 from mmjax.flags import importing
 from mmjax.generate.answers import generate
-from mmjax.mesh import company
+from mmjax.mesh import process_group
 from mmjax.pipeline.config import Sampling
 
 FLAGS = (
@@ -91,7 +91,7 @@ def _sampling(flags: Flags) -> Sampling:
 
 def _require_alone(flags: Flags, named: str) -> None:
     """Raises ConfigError where several processes would share standard input."""
-    if company.find_processes({name: str(flags.values[name]) for name in company.NAMES}):
+    if process_group.find_processes({name: str(flags.values[name]) for name in process_group.NAMES}):
         raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
 
 

@@ -14,7 +14,7 @@ from mmjax.data.sample import answer_text
 from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator, load_parameters
 from mmjax.generate.messages import Asked
-from mmjax.pipeline.answers import Said
+from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.stage_state import State
@@ -59,13 +59,13 @@ class Writer:
 
     def write(
         self, samples: Sequence[Sample], sampling: Sampling, heard: Heard | None = None
-    ) -> list[tuple[str, Said]]:
+    ) -> list[tuple[str, Answer]]:
         """The answer to each sample's last question, as text and as tokens; arguments are those of ``Evaluator.write``,
         but for ``heard``.
         """
         texts, whole = [""] * len(samples), [False] * len(samples)
 
-        def tell(first: int, said: Sequence[Said]) -> None:
+        def tell(first: int, said: Sequence[Answer]) -> None:
             for number, own in enumerate(said, first):
                 if not whole[number]:
                     texts[number], whole[number] = self._text(samples[number], own), own.ended
@@ -75,7 +75,7 @@ class Writer:
         found = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, heard=tell)
         return [(self._text(sample, said), said) for sample, said in zip(samples, found, strict=True)]
 
-    def _text(self, sample: Sample, said: Said) -> str:
+    def _text(self, sample: Sample, said: Answer) -> str:
         return answer_text(self.parts.tokenizer, sample, said.tokens)
 
 

@@ -1,9 +1,9 @@
 """Boundaries: the paired forward and backward layout transform of one edge between two stages.
 
-Forward materialises an activation in the destination's layout; backward brings the gradient home by the same kind of
+Forward materialises an activation in the destination's layout. Backward carries the gradient back by the same kind of
 routing with the roles exchanged, one replica, never a sum: replicas of a tp·cp group hold the same gradient, and adding
-them would scale it. Where each rank of cp has tokens that were listed for it, their gradients lie side by side on the
-way home.
+them would scale it. Where each rank of cp received its own list of tokens, the gradients of the lists lie side by side
+on the way back.
 Source: heterogeneous parallelism for MLLM training, §3.1 (non-colocated) and §3.2 (colocated).
 """
 
@@ -15,7 +15,7 @@ import jax
 
 from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.mesh.movers import mover_of
-from mmjax.mesh.routing import WHOLE, Lies, make_routing
+from mmjax.mesh.routing import WHOLE_ROWS, Placement, make_routing
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.transfer import LocalTransfer, MovedTransfer, Transfer
 from mmjax.mesh.world import World
@@ -41,7 +41,7 @@ class Boundary:
         world: World,
         transport: str = "auto",
         route: str = "leader",
-        lies: tuple[Lies, Lies] = WHOLE,
+        placements: tuple[Placement, Placement] = WHOLE_ROWS,
     ):
         """Plans the routes.
 
@@ -52,7 +52,7 @@ class Boundary:
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
           route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
-          lies: how the tensor lies at source and target.
+          placements: placement of the tensor at source and target.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
@@ -61,15 +61,17 @@ class Boundary:
             if value not in legal:
                 raise ValueError(f"{field}={value!r}: not a {field}; use one of {', '.join(legal)}")
 
-        def transfer(direction: str, start: Submesh, end: Submesh, lies: tuple[Lies, Lies]) -> Transfer:
-            routing = make_routing(route, f"{name} {direction}", start, end, aval, lies)
+        def transfer(direction: str, start: Submesh, end: Submesh, placements: tuple[Placement, Placement]) -> Transfer:
+            routing = make_routing(
+                route, name=f"{name} {direction}", source=start, target=end, aval=aval, placements=placements
+            )
             if start.ranks == end.ranks:
                 return LocalTransfer(routing)
             return MovedTransfer(routing, mover_of(transport, start, end)(routing, world))
 
         self.name = name
-        self.forward = transfer("forward", source, target, lies)
-        self.backward = transfer("backward", target, source, (lies[1], lies[0]))
+        self.forward = transfer("forward", source, target, placements)
+        self.backward = transfer("backward", target, source, (placements[1], placements[0]))
 
         @jax.custom_vjp
         def apply(x: jax.Array) -> jax.Array:
@@ -89,5 +91,5 @@ class Boundary:
 
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
-    """The ``kind`` of a boundary between two submeshes, found without planning the boundary."""
+    """The ``kind`` of a boundary between two submeshes, without planning the boundary."""
     return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

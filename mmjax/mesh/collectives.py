@@ -27,7 +27,7 @@ def broadcast_from_leader(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def exchange(
     pieces: Sequence[jax.Array],
     routes: Sequence[Route],
-    kept: int,
+    target_pieces: int,
     position: Mapping[int, int],
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
@@ -36,22 +36,22 @@ def exchange(
     Args:
       pieces: pieces that this rank may send, all of one shape; their values do not matter on ranks that send nothing.
       routes: which rank sends which piece to which rank.
-      kept: number of pieces that one rank holds afterwards.
+      target_pieces: number of pieces that one rank holds afterwards.
       position: index along ``axes`` of each rank.
       axes: mesh axes whose product numbers the ranks.
 
     Returns:
-      ``kept`` pieces; zeros where none was received.
+      ``target_pieces`` pieces; zeros where none was received.
     """
     count, me = len(position), lax.axis_index(axes)
-    result = [jnp.zeros_like(pieces[0])] * kept
+    result = [jnp.zeros_like(pieces[0])] * target_pieces
     for batch in rounds(routes):
-        sent, received = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        piece_to_send, piece_to_store = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         for route in batch:
-            sent[position[route.source]] = route.sent
-            received[position[route.target]] = route.kept
-        piece = lax.select_n(jnp.asarray(sent)[me], *pieces)
+            piece_to_send[position[route.source]] = route.source_piece
+            piece_to_store[position[route.target]] = route.target_piece
+        piece = lax.select_n(jnp.asarray(piece_to_send)[me], *pieces)
         piece = lax.ppermute(piece, axes, [(position[r.source], position[r.target]) for r in batch])
-        for number in {route.kept for route in batch}:
-            result[number] = jnp.where(jnp.asarray(received)[me] == number, piece, result[number])
+        for number in {route.target_piece for route in batch}:
+            result[number] = jnp.where(jnp.asarray(piece_to_store)[me] == number, piece, result[number])
     return tuple(result)

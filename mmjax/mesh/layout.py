@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from mmjax.configurable import ConfigError, configurable, divides, one_of, require
 
 CP_WAYS = ("gather", "need", "ring", "all-to-all")
-"""How attention brings queries and keys of different ranks of cp together; see `mmjax.attention.exchange`."""
+"""How attention exchanges queries and keys among ranks of cp; see `mmjax.attention.exchange`."""
 CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
-"""Which rank of cp has which tokens; see `mmjax.attention.distribution`."""
+"""How tokens are distributed over ranks of cp; see `mmjax.attention.distribution`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
 """The degrees whose product is the number of a module's ranks."""
@@ -45,27 +45,28 @@ class Layout:
     Attributes:
       dp: data parallel degree; with lanes that of one lane.
       pp: pipeline parallel degree: number of stage submeshes.
-      chunks: stages of the module on each of its stage submeshes; more than one wants ``pp`` above 1.
-      lanes: groups of ranks, each of dp·cp·tp, that take microbatches in turn; several want pp 1. For an encoder or a
+      chunks: stages of the module on each of its stage submeshes; more than one requires ``pp`` above 1.
+      lanes: groups of dp·cp·tp ranks that take microbatches in turn; more than one requires pp 1. For an encoder or a
         generator that is spread over the ranks of the LLM's pipeline.
-      copies: groups of ranks, each of dp·cp·tp, that all compute every microbatch; several want pp and lanes 1. For an
+      copies: groups of dp·cp·tp ranks that all compute every microbatch; more than one requires pp and lanes 1. For an
         encoder that every pipeline stage of the LLM runs for itself.
-      cp: context parallel degree: ranks that each have a part of the tokens of a row.
-      cp_way: how they bring queries and keys together: ``gather`` (all keys on every rank), ``need`` (those that its
-        queries may see), ``ring`` (keys that travel) or ``all-to-all`` (all tokens of some heads, whose number cp
-        divides).
-      cp_tokens: which rank has which tokens, by blocks: ``lpt`` gives all ranks the same number of tokens and about the
-        same work; ``segments`` whole media of an encoder or samples of an LLM, in rows where they fit, else as ``lpt``;
-        ``zigzag``, ``striped``, ``random``, or ``contiguous``, which leaves tokens where they are.
+      cp: context parallel degree: number of ranks that share the tokens of a row.
+      cp_way: how these ranks exchange keys and values: ``gather`` (every rank receives all keys), ``need`` (only the
+        keys that its queries may see), ``ring`` (keys travel from rank to rank) or ``all-to-all`` (a rank has all
+        tokens of some heads; cp divides their number).
+      cp_tokens: how blocks of tokens are distributed over these ranks. ``lpt`` gives all ranks the same number of
+        tokens and about the same work. ``segments`` keeps whole media of an encoder or samples of an LLM on one rank,
+        in rows where they fit, else as ``lpt``. ``contiguous`` leaves tokens where they are; the others are ``zigzag``,
+        ``striped`` and ``random``.
       tp: tensor parallel degree.
-      sp: whether ranks of tp share the tokens between a layer's products, on edges inside of the module too, and bring
-        them together for these (sequence parallelism). Without tp it changes nothing.
-      overlap: whether what these ranks exchange for a product goes from rank to rank beside parts of the product; it
-        wants ``sp``.
+      sp: sequence parallelism: ranks of tp share the tokens between a layer's products, also on edges inside the
+        module, and gather them for the products. Without tp it changes nothing.
+      overlap: whether the exchange for a product goes from rank to rank while parts of the product are computed;
+        requires ``sp``.
       ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
       rank_offset: first rank of the module.
-      optimizer_instances: groups that dp is cut into; masters and moments are sharded within a group, over its ranks
-        of cp too, and repeated across groups. It divides lanes·dp.
+      optimizer_instances: number of groups that dp is cut into. Masters and moments are sharded over the dp and cp
+        ranks of a group, and repeated across groups. It divides lanes·dp.
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
@@ -110,16 +111,16 @@ class Layout:
             fix = f"microbatches take lanes in turn, each through a whole module, and Layout.pp={self.pp}; set pp to 1"
             raise ConfigError(f"Layout.lanes={self.lanes}: {fix}")
         for name in ("pp", "lanes"):
-            if self.copies > 1 and (other := getattr(self, name)) > 1:
-                fix = f"a copy runs a whole module for every microbatch, and Layout.{name}={other}; set {name} to 1"
+            if self.copies > 1 and (degree := getattr(self, name)) > 1:
+                fix = f"a copy runs a whole module for every microbatch, and Layout.{name}={degree}; set {name} to 1"
                 raise ConfigError(f"Layout.copies={self.copies}: {fix}")
-        whole = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
-        divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, whole)
+        total = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
+        divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, total)
         if self.layers:
             self._check_layers()
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing beside the others, each with the reason."""
+        """Settings that have no effect in this layout, each with the reason."""
         reasons = {}
         if self.cp == 1:
             reasons |= dict.fromkeys(("cp_way", "cp_tokens"), "with Layout.cp=1 a rank has whole rows")
@@ -139,18 +140,20 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work together on the same rows: cp·tp. Those of other copies do so too, for themselves."""
+        """Ranks that compute the same rows together: cp·tp, within one copy."""
         return self.cp * self.tp
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether ranks of tp have tokens of their own between a layer's products."""
+        """Whether ranks of tp have different tokens between a layer's products (sequence parallelism)."""
         return self.sp and self.tp > 1
 
     @property
-    def width_unit(self) -> int:
-        """What the positions of a module's rows must be a multiple of; in an encoder or a generator what its rows hold
-        of tokens of the LLM."""
+    def row_multiple(self) -> int:
+        """The number that divides the positions of a module's rows: cp, times tp with sequence parallelism.
+
+        For an encoder or a generator it divides the tokens that a row gives to the LLM.
+        """
         return self.cp * (self.tp if self.shares_tokens else 1)
 
     @property
@@ -164,12 +167,12 @@ class Layout:
         return self.lanes * self.copies * self.dp * self.replica_size
 
     @property
-    def spanned(self) -> Layout:
-        """The layout of what spans all lanes (states, reduction, update): one lane with all of their dp."""
+    def across_lanes(self) -> Layout:
+        """The layout of states, reduction and update, which span all lanes: one lane with lanes·dp as its dp."""
         return self if self.lanes == 1 else replace(self, lanes=1, dp=self.lanes * self.dp)
 
     def lane(self, lane: int) -> Layout:
-        """The layout of what runs on one lane."""
+        """The layout of lane number ``lane`` alone."""
         if self.lanes == 1:
             return self
         size = self.dp * self.replica_size
@@ -187,7 +190,7 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """The first rank behind the module."""
+        """The first rank after the module."""
         return self.rank_offset + self.size
 
     @property

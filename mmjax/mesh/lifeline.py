@@ -1,9 +1,9 @@
-"""Connections by which each process of a run learns at once that another has ended, and which one.
+"""Connections that report at once that a process of the run has ended, and which one.
 
-Every process holds one connection to process 0. The kernel closes it when the process ends, however that happens, and
-process 0 passes the news on. A process that is stopped, or whose host vanishes, closes nothing: it is noticed because
-its beats are missing. JAX's coordination service notices the same later, blames any process and ends with a stack
-trace.
+Every process holds one connection to process 0. The kernel closes it when the process ends, for whatever reason, and
+process 0 reports that to the others. A process that is stopped, or whose host vanishes, closes no connection: its
+heartbeats are missing. JAX's coordination service detects the same later, blames an arbitrary process and ends with a
+stack trace.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mmjax.sigterm import end_process, quieten_tracker
 
 _PARTED, _FAILED, _BEAT = b"p", b"f", b"h"
 _LONGEST = 600
-"""Bytes that a failure message is cut to, and characters that a received reason is cut to."""
+"""Longest failure message in bytes, and longest received reason in characters; both are cut."""
 _LINE = 1024
-"""Most bytes of a line."""
+"""Longest line in bytes."""
 MEETING, KNOCK = 300.0, 10.0
-"""Seconds for all processes to connect once process 0 has published its address, and for a connection's first line."""
+"""Seconds for all processes to connect after process 0 has published its address, and for a connection's first line."""
 _STRANGERS = 64
 """Connections that may wait to be identified, beside those of the expected processes."""
 BEAT, MISSED = 1.0, 20
-"""Seconds between beats, and how many may be missing: they wait while Python's lock is held or cores are overloaded."""
-SEEING_OFF = 2 * _CLEAN_UP
-"""Most seconds that process 0 waits for the others to end before it; they may clean up while programs are compiled."""
+"""Seconds between heartbeats, and how many may be missing: they are late while Python's lock or all cores are busy."""
+PEER_EXIT = 2 * _CLEAN_UP
+"""Most seconds that process 0 waits for the others to exit first; they may clean up while programs are compiled."""
 
 
 class Keys(Protocol):
@@ -53,13 +53,16 @@ class Keys(Protocol):
 class Lifeline:
     """The connections of one process, each watched by a thread.
 
-    Messages are lines: ``h`` (a beat: the sender lives), ``p`` (the sender leaves without a failure) or ``f<index>
-    <status> <news>`` (something is wrong with process ``index``, and the others are to end with this exit status).
+    Messages are lines: ``h`` (heartbeat), ``p`` (the sender leaves without a failure) or ``f<index> <status> <news>``
+    (process ``index`` has failed; every process exits with this status).
     """
 
     def __init__(self, index: int, end: Callable[[str, int], None]):
-        """Starts unconnected, for process ``index``. When another process fails, ``end`` is called once, with a line
-        that says which process has ended and why, and with the exit status for this one."""
+        """Starts unconnected, for process ``index``.
+
+        When another process fails, ``end`` is called once, with one line that names the process and the reason, and
+        with the exit status for this process.
+        """
         self.index, self._end = index, end
         self._silent: set[int] = set()
         self._quiet = threading.Event()
@@ -78,10 +81,10 @@ class Lifeline:
           keys: where process 0 publishes its address.
           host: address of process 0, as the others reach it.
           count, index: as in ``Processes``.
-          end: called with the news that another process has ended; by default it ends this one.
+          end: called when another process has failed, see ``__init__``; by default it ends this process.
 
         Raises:
-          TimeoutError: in process 0, when a process does not connect; the message says which.
+          TimeoutError: in process 0, when a process does not connect; the message names it.
         """
         line = cls(index, end or _end_process)
         quieten_tracker()
@@ -110,43 +113,45 @@ class Lifeline:
         connection.sendall(f"{token} {self.index}\n".encode())
         self._peers[0] = connection
 
-    def part(self) -> None:
-        """Tells the others that this process ends without a failure."""
+    def announce_leave(self) -> None:
+        """Announces to the others that this process ends without a failure."""
         with self._lock:
             self._quiet.set()
-            self._tell(_PARTED)
-            self._over = self.index != 0  # process 0 still passes on news of the remaining ones
+            self._send_all(_PARTED)
+            self._over = self.index != 0  # process 0 still passes on failures of the remaining ones
 
     def fail(self, reason: str, status: int = FOLLOWED) -> None:
-        """Tells the others why this process ends, and with which exit status they are to end."""
+        """Reports to the others why this process ends; they exit with ``status``."""
         self.report(self.index, f"process {self.index} has ended: {reason}", status)
-        self.see_off()  # in process 0 also where it ends after another, whose news a watch has passed on
+        self.wait_for_peers()  # also where process 0 ends after another one, whose failure a watch has passed on
 
     def report(self, process: int, news: str, status: int) -> bool:
-        """Tells the others to end because of a process; returns whether this news is the first."""
+        """Makes the others end because ``process`` failed; returns whether this is the first failure."""
         with self._lock:
             if first := not self._over:
                 self._over = True
-                self._quiet.set()  # nothing follows the news but the end
-                self._tell(_FAILED + f"{process} {status} {news}".encode()[:_LONGEST])
+                self._quiet.set()  # no heartbeat follows a failure
+                self._send_all(_FAILED + f"{process} {status} {news}".encode()[:_LONGEST])
         return first
 
     def _beat(self) -> None:
-        """Tells the others again and again that this process lives."""
+        """Sends heartbeats until this process ends."""
         while not self._quiet.wait(BEAT):
             with self._lock:
                 if not self._quiet.is_set():
-                    self._tell(_BEAT)
+                    self._send_all(_BEAT)
 
-    def see_off(self, peer: int = 0) -> None:
-        """In process 0, waits for the others to end, first for ``peer`` if it has failed: JAX's coordination service
-        ends with process 0, and the others would report that as their own failure."""
+    def wait_for_peers(self, peer: int = 0) -> None:
+        """In process 0, waits for the others to exit, first for ``peer`` if it has failed.
+
+        JAX's coordination service ends with process 0, and the others would report that as a failure of their own.
+        """
         if self.index:
             return
-        deadline = time.monotonic() + SEEING_OFF
+        deadline = time.monotonic() + PEER_EXIT
         if peer:
             with contextlib.suppress(OSError):
-                self._peers[peer].settimeout(SEEING_OFF)
+                self._peers[peer].settimeout(PEER_EXIT)
                 self._peers[peer].recv(1)  # nothing comes but the end
         for index, watch in zip(self._peers, self._watches, strict=True):
             if index not in self._silent and watch is not threading.current_thread():
@@ -161,14 +166,14 @@ class Lifeline:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _tell(self, message: bytes) -> None:
+    def _send_all(self, message: bytes) -> None:
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 connection.sendall(message.replace(b"\n", b" ") + b"\n")
 
     def _watch(self, peer: int) -> None:
-        """Waits for a peer's message, end or silence. After a failure, tells the others, and ends."""
-        message = self._hear(peer)
+        """Waits for a peer's message, end or silence. Reports a failure to the others, and ends this process."""
+        message = self._next_message(peer)
         if message.startswith(_PARTED):
             return
         silent = f"process {peer} has not answered for {BEAT * MISSED:.0f} s: it is stopped, or its host has vanished"
@@ -181,16 +186,16 @@ class Lifeline:
                 return
             self._over = True
             if self.index == 0:
-                self._tell(_FAILED + f"{process} {status} {news}".encode())
+                self._send_all(_FAILED + f"{process} {status} {news}".encode())
         if status == STUCK:
-            stacks.dump()  # before any process ends: what waits for that one then goes on with an error
-        self.see_off(0 if peer in self._silent else peer)
+            stacks.dump()  # before any process ends: collectives that wait for it then fail
+        self.wait_for_peers(0 if peer in self._silent else peer)
         self._end(news, status)
 
-    def _hear(self, peer: int) -> bytes:
-        """A peer's next line that is no beat; nothing where its connection is closed, or its beats are missing.
+    def _next_message(self, peer: int) -> bytes:
+        """A peer's next line that is no heartbeat; empty if the connection is closed or heartbeats are missing.
 
-        Waits are counted, not seconds: a process that was stopped itself misses nobody when it goes on.
+        Counts waits, not seconds: a process that was itself stopped for a while does not blame its peers afterwards.
         """
         connection, data, missed = self._peers[peer], b"", 0
         with contextlib.suppress(OSError):
@@ -223,7 +228,7 @@ class _Door:
         """For processes 1 … count-1, which identify themselves by a line with ``token`` and their index."""
         self._server, self._token, self._count = server, token, count
         self._selector = selectors.DefaultSelector()
-        self._said: dict[socket.socket, bytearray] = {}
+        self._lines: dict[socket.socket, bytearray] = {}
         self._until: dict[socket.socket, float] = {}
         self._peers: dict[int, socket.socket] = {}
 
@@ -238,7 +243,7 @@ class _Door:
                 if now >= end:
                     names = ", ".join(map(str, missing))
                     raise TimeoutError(f"process {names} did not connect within {MEETING:.0f} s")
-                for connection in [one for one, until in self._until.items() if until <= now]:
+                for connection in [connection for connection, until in self._until.items() if until <= now]:
                     self._send_off(connection)
                 for key, _ in self._selector.select(min([end, *self._until.values()]) - now):
                     self._admit() if key.fileobj is self._server else self._listen(key.fileobj)
@@ -247,7 +252,7 @@ class _Door:
                 connection.close()
             raise
         finally:
-            for connection in list(self._said):
+            for connection in list(self._lines):
                 self._send_off(connection)
             self._selector.close()
         return self._peers
@@ -256,25 +261,25 @@ class _Door:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
             connection.setblocking(False)
-            if len(self._said) >= self._count + _STRANGERS:
-                self._send_off(next(iter(self._said)))  # the one that has waited longest
-            self._said[connection], self._until[connection] = bytearray(), time.monotonic() + KNOCK
+            if len(self._lines) >= self._count + _STRANGERS:
+                self._send_off(next(iter(self._lines)))  # the one that has waited longest
+            self._lines[connection], self._until[connection] = bytearray(), time.monotonic() + KNOCK
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen(self, connection: Any) -> None:
-        """Reads up to the end of the line and no further: what follows is for the watch to read."""
-        said = self._said.get(connection)
+        """Reads up to the end of the line and no further: the watch reads the following lines."""
+        line = self._lines.get(connection)
         try:
-            while said is not None and not said.endswith(b"\n"):
+            while line is not None and not line.endswith(b"\n"):
                 piece = connection.recv(1)
-                if not piece or len(said) >= _LINE:
+                if not piece or len(line) >= _LINE:
                     return self._send_off(connection)
-                said += piece
+                line += piece
         except BlockingIOError:
             return None
         except OSError:
             return self._send_off(connection)
-        return self._welcome(connection, bytes(said or b"")[:-1])
+        return self._welcome(connection, bytes(line or b"")[:-1])
 
     def _welcome(self, connection: socket.socket, line: bytes) -> None:
         token, _, number = line.partition(b" ")
@@ -292,17 +297,17 @@ class _Door:
         connection.close()
 
     def _forget(self, connection: socket.socket) -> None:
-        if connection in self._said:
+        if connection in self._lines:
             self._selector.unregister(connection)
-            del self._said[connection], self._until[connection]
+            del self._lines[connection], self._until[connection]
 
 
-def _read_failure(said: bytes) -> tuple[int, int, str] | None:
+def _read_failure(message: bytes) -> tuple[int, int, str] | None:
     """Process, exit status and news of a failure message; ``None`` for any other line."""
-    found = re.fullmatch(rb"%b(\d{1,9}) (-?\d{1,9}) (.*)" % _FAILED, said, re.DOTALL)
-    return (int(found[1]), int(found[2]), found[3].decode(errors="replace")[:_LONGEST]) if found else None
+    match = re.fullmatch(rb"%b(\d{1,9}) (-?\d{1,9}) (.*)" % _FAILED, message, re.DOTALL)
+    return (int(match[1]), int(match[2]), match[3].decode(errors="replace")[:_LONGEST]) if match else None
 
 
 def _end_process(news: str, status: int) -> None:
-    """Ends this process at once: other threads may wait forever in a collective for the process that has ended."""
+    """Ends this process at once: other threads may wait forever in a collective with the process that has ended."""
     end_process(f"{'' if status == INTERRUPTED else 'error: '}{news}; {TOO}", status)

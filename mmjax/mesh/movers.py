@@ -1,6 +1,6 @@
-"""Movers: carry pieces along routes from the source's devices to the target's. They know nothing of rows.
+"""Movers: carry pieces along routes from the source's devices to the target's, whatever the pieces contain.
 
-On the host, a mover handles the devices of this process alone, and looks shards up by device.
+On the host, a mover handles only the devices of this process, and looks shards up by device.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Mover(ABC):
         """Carries the pieces.
 
         Args:
-          packed: one array for every number of a sent piece, with one piece on each device of the source; nothing in a
-            process that has none of those devices.
+          packed: one array for each piece number of the source, with one piece on each of its devices; empty in a
+            process that has none of these devices.
 
         Returns:
-          One array for every number of a kept piece. Its values do not matter on ranks that no route leads to.
+          One array for each piece number of the target. Its values do not matter on ranks that no route leads to.
         """
         received, aval = self.carry(_pieces(packed)), self.routing.received_aval
-        return tuple(self._stitch(received, number, aval) for number in range(self.routing.kept))
+        return tuple(self._stitch(received, number, aval) for number in range(self.routing.target_pieces))
 
     @abstractmethod
-    def carry(self, sent: Pieces) -> Pieces:
-        """Carries sent pieces; returns the kept ones, on the target's devices."""
+    def carry(self, source_pieces: Pieces) -> Pieces:
+        """Carries pieces from the source's devices; returns the pieces on the target's."""
 
     def programs(self) -> list[Program]:
         """Programs that this process has to compile."""
@@ -62,9 +62,9 @@ class Mover(ABC):
 
     def _stitch(self, pieces: Pieces, number: int, aval: jax.ShapeDtypeStruct) -> jax.Array:
         """Joins the pieces with that number into an array, without a copy; zeros where a device has no piece."""
-        here = aval.sharding.addressable_devices
-        own = {device: pieces[number, device] for device in here if (number, device) in pieces}
-        return self._stitcher(own, aval.shape, aval.sharding)
+        devices = aval.sharding.addressable_devices
+        local_pieces = {device: pieces[number, device] for device in devices if (number, device) in pieces}
+        return self._stitcher(local_pieces, aval.shape, aval.sharding)
 
 
 class DevicePutMover(Mover):
@@ -72,12 +72,12 @@ class DevicePutMover(Mover):
 
     kind = "async"
 
-    def carry(self, sent: Pieces) -> Pieces:
+    def carry(self, source_pieces: Pieces) -> Pieces:
         """Starts all copies with one call."""
         devices, routes = self.world.devices, self.routing.routes
-        pieces = [sent[route.sent, devices[route.source]] for route in routes]
+        pieces = [source_pieces[route.source_piece, devices[route.source]] for route in routes]
         copies = jax.device_put(pieces, [devices[route.target] for route in routes])
-        keys = [(route.kept, devices[route.target]) for route in routes]
+        keys = [(route.target_piece, devices[route.target]) for route in routes]
         return dict(zip(keys, copies, strict=True))
 
 
@@ -101,24 +101,24 @@ class CollectiveMover(Mover):
         body = partial(
             exchange,
             routes=routes,
-            kept=self.routing.kept,
+            target_pieces=self.routing.target_pieces,
             position={rank: i for i, rank in enumerate(ranks)},
             axes=("u",),
         )
-        first, *rest = self.routing.piece
-        shape, dtype = (len(ranks) * first, *rest), self.routing.aval.dtype
-        pieces = tuple(
-            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for _ in range(self.routing.sent)
-        )
+        first, *trailing = self.routing.piece
+        sharding = NamedSharding(mesh, spec)
+        stacked = jax.ShapeDtypeStruct((len(ranks) * first, *trailing), self.routing.aval.dtype, sharding=sharding)
+        pieces = (stacked,) * self.routing.source_pieces
         spmd = Spmd(body, mesh, spec, spec)
         return Program.of(f"{self.routing.name} move {ranks[0]}-{ranks[-1]}", spmd, [pieces])
 
-    def carry(self, sent: Pieces) -> Pieces:
+    def carry(self, source_pieces: Pieces) -> Pieces:
         """Runs the programs that this process takes part in."""
         received: dict[tuple[int, Device], jax.Array] = {}
         for program in self.programs():
             (avals,) = program.avals
-            received |= _pieces(program(tuple(self._stitch(sent, i, aval) for i, aval in enumerate(avals))))
+            stitched = tuple(self._stitch(source_pieces, i, aval) for i, aval in enumerate(avals))
+            received |= _pieces(program(stitched))
         return received
 
     def programs(self) -> list[Program]:
@@ -136,18 +136,18 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
     """The mover that ``transport`` names; ``auto`` copies directly where one process owns the devices of both ends.
 
-    Every process gets the same answer, also one that owns none of these devices.
+    The result is the same in every process, also in one that owns none of these devices.
 
     Raises:
-      ConfigError: direct copies are asked for between processes.
+      ConfigError: ``device_put`` between devices of several processes.
     """
-    several = len(source.processes | target.processes) > 1
+    crosses_processes = len(source.processes | target.processes) > 1
     if transport == "auto":
-        transport = "collective" if several else "device_put"
-    if transport == "device_put" and several:
-        here, there = (show_range(end.ranks[0], end.ranks[-1]) for end in (source, target))
+        transport = "collective" if crosses_processes else "device_put"
+    if transport == "device_put" and crosses_processes:
+        source_ranks, target_ranks = (show_range(end.ranks[0], end.ranks[-1]) for end in (source, target))
         raise ConfigError(
-            f"World.transport='device_put': {here} and {there} are on different "
+            f"World.transport='device_put': {source_ranks} and {target_ranks} are on different "
             "processes, which cannot copy to each other; set it to 'auto'"
         )
     return MOVERS[transport]

@@ -1,6 +1,6 @@
 """The processes of a run: how they meet and exchange messages.
 
-How they are found and how one leaves is in ``company``, which needs no JAX.
+``process_group`` finds their settings and lets one leave, without JAX.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError
-from mmjax.mesh import company
-from mmjax.mesh.company import Processes
+from mmjax.mesh import process_group
 from mmjax.mesh.lifeline import Lifeline
+from mmjax.mesh.process_group import Processes
 
 _LOST_AFTER = 100
-"""Seconds without a heartbeat after which JAX aborts whichever process notices; the lifeline misses beats long before
-that."""
+"""Seconds without a heartbeat after which JAX aborts the process that notices; the lifeline notices long before."""
 _PATIENCE = 3600.0
-"""Seconds to wait for another process's message: it may be compiling, and if it ends the lifeline tells."""
+"""Seconds to wait for another process's message: it may be compiling, and if it ends the lifeline reports that."""
 _number = itertools.count()
 
 
 def join(processes: Processes | None) -> None:
-    """Meets the other processes, before any backend is started; does nothing for a run of one process.
+    """Connects to the other processes, before any backend is started; does nothing for a run of one process.
 
-    From then on the end of any process ends the others: each prints which one ended, and exits with ``FOLLOWED`` unless
-    that one asked for another status.
+    From then on the end of any process ends the others: each prints which one ended, and exits with status ``FOLLOWED``
+    or the one that the failed process has chosen.
 
     Raises:
       ConfigError: the processes do not meet.
@@ -57,7 +56,7 @@ def join(processes: Processes | None) -> None:
     client = jax_compat.coordination_client()
     host = jax_compat.coordinator_address().rpartition(":")[0]
     try:
-        company.enter(Lifeline.open(_Keys(client), host, processes.count, processes.index))
+        process_group.set_lifeline(Lifeline.open(_Keys(client), host, processes.count, processes.index))
     except OSError as error:
         raise ConfigError(f"--coordinator={host}: the {processes.count} processes did not meet ({error})") from None
 
@@ -65,13 +64,13 @@ def join(processes: Processes | None) -> None:
 def _silence_gloo() -> None:
     """Keeps the line that Gloo prints for every communicator off stdout, where a result may be awaited."""
     sys.stdout.flush()
-    own = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = os.fdopen(own, "w", buffering=1 if sys.stdout.isatty() else -1)
+    sys.stdout = os.fdopen(stdout_copy, "w", buffering=1 if sys.stdout.isatty() else -1)
 
 
-class Absent(RuntimeError):
-    """Another process has not come in time to the point where this one waits for it."""
+class ProcessTimeout(RuntimeError):
+    """Another process has not reached in time the point where this one waits for it."""
 
 
 class _Keys:
@@ -88,26 +87,26 @@ class _Keys:
         self._client.key_value_set(f"mmjax/{key}", value, allow_overwrite=True)
 
     def below(self, folder: str) -> dict[str, str]:
-        """The values below a folder that are set by now, by the last part of their keys."""
+        """The values in a folder that are already set, by the last part of their keys."""
         return {key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get(f"mmjax/{folder}/")}
 
     def get(self, key: str, patience: float = _PATIENCE) -> str:
-        """Waits until a process has set the value; raises ``Absent`` after ``patience`` seconds."""
+        """Waits until a process has set the value; raises ``ProcessTimeout`` after ``patience`` seconds."""
         try:
             return self._client.blocking_key_value_get(f"mmjax/{key}", round(patience * 1000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            raise Absent(f"nobody has said {key} in {patience:g} s") from error
+            raise ProcessTimeout(f"nobody has said {key} in {patience:g} s") from error
 
 
 def is_first() -> bool:
-    """Whether this is process 0, the only one to write what a run has one of."""
+    """Whether this is process 0, which alone writes the files that a run has once."""
     return jax_compat.process_index() == 0
 
 
-def first_says(value: str) -> str:
-    """The value that process 0 gives; every process has to call this, in the same order."""
+def broadcast_text(value: str) -> str:
+    """The text of process 0, in every process; all of them have to call this, in the same order."""
     if jax_compat.process_count() == 1:
         return value
     keys, name = _Keys(jax_compat.coordination_client()), f"said/{next(_number)}"
@@ -117,19 +116,19 @@ def first_says(value: str) -> str:
     return keys.get(name)
 
 
-def everyone_says(value: str) -> list[str]:
-    """The values that the processes give, by process; every process has to call this, in the same order."""
+def gather_texts(value: str) -> list[str]:
+    """The texts of all processes, by process; all of them have to call this, in the same order."""
     return Exchange()(value)
 
 
-def meet(name: str, processes: Collection[int]) -> None:
-    """Waits until all of these processes have called this with ``name``, which is used once."""
+def barrier(name: str, processes: Collection[int]) -> None:
+    """Waits until all of these processes have called this with ``name``; a name may be used once."""
     if len(processes) > 1:
         jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", round(1000 * _PATIENCE), sorted(processes))
 
 
 class Board:
-    """A board to which each process pins one note; nobody waits for anybody. All processes use the same name."""
+    """A board to which each process pins one note, without waiting. All processes use the same name."""
 
     def __init__(self, name: str) -> None:
         self._folder, self._alone = f"board/{name}", ""
@@ -142,7 +141,7 @@ class Board:
             _Keys(jax_compat.coordination_client()).replace(f"{self._folder}/{jax_compat.process_index()}", note)
 
     def read(self) -> dict[int, str]:
-        """The notes by process; those that are not there yet are left out."""
+        """The notes by process, without the processes that have pinned none yet."""
         if jax_compat.process_count() == 1:
             return {0: self._alone} if self._alone else {}
         notes = _Keys(jax_compat.coordination_client()).below(self._folder)
@@ -150,17 +149,19 @@ class Board:
 
 
 class Exchange:
-    """A question that every process answers once. All processes create it at the same place; when and in which thread
-    each answers is left to it."""
+    """An all-gather of one text from each process.
+
+    All processes create it at the same place of the program; each may give its text at any time and in any thread.
+    """
 
     def __init__(self) -> None:
         self._number = next(_number)
 
-    def __call__(self, value: str, listen: bool = True, patience: float = _PATIENCE) -> list[str]:
-        """Gives this process's answer; returns every process's, or nothing where this process does not ``listen``.
+    def __call__(self, value: str, *, listen: bool = True, patience: float = _PATIENCE) -> list[str]:
+        """Gives this process's text; returns those of all processes, or an empty list without ``listen``.
 
         Raises:
-          Absent: a process does not answer within ``patience`` seconds.
+          ProcessTimeout: a process gives no text within ``patience`` seconds.
         """
         count, me = jax_compat.process_count(), jax_compat.process_index()
         if count == 1:
@@ -170,28 +171,29 @@ class Exchange:
         if not listen:
             return []
         return [
-            value if other == me else keys.get(f"answer/{self._number}/{other}", patience) for other in range(count)
+            value if process == me else keys.get(f"answer/{self._number}/{process}", patience)
+            for process in range(count)
         ]
 
 
 class Agreement:
-    """A point at which all processes go on or none does. All create it at the same place, like an ``Exchange``."""
+    """A point at which either all processes go on or none. All create it at the same place, like an ``Exchange``."""
 
     def __init__(self) -> None:
         self._exchange, self._number = Exchange(), next(_number)
 
     def __call__(self, problem: str, patience: float = _PATIENCE) -> str:
-        """The problem of the first process that has one, or ""; every process gives its own and gets the same answer.
+        """The problem of the first process that has one, or ""; the same result in every process.
 
         Raises:
-          Absent: another process does not come within ``patience`` seconds.
+          ProcessTimeout: another process does not call this within ``patience`` seconds.
         """
-        answers = self._exchange(problem, is_first(), patience)
+        answers = self._exchange(problem, listen=is_first(), patience=patience)
         if jax_compat.process_count() == 1:
             return problem
         keys, name = _Keys(jax_compat.coordination_client()), f"agreed/{self._number}"
         if not is_first():
             return keys.get(name, patience)
-        joint = next((f"process {other}: {answer}" for other, answer in enumerate(answers) if answer), "")
+        joint = next((f"process {process}: {answer}" for process, answer in enumerate(answers) if answer), "")
         keys.set(name, joint)
         return joint

@@ -1,9 +1,9 @@
-"""Routes: which rank hands which piece to which rank across a boundary. Pure arithmetic, no JAX.
+"""Routes: which rank sends which piece to which rank across a boundary. Pure arithmetic, no JAX.
 
 Rows are measured in *units*: a tensor's rows are cut into ``lcm(dp_src, dp_dst)`` equal intervals, so that the
-intervals of both dp splits, dividing each other or not, are unions of units. Where the ranks of one end have parts of
-what stands in a row, a unit is one part of such an interval. A *piece* is what one rank sends another at once: a unit,
-a slice of one, or all rows of a rank. Both sides number their pieces; a route joins two numbers.
+intervals of both dp splits are unions of units, whether or not one dp divides the other. If the ranks of one end have
+parts of each row, a unit is one such part of an interval. A *piece* is the data that one rank sends to another at once:
+a unit, a slice of a unit, or all rows of a rank. Source and target number their pieces; a route joins two numbers.
 Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2 (equal dp, fan-in and fan-out are the special cases).
 """
 
@@ -18,16 +18,16 @@ from itertools import chain, count
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How rows lie on the ranks of one stage: ``dp`` equal intervals, each held by copies·cp·tp ranks.
+    """Sharding of rows over the ranks of one stage: ``dp`` equal intervals, each on copies·cp·tp ranks.
 
-    Each part of an interval counts as an interval of its own, those of the first interval first; ``width`` ranks hold
-    the same.
+    If rows have several parts, each part of an interval counts as an interval, those of the first interval first.
+    ``width`` ranks hold the same interval.
 
     Attributes:
       ranks: the stage's ranks in (copy, dp, cp, tp) order.
       dp: number of intervals of rows.
       copies: equal runs of ranks that each hold all intervals.
-      parts: equal parts of what stands in each row, which the ranks of cp have one each; 1 where all have everything.
+      parts: equal parts of each row, one for each rank of cp; 1 if all ranks have whole rows.
     """
 
     ranks: tuple[int, ...]
@@ -37,26 +37,29 @@ class RowSharding:
 
     @property
     def intervals(self) -> int:
-        """Number of intervals, parts of rows counted apart."""
+        """Number of intervals, each part counted: dp·parts."""
         return self.dp * self.parts
 
     @property
     def width(self) -> int:
-        """Ranks that hold the same interval."""
+        """Number of ranks that hold the same interval."""
         return len(self.ranks) // self.intervals
 
-    def held(self, rows: int, parts: int) -> int:
-        """Number of units that a rank holds, of a tensor in so many intervals of rows and parts of each."""
+    def units_per_rank(self, rows: int, parts: int) -> int:
+        """Number of units on a rank, for a tensor cut into ``rows`` intervals of ``parts`` parts."""
         return rows // self.dp * (parts // self.parts)
 
-    def place(self, row: int, part: int, rows: int, parts: int) -> tuple[int, int]:
-        """The interval that a unit lies in, and its number there: by rows, then by parts."""
+    def locate(self, row: int, part: int, rows: int, parts: int) -> tuple[int, int]:
+        """The interval that contains a unit, and the unit's number in it: by rows, then by parts.
+
+        ``row`` and ``part`` are the unit's coordinates among ``rows`` · ``parts`` units.
+        """
         interval, number = divmod(row, rows // self.dp)
-        shared = parts // self.parts  # 1 where ranks have parts of their own
+        shared = parts // self.parts  # 1 if ranks have different parts
         return interval * self.parts + part // shared, number * shared + part % shared
 
     def group(self, interval: int) -> tuple[int, ...]:
-        """Ranks that hold interval number ``interval``, copy by copy; the first is its leader."""
+        """Ranks that hold interval number ``interval``, copy by copy; the first is the leader."""
         copy, width = len(self.ranks) // self.copies, self.width // self.copies
         starts = range(interval * width, len(self.ranks), copy)
         return tuple(rank for start in starts for rank in self.ranks[start : start + width])
@@ -67,11 +70,11 @@ class RowSharding:
         return tuple(self.group(interval) for interval in range(self.intervals))
 
     def leader(self, interval: int, copy: int = 0) -> int:
-        """The rank that sends and receives for an interval: canonical (first) cp and tp coordinates, in one copy."""
+        """The rank that sends and receives an interval: the first cp and tp coordinates, in one copy."""
         return self.group(interval)[copy * self.width // self.copies]
 
     def copy_of(self, rank: int) -> int:
-        """The copy that a rank is in; the first for one that is in none."""
+        """The copy that contains a rank; 0 for a rank of another stage."""
         return self.ranks.index(rank) * self.copies // len(self.ranks) if rank in self.ranks else 0
 
 
@@ -80,79 +83,84 @@ class Route:
     """Piece number ``sent`` of rank ``source`` becomes piece number ``kept`` of rank ``target``."""
 
     source: int
-    sent: int
+    source_piece: int
     target: int
-    kept: int
+    target_piece: int
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitGrid:
     """The units of a tensor between two stages.
 
     Attributes:
-      rows: intervals that its rows are cut into.
-      parts: parts of each.
+      rows: number of intervals that the tensor's rows are cut into.
+      parts: number of parts of each interval.
     """
 
     rows: int
     parts: int
 
     @classmethod
-    def between(cls, source: RowSharding, target: RowSharding) -> Units:
-        """The fewest units that both ends hold whole ones of."""
+    def between(cls, source: RowSharding, target: RowSharding) -> UnitGrid:
+        """The fewest units such that no unit is divided between ranks of either end."""
         return cls(math.lcm(source.dp, target.dp), math.lcm(source.parts, target.parts))
 
-    def places(self, end: RowSharding) -> list[tuple[int, int]]:
-        """For each unit, its interval at one end and its number there."""
+    def locate(self, end: RowSharding) -> list[tuple[int, int]]:
+        """For each unit, its interval at one end and its number in that interval."""
         numbered = ((row, part) for row in range(self.rows) for part in range(self.parts))
-        return [end.place(row, part, self.rows, self.parts) for row, part in numbered]
+        return [end.locate(row, part, self.rows, self.parts) for row, part in numbered]
 
 
 def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is all that a rank holds."""
+    """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is a rank's whole shard."""
     pairs = zip(chain(*source.groups), chain(*target.groups), strict=True)
-    return tuple(Route(one, 0, other, 0) for one, other in pairs)
+    return tuple(Route(source_rank, 0, target_rank, 0) for source_rank, target_rank in pairs)
 
 
 def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes of units, in row order, to target leaders. A unit is numbered within its interval.
+    """Routes of units, in row order, from source leaders to target leaders. A unit is numbered within its interval.
 
-    They come from the source's leaders; where the target's leader is itself in a copy of the source, from that copy's.
+    If the target's leader is a rank of the source, the source's leader is the one of the same copy.
     """
-    units, routes = Units.between(source, target), []
-    for (held_in, sent), (wanted_in, kept) in zip(units.places(source), units.places(target), strict=True):
-        receiver = target.leader(wanted_in)
-        routes.append(Route(source.leader(held_in, source.copy_of(receiver)), sent, receiver, kept))
+    units, routes = UnitGrid.between(source, target), []
+    locations = zip(units.locate(source), units.locate(target), strict=True)
+    for (source_interval, source_piece), (target_interval, target_piece) in locations:
+        receiver = target.leader(target_interval)
+        sender = source.leader(source_interval, source.copy_of(receiver))
+        routes.append(Route(sender, source_piece, receiver, target_piece))
     return tuple(routes)
 
 
-def slices_kept(source: RowSharding, target: RowSharding) -> int:
-    """Slices of one unit that every rank of ``target`` receives, so that all of ``source`` have one to send."""
+def slices_received(source: RowSharding, target: RowSharding) -> int:
+    """Number of slices of one unit for every rank of ``target``: enough that every rank of ``source`` sends one."""
     return -(-source.width // target.width)
 
 
 def slices_sent(source: RowSharding, target: RowSharding) -> int:
-    """Most slices of one unit that a rank of ``source`` sends."""
-    return -(-slices_kept(source, target) * target.width // source.width)
+    """Largest number of slices of one unit that a rank of ``source`` sends."""
+    return -(-slices_received(source, target) * target.width // source.width)
 
 
 def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes of slices: slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // kept``
-    of the target's.
+    """Routes of slices, such that every rank sends and every rank receives.
 
-    So every rank sends and every rank receives. Source rank ``i`` numbers its slices ``i, i + width, ...`` of its first
-    unit first, then those of the next; a target rank receives neighbouring slices and numbers them in order.
+    Slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // slices_received`` of the
+    target group. Source rank ``i`` numbers the slices ``i, i + width, ...`` of its first unit, then those of the next
+    unit; a target rank receives neighbouring slices and numbers them in order.
     """
-    units, sent, kept = Units.between(source, target), slices_sent(source, target), slices_kept(source, target)
+    units = UnitGrid.between(source, target)
+    slices_per_source, slices_per_target = slices_sent(source, target), slices_received(source, target)
     return tuple(
         Route(
-            source.group(held_in)[j % source.width],
-            held * sent + j // source.width,
-            target.group(wanted_in)[j // kept],
-            wanted * kept + j % kept,
+            source.group(source_interval)[j % source.width],
+            source_unit * slices_per_source + j // source.width,
+            target.group(target_interval)[j // slices_per_target],
+            target_unit * slices_per_target + j % slices_per_target,
         )
-        for (held_in, held), (wanted_in, wanted) in zip(units.places(source), units.places(target), strict=True)
-        for j in range(kept * target.width)
+        for (source_interval, source_unit), (target_interval, target_unit) in zip(
+            units.locate(source), units.locate(target), strict=True
+        )
+        for j in range(slices_per_target * target.width)
     )
 
 
@@ -165,19 +173,21 @@ def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
     by_source: dict[int, dict[int, Route]] = defaultdict(dict)
     by_target: dict[int, dict[int, Route]] = defaultdict(dict)
     for route in routes:
-        wanted, other = _first_free(by_source[route.source]), _first_free(by_target[route.target])
-        # Where the target already receives in the source's free round, both rounds are swapped along the path from it.
-        path, step = [], by_target[route.target].get(wanted)
+        source_round, target_round = _first_free(by_source[route.source]), _first_free(by_target[route.target])
+        # If the target already receives in the source's free round, both rounds are swapped along the path from it.
+        path, step = [], by_target[route.target].get(source_round)
         while step:
             path.append(step)
-            step = by_source[step.source].get(other) if len(path) % 2 else by_target[step.target].get(wanted)
-        for i, moved in enumerate(path):
-            old = other if i % 2 else wanted
-            del by_source[moved.source][old], by_target[moved.target][old]
-        for i, moved in enumerate(path):
-            new = wanted if i % 2 else other
-            by_source[moved.source][new] = by_target[moved.target][new] = moved
-        by_source[route.source][wanted] = by_target[route.target][wanted] = route
+            step = (
+                by_source[step.source].get(target_round) if len(path) % 2 else by_target[step.target].get(source_round)
+            )
+        for i, recoloured in enumerate(path):
+            old = target_round if i % 2 else source_round
+            del by_source[recoloured.source][old], by_target[recoloured.target][old]
+        for i, recoloured in enumerate(path):
+            new = source_round if i % 2 else target_round
+            by_source[recoloured.source][new] = by_target[recoloured.target][new] = recoloured
+        by_source[route.source][source_round] = by_target[route.target][source_round] = route
     batches: dict[int, list[Route]] = defaultdict(list)
     for used in by_source.values():
         for number, route in used.items():
@@ -190,10 +200,10 @@ def _first_free(used: Mapping[int, Route]) -> int:
 
 
 def components(routes: Sequence[Route], target: RowSharding) -> tuple[tuple[Route, ...], ...]:
-    """Connected components of the routes: routes are connected that share a rank or lead to ranks of one target group.
+    """Connected components of the routes. Two routes are connected if they share a rank or lead to one target group.
 
-    The ranks of a group work in step anyway, so joining them makes none wait; it makes one program of many. Ranks that
-    receive nothing join nothing. Components are in the order of their lowest ranks, the same in all processes.
+    The ranks of a group work in step anyway, so joining their routes into one program makes no rank wait. Ranks that
+    receive nothing connect no routes. Components are ordered by their lowest ranks, the same in all processes.
     """
     receivers = {route.target for route in routes}
     joined = [{route.source, route.target} for route in routes]

@@ -22,23 +22,27 @@ from mmjax.mesh.collectives import broadcast_from_leader
 from mmjax.mesh.routes import (
     Route,
     RowSharding,
-    Units,
+    UnitGrid,
     leader_routes,
     peer_routes,
     sliced_routes,
-    slices_kept,
+    slices_received,
     slices_sent,
 )
 from mmjax.mesh.spmd import Spmd
 from mmjax.mesh.submesh import Submesh
 
-Lies = Literal["whole", "inside", "listed"]
-"""How a tensor lies at one end of a boundary: rows over dp and whole on every rank of cp; as the features of a module's
-tokens, between two of its stages; or rows over dp, of which each rank of cp has the part that was listed for it."""
-WHOLE: tuple[Lies, Lies] = ("whole", "whole")
-INSIDE: tuple[Lies, Lies] = ("inside", "inside")
-LISTED: tuple[Lies, Lies] = ("whole", "listed")
-"""From the module that has the tokens to the one that reads them."""
+Placement = Literal["whole", "inside", "listed"]
+"""Placement of a tensor at one end of a boundary.
+
+* ``whole``: rows are sharded over dp, and every rank of cp has whole rows.
+* ``inside``: the features of a module's tokens between two of its stages, sharded over their tokens too.
+* ``listed``: rows are sharded over dp, and each rank of cp has the tokens of its own list.
+"""
+WHOLE_ROWS: tuple[Placement, Placement] = ("whole", "whole")
+INSIDE_MODULE: tuple[Placement, Placement] = ("inside", "inside")
+LISTED_TOKENS: tuple[Placement, Placement] = ("whole", "listed")
+"""From the module that computes the tokens to the one that reads them."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +50,29 @@ class End:
     """One end of a boundary."""
 
     submesh: Submesh
-    lies: Lies
+    placement: Placement
 
     @property
     def sharding(self) -> RowSharding:
-        """How the tensor lies on the ranks."""
-        one = self.submesh
-        return {"whole": one.row_sharding, "inside": one.token_sharding, "listed": one.list_sharding}[self.lies]
+        """Sharding of the tensor over the ranks."""
+        end = self.submesh
+        return {"whole": end.row_sharding, "inside": end.token_sharding, "listed": end.list_sharding}[self.placement]
 
     @property
     def spec(self) -> PartitionSpec:
         """Spec of the tensor."""
         spread = self.submesh.spread
-        return spread.tokens if self.lies == "listed" else spread.activation(inside=self.lies == "inside")
+        return spread.tokens if self.placement == "listed" else spread.activation(inside=self.placement == "inside")
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Axes over which ranks hold the same."""
+        """Axes over which ranks hold the same part of the tensor."""
         spread = self.submesh.spread
-        return {"whole": spread.together, "inside": spread.replica, "listed": spread.alike}[self.lies]
+        return {"whole": spread.same_rows, "inside": spread.same_tokens, "listed": spread.same_inputs}[self.placement]
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """Intervals of rows, parts of each, and the ranks that hold the same."""
+        """Numbers of row intervals, of parts of each, and of ranks that hold the same part."""
         return self.sharding.dp, self.sharding.parts, self.sharding.width
 
 
@@ -80,7 +84,7 @@ class Routing(ABC):
       name: used in messages and program names.
       source, target: the stage submeshes.
       aval: shape ``[rows, ...]`` and dtype of the tensor.
-      lies: how it lies at source and target.
+      placements: placement of the tensor at source and target.
 
     Raises:
       ValueError: for rows that do not divide into the units of both ends, or stages of one module that differ in
@@ -91,12 +95,15 @@ class Routing(ABC):
     source: Submesh
     target: Submesh
     aval: jax.ShapeDtypeStruct
-    lies: tuple[Lies, Lies] = WHOLE
+    placements: tuple[Placement, Placement] = WHOLE_ROWS
 
     def __post_init__(self) -> None:
-        if self.lies == INSIDE:
-            whole = [End(end.submesh, "whole").degrees for end in self.ends]
-            degrees = [(own[0], end.degrees[0], own[2]) for own, end in zip(whole, self.ends, strict=True)]
+        if self.placements == INSIDE_MODULE:
+            row_degrees = [End(end.submesh, "whole").degrees for end in self.ends]
+            degrees = [
+                (degrees_of_rows[0], end.degrees[0], degrees_of_rows[2])
+                for degrees_of_rows, end in zip(row_degrees, self.ends, strict=True)
+            ]
             if degrees[0] != degrees[1]:
                 raise ValueError(f"{self.name}: stages of one module with the degrees {degrees[0]} and {degrees[1]}")
             return
@@ -115,13 +122,13 @@ class Routing(ABC):
 
     @cached_property
     def source_end(self) -> End:
-        """How the tensor lies at the source."""
-        return End(self.source, self.lies[0])
+        """Submesh and placement at the source."""
+        return End(self.source, self.placements[0])
 
     @cached_property
     def target_end(self) -> End:
-        """How the tensor lies at the target."""
-        return End(self.target, self.lies[1])
+        """Submesh and placement at the target."""
+        return End(self.target, self.placements[1])
 
     @property
     def ends(self) -> tuple[End, End]:
@@ -129,28 +136,29 @@ class Routing(ABC):
         return self.source_end, self.target_end
 
     @cached_property
-    def units(self) -> Units:
-        """The units that the tensor is cut into; see ``routes``."""
-        return Units.between(self.source_end.sharding, self.target_end.sharding)
+    def units(self) -> UnitGrid:
+        """The units of the tensor; see ``routes``."""
+        return UnitGrid.between(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def source_units(self) -> int:
-        """Number of units that a source rank holds."""
-        return self.source_end.sharding.held(self.units.rows, self.units.parts)
+        """Number of units on a source rank."""
+        return self.source_end.sharding.units_per_rank(self.units.rows, self.units.parts)
 
     @property
     def target_units(self) -> int:
-        """Number of units that a target rank holds."""
-        return self.target_end.sharding.held(self.units.rows, self.units.parts)
+        """Number of units on a target rank."""
+        return self.target_end.sharding.units_per_rank(self.units.rows, self.units.parts)
 
     @property
     def unit(self) -> tuple[int, ...]:
         """Shape of a unit."""
-        if self.lies == INSIDE:
+        if self.placements == INSIDE_MODULE:
             return self.source_aval.sharding.shard_shape(self.aval.shape)
-        rows, *rest = self.aval.shape
-        rest = [rest[0] // self.units.parts, *rest[1:]] if self.units.parts > 1 else rest
-        return (rows // self.units.rows, *rest)
+        rows, *trailing = self.aval.shape
+        if self.units.parts > 1:
+            trailing[0] //= self.units.parts
+        return (rows // self.units.rows, *trailing)
 
     @cached_property
     def source_aval(self) -> jax.ShapeDtypeStruct:
@@ -167,21 +175,21 @@ class Routing(ABC):
 
     def as_units(self, x: jax.Array) -> jax.Array:
         """The units of a source rank's shard, ``[units, *unit]``, by rows and then by parts."""
-        row, *rest = self.unit
-        shared = self.units.parts // self.source_end.sharding.parts  # parts that the rank has of each row
-        if shared == 1:
-            return x.reshape(self.source_units, row, *rest)
-        split = x.reshape(self.source_units // shared, row, shared, *rest)
-        return jnp.moveaxis(split, 2, 1).reshape(self.source_units, row, *rest)
+        rows, *trailing = self.unit
+        parts = self.units.parts // self.source_end.sharding.parts  # parts of each row on this rank
+        if parts == 1:
+            return x.reshape(self.source_units, rows, *trailing)
+        split = x.reshape(self.source_units // parts, rows, parts, *trailing)
+        return jnp.moveaxis(split, 2, 1).reshape(self.source_units, rows, *trailing)
 
     def of_units(self, units: jax.Array) -> jax.Array:
         """A target rank's shard from its units, ``[units, *unit]``."""
-        row, *rest = self.unit
-        shared = self.units.parts // self.target_end.sharding.parts
-        if shared == 1:
-            return units.reshape(self.target_units * row, *rest)
-        split = jnp.moveaxis(units.reshape(self.target_units // shared, shared, row, *rest), 1, 2)
-        return split.reshape(self.target_units // shared * row, shared * rest[0], *rest[1:])
+        rows, *trailing = self.unit
+        parts = self.units.parts // self.target_end.sharding.parts
+        if parts == 1:
+            return units.reshape(self.target_units * rows, *trailing)
+        split = jnp.moveaxis(units.reshape(self.target_units // parts, parts, rows, *trailing), 1, 2)
+        return split.reshape(self.target_units // parts * rows, parts * trailing[0], *trailing[1:])
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
 
@@ -197,45 +205,49 @@ class Routing(ABC):
 
     @property
     @abstractmethod
-    def sent(self) -> int:
+    def source_pieces(self) -> int:
         """Number of pieces that the rows of a source rank are cut into."""
 
     @property
     @abstractmethod
-    def kept(self) -> int:
+    def target_pieces(self) -> int:
         """Number of pieces that the rows of a target rank are joined from."""
 
     # ---- programs ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def cutting(self) -> Spmd | None:
-        """Function from rows to ``sent`` arrays, stacked over the source's ranks; ``None`` where the only piece is the
-        rows."""
+        """The function from rows to ``source_pieces`` arrays, stacked over the source's ranks.
+
+        ``None`` if there is one piece, the rows themselves.
+        """
 
     @abstractmethod
     def joining(self) -> Spmd | None:
-        """Function from ``kept`` arrays, stacked over the target's ranks, to rows; ``None`` where the only piece is the
-        rows."""
+        """The function from ``target_pieces`` arrays, stacked over the target's ranks, to rows.
+
+        ``None`` if there is one piece, the rows themselves.
+        """
 
     @cached_property
     def received_aval(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of each of the arrays that ``joining`` takes; of the rows where it is ``None``."""
+        """Aval of each array that ``joining`` takes; of the rows if ``joining`` is ``None``."""
         if not self.joining():
             return self.target_aval
-        first, *rest = self.piece
-        sharding = self.target.sharding(self.target.spread.each)
-        return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *rest), self.aval.dtype, sharding=sharding)
+        first, *trailing = self.piece
+        sharding = self.target.sharding(self.target.spread.per_rank)
+        return jax.ShapeDtypeStruct((len(self.target.ranks) * first, *trailing), self.aval.dtype, sharding=sharding)
 
     def _over_source(self, cut: Callable[[jax.Array], tuple[jax.Array, ...]]) -> Spmd:
-        return Spmd(cut, self.source.mesh, self.source_end.spec, self.source.spread.each)
+        return Spmd(cut, self.source.mesh, self.source_end.spec, self.source.spread.per_rank)
 
     def _over_target(self, join: Callable[..., jax.Array]) -> Spmd:
-        each = self.target.spread.each
+        each = self.target.spread.per_rank
         return Spmd(join, self.target.mesh, each, self.target_end.spec, check_vma=False)
 
 
 class PeerRouting(Routing):
-    """Equal degrees: every rank hands its rows to its counterpart; nothing to cut or join."""
+    """Equal degrees: every rank sends its rows to its counterpart, without cutting or joining."""
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
@@ -246,11 +258,11 @@ class PeerRouting(Routing):
         return self.unit
 
     @property
-    def sent(self) -> int:
+    def source_pieces(self) -> int:
         return 1
 
     @property
-    def kept(self) -> int:
+    def target_pieces(self) -> int:
         return 1
 
     def cutting(self) -> None:
@@ -261,7 +273,7 @@ class PeerRouting(Routing):
 
 
 class LeaderRouting(Routing):
-    """Units go from leader to leader, then through the target's tp·cp group, or tp group where parts differ over cp."""
+    """Units go from leader to leader, then are broadcast in the target's tp·cp group (tp if parts differ over cp)."""
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
@@ -272,11 +284,11 @@ class LeaderRouting(Routing):
         return self.unit
 
     @property
-    def sent(self) -> int:
+    def source_pieces(self) -> int:
         return self.source_units
 
     @property
-    def kept(self) -> int:
+    def target_pieces(self) -> int:
         return self.target_units
 
     def cutting(self) -> Spmd | None:
@@ -297,7 +309,7 @@ class SlicedRouting(Routing):
     """Every rank of the target's tp·cp group receives its slices of each unit, and the group all-gathers.
 
     A unit is flattened, padded and cut into equal slices, at least one for every rank of either group, so that every
-    rail carries an equal share, rounded up. Slices come from all ranks of the source's group in turn.
+    link carries an equal share, rounded up. All ranks of the source's group send slices in turn.
     """
 
     @cached_property
@@ -306,23 +318,23 @@ class SlicedRouting(Routing):
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return (-(-math.prod(self.unit) // (self._kept * self.target_end.sharding.width)),)
+        return (-(-math.prod(self.unit) // (self._slices_received * self.target_end.sharding.width)),)
 
     @property
-    def sent(self) -> int:
-        return self.source_units * self._sent
+    def source_pieces(self) -> int:
+        return self.source_units * self._slices_sent
 
     @property
-    def kept(self) -> int:
-        return self.target_units * self._kept
+    def target_pieces(self) -> int:
+        return self.target_units * self._slices_received
 
     @property
-    def _sent(self) -> int:
+    def _slices_sent(self) -> int:
         return slices_sent(self.source_end.sharding, self.target_end.sharding)
 
     @property
-    def _kept(self) -> int:
-        return slices_kept(self.source_end.sharding, self.target_end.sharding)
+    def _slices_received(self) -> int:
+        return slices_received(self.source_end.sharding, self.target_end.sharding)
 
     def cutting(self) -> Spmd:
         return self._over_source(self._cut)
@@ -331,37 +343,38 @@ class SlicedRouting(Routing):
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
-        share, width, (size,) = self._sent, self.source_end.sharding.width, self.piece
+        share, width, (size,) = self._slices_sent, self.source_end.sharding.width, self.piece
         flat_UE = self.as_units(rows).reshape(self.source_units, -1)
         padding = share * width * size - flat_UE.shape[1]
-        slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.sent, width, size)
+        slices_SWE = jnp.pad(flat_UE, ((0, 0), (0, padding))).reshape(self.source_pieces, width, size)
         me = lax.axis_index(self.source_end.group)
         return tuple(lax.dynamic_index_in_dim(slices_SWE, me, 1, keepdims=False))
 
     def _join(self, *pieces: jax.Array) -> jax.Array:
-        own_UE = jnp.stack(pieces).reshape(self.target_units, -1)
-        flat_UE = lax.all_gather(own_UE, self.target_end.group, axis=1, tiled=True)
+        slices_UE = jnp.stack(pieces).reshape(self.target_units, -1)
+        flat_UE = lax.all_gather(slices_UE, self.target_end.group, axis=1, tiled=True)
         flat_UE = flat_UE[:, : math.prod(self.unit)]
         return self.of_units(flat_UE.reshape(self.target_units, *self.unit))
 
 
 def make_routing(
     route: str,
+    *,
     name: str,
     source: Submesh,
     target: Submesh,
     aval: jax.ShapeDtypeStruct,
-    lies: tuple[Lies, Lies] = WHOLE,
+    placements: tuple[Placement, Placement] = WHOLE_ROWS,
 ) -> Routing:
-    """The routing that ``route`` (``leader`` or ``sliced``) means between two stages.
+    """The routing for the setting ``route`` (``leader`` or ``sliced``) between two stages.
 
-    Between stages of equal degrees no leader is needed: the ranks of a group hold the same, and each hands it to its
-    counterpart. Between groups of one rank a slice is the whole unit, so sliced is leader.
+    Stages of equal degrees need no leader: every rank sends its shard to its counterpart. Between groups of one rank
+    a slice is a whole unit, so ``sliced`` is the same as ``leader``.
     """
-    degrees = {End(submesh, own).degrees for submesh, own in zip((source, target), lies, strict=True)}
-    made = LeaderRouting
+    degrees = {End(submesh, placement).degrees for submesh, placement in zip((source, target), placements, strict=True)}
+    routing_class = LeaderRouting
     if route == "sliced" and max(width for _, _, width in degrees) > 1:
-        made = SlicedRouting
+        routing_class = SlicedRouting
     elif len(degrees) == 1:
-        made = PeerRouting
-    return made(name, source, target, aval, lies)
+        routing_class = PeerRouting
+    return routing_class(name, source, target, aval, placements)

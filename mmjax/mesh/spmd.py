@@ -16,14 +16,14 @@ from mmjax import jax_compat
 
 @dataclass(frozen=True, eq=False)
 class Spmd:
-    """A per-device function with its mesh and specs; callable on global arrays, under ``jit`` or not.
+    """A per-device function with its mesh and specs; callable on global arrays, inside ``jit`` and outside.
 
     Attributes:
       body: function of local shards.
       mesh: devices that run it.
       in_specs, out_specs: pytree prefixes of ``PartitionSpec``.
-      check_vma: track which values vary over which axes, so that transposition sums what must be summed. Off only
-        for pure data movement, which no autodiff passes through.
+      check_vma: track which values vary over which axes, so that transposition inserts the sums that it needs. Off
+        only for data movement that is not differentiated.
     """
 
     body: Callable[..., Any]
@@ -43,6 +43,21 @@ class Spmd:
         return with_sharding(jax.eval_shape(self, *avals), self.mesh, self.out_specs)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PretracedSpmd(Spmd):
+    """An SPMD function with an existing trace, which is part of the trace of a larger function.
+
+    Attributes:
+      call: the function of global arrays, which reuses the trace; ``body`` is for traces over other axes.
+    """
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs on global arrays."""
+        return self.call(*args)
+
+
 def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
     """Attaches shardings on ``mesh`` to a tree of shapes; ``specs`` is a prefix of that tree."""
 
@@ -54,25 +69,25 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Zeros of an aval's shape, dtype and sharding; in a program, typed like an argument of that sharding."""
-    local, sharding = aval.sharding.shard_shape(aval.shape), aval.sharding
-    return Spmd(lambda: jnp.zeros(local, aval.dtype), sharding.mesh, (), sharding.spec)()
+    """Zeros of an aval's shape, dtype and sharding; inside a program, typed like an argument of that sharding."""
+    local_shape, sharding = aval.sharding.shard_shape(aval.shape), aval.sharding
+    return Spmd(lambda: jnp.zeros(local_shape, aval.dtype), sharding.mesh, (), sharding.spec)()
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:
-    """Puts host arrays on devices; where other processes have some of the devices, this one gives only its own shards.
+    """Puts host arrays on devices; each process puts the shards on its own devices.
 
     Args:
       tree: numpy arrays, objects that are indexed like them, or numbers.
-      shardings: the sharding of every array, or one for all.
+      shardings: a sharding for every array, or one for all.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
-    return own_shards(tree, shardings)
+    return local_shards(tree, shardings)
 
 
-def own_shards(tree: Any, shardings: Any) -> Any:
-    """``to_devices`` shard by shard: touches no devices of other processes."""
+def local_shards(tree: Any, shardings: Any) -> Any:
+    """``to_devices`` shard by shard, for arrays with shards on devices of other processes."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 
@@ -86,7 +101,7 @@ def own_shards(tree: Any, shardings: Any) -> Any:
 class Stitcher:
     """Joins the pieces on this process's devices into one array, without a copy.
 
-    A device without a piece gets zeros, made once for each device. All pieces have the shape and dtype given here.
+    A device without a piece gets zeros, created once for each device. All pieces have one shape and dtype.
     """
 
     def __init__(self, piece: tuple[int, ...], dtype: Any):
@@ -94,7 +109,7 @@ class Stitcher:
         self._zeros: dict[Any, jax.Array] = {}
 
     def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-        """The array of this shape and sharding that consists of ``pieces``, given by device."""
+        """The array of this shape and sharding with ``pieces``, by device, as its shards."""
         shards = [pieces[d] if d in pieces else self._zero(d) for d in sharding.addressable_devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
 
@@ -105,7 +120,7 @@ class Stitcher:
 
 
 def _platform(avals: Any) -> str:
-    """Platform of the devices that arrays are on."""
+    """Platform of the arrays' devices."""
     return next(iter(jax.tree.leaves(avals)[0].sharding.device_set)).platform
 
 
@@ -115,25 +130,25 @@ def has_local_devices(sharding: Any) -> bool:
     return any(device.process_index == me for device in sharding.device_set)
 
 
-def empty_here(aval: jax.ShapeDtypeStruct) -> jax.Array:
+def remote_array(aval: jax.ShapeDtypeStruct) -> jax.Array:
     """An array whose shards are all on other processes' devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [], dtype=aval.dtype)
 
 
 def by_device(array: jax.Array) -> dict[Any, jax.Array]:
-    """This process's shards of an array, as arrays of their own."""
+    """This process's shards of an array, as separate arrays."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 class Program:
-    """A function compiled ahead of time for given argument shapes and shardings.
+    """A function compiled ahead of time for fixed argument shapes and shardings.
 
     Attributes:
       name: shown in progress and errors.
       avals: arguments, as ``ShapeDtypeStruct`` with shardings.
       outputs: results, likewise.
       compiling: names of the programs that this process is compiling at the moment.
-      newest_end: an empty array that is ready when the program that was dispatched last has ended, on each device.
+      newest_end: an empty array that is ready on each device when the program that was dispatched last has ended.
       dispatches: how many programs this process has dispatched.
     """
 
@@ -153,7 +168,7 @@ class Program:
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
         self._fn, options = fn, jax_compat.compiler_options(_platform(self.avals))
 
-        # The end costs no memory, and keeps no result alive while somebody waits for it.
+        # The empty array costs no memory, and waiting for it keeps no result alive.
         def with_end(*args: Any) -> Any:
             return fn(*args), jnp.zeros((0,), bool)
 
@@ -179,21 +194,20 @@ class Program:
         return self._compiled
 
     def temporary_bytes(self) -> int:
-        """Bytes it needs on a device while it runs, beside arguments and results: estimated from its trace by
-        ``jax_compat``."""
+        """Bytes that it needs on a device while it runs, beside arguments and results: an estimate from its trace."""
         return jax_compat.temporary_bytes(self._fn, self.avals)  # inside a trace no compiler takes options
 
     def compiled_temporary_bytes(self) -> int:
-        """Bytes it needs on a device while it runs, beside arguments and results, as planned by the compiler."""
+        """Bytes that it needs on a device while it runs, beside arguments and results, as the compiler plans them."""
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
     def lowered_text(self) -> str:
-        """What is given to the compiler; equal for programs that differ in their devices alone."""
+        """The compiler's input; equal for programs that differ only in their devices."""
         self.lower()
         return self._lowered.as_text()
 
     def compiled_with(self, options: Mapping[str, Any]) -> Any:
-        """An executable by other options of the compiler; this one neither runs nor is it kept."""
+        """A separate executable with other compiler options; ``compiled`` stays as it is."""
         self.lower()
         return self._lowered.compile(dict(options))
 

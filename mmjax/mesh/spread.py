@@ -1,7 +1,7 @@
-"""How arrays lie on the devices of a stage: which mesh axes split which of their dimensions.
+"""Sharding of arrays over the devices of a stage: which mesh axes split which dimensions.
 
-All specs of host inputs, activations, losses, parameters, gradients and residuals come from here. Model code knows the
-axes by role alone (``Axes``).
+All specs of host inputs, activations, losses, parameters, gradients and residuals come from here. Model code receives
+only the axes, by role (``Axes``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ class Axes:
 
     Attributes:
       dp: axes over which rows are split.
-      instance: axes of dp across which masters and moments are repeated; over the others with tokens of their own they
-        are sharded.
+      instance: axes of dp across which masters and moments are repeated; they are sharded over the other axes of dp
+        and over ``positions``.
       cp: axes over which a sequence is split.
       tp: axes over which heads, hidden units and the vocabulary are split.
-      copies: axes over which nothing is split: the ranks of each copy compute the same.
-      positions: axes over which the tokens of rows lie: those of cp where a sequence is split, () where ranks of cp
-        hold whole rows.
-      sp: axes over which these are split further wherever a layer's features are normed, added or sent on (sequence
-        parallelism): those of tp, or () where all ranks of tp have them.
-      overlap: whether what they exchange for this goes beside the products that it is for.
-      cp_way: how attention brings queries and keys of different ranks together, a key of
-        ``attention.exchange.EXCHANGES``.
+      copies: axes over which nothing is split: all copies compute the same.
+      positions: axes over which the tokens of rows are split: those of cp, or () if ranks of cp hold whole rows.
+      sp: axes over which tokens are split further wherever a layer's features are normed, added or sent on (sequence
+        parallelism): those of tp, or () if all ranks of tp have the same tokens.
+      overlap: whether the exchange of sequence parallelism overlaps with the products that read its result.
+      cp_way: how attention exchanges queries and keys among ranks of cp, see ``Layout.cp_way``.
     """
 
     dp: tuple[str, ...] = ("dp",)
@@ -47,17 +45,17 @@ class Axes:
 
     @property
     def whole_rows(self) -> Axes:
-        """The same axes where all ranks of cp and tp hold whole rows, and those of cp compute the same."""
+        """The same axes for whole rows on all ranks of cp and tp; ranks of cp then compute the same."""
         return replace(self, positions=(), sp=())
 
     @property
     def unshared(self) -> Axes:
-        """The same axes where ranks of tp do not share tokens."""
+        """The same axes without sequence parallelism."""
         return replace(self, sp=())
 
     @property
     def stream(self) -> tuple[str, ...]:
-        """Axes over which the features of a row's tokens lie between a layer's products, in the order of tokens."""
+        """Axes that split the features of a row's tokens between a layer's products, in the order of tokens."""
         return self.positions + self.sp
 
     @property
@@ -73,13 +71,13 @@ class Axes:
 
 @dataclass(frozen=True)
 class Spread:
-    """How arrays lie over a submesh.
+    """Sharding of arrays over a submesh.
 
     Attributes:
       axes: the submesh's axes.
       rows: axes that split the rows of host inputs and activations.
-      positions: axes that split the tokens of a row, inside of a module; what modules give each other are whole rows.
-      stream: axes that split the features of these tokens, between the products of layers.
+      positions: axes that split the tokens of a row inside a module; between modules rows are whole.
+      stream: axes that split the features of these tokens between the products of layers.
     """
 
     axes: Axes
@@ -89,7 +87,7 @@ class Spread:
 
     @classmethod
     def of(cls, axes: Axes) -> Spread:
-        """Rows over dp; their tokens as ``Axes.positions`` says, and their features as ``Axes.stream``."""
+        """Rows over dp, their tokens over ``Axes.positions``, and the tokens' features over ``Axes.stream``."""
         return cls(axes, rows=axes.dp, positions=axes.positions, stream=axes.stream)
 
     @property
@@ -98,58 +96,66 @@ class Spread:
         return (*self.rows, *self.stream)
 
     @property
-    def replica(self) -> tuple[str, ...]:
+    def same_tokens(self) -> tuple[str, ...]:
         """Axes over which ranks have features of the same tokens."""
         return tuple(axis for axis in self.axes.all if axis not in self.data)
 
     @property
-    def together(self) -> tuple[str, ...]:
+    def same_rows(self) -> tuple[str, ...]:
         """Axes over which ranks have tokens of the same rows."""
         return tuple(axis for axis in self.axes.all if axis not in self.rows)
 
     @property
-    def alike(self) -> tuple[str, ...]:
+    def same_inputs(self) -> tuple[str, ...]:
         """Axes over which ranks have the same host inputs."""
-        return tuple(axis for axis in self.together if axis not in self.positions)
+        return tuple(axis for axis in self.same_rows if axis not in self.positions)
 
-    # ---- what is computed --------------------------------------------------------------------------------------------
+    # ---- computed arrays ---------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Host inputs ``[rows, positions, ...]``; tokens ``[cells, listed, ...]`` that each rank reads of another
-        module."""
+        """Spec of host inputs ``[rows, positions, ...]`` and of tokens ``[cells, listed, ...]`` from another module."""
         return PartitionSpec(self.rows, self.positions) if self.positions else PartitionSpec(self.rows)
 
     @property
     def whole_rows(self) -> PartitionSpec:
-        """Arrays that ranks of cp and tp have alike: activations ``[rows, positions, ...]`` between modules and their
-        gradients, losses ``[dp, losses]``, predictions ``[rows, ...]``."""
+        """Spec of arrays that are equal on ranks of cp and tp.
+
+        These are activations ``[rows, positions, ...]`` between modules and their gradients, losses ``[dp, losses]``
+        and predictions ``[rows, ...]``.
+        """
         return PartitionSpec(self.rows)
 
     def activation(self, *, inside: bool) -> PartitionSpec:
-        """Activations ``[rows, positions, ...]`` that a stage gives, to one of its module or of others, and their
-        gradients."""
+        """Spec of a stage's activations ``[rows, positions, ...]`` and their gradients.
+
+        ``inside``: they go to a stage of the same module.
+        """
         return PartitionSpec(self.rows, self.stream) if inside and self.stream else self.whole_rows
 
     @property
-    def whole(self) -> PartitionSpec:
-        """Arrays that every rank has whole."""
+    def replicated(self) -> PartitionSpec:
+        """Spec of arrays that are whole on every rank."""
         return PartitionSpec()
 
     @property
-    def each(self) -> PartitionSpec:
-        """Blocks of all ranks, one after another in the first dimension."""
+    def per_rank(self) -> PartitionSpec:
+        """Spec of arrays with one block per rank, stacked along the first dimension."""
         return PartitionSpec(self.axes.all)
 
     def residual(self, varying: Collection[str]) -> tuple[tuple[str, ...], PartitionSpec]:
-        """The axes over which blocks of a value are stacked that varies over some axes, and the spec of the stack."""
+        """The axes over which blocks of a value are stacked that varies over ``varying``, and the spec of the stack."""
         axes = tuple(axis for axis in self.axes.all if axis in varying)
         return axes, PartitionSpec(axes)
 
     def cache(self, dimensions: int, varying: Collection[str]) -> PartitionSpec:
-        """Segments ``[rows, S]``, or keys or values ``[rows, S, heads, K]`` or ``[layers, rows, S, heads, K]``.
+        """Spec of a cache array.
 
-        ``varying`` are the axes over which the local values vary; heads that are equal on all ranks of tp are whole.
+        These are segments ``[rows, S]``, and keys or values ``[rows, S, heads, K]`` or ``[layers, rows, S, heads, K]``.
+
+        Args:
+          dimensions: number of dimensions.
+          varying: axes over which the local values vary; heads that are equal on all ranks of tp are whole.
         """
         stacked = dimensions == len("LBSGK")
         heads = (None, self.axes.tp) if any(axis in varying for axis in self.axes.tp) else ()
@@ -158,15 +164,15 @@ class Spread:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def parameter(self, dimensions: Sequence[str], *, stacked: bool) -> PartitionSpec:
-        """A parameter whose dimensions have these names; the stacking dimension is whole."""
+        """Spec of a parameter whose dimensions have these names; the stacking dimension is whole."""
         dims = [self.axes.tp if dimension in TP_DIMENSIONS else None for dimension in dimensions]
         return PartitionSpec(*([None] * stacked), *dims)
 
-    def sums(self, parameter: PartitionSpec) -> PartitionSpec:
-        """Gradient sums of a parameter, a block for each rank that has tokens of its own."""
-        return PartitionSpec(self.summed(parameter), *parameter)
+    def gradient_sums(self, parameter: PartitionSpec) -> PartitionSpec:
+        """Spec of a parameter's gradient sums: one block for each rank with different tokens."""
+        return PartitionSpec(self.gradient_axes(parameter), *parameter)
 
-    def summed(self, parameter: PartitionSpec) -> tuple[str, ...]:
-        """The axes over which a step's one reduction sums the gradients of a parameter."""
+    def gradient_axes(self, parameter: PartitionSpec) -> tuple[str, ...]:
+        """Axes over which a step's single reduction sums the gradients of a parameter."""
         split = {axis for part in parameter for axis in ((part,) if isinstance(part, str) else part or ())}
         return tuple(axis for axis in self.data if axis not in split)

@@ -1,4 +1,4 @@
-"""Python stacks of this process's threads, for a run that hangs. Imports no JAX."""
+"""Writes the Python stacks of this process's threads when a run hangs. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 _file: Path | None = None
 
 
-def keep_in(folder: Path | None, process: int) -> None:
-    """Stacks of this process go to a file in `folder` from now on; nowhere for `None`."""
+def write_to(folder: Path | None, process: int) -> None:
+    """Sets the folder of the stack file of process number ``process``; ``None`` switches writing off."""
     global _file
     _file = folder / f"stacks-{process}.txt" if folder else None
 
 
-def place() -> str:
-    """Where the stacks of all processes are; empty where they are not written."""
+def path_pattern() -> str:
+    """Pattern of the stack files of all processes; empty if they are not written."""
     return str(_file.with_name("stacks-*.txt")) if _file else ""
 
 
 def dump() -> None:
-    """Writes the stacks of all threads, where there is a place for them."""
+    """Writes the stacks of all threads to the file, if one is set."""
     if _file:
         with contextlib.suppress(OSError), _file.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)

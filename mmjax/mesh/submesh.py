@@ -50,39 +50,39 @@ class Submesh:
             axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
         if layout.shares_tokens:
             axes = replace(axes, sp=axes.tp, overlap=layout.overlap)
-        if layout.copies > 1:  # an axis for these alone: other programs stay what they are
+        if layout.copies > 1:  # an axis only if there are copies: other programs do not change
             axes, shape = replace(axes, copies=("copy",)), (layout.copies, *shape)
         return cls(ranks, layout, Mesh(np.array(devices).reshape(shape), axes.all), axes)
 
     @cached_property
     def spread(self) -> Spread:
-        """How arrays lie on these devices."""
+        """Sharding of arrays over these devices."""
         return Spread.of(self.axes)
 
     @property
     def row_sharding(self) -> RowSharding:
-        """How whole rows lie on these ranks."""
+        """Sharding of whole rows over these ranks."""
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies)
 
     @property
     def list_sharding(self) -> RowSharding:
-        """How tokens of other modules lie on these ranks that were listed for each rank of cp."""
+        """Sharding of tokens of other modules that were listed for each rank of cp."""
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies, self.layout.cp)
 
     @property
     def token_sharding(self) -> RowSharding:
-        """How features lie on these ranks inside of a module: the parts of a row are intervals of their own."""
+        """Sharding of features inside a module: each part of a row is an interval."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.spread.stream)
         return RowSharding(self.ranks, self.layout.dp * parts, self.layout.copies)
 
     @cached_property
     def local(self) -> bool:
-        """Whether this process has a device of it."""
+        """Whether this process owns a device of the submesh."""
         return jax_compat.process_index() in self.processes
 
     @cached_property
     def processes(self) -> frozenset[int]:
-        """The processes that have a device of it."""
+        """The processes that own devices of the submesh."""
         return frozenset(device.process_index for device in self.mesh.devices.flat)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:

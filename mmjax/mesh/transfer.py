@@ -1,4 +1,4 @@
-"""Transfers: rows laid out on one submesh are materialised on another, in three steps that can be scheduled apart.
+"""Transfers: rows on one submesh are materialised on another, in three steps that can be scheduled separately.
 
 ``pack`` runs on the source submesh, ``move`` between devices, ``unpack`` on the target submesh. A transfer carries one
 copy of every row and never adds copies up. Source: heterogeneous parallelism for MLLM training, §3.1 and §3.2.
@@ -25,7 +25,7 @@ class Transfer(ABC):
 
     Attributes:
       kind: ``local`` (no move), ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
-      routing: how rows are cut, which piece goes from which rank to which, and how they are joined.
+      routing: how rows are cut into pieces, the routes of the pieces, and how they are joined.
       source, target: the stage submeshes.
       source_aval, target_aval: the tensor before and after, with shardings.
     """
@@ -38,16 +38,16 @@ class Transfer(ABC):
         self.source_aval, self.target_aval = routing.source_aval, routing.target_aval
 
     def pack(self, x: jax.Array) -> Any:
-        """Cuts the rows into what travels; runs a program on the source submesh, or does nothing."""
+        """Cuts the rows into pieces; runs a program on the source submesh, or does nothing."""
         return x
 
     def move(self, packed: Any) -> Any:
-        """Carries what ``pack`` returned to the target's devices."""
+        """Carries the packed pieces to the target's devices."""
         return packed
 
     @abstractmethod
     def unpack(self, moved: Any) -> jax.Array:
-        """Puts the rows together in the target's layout; runs a program on the target submesh, or does nothing."""
+        """Joins the pieces in the target's layout; runs a program on the target submesh, or does nothing."""
 
     @abstractmethod
     def programs(self) -> list[Program]:
@@ -64,7 +64,11 @@ class MovedTransfer(Transfer):
     def __init__(self, routing: Routing, mover: Mover):
         super().__init__(routing)
         self.mover, self.kind = mover, mover.kind
-        cutting, joining, received = routing.cutting(), routing.joining(), [routing.received_aval] * routing.kept
+        cutting, joining, received = (
+            routing.cutting(),
+            routing.joining(),
+            [routing.received_aval] * routing.target_pieces,
+        )
         self._pack = Program.of(f"{routing.name} pack", cutting, [self.source_aval]) if cutting else None
         self._unpack = Program.of(f"{routing.name} unpack", joining, received) if joining else None
 
@@ -89,9 +93,9 @@ class MovedTransfer(Transfer):
 
 
 class LocalTransfer(Transfer):
-    """A transfer between modules on the same ranks: the devices read their ranks under the other layout (§3.2).
+    """A transfer between modules on the same ranks in different layouts (§3.2).
 
-    Equal degrees are a relabelling; fan-in gathers among siblings; fan-out selects; other pairs exchange pieces.
+    Equal degrees need no data movement; fan-in gathers, fan-out selects, and other pairs of degrees exchange pieces.
     ``trace`` may be called inside ``jit``, so that a whole straight-line step is one program.
     """
 
@@ -105,13 +109,13 @@ class LocalTransfer(Transfer):
             raise ValueError(f"{routing.name}: copies={ends[0].copies} to copies={ends[1].copies}: {fix}")
         self._program = None
         if self._intervals[0] != self._intervals[1]:
-            # The sharding is given: of results on another mesh than the arguments' JAX may find a wrong one, or none.
+            # The sharding is explicit: JAX may infer a wrong one for results on another mesh than the arguments'.
             name, aval = f"{routing.name} unpack", self.target_aval
             self._program = Program(name, self.trace, [self.source_aval], aval, out_shardings=aval.sharding)
 
     @property
     def _intervals(self) -> list[tuple[int, int]]:
-        """Intervals of rows, and parts of each, at source and target."""
+        """Numbers of row intervals and of parts of each, at source and target."""
         return [end.degrees[:2] for end in self.routing.ends]
 
     def trace(self, x: jax.Array) -> jax.Array:
@@ -128,9 +132,9 @@ class LocalTransfer(Transfer):
         return self._exchange(x)
 
     def _siblings(self, groups: int, siblings: int, parts: int) -> tuple[Mesh, PartitionSpec]:
-        """A mesh of the same devices, and the finer end's spec on it.
+        """A mesh of the same devices, and the spec of the end with more intervals on it.
 
-        Its axes are copies, intervals of the coarser dp, those of the finer one in them, parts of rows, and replicas.
+        Its axes: copies, intervals of the smaller dp, intervals of the larger dp within them, parts of rows, replicas.
         """
         copies = self.routing.source_end.sharding.copies  # both ends have as many
         devices = self.source.mesh.devices.reshape(copies, groups, siblings, parts, -1)
@@ -143,24 +147,24 @@ class LocalTransfer(Transfer):
 
     def _select(self, x: jax.Array) -> jax.Array:
         rows = x.shape[0] * self.source.layout.dp // self.target.layout.dp
-        own = lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
+        selected = lax.dynamic_slice_in_dim(x, lax.axis_index("k") * rows, rows)
         if (parts := self._intervals[1][1]) == 1:
-            return own
+            return selected
         width = x.shape[1] // parts
-        return lax.dynamic_slice_in_dim(own, lax.axis_index("p") * width, width, axis=1)
+        return lax.dynamic_slice_in_dim(selected, lax.axis_index("p") * width, width, axis=1)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        routing, end = self.routing, self.source  # either will do: the ranks are the same, in the same order
+        routing, end = self.routing, self.source  # either end: the ranks are the same, in the same order
         cutting, joining = routing.cutting(), routing.joining()
-        assert cutting and joining  # dp that do not divide leave several units on either side
+        assert cutting and joining  # neither dp divides the other, so each rank has several units
         body = partial(
             exchange,
             routes=routing.routes,
-            kept=routing.kept,
+            target_pieces=routing.target_pieces,
             position={rank: i for i, rank in enumerate(end.ranks)},
             axes=end.axes.all,
         )
-        stacked = end.spread.each
+        stacked = end.spread.per_rank
         exchanging = Spmd(body, end.mesh, stacked, stacked)
         return joining(*exchanging(cutting(x)))
 

@@ -28,9 +28,12 @@ DETERMINISTIC_FLAGS = (
     "--xla_gpu_autotune_level=0",
     "--xla_gpu_enable_triton_gemm=false",
 )
-"""XLA flags. The first refuses or replaces GPU kernels whose result depends on the order of threads; the second keeps
-timings from choosing among kernels that round differently; without the third, products that are not tuned would run in
-Triton with default block sizes, which is slow, and not in cuBLAS."""
+"""XLA flags for deterministic GPU runs.
+
+The first refuses or replaces kernels whose result depends on the order of threads. The second switches off the choice
+by timing among kernels that round differently. The third keeps products, then not tuned, in cuBLAS: Triton with default
+block sizes is slow.
+"""
 
 
 class World:
@@ -57,17 +60,17 @@ class World:
         require: Callable[[int], None] | None = None,
         deterministic: bool = False,
     ) -> World:
-        """Starts the backend with what the layouts need, and checks that every device can talk to every other.
+        """Starts the backend with the devices that the layouts need, and tries a sum over all of them.
 
         Args:
           config: the devices to use.
           layouts: layouts of all modules.
-          require: called with the number of accelerators found when they are too few; may raise a better error.
+          require: called with the number of accelerators when they are too few; may raise a better error.
           deterministic: start a GPU with ``DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
 
         Raises:
-          ConfigError: when the platform is not here, has fewer devices than the layouts need, or was started by
-            other code with too small a thread pool, too few virtual devices or without the flags asked for.
+          ConfigError: when the platform is missing, has fewer devices than the layouts need, or was started by
+            other code with too small a thread pool, too few virtual devices or without the deterministic flags.
         """
         layouts = tuple(layouts)
         needed = max(layout.rank_offset + layout.size for layout in layouts)
@@ -93,7 +96,7 @@ class World:
 
     @classmethod
     def planned(cls, size: int) -> World:
-        """A world of ``size`` devices that need not be here: its programs can be traced, not compiled or run."""
+        """A world of ``size`` planned devices: its programs can be traced, but neither compiled nor run."""
         return cls(jax_compat.PlannedDevice(rank) for rank in range(size))
 
     @property
@@ -131,7 +134,9 @@ class World:
 
     @cached_property
     def _summing(self) -> Any:
-        add = lambda x: lax.psum(x, "world")  # noqa: E731
+        def add(x: jax.Array) -> jax.Array:
+            return lax.psum(x, "world")
+
         spec = PartitionSpec("world")
         return jax.jit(jax.shard_map(add, mesh=self.mesh, in_specs=spec, out_specs=PartitionSpec()))
 
@@ -143,13 +148,13 @@ def default_cache_directory() -> Path:
 
 def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -> None:
     """Sets virtual devices, thread pool, platform and flags; touches no device."""
-    asked, processes = jax.config.values["jax_num_cpu_devices"], jax_compat.process_count()
-    own = max(devices, asked)  # code that asked for more than this world may build a larger one later
+    requested, processes = jax.config.values["jax_num_cpu_devices"], jax_compat.process_count()
+    cpu_devices = max(devices, requested)  # code that has set more devices than this world needs may build a larger one
     if processes > 1:
-        own = asked if asked > 0 else -(-devices // processes)
+        cpu_devices = requested if requested > 0 else -(-devices // processes)
     # XLA:CPU sizes its thread pool by NPROC. Queued multi-device programs starve each other in a small one.
-    os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * own, _threads()))
-    jax.config.update("jax_num_cpu_devices", own)
+    os.environ["NPROC"] = str(max(THREADS_PER_DEVICE * cpu_devices, _threads()))
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
     if config.platform:
         jax.config.update("jax_platforms", config.platform)
     if deterministic and config.platform != "cpu":
@@ -157,7 +162,7 @@ def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -
 
 
 def _configure_cache(folder: str) -> None:
-    """Sets the folder of compiled programs; one that is given here wins over JAX's own setting."""
+    """Sets the folder of compiled programs; ``folder``, unless empty, wins over JAX's own setting."""
     if folder == "none":
         jax.config.update("jax_enable_compilation_cache", False)
     elif folder or not jax.config.values["jax_compilation_cache_dir"]:

@@ -23,10 +23,10 @@ from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.parity.compare import Leaves, Run, of_kind
 from mmjax.parity.samples import Samples
-from mmjax.pipeline.build import PlacedModel, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.everywhere import Everywhere
+from mmjax.pipeline.place import PlacedModel, Stage
+from mmjax.pipeline.world_gather import WorldGather
 from mmjax.schedule.schedules import ONE_F_ONE_B
 from mmjax.train.warm_up import Initializer
 
@@ -128,7 +128,7 @@ def _fetch_leaves(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
             return jnp.concatenate([named[name].ravel().astype(row_N.dtype) for name in avals])
 
         rows = [jax.jit(flatten, out_shardings=stage.submesh.sharding(PartitionSpec()))(named)]
-    (fetched_N,) = Everywhere(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
+    (fetched_N,) = WorldGather(f"leaves of {stage.name}", placed.world, first, row_N, 1)(rows)
     ends = np.cumsum([aval.size for aval in avals.values()])[:-1]
     parts = np.split(np.asarray(fetched_N), ends)
     return {name: part.reshape(aval.shape) for (name, aval), part in zip(avals.items(), parts, strict=True)}

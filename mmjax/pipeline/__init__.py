@@ -1,1 +1,1 @@
-"""Running schedules: stage programs, what a stage owns, executors."""
+"""Running schedules: stage programs, the state of stages, executors."""

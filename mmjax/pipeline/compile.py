@@ -7,20 +7,20 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from mmjax.mesh.processes import everyone_says
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.spmd import Program
 
 
 def compile_all(
     programs: Sequence[Program], report: Callable[[int, int, str], None] | None = None, workers: int = 0
 ) -> None:
-    """Traces programs one after another and compiles them side by side.
+    """Traces programs one after another and compiles them in parallel.
 
-    Each process waits for the others: one that is still compiling would keep them in a collective, which gives up after
-    half a minute.
+    Each process waits for the others: a process that is still compiling would make them wait in a collective, which
+    times out after half a minute.
 
     Args:
-      programs: programs to compile; those that are compiled already cost nothing.
+      programs: programs to compile; compiled ones are skipped.
       report: called with (done, total, name of the program just finished).
       workers: number of threads; 0 means one per core, at most eight.
     """
@@ -31,7 +31,7 @@ def compile_all(
     pending: dict[Future[None], Program] = {}
 
     def collect(seconds: float | None) -> None:
-        """Reports programs that are ready; waits for the first one, at most so long."""
+        """Reports finished programs; waits at most ``seconds`` for the first one."""
         finished, _ = wait(pending, seconds, return_when=FIRST_COMPLETED)
         for future in finished:
             future.result()
@@ -48,4 +48,4 @@ def compile_all(
             collect(None)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    everyone_says("compiled")
+    gather_texts("compiled")

@@ -10,12 +10,13 @@ from mmjax.configurable import configurable
 @configurable("Offload")
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Arrays of a module that lie in pinned host memory while its devices work for other modules.
+    """Arrays of a module that are moved to pinned host memory while its devices work for other modules.
 
     Attributes:
-      activations: what an encoder's forward keeps for its backward, of microbatches that wait for theirs.
-      parameters: compute parameters, while modules on the same devices run between this one's forward and backward.
-      optimizer: masters and moments: moments from an update to the next reduce, masters from prepare to reduce.
+      activations: residuals of an encoder, of microbatches between forward and backward.
+      parameters: compute parameters, while other modules on the same devices run between this one's forward and
+        backward.
+      optimizer: moments from an update to the next reduce, masters from prepare to reduce.
     """
 
     activations: bool = False
@@ -23,8 +24,8 @@ class OffloadConfig:
     optimizer: bool = False
 
 
-KINDS_AWAY = tuple(field.name for field in fields(OffloadConfig))
-"""What of a module can be offloaded."""
+OFFLOAD_KINDS = tuple(field.name for field in fields(OffloadConfig))
+"""Kinds of a module's arrays that can be offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,9 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_p: the likeliest tokens that make up this probability together are chosen among; 1 is all.
-      seed: of the random numbers; the same text comes of the same seed, under any layout and whatever rows are beside.
+      temperature: divisor of the logits; 0 takes the most likely token.
+      top_p: probability mass of the most likely tokens to choose from; 1 is all tokens.
+      seed: seed of the random numbers. The text depends on the seed, not on the layout or on other rows.
     """
 
     temperature: float = 0.0

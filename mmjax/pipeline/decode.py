@@ -1,8 +1,8 @@
-"""Decoding with one stage: SPMD functions for the first tokens of rows, which make a cache, and for one that follows.
+"""Decoding with one stage: SPMD functions for prefill, which fills a cache, and for decoding one token.
 
-A cache is ``{"known": {"segments": [B, S], …}, "layers": {name: ((k, v), …)}}``, where keys and values of a stack of
-layers are ``[L, B, S, G, K]``: rows lie over dp, heads over tp (see ``attention.cache``). Known is what the stage's
-masks read of each token.
+A cache is ``{"known": {"segments": [B, S], …}, "layers": {name: ((k, v), …)}}``. Keys and values of a stack of layers
+are ``[L, B, S, G, K]``, with rows sharded over dp and heads over tp (see ``attention.cache``). ``known`` is the
+information of each token that the stage's masks read.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from mmjax.mesh.spread import Spread
 from mmjax.models.sampling import next_token
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import Value
-from mmjax.pipeline.stage import Output, with_handles
+from mmjax.pipeline.stage import Output
+from mmjax.pipeline.stage_params import with_handles
 from mmjax.pipeline.stage_state import StageState
 
 Tree = Any
 CHOICE, ORDER = "choice", "order"
-"""Names of inputs beside the module's: ``SamplingParams``, and the places of new tokens in their rows ``[B, T]``."""
+"""Names of further inputs: ``SamplingParams``, and the positions of new tokens in their rows ``[B, T]``."""
 
 
 class StageDecoding:
-    """What a stage computes while text is generated, for one shape of rows.
+    """Prefill and decoding functions of one stage, for one shape of rows.
 
-    ``begin`` is ``(params, inputs, carry) -> (Output, cache)`` and ``follow`` is ``(params, inputs, carry, cache) ->
+    ``prefill`` is ``(params, inputs, carry) -> (Output, cache)`` and ``decode`` is ``(params, inputs, carry, cache) ->
     (Output, cache)``. The result of the last stage is the next token of each row and its log-probability.
 
     Attributes:
-      out: avals of the outputs of ``begin``.
+      out: avals of the outputs of ``prefill``.
       cache: avals of the cache.
     """
 
@@ -48,10 +49,11 @@ class StageDecoding:
         state: StageState,
         inputs: Mapping[str, Any],
         carry: Mapping[str, Any],
+        *,
         cells: int,
         room: int,
     ):
-        """Traces ``begin``.
+        """Traces ``prefill``.
 
         Args:
           model: the stage.
@@ -59,67 +61,69 @@ class StageDecoding:
           inputs: avals of its host inputs, rows first, with ``SamplingParams`` for a last stage.
           carry: avals of the activations that reach it, by source stage.
           cells: cells of a microbatch.
-          room: tokens of a row, S.
+          room: capacity of a row in tokens, S.
         """
         self.model, self.state, self.submesh, self.room = model, state, state.submesh, room
         self._cells = cells // self.submesh.layout.dp
         self._avals = (state.param_avals, inputs, carry)
         self._cache_specs: list[PartitionSpec] = []
-        # One token at a time has no parts: every rank of cp has whole rows, and computes the same.
+        # A single token cannot be split: every rank of cp has whole rows, and computes the same.
         self._axes = self.submesh.axes.whole_rows
         self._spread = Spread.of(self._axes)
         rows = self._spread.whole_rows
         self._in_specs = (state.param_specs, dict.fromkeys(inputs, rows), dict.fromkeys(carry, rows))
         self._out_specs = (Output(rows, rows), self._cache_specs)
-        begin = Spmd(self._begin, self.submesh.mesh, self._in_specs, self._out_specs)
-        out, cache = jax.eval_shape(begin, *self._avals)
-        self.out: Output = with_sharding(out, begin.mesh, self._out_specs[0])
-        self.cache: list[Any] = with_sharding(cache, begin.mesh, self._cache_specs)
-        self._begin_spmd = begin
+        prefill = Spmd(self._prefill, self.submesh.mesh, self._in_specs, self._out_specs)
+        out, cache = jax.eval_shape(prefill, *self._avals)
+        self.out: Output = with_sharding(out, prefill.mesh, self._out_specs[0])
+        self.cache: list[Any] = with_sharding(cache, prefill.mesh, self._cache_specs)
+        self._prefill_spmd = prefill
 
     @cached_property
-    def begin(self) -> Program:
-        """The program for the first tokens of rows."""
-        return Program(f"begin {self.model.name}", self._begin_spmd, self._avals, (self.out, self.cache))
+    def prefill(self) -> Program:
+        """The program for prompts, which fills the cache."""
+        return Program(f"prefill {self.model.name}", self._prefill_spmd, self._avals, (self.out, self.cache))
 
-    def follow(self, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> Program:
-        """The program for one more token of each row, which overwrites the cache that it is given.
+    def decode(self, inputs: Mapping[str, Any], carry: Mapping[str, Any]) -> Program:
+        """The program for one more token of each row; it donates its cache argument.
 
         Args:
-          inputs: as of ``begin``, of one token, and their ``ORDER``.
-          carry: likewise.
+          inputs: avals of the host inputs of one token, with its ``ORDER``.
+          carry: avals of the activations that reach the stage, by source stage.
         """
         rows, (params, _, _) = self._spread.whole_rows, self._in_specs
         specs = (params, dict.fromkeys(inputs, rows), dict.fromkeys(carry, rows), self._cache_specs)
-        spmd = Spmd(self._follow, self.submesh.mesh, specs, self._out_specs)
-        return Program.of(f"follow {self.model.name}", spmd, (self._avals[0], inputs, carry, self.cache), donate=[3])
+        spmd = Spmd(self._decode, self.submesh.mesh, specs, self._out_specs)
+        return Program.of(f"decode {self.model.name}", spmd, (self._avals[0], inputs, carry, self.cache), donate=[3])
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def _begin(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
+    def _prefill(self, params: Tree, inputs: Tree, carry: Tree) -> tuple[Output, list[jax.Array]]:
         cache = Cache(Tokens.of(inputs))
         out = self._output(params, inputs, carry, cache)
-        held = {"known": self._known(inputs), "layers": cache.new}
-        leaves, self._structure = jax.tree.flatten(held)
-        made = [updated(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
+        contents = {"known": self._token_info(inputs), "layers": cache.new}
+        leaves, self._structure = jax.tree.flatten(contents)
+        caches = [updated(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
         # Specs are read when the body has been traced.
         self._cache_specs[:] = [self._spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
-        return out, made
+        return out, caches
 
-    def _follow(self, params: Tree, inputs: Tree, carry: Tree, held: list[jax.Array]) -> tuple[Output, list[jax.Array]]:
-        tree = jax.tree.unflatten(self._structure, held)
+    def _decode(
+        self, params: Tree, inputs: Tree, carry: Tree, caches: list[jax.Array]
+    ) -> tuple[Output, list[jax.Array]]:
+        tree = jax.tree.unflatten(self._structure, caches)
         cache = Cache(Tokens.of(inputs), tree["known"], tree["layers"])
         out = self._output(params, inputs, carry, cache)
-        new = jax.tree.leaves({"known": self._known(inputs), "layers": cache.new})
-        return out, [updated(own, leaf, inputs[ORDER]) for own, leaf in zip(held, new, strict=True)]
+        new = jax.tree.leaves({"known": self._token_info(inputs), "layers": cache.new})
+        return out, [updated(cached, leaf, inputs[ORDER]) for cached, leaf in zip(caches, new, strict=True)]
 
-    def _known(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def _token_info(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: inputs[name] for name in self.model.remembers}
 
     def _empty(self, new: jax.Array) -> jax.Array:
-        """An empty cache for what is known of new tokens."""
-        rows = 1 if new.ndim == len("LBTGK") else 0
-        shape = (*new.shape[: rows + 1], self.room, *new.shape[rows + 2 :])
+        """An empty cache for arrays like ``new``, whose token dimension is ``room`` long."""
+        row_dimension = 1 if new.ndim == len("LBTGK") else 0
+        shape = (*new.shape[: row_dimension + 1], self.room, *new.shape[row_dimension + 2 :])
         return Value(shape, new.dtype, jax_compat.varying_axes(new)).zeros()
 
     def _output(self, params: Tree, inputs: Tree, carry: Tree, cache: Cache) -> Output:

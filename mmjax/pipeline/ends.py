@@ -1,7 +1,7 @@
-"""Tells which ops of a training step have ended, without waiting for any and without keeping a result alive.
+"""Finds the ops of a training step that have ended, without waiting for any and without keeping a result alive.
 
-Dispatch is asynchronous, so the host's place in the schedule says nothing. Every program gives an empty array beside
-its results, which is ready when the program has ended (`Program.newest_end`); a thread looks whether it is.
+Dispatch is asynchronous, so the host's position in the schedule is no information. Every program has an empty array
+among its results, which is ready when the program has ended (`Program.newest_end`); a thread polls it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ Work = Op | str
 
 @dataclass(frozen=True)
 class Dispatched:
-    """An op that was dispatched: in which step, when, and the array that is ready when it has ended.
+    """A dispatched op.
 
-    Its end on each rank is recorded if it is `timed`.
+    Attributes:
+      step: its step.
+      op: the op.
+      at: time of dispatch.
+      end: an array that is ready when it has ended.
+      timed: whether its end on each rank is recorded.
     """
 
     step: int
@@ -56,59 +61,59 @@ class OpTimes:
 
 
 class Ends:
-    """The ops of a run between dispatch and end. One thread dispatches, and one other `look`s.
+    """The ops of a run between dispatch and end. One thread dispatches, another one calls `poll`.
 
     Attributes:
       step: the step that is being dispatched, from 1.
-      op: the op that is being dispatched; `None` where all of the step are.
-      ended: how many ops have ended.
-      complete: the newest step all of whose ops are dispatched.
-      wake: set while the ends of a timed step are to be looked for often.
+      op: the op that is being dispatched; `None` when all ops of the step are dispatched.
+      ended: number of ops that have ended.
+      complete: the last step whose ops are all dispatched.
+      wake: set while a timed step runs, which should be polled often.
     """
 
     def __init__(self, ranks: Mapping[Any, int], clock: Callable[[], float] = time.perf_counter):
-        """Follows nothing yet. `ranks` are the ranks of this process's devices."""
+        """Starts without ops. `ranks` are the ranks of this process's devices."""
         self.step, self.complete, self.op, self.ended = 0, 0, None, 0
         self.wake = threading.Event()
         self._ranks, self._clock, self._timed = ranks, clock, False
-        self._new = deque[Dispatched]()  # from the dispatching thread to the one that looks
+        self._new = deque[Dispatched]()  # from the dispatching thread to the polling one
         self._running: list[Dispatched] = []
         self._queues = defaultdict[int, deque[tuple[Op, float, Any]]](deque)
         self._times: OpTimes | None = None
-        self._missed = 0  # a step that is not timed, because the one before it had not ended
+        self._missed = 0  # a step that is not timed, because the step before it had not ended
 
     # ---- the dispatching thread --------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, *, timed: bool) -> None:
-        """Ops that are dispatched from now on are of this step; where `timed`, their ends are recorded."""
+        """Begins a step; if `timed`, the ends of its ops are recorded."""
         self.step, self._timed = step, timed
         if timed:
             self.wake.set()
 
     def begin(self, op: Work) -> None:
-        """An op is about to be dispatched."""
+        """Records that an op is about to be dispatched."""
         self.op = op
         Program.newest_end = None
 
     def dispatched(self, op: Work) -> None:
-        """An op was dispatched; its last program's end is its own. One without a program has none."""
+        """Records that an op was dispatched; it ends with its last program. An op without a program is skipped."""
         end = Program.newest_end
         if end is not None:
             self._new.append(Dispatched(self.step, op, self._clock(), end, self._timed))
 
     def end_step(self) -> None:
-        """All ops of the step are dispatched."""
+        """Records that all ops of the step are dispatched."""
         self.op, self.complete = None, self.step
 
     # ---- the other thread --------------------------------------------------------------------------------------------
 
-    def look(self) -> OpTimes | None:
-        """Finds out what has ended; returns the times of a timed step when its last op has."""
+    def poll(self) -> OpTimes | None:
+        """Finds the ops that have ended; returns the times of a timed step when its last op has ended."""
         complete, times = self.complete, None
-        for new in self._take():
+        for new in self._take_new():
             self._running.append(new)
             if self._times and self._times.step < new.step:
-                times = self._look_at_times(new.step) or times
+                times = self._poll_times(new.step) or times
             if new.timed and isinstance(new.op, Op):
                 self._begin_timing(new, new.op)
         done = [entry for entry in self._running if _is_ready(entry.end)]
@@ -116,8 +121,8 @@ class Ends:
             self.ended += len(done)
             finished = set(map(id, done))
             self._running = [entry for entry in self._running if id(entry) not in finished]
-        times = self._look_at_times(complete) or times
-        self.wake.clear()  # before the question, whose answer may change meanwhile
+        times = self._poll_times(complete) or times
+        self.wake.clear()  # before the check, whose result may change meanwhile
         if self._times or (self._timed and self.complete < self.step):
             self.wake.set()
         return times
@@ -126,7 +131,7 @@ class Ends:
         """Step, number and op of the first op in the schedule's order that is dispatched and has not ended."""
         return min(((entry.step, number(entry.op), entry.op) for entry in self._running), default=None, key=_place)
 
-    def _take(self) -> Sequence[Dispatched]:
+    def _take_new(self) -> Sequence[Dispatched]:
         return [self._new.popleft() for _ in range(len(self._new))]
 
     def _begin_timing(self, new: Dispatched, op: Op) -> None:
@@ -141,7 +146,7 @@ class Ends:
         for shard in new.end.addressable_shards:
             self._queues[self._ranks[shard.device]].append((op, new.at, shard.data))
 
-    def _look_at_times(self, complete: int) -> OpTimes | None:
+    def _poll_times(self, complete: int) -> OpTimes | None:
         """The times of the timed step if all of its ops have ended; steps up to `complete` are dispatched."""
         times = self._times
         if times is None:
@@ -160,15 +165,15 @@ def busy_seconds(
 ) -> dict[str, dict[int, float]]:
     """Seconds that each rank spent in the F, B and W of each module, by module and rank.
 
-    A rank begins an op when the op is dispatched, the rank's op before it has ended, and so have the ops that it reads.
-    Time in which the ranks of one op wait for each other inside of it counts for all of them.
+    A rank begins an op when the op is dispatched and both the rank's previous op and the op's dependencies have ended.
+    Time in which the ranks of an op wait for each other inside it counts for all of them.
     """
     busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     free = defaultdict[int, float](float)
 
     @cache
     def end(op: Op) -> float:
-        """When an op had ended on all ranks here; an op without a program of its own ends with those that it reads."""
+        """The time at which an op had ended on all local ranks; an op without a program ends with its dependencies."""
         if op in times.ended:
             return max(times.ended[op].values())
         return max(map(end, dependencies(op)), default=0.0)
@@ -183,7 +188,7 @@ def busy_seconds(
 
 
 def numbers_of(ops: Sequence[Op]) -> Callable[[Work], int]:
-    """The place of an op in a schedule; 0 for a program that is a whole step."""
+    """A function from an op to its position in a schedule; 0 for a program that is a whole step."""
     numbers = dict(zip(ops, itertools.count()))
     return lambda op: numbers.get(op, 0) if isinstance(op, Op) else 0
 
@@ -195,5 +200,5 @@ def _place(entry: tuple[int, int, Work]) -> tuple[int, int]:
 def _is_ready(end: Any) -> bool:
     try:
         return end.is_ready()
-    except jax.errors.JaxRuntimeError:  # it has failed; who reads its results is told
+    except jax.errors.JaxRuntimeError:  # it has failed, which readers of its results see
         return True

@@ -1,7 +1,7 @@
 """The executor: walks a schedule and dispatches one program per op. Dispatch returns at once, so submeshes overlap.
 
-Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs by B, what a split
-backward defers by W, activations by the forward of their receiver. Nothing is fetched to the host during a step.
+Every buffer has one owner and is dropped at the op that reads it last: residuals and host inputs at B, deferred values
+of a split backward at W, activations at the forward of their receiver. Nothing is fetched to the host during a step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Float
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.models.module import Loss
-from mmjax.pipeline.awaiting import Awaiting, end_of
-from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.awaiting import Awaiting, completion_marker
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.lane_views import on_lane, over_lanes
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.overwriting import reduce_program, update_program
+from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.trees import by_name, with_leaves
@@ -34,7 +34,7 @@ from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
 LossKinds = Mapping[str, Mapping[str, Loss]]
-"""Losses by module that gives any and by name."""
+"""Losses by module and name, of the modules with losses."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class StepResult:
     """Results of a step, on the devices; ``fetch`` waits for them.
 
     Attributes:
-      losses: by module that gives any, the sums of its losses, arrays ``[..., losses]``; every process has all.
+      losses: sums of the losses, arrays ``[..., losses]`` by module, in every process.
       totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
-      denominators: counts of this step that losses are divided by, by name.
-      kinds: the losses of these modules, by module and name.
-      modules: the modules of the columns of ``totals``.
+      denominators: the counts of this step that divide the losses, by name.
+      kinds: the losses by module and name.
+      modules: modules of the columns of ``totals``.
     """
 
     losses: Mapping[str, Sequence[jax.Array]]
@@ -56,10 +56,10 @@ class StepResult:
     modules: tuple[str, ...]
 
     def fetch(self) -> tuple[float, dict[str, float]]:
-        """The weighted sum of the losses, which is optimised, and each module's gradient norm before clipping."""
-        found = self.fetch_losses()
-        kinds = [(f"{module}/{name}", kind) for module, own in self.kinds.items() for name, kind in own.items()]
-        loss = sum(kind.weight * found[name] for name, kind in kinds if kind.weight)
+        """The optimised loss, a weighted sum, and each module's gradient norm before clipping."""
+        values = self.fetch_losses()
+        kinds = [(f"{module}/{name}", kind) for module, losses in self.kinds.items() for name, kind in losses.items()]
+        loss = sum(kind.weight * values[name] for name, kind in kinds if kind.weight)
         if self.totals is None:
             return loss, {}
         row = np.asarray(self.totals.addressable_shards[0].data)[0]
@@ -69,52 +69,56 @@ class StepResult:
         """Each loss and metric over its denominator, such as "llm/loss"; 0 where the denominator is 0."""
         result = {}
         for module, kinds in self.kinds.items():
-            arrays = [np.asarray(jax.device_get(one)).reshape(-1, len(kinds)) for one in self.losses[module]]
+            arrays = [np.asarray(jax.device_get(array)).reshape(-1, len(kinds)) for array in self.losses[module]]
             for number, (name, kind) in enumerate(kinds.items()):
-                value = sum(float(np.sum(one[:, number], dtype=np.float64)) for one in arrays)
-                whole = self.denominators[kind.count(module)]
-                result[f"{module}/{name}"] = value / whole if whole else 0.0
+                value = sum(float(np.sum(array[:, number], dtype=np.float64)) for array in arrays)
+                denominator = self.denominators[kind.count(module)]
+                result[f"{module}/{name}"] = value / denominator if denominator else 0.0
         return result
 
 
 def loss_kinds(placed: PlacedModel) -> LossKinds:
-    """The losses of the model, by module that gives any and by name."""
+    """The losses of the model, by module and name."""
     return {node.module: placed.stages[node.name].model.losses for node in placed.graph.losses}
 
 
 def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, Float[np.ndarray, " losses"]]:
-    """Cotangents of the losses by stage that gives them: the weight over the denominator, or 0 where that is 0.
+    """Cotangents of the losses, by stage: weight over denominator, or 0 where the denominator is 0.
 
-    Rounded once, on the host: every layout seeds a loss with the same fp32 number.
+    Rounded once, on the host, so that the fp32 cotangent of a loss is the same under every layout.
 
     Args:
       placed: the model.
       denominators: counts of the step by name; see ``Loss.per``.
 
     Raises:
-      ValueError: a denominator is missing, or all of those of optimised losses are 0.
+      ValueError: a denominator is missing, or the denominators of all optimised losses are 0.
     """
-    seeds, wholes = {}, list[float]()
+    seeds, optimised = {}, list[float]()
     for node in placed.graph.losses:
         kinds = placed.stages[node.name].model.losses
         counts = [kind.count(node.module) for kind in kinds.values()]
         if missing := [count for count in counts if count not in denominators]:
             raise ValueError(f"{node.module}: a loss is divided by {missing[0]!r}; use one of {sorted(denominators)}")
-        own = [(kind.weight, float(denominators[count])) for kind, count in zip(kinds.values(), counts, strict=True)]
-        seeds[node.name] = np.array([weight / whole if whole else 0.0 for weight, whole in own], np.float32)
-        wholes += [whole for weight, whole in own if weight]
-    if not any(wholes):
+        weights = [
+            (kind.weight, float(denominators[count])) for kind, count in zip(kinds.values(), counts, strict=True)
+        ]
+        seeds[node.name] = np.array(
+            [weight / denominator if denominator else 0.0 for weight, denominator in weights], np.float32
+        )
+        optimised += [denominator for weight, denominator in weights if weight]
+    if not any(optimised):
         raise ValueError("every denominator is 0: a step needs something with a loss")
     return seeds
 
 
 class StagePrograms:
-    """The compiled forward and backward of one stage for one set of shapes; ``weights`` where backward is split."""
+    """The programs of one stage for one set of shapes: forward, backward, and ``weights`` of a split backward."""
 
     def __init__(self, name: str, functions: StageFunctions):
         self.functions = functions
         self.forward = Program.of(f"F {name}", functions.forward, functions.forward_avals)
-        # The sums are updated in place. Residuals have no output of their shape: donating them would free nothing.
+        # The sums are updated in place. No output has a residual's shape, so donating residuals would free nothing.
         self.backward = (
             Program.of(f"B {name}", functions.backward, functions.backward_avals, donate=(1,))
             if functions.has_backward
@@ -122,13 +126,13 @@ class StagePrograms:
         )
         self.weights = (
             Program.of(f"W {name}", functions.weights, functions.weights_avals, donate=(0,))
-            if functions.deferred
+            if functions.deferred_avals
             else None
         )
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that the stage has."""
+        """All programs of the stage."""
         return [program for program in (self.forward, self.backward, self.weights) if program]
 
 
@@ -155,7 +159,7 @@ class Executor:
         self.boundaries: dict[tuple[str, Signature], Boundary] = {}
         shared: dict[int, StagePrograms] = {}
         for signature, inputs in shapes.items():
-            traced = placed.shapes(inputs, schedule.graph)
+            traced = placed.trace(inputs, schedule.graph)
             for name, functions in traced.stages.items():
                 if id(functions) not in shared:
                     shared[id(functions)] = StagePrograms(name, functions)
@@ -170,22 +174,22 @@ class Executor:
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.losses = {
-            place: placed.everywhere(f"losses {place}", place, self._loss_aval(place), len(own))
-            for place, own in self._microbatches_of_losses()
+            place: placed.world_gather(f"losses {place}", place, self._loss_aval(place), len(microbatches))
+            for place, microbatches in self._microbatches_of_losses()
         }
         self.sums: dict[str, Any] = {}
         self._run = _Run(self)
 
     def _loss_aval(self, place: str) -> Any:
-        found = (programs.functions.out for (name, _), programs in self.stage_programs.items() if name == place)
-        return next(found).result
+        outputs = (programs.functions.out for (name, _), programs in self.stage_programs.items() if name == place)
+        return next(outputs).result
 
     def _microbatches_of_losses(self) -> Iterator[tuple[str, range]]:
-        """The microbatches whose losses each place gives, by place; a lane without any is left out."""
+        """The microbatches with a loss at each place; places without any are left out."""
         for node in self.schedule.graph.losses:
             for lane, place in enumerate(node.lane_names):
-                if own := range(lane, self.schedule.microbatches, node.lanes):
-                    yield place, own
+                if microbatches := range(lane, self.schedule.microbatches, node.lanes):
+                    yield place, microbatches
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
@@ -216,24 +220,29 @@ class Executor:
         sums = self.sums.pop(place, None)
         return _zeros(self.placed.places[place].state.sums_avals) if sums is None else sums
 
-    def take_whole_sums(self, stage: str) -> Any:
+    def take_stage_sums(self, stage: str) -> Any:
         """The stage's gradient sums over all of its lanes, for a program that overwrites them."""
         lanes = [self.take_sums(place) for place in self.placed.local_places(stage)]
-        laned = self.placed.graph.stage(stage).lanes > 1
-        return over_lanes(lanes, self.placed.stages[stage].state.sums_avals) if laned else lanes[0]
+        has_lanes = self.placed.graph.stage(stage).lanes > 1
+        return over_lanes(lanes, self.placed.stages[stage].state.sums_avals) if has_lanes else lanes[0]
 
-    def keep_whole_sums(self, stage: str, sums: Any) -> None:
-        """Takes sums over all lanes of the stage, or some of their leaves, as those of its lanes."""
-        laned = self.placed.graph.stage(stage).lanes > 1
-        for place, own in self.placed.local_places(stage).items():
-            part = on_lane(sums, own.state.sums_avals) if laned else sums
-            self.sums[place] = with_leaves(self.sums.get(place, {}), by_name(part))
+    def store_stage_sums(self, stage: str, sums: Any) -> None:
+        """Stores the gradient sums of a stage, or some of their leaves.
+
+        Args:
+          stage: name of the stage.
+          sums: sums over all lanes of the stage; each lane's part is stored for its place.
+        """
+        has_lanes = self.placed.graph.stage(stage).lanes > 1
+        for place, lane in self.placed.local_places(stage).items():
+            lane_sums = on_lane(sums, lane.state.sums_avals) if has_lanes else sums
+            self.sums[place] = with_leaves(self.sums.get(place, {}), by_name(lane_sums))
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
     @property
     def walker(self) -> _Run:
-        """The walker that runs the ops of a step and holds their arrays meanwhile (see ``watched``)."""
+        """The walker, which runs the ops of a step and owns their arrays meanwhile (see ``watched``)."""
         return self._run
 
     def step(
@@ -243,7 +252,7 @@ class Executor:
 
         Args:
           microbatches: per microbatch its bucket signature and its host inputs by module.
-          denominators: counts of the step that losses are divided by, by name; see ``Loss.per``.
+          denominators: the counts of the step that divide the losses, by name; see ``Loss.per``.
 
         Raises:
           ValueError: when the number of microbatches is not the schedule's; see also ``loss_seeds``.
@@ -253,17 +262,17 @@ class Executor:
         return self._run(microbatches, denominators)
 
     def follow(self, ends: Ends | None) -> None:
-        """Tells ``ends`` of every op that is dispatched from now on; nobody any longer for ``None``."""
+        """Records every op dispatched from now on in ``ends``; ``None`` stops that."""
         self._run.ends = ends
 
 
 class _Run(Walker):
-    """Runs the ops of one step; drops what it holds between ops by the end of the step."""
+    """Runs the ops of one step; at the end of the step all of its arrays are dropped."""
 
     def __init__(self, executor: Executor):
         super().__init__(executor.placed, executor.schedule.graph, executor.boundaries)
         self.executor = executor
-        self.kept: dict[tuple[str, int], Any] = {}
+        self.residuals: dict[tuple[str, int], Any] = {}
         self.deferred: dict[tuple[str, int], Any] = {}
         self.reduced: dict[str, Any] = {}
         self.rows: dict[str, jax.Array] = {}
@@ -279,47 +288,51 @@ class _Run(Walker):
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
     ) -> StepResult:
         seeds, local = loss_seeds(self.placed, denominators), self.placed.local_stages
-        places = {name: self.placed.local_places(name) for name in seeds if name in local}
-        submeshes = {
-            place: (seeds[name], own.submesh) for name, found in places.items() for place, own in found.items()
-        }
-        self.seeds = {place: to_devices(seed, s.sharding(s.spread.whole)) for place, (seed, s) in submeshes.items()}
+        self.seeds: dict[str, jax.Array] = {}
+        for name in (name for name in seeds if name in local):
+            for place, stage in self.placed.local_places(name).items():
+                sharding = stage.submesh.sharding(stage.submesh.spread.replicated)
+                self.seeds[place] = to_devices(seeds[name], sharding)
         self.losses = {place: [] for place in self.executor.losses}
         self.place_inputs(microbatches, self.placed.local_stages)
         self.lend(self.executor.states)
         self.walk(self.executor.schedule.ops, None if self.in_order or not self.awaiting.awaits else self.awaiting)
         losses: dict[str, list[jax.Array]] = {}
         for place, gather in self.executor.losses.items():
-            own = gather(self.losses[place]) if gather else self.losses[place]
-            losses.setdefault(self.placed.places[place].model.module, []).extend(own)
+            gathered = gather(self.losses[place]) if gather else self.losses[place]
+            losses.setdefault(self.placed.places[place].model.module, []).extend(gathered)
         kinds, modules = loss_kinds(self.placed), self.placed.model.modules
         result = StepResult(losses, self.totals.get(WORLD), denominators, kinds, modules)
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result
 
     def end(self, op: Op) -> Any:
-        """Arrays that are ready when an F, a B, a W, a stash or an op of an edge, just dispatched, has ended."""
+        """Arrays that are ready when an F, B, W, stash or edge op, just dispatched, has ended."""
         key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
         if op.kind == "stash":  # a copy for every array and shard
-            return self.kept[key], self.carry.get(key)
+            return self.residuals[key], self.carry.get(key)
         if op.kind == "unpack":
-            return end_of(self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src])
+            return completion_marker(
+                self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src]
+            )
         if op.edge:
-            return end_of(self.travelling.get(carried))
+            return completion_marker(self.in_transit.get(carried))
         if op.kind == "F":
-            sent = [self.travelling[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)]
-            return end_of((sent or self.losses[self.place(op)][-1], self.kept.get(key)))
+            carried_arrays = [
+                self.in_transit[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)
+            ]
+            return completion_marker((carried_arrays or self.losses[self.place(op)][-1], self.residuals.get(key)))
         edges = self.graph.in_edges(op.stage) if op.kind == "B" else ()
-        sent = [self.travelling[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
-        return end_of((sent, self.executor.sums.get(self.place(op))))
+        carried_arrays = [self.in_transit[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
+        return completion_marker((carried_arrays, self.executor.sums.get(self.place(op))))
 
     def forward(self, op: Op) -> None:
         key, place = (op.stage, op.microbatch), self.place(op)
         programs = self._programs(op)
-        out, kept = programs.forward(self.params[place], self.inputs[key], self.carry.get(key, {}))
+        out, residuals = programs.forward(self.params[place], self.inputs[key], self.carry.get(key, {}))
         if programs.backward:
-            self.kept[key] = kept
-            if not programs.functions.keeps_carry:
+            self.residuals[key] = residuals
+            if not programs.functions.backward_reads_carry:
                 self.carry.pop(key, None)
         else:
             self.inputs.pop(key)
@@ -338,7 +351,7 @@ class _Run(Walker):
             programs.functions.backward_part(sums),
             self.inputs.pop(key),
             self.carry.pop(key, {}),
-            self.kept.pop(key),
+            self.residuals.pop(key),
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
         self.executor.sums[place] = with_leaves(sums, by_name(new))
@@ -357,10 +370,10 @@ class _Run(Walker):
     def prepare(self, op: Op) -> None:
         super().prepare(op)
         if self.placed.offload(op.stage).optimizer:
-            state, held = self.placed.stages[op.stage].state, self.executor.states[op.stage]
-            unserved, _ = state.unserved(held["master"], {})
-            master = {**held["master"], **moved(unserved, HOST)}
-            self.executor.states[op.stage] = {"master": master, "opt": moved(held["opt"], HOST)}
+            state, stage_state = self.placed.stages[op.stage].state, self.executor.states[op.stage]
+            inputs, _ = state.prepare_inputs(stage_state["master"], {})
+            master = {**stage_state["master"], **moved(inputs, HOST)}
+            self.executor.states[op.stage] = {"master": master, "opt": moved(stage_state["opt"], HOST)}
 
     def offload(self, op: Op) -> None:
         """Moves the stage's compute parameters to the host."""
@@ -371,34 +384,34 @@ class _Run(Walker):
         self._move_parameters(op.stage, DEVICE)
 
     def _move_parameters(self, stage: str, kind: str) -> None:
-        """Moves compute parameters; masters that serve as parameters are the same arrays, and remain so."""
+        """Moves compute parameters; masters that are the same arrays are moved with them."""
         before, states = self.params[stage], self.executor.states
         self.params[stage] = moved(before, kind)
         states[stage] = replaced(states[stage], before, self.params[stage])
 
     def stash(self, op: Op) -> None:
-        """Moves what a forward has kept for its backward to the host."""
-        self._move_kept(op, HOST)
+        """Moves a microbatch's residuals to the host."""
+        self._move_residuals(op, HOST)
 
     def unstash(self, op: Op) -> None:
-        """Moves what a forward has kept for its backward back to its devices."""
-        self._move_kept(op, DEVICE)
+        """Moves a microbatch's residuals back to their devices."""
+        self._move_residuals(op, DEVICE)
 
-    def _move_kept(self, op: Op, kind: str) -> None:
+    def _move_residuals(self, op: Op, kind: str) -> None:
         key = (op.stage, op.microbatch)
-        self.kept[key] = moved(self.kept[key], kind)
+        self.residuals[key] = moved(self.residuals[key], kind)
         if key in self.carry:
             self.carry[key] = moved(self.carry[key], kind)
 
     def reduce(self, op: Op) -> None:
         states = self.executor.states
-        states[op.stage] = moved(states[op.stage], DEVICE)  # on its way back while gradients are reduced
+        states[op.stage] = moved(states[op.stage], DEVICE)  # the copy back overlaps with the reduction
         program = self.executor.reduce_programs[op.stage]
-        out = program(self.executor.take_whole_sums(op.stage), self.returned.pop(op.stage, {}))
-        self.reduced[op.stage], sent, self.rows[op.stage], zeroed = out
-        self.executor.keep_whole_sums(op.stage, zeroed)
-        for tie, gradient in sent.items():
-            self.travelling[tie, ONCE, True] = gradient
+        out = program(self.executor.take_stage_sums(op.stage), self.returned.pop(op.stage, {}))
+        self.reduced[op.stage], tied_grads, self.rows[op.stage], zeroed = out
+        self.executor.store_stage_sums(op.stage, zeroed)
+        for tie, gradient in tied_grads.items():
+            self.in_transit[tie, ONCE, True] = gradient
 
     def norm(self, op: Op) -> None:
         assert self.executor.world_norm is not None
@@ -410,7 +423,7 @@ class _Run(Walker):
             self.params.pop(place)  # they may be the masters themselves, which are about to be overwritten
         new, zeroed = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
         states[op.stage] = new
-        self.executor.keep_whole_sums(op.stage, zeroed)
+        self.executor.store_stage_sums(op.stage, zeroed)
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 

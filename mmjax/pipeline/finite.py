@@ -1,12 +1,12 @@
 """Finds the first value that is not finite, op by op (``Train.debug_nans``).
 
 Checks an op's outputs: compute parameters, activations, losses, gradients, norms and the new state. It does not check
-residuals: what a model keeps for its backward, such as a mask, may hold infinities. Each check waits for its op.
+residuals, which may contain infinities, in a mask for instance. Each check waits for its op.
 
 With several processes, those that run an op check its outputs together, by programs over the same devices: they find
-and report the same value. The other processes learn of it when these end.
+and report the same value. The other processes stop when these end.
 
-`first_unsound` checks the state between steps, whatever the lowering: one flag of each stage is fetched.
+``first_nonfinite`` checks the state between steps, for every lowering: it fetches one flag of each stage.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.processes import Agreement
-from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.watch import watched
 from mmjax.schedule.graph import WORLD
@@ -33,11 +33,11 @@ from mmjax.schedule.ops import ONCE, Op
 
 
 class NonFiniteError(ArithmeticError):
-    """An op gave a value that is not finite; one line that names the op and the array."""
+    """An op's output is not finite; the message is one line with the op and the array."""
 
 
 def finite_ops(executor: Executor) -> AbstractContextManager[None]:
-    """Checks, while entered, every op's outputs as soon as it is dispatched.
+    """A context in which every op's outputs are checked right after its dispatch.
 
     Raises (out of ``executor.step``):
       NonFiniteError: at the first op with an output that is not finite.
@@ -47,35 +47,37 @@ def finite_ops(executor: Executor) -> AbstractContextManager[None]:
     def around(op: Op) -> Iterator[None]:
         inputs = executor.walker.inputs.get((op.stage, op.microbatch), {}) if op.kind == "F" else {}
         yield
-        for what, tree in _produced(executor, op).items():
-            if found := _first_bad(tree):
-                raise NonFiniteError(f"{op}: {' '.join(filter(None, (what, found)))}{_cause(executor, op, inputs)}")
+        for description, tree in _outputs(executor, op).items():
+            if problem := _first_nonfinite(tree):
+                raise NonFiniteError(
+                    f"{op}: {' '.join(filter(None, (description, problem)))}{_cause(executor, op, inputs)}"
+                )
 
     return watched(executor.walker, around, in_order=True)
 
 
-def first_unsound(placed: PlacedModel, states: Mapping[str, State]) -> str:
-    """The first parameter or moment that is not finite, and where; "" where all are. All processes have to call it.
+def first_nonfinite(placed: PlacedModel, states: Mapping[str, State]) -> str:
+    """Name and index of the first parameter or moment that is not finite, or "". All processes have to call it.
 
     Args:
       placed: the model on its devices.
       states: the states of this process's stages.
     """
     flags = {name: stage.state.is_finite(states[name]) for name, stage in placed.local_stages.items()}
-    # All flags are computed before one is waited for. Processes that share a stage search it at the same place.
-    unsound = [name for name, flag in flags.items() if not np.asarray(flag.addressable_shards[0].data)]
-    leaves = [_first_bad_leaf(placed.local_stages[name].state.to_logical(states[name])) for name in unsound]
+    # All flags are dispatched before the first is read. Processes that share a stage find the same value.
+    nonfinite = [name for name, flag in flags.items() if not np.asarray(flag.addressable_shards[0].data)]
+    leaves = [_first_nonfinite_leaf(placed.local_stages[name].state.to_logical(states[name])) for name in nonfinite]
     return Agreement()(next(iter(leaves), ""))
 
 
-def _first_bad_leaf(leaves: Mapping[str, jax.Array]) -> str:
+def _first_nonfinite_leaf(leaves: Mapping[str, jax.Array]) -> str:
     """The first checkpoint leaf that is not finite; parameters come first."""
     parameters = {name: leaf for name, leaf in leaves.items() if name.startswith("params/")}
-    return _first_bad(parameters) or _first_bad(leaves)
+    return _first_nonfinite(parameters) or _first_nonfinite(leaves)
 
 
-def _produced(executor: Executor, op: Op) -> dict[str, Any]:
-    """The outputs of an op that has just been dispatched, by description."""
+def _outputs(executor: Executor, op: Op) -> dict[str, Any]:
+    """The outputs of the op dispatched last, by description."""
     run, graph = executor.walker, executor.schedule.graph
     key = (op.stage, op.microbatch)
     match op.kind:
@@ -83,13 +85,15 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             places = executor.placed.local_places(op.stage)
             return {"parameter" if len(places) == 1 else f"parameter on {name}": run.params[name] for name in places}
         case "F":
-            made = {"loss": run.losses[run.place(op)][-1]} if graph.gives_loss(op.stage) else {}
+            outputs = {"loss": run.losses[run.place(op)][-1]} if graph.gives_loss(op.stage) else {}
             if edges := graph.out_edges(op.stage):
-                made["activation"] = run.travelling[edges[0].name, op.microbatch, False]
-            return made
+                outputs["activation"] = run.in_transit[edges[0].name, op.microbatch, False]
+            return outputs
         case "B":
-            sent = {e.src: run.travelling[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient}
-            grads = {f"gradient of the activation of {source}": grad for source, grad in sent.items()}
+            carried = {
+                e.src: run.in_transit[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient
+            }
+            grads = {f"gradient of the activation of {source}": grad for source, grad in carried.items()}
             return {"gradient of": executor.sums[run.place(op)], **grads}
         case "W":
             return {"gradient of": executor.sums[run.place(op)]}
@@ -102,8 +106,8 @@ def _produced(executor: Executor, op: Op) -> dict[str, Any]:
             return {f"received activation of {source}": array for source, array in run.carry[key].items()}
         case "reduce":
             norms = {"squared gradient norm of": _by_module(executor, run.rows[op.stage])}
-            sent = {t.name: run.travelling[t.name, ONCE, True] for t in graph.in_ties(op.stage) if t.gradient}
-            return {"reduced gradient of": run.reduced[op.stage], "reduced gradient of the tied": sent, **norms}
+            carried = {t.name: run.in_transit[t.name, ONCE, True] for t in graph.in_ties(op.stage) if t.gradient}
+            return {"reduced gradient of": run.reduced[op.stage], "reduced gradient of the tied": carried, **norms}
         case "norm":
             return {"squared gradient norm of": _by_module(executor, run.totals[WORLD])}
         case "update":
@@ -118,20 +122,20 @@ def _by_module(executor: Executor, rows: jax.Array) -> dict[str, jax.Array]:
 
 
 def _cause(executor: Executor, op: Op, inputs: Mapping[str, Any]) -> str:
-    found = _first_bad(inputs)
-    module = executor.placed.stages[op.stage].model.module if found else ""
-    return f"; its host input {module}/{found}" if found else ""
+    problem = _first_nonfinite(inputs)
+    module = executor.placed.stages[op.stage].model.module if problem else ""
+    return f"; its host input {module}/{problem}" if problem else ""
 
 
-def _first_bad(tree: Any) -> str:
-    """Name of the first leaf that is not finite, and where; "" when all are."""
+def _first_nonfinite(tree: Any) -> str:
+    """Name and index of the first leaf that is not finite; "" if all are finite."""
     leaves = [
         (path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    if not leaves or np.asarray(_everywhere(_all_finite, [x for _, x in leaves])).all():
+    if not leaves or np.asarray(_on_all_devices(_all_finite, [x for _, x in leaves])).all():
         return ""
     for path, array in leaves:
-        index, value, bad = (np.asarray(found)[()] for found in _everywhere(_first, array))
+        index, value, bad = (np.asarray(result)[()] for result in _on_all_devices(_first, array))
         if bad:
             first = [int(i) for i in np.unravel_index(int(index), array.shape)]
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -140,8 +144,8 @@ def _first_bad(tree: Any) -> str:
     return ""
 
 
-def _everywhere(fn: Any, arrays: Any) -> Any:
-    """The result of ``fn`` for ``arrays``, whole on each of their devices."""
+def _on_all_devices(fn: Any, arrays: Any) -> Any:
+    """The result of ``fn`` for ``arrays``, replicated on all of their devices."""
     sharding = jax.tree.leaves(arrays)[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

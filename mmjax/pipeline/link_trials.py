@@ -1,8 +1,8 @@
-"""Trials of what a step will send: every boundary both ways and every collective, by the programs of the step itself.
+"""Trials of a step's communication: every boundary in both directions and every collective, by the step's programs.
 
-They are what a run's initializer tries before the first step (Zhang et al., "DistTrain", §3). Where a step has no
-program for a collective alone, such as the sums over tp inside a forward, a sum of as many bytes stands for it. Trials
-change nothing: gradient sums are zeros before them and after.
+A run tries them before the first step, as the initializer of Zhang et al., "DistTrain", §3. If a collective has no
+program of its own, such as the sums over tp inside a forward, a sum of as many bytes replaces it. Trials change no
+state: gradient sums are zeros before and after them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
-from mmjax.mesh.spmd import Program, Spmd, own_shards
+from mmjax.mesh.spmd import Program, Spmd, local_shards
 from mmjax.mesh.transfer import Transfer
-from mmjax.pipeline.build import Stage
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import Stage
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.trees import by_name, with_leaves
 
 MOST_BYTES = 1 << 26
-"""Most bytes of a sum that stands for others: enough to measure a bandwidth."""
+"""Largest sum that replaces other collectives, in bytes: enough to measure a bandwidth."""
 _ROWS = 128
 """Rows are filled with their numbers modulo this: whole numbers that bfloat16 holds."""
 
@@ -41,13 +41,13 @@ class LinkTrial:
 
     Attributes:
       name: such as ``llm.0->llm.1 forward`` or ``llm.0 reduce``.
-      kind: the kind among which it is compared: ``local``, ``async`` or ``rendezvous`` boundaries, ``gather``,
-        ``reduce``, ``tp`` or ``dp`` sums, or the ``norm``.
+      kind: the class of comparable trials: ``local``, ``async`` or ``rendezvous`` boundaries, ``gather``, ``reduce``,
+        ``tp`` or ``dp`` sums, or the ``norm``.
       bytes: bytes of the tensor that crosses a boundary, or of each rank's share in a collective.
       ends: ranks of the sender and of the receiver, or ranks of a collective alone.
-      make: makes the arguments for one trial, on the devices of this process.
-      send: dispatches the trial; its result is ready when everything has arrived.
-      arrived: whether the result of ``send`` is what was sent.
+      make: creates the arguments of one trial, on the devices of this process.
+      send: dispatches the trial; its result is ready when all data have arrived.
+      arrived: whether the result of ``send`` is correct.
       programs: programs that have to be compiled.
     """
 
@@ -62,7 +62,7 @@ class LinkTrial:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether it crosses a boundary, else it is a collective."""
+        """Whether it crosses a boundary; otherwise it is a collective."""
         return self.kind in ("local", "async", "rendezvous")
 
     @property
@@ -72,57 +72,57 @@ class LinkTrial:
 
 
 def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...]:
-    """Everything that an executor's steps send, in an order that is the same in every process.
+    """Trials of all communication in an executor's steps, in the same order in every process.
 
     A boundary is tried in its largest bucket. A transfer that stays on its device is not tried.
     """
-    boundaries, functions = _largest(executor), _functions(executor)
-    found = [*_boundary_trials(executor, boundaries), *_tie_trials(executor)]
+    boundaries, functions = _largest_boundaries(executor), _functions(executor)
+    trials = [*_boundary_trials(executor, boundaries), *_tie_trials(executor)]
     for name, stage in executor.placed.stages.items():
-        found += _stage_trials(executor, stage, functions[name])
+        trials += _stage_trials(executor, stage, functions[name])
     if isinstance(executor, Executor):
-        found += _norm_trial(executor)
-    return tuple({trial.name: trial for trial in found}.values())
+        trials += _norm_trial(executor)
+    return tuple({trial.name: trial for trial in trials}.values())
 
 
 # ---- boundaries ------------------------------------------------------------------------------------------------------
 
 
-def _largest(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
+def _largest_boundaries(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
     """The boundary of each edge's largest tensor, by edge."""
     if isinstance(executor, Executor):
-        every = [(edge, boundary) for (edge, _), boundary in executor.boundaries.items()]
+        boundaries = [(edge, boundary) for (edge, _), boundary in executor.boundaries.items()]
     else:
-        every = [pair for traced in executor.traced for pair in traced.boundaries.items()]
-    return dict(sorted(every, key=lambda pair: _bytes(pair[1].forward.source_aval)))
+        boundaries = [pair for traced in executor.traced for pair in traced.boundaries.items()]
+    return dict(sorted(boundaries, key=lambda pair: _bytes(pair[1].forward.source_aval)))
 
 
 def _boundary_trials(
     executor: Executor | OneProgramExecutor, boundaries: Mapping[str, Boundary]
 ) -> Iterator[LinkTrial]:
     for edge in executor.placed.graph.edges:
-        ways = boundaries[edge.name]
-        yield from _both_ways(edge.name, ways.forward, ways.backward if edge.gradient else None)
+        boundary = boundaries[edge.name]
+        yield from _direction_trials(edge.name, boundary.forward, boundary.backward if edge.gradient else None)
 
 
 def _tie_trials(executor: Executor | OneProgramExecutor) -> Iterator[LinkTrial]:
     for edge in executor.placed.graph.ties:
         tie = executor.placed.ties[edge.name]
-        yield from _both_ways(edge.name, tie.forward.blocks, tie.backward.blocks if edge.gradient else None)
+        yield from _direction_trials(edge.name, tie.forward.blocks, tie.backward.blocks if edge.gradient else None)
 
 
-def _both_ways(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[LinkTrial]:
-    for way, transfer in (("forward", forward), ("backward", backward)):
+def _direction_trials(name: str, forward: Transfer, backward: Transfer | None) -> Iterator[LinkTrial]:
+    for direction, transfer in (("forward", forward), ("backward", backward)):
         if transfer and (transfer.kind != "local" or transfer.programs()):
-            yield crossing(f"{name} {way}", transfer)
+            yield boundary_trial(f"{name} {direction}", transfer)
 
 
-def crossing(name: str, transfer: Transfer) -> LinkTrial:
+def boundary_trial(name: str, transfer: Transfer) -> LinkTrial:
     """The trial of all three steps of a transfer, with rows that are filled with their numbers."""
     source, target = transfer.source_aval, transfer.target_aval
 
     def make() -> Any:
-        return own_shards(_numbered(source.shape, source.dtype), source.sharding) if transfer.source.local else ()
+        return local_shards(_numbered(source.shape, source.dtype), source.sharding) if transfer.source.local else ()
 
     def send(rows: Any) -> Any:
         packed = transfer.pack(rows) if transfer.source.local else ()
@@ -148,7 +148,7 @@ def crossing(name: str, transfer: Transfer) -> LinkTrial:
 
 
 def _numbered(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Rows filled with their numbers; takes the memory of one number a row."""
+    """Rows filled with their numbers, as a broadcast view with one stored number per row."""
     numbers = (np.arange(shape[0]) % _ROWS).astype(dtype)
     return np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
@@ -157,7 +157,7 @@ def _numbered(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _functions(executor: Executor | OneProgramExecutor) -> dict[str, StageFunctions]:
-    """The functions of each stage for the last of the bucket combinations, by stage."""
+    """The functions of each stage for the last bucket combination, by stage."""
     if isinstance(executor, Executor):
         return {name: programs.functions for (name, _), programs in executor.stage_programs.items()}
     return dict(executor.traced[-1].stages)
@@ -176,8 +176,8 @@ def _stage_trials(
         yield _sum("dp", stage, (*spread.rows, *spread.positions), shard_bytes(stage.state.sums_avals))
     if layout.replica_size > 1:
         carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]
-        together = spread.axes.cp + spread.axes.tp  # copies work for themselves
-        yield _sum("tp", stage, together, max(shard_bytes(one) for one in carried if one is not None))
+        axes = spread.axes.cp + spread.axes.tp  # copies work separately
+        yield _sum("tp", stage, axes, max(shard_bytes(array) for array in carried if array is not None))
 
 
 def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
@@ -186,28 +186,28 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
 
     def make() -> Any:
         masters = moved(executor.states[stage.name]["master"], DEVICE)
-        return state.unserved(masters, _zeros(state.shared_avals(state.borrowed)))
+        return state.prepare_inputs(masters, _zeros(state.shared_avals(state.borrowed)))
 
     return LinkTrial(
         name=f"{stage.name} gather",
         kind="gather",
-        bytes=shard_bytes(state.copied),
+        bytes=shard_bytes(state.prepared_avals),
         ends=(stage.submesh.ranks,),
         make=make,
-        send=lambda given: program(*given),
+        send=lambda arguments: program(*arguments),
         programs=(program,),
     )
 
 
 def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
-    """The trial of reducing gradient sums over dp: of zeros, which are left for the first step."""
+    """The trial of reducing gradient sums over dp: zeros, which remain for the first step."""
     name, state, program = stage.name, stage.state, executor.reduce_programs[stage.name]
 
-    def send(given: Any) -> Any:
-        out = program(*given)
+    def send(arguments: Any) -> Any:
+        out = program(*arguments)
         grads, _, _, zeroed = out
-        # Gradients that have taken the memory of the sums are zeros like them, and serve as the sums.
-        executor.keep_whole_sums(name, with_leaves(zeroed, by_name(grads)) if state.whole else zeroed)
+        # Gradients that were written over the sums are zeros too, and become the sums.
+        executor.store_stage_sums(name, with_leaves(zeroed, by_name(grads)) if state.has_whole_masters else zeroed)
         return out
 
     return LinkTrial(
@@ -215,7 +215,7 @@ def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
         kind="reduce",
         bytes=shard_bytes(state.sums_avals),
         ends=(stage.submesh.ranks,),
-        make=lambda: (executor.take_whole_sums(name), _zeros(state.reduce_avals[1])),
+        make=lambda: (executor.take_stage_sums(name), _zeros(state.reduce_avals[1])),
         send=send,
         programs=(program,),
     )
@@ -239,9 +239,9 @@ def _norm_trial(executor: Executor) -> Iterator[LinkTrial]:
 
 
 def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial:
-    """The trial of a sum over axes of a stage submesh, of about ``size`` bytes on each rank; stages there share it."""
+    """The trial of a sum over axes of a stage submesh, of about ``size`` bytes per rank, one for all stages there."""
     submesh, count = stage.submesh, max(1, min(size, MOST_BYTES) // 4)
-    every = submesh.spread.each
+    every = submesh.spread.per_rank
     sharding = NamedSharding(submesh.mesh, every)
     aval = jax.ShapeDtypeStruct((len(submesh.ranks) * count,), jnp.float32, sharding=sharding)
     ranks = f"{submesh.ranks[0]}-{submesh.ranks[-1]}"
@@ -258,7 +258,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial
         kind=kind,
         bytes=count * 4,
         ends=(submesh.ranks,),
-        make=lambda: own_shards(np.broadcast_to(np.float32(1), aval.shape), sharding),
+        make=lambda: local_shards(np.broadcast_to(np.float32(1), aval.shape), sharding),
         send=program,
         arrived=arrived,
         programs=(program,),
@@ -271,7 +271,7 @@ def programs_of(trials: Iterable[LinkTrial]) -> list[Program]:
 
 
 def _zeros(avals: Any) -> Any:
-    return jax.tree.map(lambda a: own_shards(np.broadcast_to(np.zeros((), a.dtype), a.shape), a.sharding), avals)
+    return jax.tree.map(lambda a: local_shards(np.broadcast_to(np.zeros((), a.dtype), a.shape), a.sharding), avals)
 
 
 def _bytes(aval: Any) -> int:

@@ -1,7 +1,7 @@
 """Memory of a placed model, counted from shapes and shardings alone: nothing is compiled or allocated.
 
-Every array that the executor holds is counted exactly. The temporaries inside a program, which only a compiled one
-knows, are estimated from its trace.
+Every array of the executor is counted exactly. The temporaries inside a program, known only when it is compiled, are
+estimated from its trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from mmjax import jax_compat
-from mmjax.pipeline.build import InputShapes, PlacedModel
+from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.state_bytes import StateBytes
@@ -28,16 +28,16 @@ class Memory:
     """Bytes on one device, each kind at its own peak of the step, so that their sum is never too small.
 
     Attributes:
-      parameters: what frozen modules are held as, and compute copies; where the masters serve as they are, copies are
-        only weights that other stages lend.
-      optimizer: fp32 masters and the moments of what is trained.
-      gradients: fp32 sums over microbatches, and reduced shards of them; what is reduced whole takes the sums' memory.
-      residuals: what is kept from forward to backward, and what a split backward defers, of all microbatches in flight.
-      received: activations that have arrived from other stages.
+      parameters: stored parameters of frozen modules, and compute copies. If masters are used directly, the only
+        copies are weights that other stages lend.
+      optimizer: fp32 masters and moments of trained modules.
+      gradients: fp32 sums over microbatches, and reduced shards; unsharded gradients overwrite the sums.
+      residuals: residuals, and deferred values of a split backward, of all microbatches in flight.
+      received: activations received from other stages.
       inputs: host inputs of a step's microbatches, twice: the next step's are sent while a step still runs.
-      boundaries: activations, their gradients and tied weights on their way between stages.
-      temporaries: an estimate of what the largest of the stage's programs of a microbatch needs while it runs.
-      host: pinned host memory for what is offloaded; no part of the device's total.
+      boundaries: activations, their gradients and tied weights in transit between stages.
+      temporaries: estimated temporaries of the stage's largest program of a microbatch.
+      host: pinned host memory of offloaded arrays; not part of the device's total.
     """
 
     parameters: int = 0
@@ -57,13 +57,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds that are on the device."""
+        """Bytes of all kinds on the device."""
         return self.parameters + self.optimizer + self.gradients + self.activations + self.temporaries
 
-    def __add__(self, other: Memory) -> Memory:
+    def __add__(self, memory: Memory) -> Memory:
         """Memory of two stages on one device, whose programs run one after another."""
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Memory)}
-        return Memory(**sums | {"temporaries": max(self.temporaries, other.temporaries)})
+        sums = {f.name: getattr(self, f.name) + getattr(memory, f.name) for f in fields(Memory)}
+        return Memory(**sums | {"temporaries": max(self.temporaries, memory.temporaries)})
 
 
 def shard_bytes(tree: Any) -> int:
@@ -77,31 +77,33 @@ def residual_bytes(
 ) -> dict[str, int]:
     """Bytes that a device keeps from a microbatch's forward to its backward, by stage, in the largest of ``shapes``.
 
-    Residuals, and the received activations where backward reads them; 0 for a stage without backward. ``validate`` adds
-    them up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is the schedule's.
+    They are the residuals, and the received activations if backward reads them; 0 for a stage without backward.
+    ``validate`` adds them up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is
+    the schedule's.
     """
-    traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
-    return {name: max(kept_bytes(functions[name]) for functions in traced) for name in placed.stages}
+    traced = [placed.trace(inputs, graph).stages for inputs in shapes]
+    return {name: max(in_flight_bytes(functions[name]) for functions in traced) for name in placed.stages}
 
 
 def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph) -> dict[str, int]:
     """Bytes that a device keeps from a microbatch's B to its W, by split stage, in the largest of ``shapes``."""
-    traced = [placed.shapes(inputs, graph).stages for inputs in shapes]
+    traced = [placed.trace(inputs, graph).stages for inputs in shapes]
     split = [stage.name for stage in graph.stages if stage.split]
-    return {name: max(shard_bytes(functions[name].deferred) for functions in traced) for name in split}
+    return {name: max(shard_bytes(functions[name].deferred_avals) for functions in traced) for name in split}
 
 
 def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, Memory]:
-    """Memory of each stage's devices, which are all alike; every microbatch in its largest bucket. Of a stage with
-    lanes, that of its fullest lane.
+    """Memory of a device of each stage, with every microbatch in its largest bucket, by stage.
+
+    All devices of a stage need the same memory, except that lanes may differ: the largest is returned.
 
     Args:
-      placed: the model on its devices, planned ones too.
-      schedule: the order of ops, which says how many microbatches live at once.
+      placed: the model on its devices, which may be planned devices.
+      schedule: the order of ops, which determines the microbatches in flight.
       shapes: input shapes of every bucket combination that may occur.
     """
     shapes = list(shapes)
-    peaks, _ = _walk(schedule, largest_flow(placed, schedule, shapes))
+    peaks, _ = _replay(schedule, largest_microbatch(placed, schedule, shapes))
     temporaries = temporaries_by_stage(placed, schedule, shapes)
     result = {}
     for name, stage in placed.stages.items():
@@ -109,30 +111,30 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
         kinds = ("residuals", "received", "inputs", "boundaries", "host")
         by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
         by_kind["temporaries"] = temporaries[name]
-        states = counted_states(stage.state)
+        states = count_state_bytes(stage.state)
         result[name] = Memory(
             parameters=states.copies + states.frozen,
             optimizer=states.optimizer - states.frozen,
             gradients=states.sums + states.reduced,
-            **by_kind | {"host": by_kind["host"] + sum(states.away(placed.offload(name)))},
+            **by_kind | {"host": by_kind["host"] + sum(states.offloaded(placed.offload(name)))},
         )
     return result
 
 
-def largest_flow(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> _Flow:
+def largest_microbatch(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> MicrobatchBytes:
     """Bytes of a microbatch, each figure in its largest bucket."""
-    flows = [_Flow(placed, inputs, schedule.graph) for inputs in shapes]
-    return flows[0] if len(flows) == 1 else _Flow.largest(flows)
+    flows = [MicrobatchBytes(placed, inputs, schedule.graph) for inputs in shapes]
+    return flows[0] if len(flows) == 1 else MicrobatchBytes.largest(flows)
 
 
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
     """Estimated bytes that a stage's largest program needs while it runs, by stage, in the largest bucket."""
-    traced = [placed.shapes(inputs, schedule.graph).stages for inputs in shapes]
+    traced = [placed.trace(inputs, schedule.graph).stages for inputs in shapes]
     return {name: max(map(temporary_bytes, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
-    """The rank whose stages take most memory together, and that memory."""
+    """The rank whose stages need the most memory in total, and that memory."""
     ranks: dict[int, Memory] = {}
     for name, memory in stages.items():
         for rank in placed.stages[name].submesh.ranks:
@@ -141,25 +143,27 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
     return rank, ranks[rank]
 
 
-def counted_states(state: StageState) -> StateBytes[int]:
-    """Bytes of a stage's states on a device; whole gradients are reduced in place (see ``overwriting``)."""
-    served, lent = state.served(state.master_avals, state.shared_avals(state.borrowed))
+def count_state_bytes(state: StageState) -> StateBytes[int]:
+    """Bytes of a stage's states on a device; unsharded gradients are reduced in place (see ``overwriting``)."""
+    direct, borrowed = state.direct_weights(state.master_avals, state.shared_avals(state.borrowed))
     return StateBytes(
         masters=shard_bytes(state.master_avals),
         optimizer=shard_bytes(state.state_avals),
-        copies=shard_bytes([state.copied, lent]),
+        copies=shard_bytes([state.prepared_avals, borrowed]),
         sums=shard_bytes(state.sums_avals),
-        reduced=0 if state.whole else shard_bytes(state.grad_avals),
-        served=shard_bytes(served),
+        reduced=0 if state.has_whole_masters else shard_bytes(state.grad_avals),
+        direct=shard_bytes(direct),
         frozen=shard_bytes({m: avals for m, avals in state.master_avals.items() if m not in state.trainable}),
     )
 
 
-def kept_bytes(functions: StageFunctions) -> int:
+def in_flight_bytes(functions: StageFunctions) -> int:
     """Bytes that a device keeps of a microbatch from a stage's forward to its backward."""
     if not functions.has_backward:
         return 0
-    return shard_bytes(functions.kept) + (shard_bytes(functions.forward_avals[2]) if functions.keeps_carry else 0)
+    return shard_bytes(functions.residual_avals) + (
+        shard_bytes(functions.forward_avals[2]) if functions.backward_reads_carry else 0
+    )
 
 
 def temporary_bytes(functions: StageFunctions) -> int:
@@ -167,27 +171,27 @@ def temporary_bytes(functions: StageFunctions) -> int:
     forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward
-    later = jax_compat.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred else 0
+    later = jax_compat.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred_avals else 0
     return max(forward, jax_compat.temporary_bytes(functions.backward, functions.backward_avals), later)
 
 
-class _Flow:
-    """Bytes of one microbatch on a device, by stage or by edge; all lanes of a stage are alike.
+class MicrobatchBytes:
+    """Bytes of one microbatch on a device, by stage or by edge; they are equal for all lanes of a stage.
 
     Attributes:
-      kept: residuals by stage, without received activations.
-      deferred: what a split backward leaves to W, by stage.
+      residuals: residuals by stage, without received activations.
+      deferred: deferred values of a split backward, by stage.
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs by stage.
       ends: by edge or tie, bytes at the source and at the destination.
     """
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
-        traced = placed.shapes(inputs, graph)
+        traced = placed.trace(inputs, graph)
         stages = {name: traced.stages[name] for name in placed.stages}
-        self.kept = {name: shard_bytes(f.kept) for name, f in stages.items()}
-        self.deferred = {name: shard_bytes(f.deferred) for name, f in stages.items()}
-        self.keeps_carry = {name for name, f in stages.items() if f.has_backward and f.keeps_carry}
+        self.residuals = {name: shard_bytes(f.residual_avals) for name, f in stages.items()}
+        self.deferred = {name: shard_bytes(f.deferred_avals) for name, f in stages.items()}
+        self.keeps_carry = {name for name, f in stages.items() if f.has_backward and f.backward_reads_carry}
         self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in stages.items()}
         edges = {edge.name: traced.boundaries[edge.name].forward for edge in placed.graph.edges}
         self.ends = {name: (shard_bytes(f.source_aval), shard_bytes(f.target_aval)) for name, f in edges.items()}
@@ -197,10 +201,10 @@ class _Flow:
             self.ends[tie.name] = (shard_bytes(owned[tie.name]), shard_bytes(borrowed[tie.name]))
 
     @classmethod
-    def largest(cls, flows: list[_Flow]) -> _Flow:
+    def largest(cls, flows: list[MicrobatchBytes]) -> MicrobatchBytes:
         """Each figure at its largest among ``flows``."""
         result = cls.__new__(cls)
-        result.kept = {name: max(flow.kept[name] for flow in flows) for name in flows[0].kept}
+        result.residuals = {name: max(flow.residuals[name] for flow in flows) for name in flows[0].residuals}
         result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
         result.inputs = {name: max(flow.inputs[name] for flow in flows) for name in flows[0].inputs}
         result.keeps_carry = set().union(*(flow.keeps_carry for flow in flows))
@@ -215,8 +219,8 @@ Buffers = Counter[tuple[str, str]]
 """Bytes by (place, kind); the kind "host" is on no device."""
 
 
-def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
-    """The most bytes at any op, and those left after the last; ops keep and drop buffers as in the executor."""
+def _replay(schedule: Schedule, flow: MicrobatchBytes) -> tuple[Buffers, Buffers]:
+    """The largest number of bytes at any op, and the bytes after the last op, by place and kind."""
     live = Buffers({(place, "inputs"): size for place, size in input_bytes(schedule, flow).items()})
     peaks = Buffers(live)
     for _, gained, lost in changes_in_order(schedule, flow):
@@ -227,35 +231,40 @@ def _walk(schedule: Schedule, flow: _Flow) -> tuple[Buffers, Buffers]:
     return peaks, live
 
 
-def input_bytes(schedule: Schedule, flow: _Flow) -> dict[str, int]:
-    """Bytes of the host inputs of this step and the next, by place: of the microbatches that run there."""
+def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
+    """Bytes of the host inputs of this step and the next, by place."""
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
-    own = ((node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes))
-    return {node.lane_name(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in own}
+    lanes = (
+        (node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes)
+    )
+    return {node.lane_name(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in lanes}
 
 
-def changes_in_order(schedule: Schedule, flow: _Flow) -> Iterator[tuple[Op, Buffers, Buffers]]:
-    """Each op with its ``changes``. A copy to the host takes time: what is stashed is there until the next op on its
-    ranks has ended, or until an op starts that awaits the end of the copy."""
+def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tuple[Op, Buffers, Buffers]]:
+    """Each op with its ``changes``, in order.
+
+    A copy to the host takes time: a stashed array stays on the device until the next op on its ranks has ended, or
+    until an op starts that awaits the end of the copy.
+    """
     graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
-    found = list[tuple[Op, Buffers, Buffers]]()
+    pending = list[tuple[Op, Buffers, Buffers]]()
     for op in schedule.ops:
-        for stash in (one for one in schedule.awaits(op) if one in leaving):
+        for stash in (stash_op for stash_op in schedule.awaits(op) if stash_op in leaving):
             before.update(leaving.pop(stash))
-        yield from found
+        yield from pending
         gained, lost = changes(graph, flow, op)
         if op.kind == "stash":
             leaving[op], lost = lost, Buffers()
         elif leaving and op.kind in ("F", "B", "W"):
             ranks = set(participating_ranks(graph, op))
-            for stash in [one for one in leaving if not ranks.isdisjoint(participating_ranks(graph, one))]:
+            for stash in [stash for stash in leaving if not ranks.isdisjoint(participating_ranks(graph, stash))]:
                 lost.update(leaving.pop(stash))
-        found, before = [(op, gained, lost)], lost
-    yield from found
+        pending, before = [(op, gained, lost)], lost
+    yield from pending
 
 
-def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """Bytes that an op allocates, and bytes that are dropped when it ends."""
+def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+    """Bytes that an op allocates, and bytes that it frees when it ends."""
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
     gained, lost, stage = Buffers(), Buffers(), op.stage
@@ -265,12 +274,12 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
         backward = graph.stage(stage).backward
         if op.kind == "F":
             gained[place, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage))
-            gained[place, "residuals"] = flow.kept[stage] if backward else 0
+            gained[place, "residuals"] = flow.residuals[stage] if backward else 0
         else:
             returned = [flow.ends[edge.name][1] for edge in graph.in_edges(stage) if edge.gradient]
             gained[place, "boundaries"] = sum(returned)
             gained[place, "residuals"] = flow.deferred[stage]
-            lost[place, "residuals"] = flow.kept[stage]
+            lost[place, "residuals"] = flow.residuals[stage]
             lost[place, "boundaries"] = sum(flow.ends[edge.name][0] for edge in graph.out_edges(stage) if edge.gradient)
         if (op.kind == "B") == (stage in flow.keeps_carry):
             lost[place, "received"] = arrived
@@ -285,35 +294,35 @@ def changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
     return gained, lost
 
 
-def _stash_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """``changes`` of a copy to the host or back of what a stage keeps of a microbatch."""
+def _stash_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+    """``changes`` of a stash or unstash of a microbatch's residuals."""
     place = graph.stage(op.stage).lane_name(op.microbatch)
     received = sum(flow.ends[edge.name][1] for edge in graph.in_edges(op.stage)) * (op.stage in flow.keeps_carry)
-    kept = flow.kept[op.stage]
-    there = Buffers({(place, "residuals"): kept, (place, "received"): received})
-    away = Buffers({(place, "host"): kept + received})
-    return (away, there) if op.kind == "stash" else (there, away)
+    residuals = flow.residuals[op.stage]
+    on_device = Buffers({(place, "residuals"): residuals, (place, "received"): received})
+    on_host = Buffers({(place, "host"): residuals + received})
+    return (on_host, on_device) if op.kind == "stash" else (on_device, on_host)
 
 
-def _transfer_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """``changes`` of a move or an unpack; a pack leaves as many bytes as it finds."""
+def _transfer_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+    """``changes`` of a move or an unpack; a pack allocates as many bytes as it frees."""
     edge = graph.edge(op.edge)
     at_source, at_target = flow.ends[op.edge]
     source, target = graph.ends(edge, op.microbatch)
-    sender, sent = (target, at_target) if op.backward else (source, at_source)
-    receiver, size = (source, at_source) if op.backward else (target, at_target)
-    left = Buffers({(sender, "boundaries"): sent})
+    sender, sender_bytes = (target, at_target) if op.backward else (source, at_source)
+    receiver, receiver_bytes = (source, at_source) if op.backward else (target, at_target)
+    freed = Buffers({(sender, "boundaries"): sender_bytes})
     if op.kind == "move":
-        return Buffers({(receiver, "boundaries"): size}), left
+        return Buffers({(receiver, "boundaries"): receiver_bytes}), freed
     if graph.kind_of(edge, op.microbatch) != "local":
-        left = Buffers({(receiver, "boundaries"): size})
+        freed = Buffers({(receiver, "boundaries"): receiver_bytes})
     kind = "boundaries" if op.backward else "received"
-    return Buffers({(receiver, kind): size}), left
+    return Buffers({(receiver, kind): receiver_bytes}), freed
 
 
-def _tie_changes(graph: StageGraph, flow: _Flow, op: Op) -> tuple[Buffers, Buffers]:
-    """``changes`` of ops that run once: a tied weight is held until the borrower's prepare, its gradient until the
-    owner's reduce."""
+def _tie_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+    """``changes`` of once-a-step ops: a tied weight lives until the borrower's prepare, its gradient until the owner's
+    reduce."""
     gained, lost, key = Buffers(), Buffers(), (op.stage, "boundaries")
     moved = [tie for tie in graph.ties if tie.kind != "local"]
     borrowed, lent = [t for t in moved if t.dst == op.stage], [t for t in moved if t.src == op.stage]

@@ -1,8 +1,8 @@
 """Offload: keeps arrays in pinned host memory while a stage's programs do not read them.
 
 Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", appendix D: encoder parameters
-leave the devices after a window's encoder forward and are back before its backward; optimizer state may do likewise.
-Copies are dispatched at their op and return at once. An array lies in one place: whoever copies it drops the original.
+leave the devices after a window's encoder forward and return before its backward; optimizer state may do the same.
+Copies are dispatched at their op and return at once. Only one copy of an array exists: its owner drops the original.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def moved(tree: Any, kind: str) -> Any:
-    """The arrays in this kind of memory of their devices: copies, or the arrays themselves if they lie there already.
+    """The arrays in one kind of memory of their devices: copies, or the arrays themselves if they are already there.
 
-    Copies shard by shard, so that every process copies its own shards and none waits for another.
+    Copies shard by shard: every process copies its own shards, and none waits for another.
     """
     return jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else _copied(x, kind), tree)
 
@@ -36,7 +36,7 @@ def _copied(x: jax.Array, kind: str) -> jax.Array:
 
 
 def replaced(tree: Any, before: Any, after: Any) -> Any:
-    """The tree with each array of ``before`` that it holds replaced by its counterpart in ``after``."""
+    """The tree with each array that is in ``before`` replaced by its counterpart in ``after``."""
     new = {id(x): y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)}
     return jax.tree.map(lambda x: new.get(id(x), x), tree)
 
@@ -45,10 +45,10 @@ def require_host_memory(field: str, devices: Iterable[Any]) -> None:
     """Checks that this process's devices have pinned host memory; planned devices are not checked.
 
     Raises:
-      ConfigError: a device has none, so that nothing can be offloaded.
+      ConfigError: a device has no pinned host memory.
     """
-    here = [device for device in devices if not isinstance(device, PlannedDevice)]
-    for device in (device for device in here if device.process_index == jax.process_index()):
+    real_devices = [device for device in devices if not isinstance(device, PlannedDevice)]
+    for device in (device for device in real_devices if device.process_index == jax.process_index()):
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
             have = ", ".join(kinds) or "none"

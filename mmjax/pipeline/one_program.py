@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from mmjax.mesh.spmd import Program, to_devices
-from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.executor import StepResult, loss_kinds, loss_seeds
+from mmjax.pipeline.place import InputShapes, PlacedModel, TracedStages
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
 from mmjax.schedule.ops import Schedule
 
 Microbatches = Sequence[tuple[Signature, InputShapes]]
 ByStage = Mapping[str, jax.Array]
-"""By stage that gives a loss: the losses of a step, or their cotangent."""
+"""The losses of a step, or their cotangents, by stage with a loss."""
 
 
 class OneProgramExecutor(ABC):
     """Runs training steps, each one program; the interface is ``Executor``'s.
 
-    All microbatches of a step come padded to one bucket signature.
+    All microbatches of a step are padded to one bucket signature.
 
     Attributes:
       placed, schedule: see ``Executor``.
@@ -36,13 +37,13 @@ class OneProgramExecutor(ABC):
         """Traces one program per bucket combination.
 
         Raises:
-          ValueError: when something is to be offloaded.
+          ValueError: when offloading is on.
         """
         if placed.offloads:
             raise ValueError("one program keeps everything on its devices; to offload use Executor")
         self.placed, self.schedule = placed, schedule
         self._ends: Ends | None = None
-        self.traced = [placed.shapes(inputs, schedule.graph) for inputs in shapes.values()]
+        self.traced = [placed.trace(inputs, schedule.graph) for inputs in shapes.values()]
         self._programs = {s: self._program(s, traced) for s, traced in zip(shapes, self.traced, strict=True)}
 
     @property
@@ -85,11 +86,13 @@ class OneProgramExecutor(ABC):
         seeds = to_devices(loss_seeds(self.placed, denominators), jax.tree.map(lambda a: a.sharding, avals))
         if self._ends:
             self._ends.begin(program.name)
-        losses, totals = self._run(program, self._place(inputs, [given for _, given in microbatches]), seeds)
+        losses, totals = self._run(
+            program, self._place(inputs, [inputs_by_module for _, inputs_by_module in microbatches]), seeds
+        )
         if self._ends:
             self._ends.dispatched(program.name)
-        own = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
-        return StepResult(own, totals, denominators, loss_kinds(self.placed), self.placed.model.modules)
+        losses_by_module = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
+        return StepResult(losses_by_module, totals, denominators, loss_kinds(self.placed), self.placed.model.modules)
 
     def follow(self, ends: Ends | None) -> None:
         """See ``Executor.follow``; the step is one op."""
@@ -101,25 +104,25 @@ class OneProgramExecutor(ABC):
 
     @abstractmethod
     def _run(self, program: Program, inputs: Any, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
-        """Runs the step on the held arrays and holds the new ones; returns losses and totals."""
+        """Runs the step on the executor's arrays and replaces them; returns losses and totals."""
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
-        """Avals of the arrays held between steps, of the inputs and of the cotangents of the losses."""
+    def _avals(self, traced: TracedStages) -> tuple[Any, Any, Any]:
+        """Avals of the arrays that live between steps, of the inputs and of the cotangents of the losses."""
 
     @abstractmethod
-    def _step(self, traced: Shapes, held: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
-        """The step as a traceable function: arrays held after it, losses, totals."""
+    def _step(self, traced: TracedStages, arrays: Any, inputs: Any, seeds: ByStage) -> tuple[Any, ByStage, Any]:
+        """The step as a traceable function: the new arrays, losses, totals."""
 
-    def _program(self, signature: Signature, traced: Shapes) -> Program:
+    def _program(self, signature: Signature, traced: TracedStages) -> Program:
         avals = self._avals(traced)
-        fn = lambda held, inputs, seeds: self._step(traced, held, inputs, seeds)  # noqa: E731
+        fn = partial(self._step, traced)
         label = " ".join(f"{name}[{bucket}]" for name, bucket in signature)
-        # Shardings are fixed, so that the next step finds the held arrays where the program wants them. Losses are
-        # repeated on all devices: several processes read them, and of a result that lies on one of several meshes JAX
-        # may find another sharding than it has.
+        # Shardings are fixed, so that the next step's arguments have the sharding that the program was compiled for.
+        # Losses are replicated on all devices, because several processes read them, and because JAX may infer a wrong
+        # sharding for a result on one of several meshes.
         pinned = (*(jax.tree.map(lambda a: a.sharding, aval) for aval in (avals[0], avals[2])), None)
         outputs = jax.eval_shape(fn, *avals)
         return Program(f"step {label}".strip(), fn, avals, outputs, donate=(0,), out_shardings=pinned)

@@ -1,8 +1,8 @@
-"""``reduce`` and ``update`` as programs of their own, whose results take the memory of what they read.
+"""The programs of ``reduce`` and ``update``, whose results overwrite their arguments.
 
-Where masters are whole on every dp rank, reduced gradients are as large as the sums. They are written over them, and
-``update`` writes zeros over the gradients, which are the next step's sums. So beside the sums a step needs no memory
-for gradients. Where masters are sharded, reduced gradients are shards, and the sums keep memory of their own.
+If masters are whole on every dp rank, reduced gradients are as large as the sums. ``reduce`` writes them over the sums,
+and ``update`` writes zeros over them, which are the next step's sums. A step then needs no memory for gradients beside
+the sums. If masters are sharded, reduced gradients are shards, and the sums have memory of their own.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ Tree = Any
 
 
 def reduce_program(state: StageState) -> Program:
-    """``(sums, returned) -> (reduced gradients, sent, norm rows, zeroed sums)``; see ``StageState.reduce``.
+    """``(sums, returned) -> (reduced gradients, borrowed gradients, norm rows, zeroed sums)``.
 
-    Returns as zeroed only the sums whose memory the gradients do not take.
+    See ``StageState.reduce``. The zeroed sums are only those that the gradients do not overwrite.
     """
     name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
-    if not state.whole:
+    if not state.has_whole_masters:
         return Program.of(name, spmd, avals, donate=(0, 1))
 
     def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
-        grads, sent, rows, zeroed = spmd.body(sums, returned)
-        # Given the shape and type of the sums: JAX reuses a donated buffer for a result that is alike.
+        grads, borrowed_grads, rows, zeroed = spmd.body(sums, returned)
+        # In the shape and type of the sums, so that JAX reuses the donated buffers of the sums.
         stacked = jax.tree.map(lambda g: jax_compat.to_varying(g, state.submesh.spread.data)[None], grads)
-        return stacked, sent, rows, _borrowed(state, zeroed)
+        return stacked, borrowed_grads, rows, _borrowed(state, zeroed)
 
-    _, sent, rows, zeroed = spmd.out_specs
-    outs = (_owned(state, state.sums_specs), sent, rows, _borrowed(state, zeroed))
+    _, borrowed_specs, rows, zeroed = spmd.out_specs
+    outs = (_owned(state, state.sums_specs), borrowed_specs, rows, _borrowed(state, zeroed))
     return Program.of(name, Spmd(body, spmd.mesh, spmd.in_specs, outs), avals, donate=(0,))
 
 
 def update_program(state: StageState) -> Program:
-    """``(state, reduced gradients, totals) -> (state, zeroed sums)``: those sums that ``reduce_program`` leaves out."""
+    """``(state, reduced gradients, totals) -> (state, zeroed sums)``: the sums that ``reduce_program`` overwrites."""
     name, spmd = f"update {state.model.name}", state.update
     states, grads, totals = spmd.in_specs
-    in_place = state.whole
+    in_place = state.has_whole_masters
 
-    def body(own: State, given: Tree, totals: jax.Array) -> tuple[State, Tree]:
-        grads = jax.tree.map(lambda g: g.squeeze(0), given) if in_place else given
-        return spmd.body(own, grads, totals), jax.tree.map(jnp.zeros_like, given) if in_place else {}
+    def body(stage_state: State, stored_grads: Tree, totals: jax.Array) -> tuple[State, Tree]:
+        grads = jax.tree.map(lambda g: g.squeeze(0), stored_grads) if in_place else stored_grads
+        return spmd.body(stage_state, grads, totals), jax.tree.map(jnp.zeros_like, stored_grads) if in_place else {}
 
     stacked = _owned(state, state.sums_specs)
     specs = (states, stacked if in_place else grads, totals)
-    whole = Spmd(body, spmd.mesh, specs, (spmd.out_specs, stacked if in_place else {}), spmd.check_vma)
+    body_over_submesh = Spmd(body, spmd.mesh, specs, (spmd.out_specs, stacked if in_place else {}), spmd.check_vma)
     avals = (state.state_avals, _owned(state, state.sums_avals) if in_place else state.grad_avals, state.rows_aval)
-    # Shards of gradients are not donated: no result could take their memory, and JAX would warn of that.
-    return Program.of(name, whole, avals, donate=(0, 1) if in_place else (0,))
+    # Shards of gradients are not donated: no result has their shape, and JAX would warn.
+    return Program.of(name, body_over_submesh, avals, donate=(0, 1) if in_place else (0,))
 
 
 def _owned(state: StageState, tree: Tree) -> Tree:

@@ -1,7 +1,7 @@
-"""The fullest moment of a step: at which op a device holds most, counted like the table of ``memory`` and as exactly.
+"""The peak of a step: the op during which a device holds the most bytes, counted as in ``memory``.
 
-The table adds up kinds of memory that are each at their own peak. Where stages share devices in turns, and one's
-parameters are offloaded while another's microbatches are in flight, that sum is never reached.
+``memory`` adds up kinds that are each at their own peak. That sum is never reached if stages take turns on their
+devices, and the parameters of one are offloaded while microbatches of another are in flight.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.memory import changes_in_order, counted_states, input_bytes, largest_flow, temporaries_by_stage
+from mmjax.pipeline.memory import (
+    changes_in_order,
+    count_state_bytes,
+    input_bytes,
+    largest_microbatch,
+    temporaries_by_stage,
+)
+from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
@@ -28,11 +34,11 @@ class Peak:
 
 
 def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> Peak:
-    """The op during which some device holds most, and the first such rank; arguments as ``memory_by_stage``."""
+    """The op during which a device holds the most bytes, with the first such rank; arguments as ``memory_by_stage``."""
     peaks = (
-        Peak(rank=rank, op=op, bytes=held)
+        Peak(rank=rank, op=op, bytes=size)
         for op, ranks in bytes_by_op(placed, schedule, shapes)
-        for rank, held in ranks.items()
+        for rank, size in ranks.items()
     )
     return max(peaks, key=lambda peak: (peak.bytes, -peak.rank))
 
@@ -40,9 +46,9 @@ def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShape
 def bytes_by_op(
     placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
 ) -> Iterator[tuple[Op, dict[int, int]]]:
-    """Each op of a stage with the bytes on the stage's ranks during it: arrays of all their stages, and temporaries."""
+    """Each op of a stage with the bytes on its ranks during the op: arrays of all stages there, and temporaries."""
     shapes = list(shapes)
-    flow, temporaries = largest_flow(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
+    flow, temporaries = largest_microbatch(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
     live = Counter(
@@ -53,13 +59,13 @@ def bytes_by_op(
         if op.stage == WORLD:
             continue
         gained, lost = map(_by_place, buffers)
-        more, less = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
+        gained_state, lost_state = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
         lanes = graph.stage(op.stage).lane_names  # ops that change states span all of them
-        live.update(gained + Counter(dict.fromkeys(lanes, more)))
-        here = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
+        live.update(gained + Counter(dict.fromkeys(lanes, gained_state)))
+        op_temporaries = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
         ranks = graph.stage(op.stage).ranks_of(op.microbatch)
-        yield op, {rank: here + sum(live[name] for name in sharing[rank]) for rank in ranks}
-        live.subtract(lost + Counter(dict.fromkeys(lanes, less)))
+        yield op, {rank: op_temporaries + sum(live[name] for name in sharing[rank]) for rank in ranks}
+        live.subtract(lost + Counter(dict.fromkeys(lanes, lost_state)))
 
 
 def _by_place(buffers: Counter[tuple[str, str]]) -> Counter[str]:
@@ -70,31 +76,31 @@ def _by_place(buffers: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 class _State:
-    """Bytes of a stage's parameters, masters, moments and gradients on a device, and which ops change them.
+    """Bytes of a stage's parameters, masters, moments and gradients on a device, and their changes by ops.
 
     Attributes:
       between: bytes between two steps.
     """
 
     def __init__(self, state: StageState, offload: OffloadConfig):
-        self._held = held = counted_states(state)
-        self._moments = held.moments if offload.optimizer else 0
-        self._masters = held.masters - held.served if offload.optimizer else 0
-        self._fetched = 0 if state.trainable else self._masters  # no update brings them back: prepare alone reads them
-        self.between = held.optimizer + held.sums - self._moments - self._fetched
+        self._bytes = counted = count_state_bytes(state)
+        self._moments = counted.moments if offload.optimizer else 0
+        self._masters = counted.masters - counted.direct if offload.optimizer else 0
+        self._fetched = 0 if state.trainable else self._masters  # no update returns them: only prepare reads them
+        self.between = counted.optimizer + counted.sums - self._moments - self._fetched
 
     def changes(self, kind: str) -> tuple[int, int]:
-        """Bytes that an op of this kind adds while it runs, and bytes that are gone when it ends."""
-        held = self._held
+        """Bytes that an op of this kind allocates, and bytes that it frees when it ends."""
+        counted = self._bytes
         match kind:
             case "prepare":
-                return held.copies + self._fetched, self._masters
+                return counted.copies + self._fetched, self._masters
             case "offload":
-                return 0, held.parameters
+                return 0, counted.parameters
             case "reload":
-                return held.parameters, 0
+                return counted.parameters, 0
             case "reduce":
-                return held.reduced + self._moments + self._masters, 0
+                return counted.reduced + self._moments + self._masters, 0
             case "update":
-                return 0, held.reduced + self._moments + held.copies
+                return 0, counted.reduced + self._moments + counted.copies
         return 0, 0

@@ -1,7 +1,6 @@
-"""Learning rates of single parameters: factors of their module's, by patterns of names and by layer.
+"""Learning rates of single parameters: factors on the module's learning rate, by name pattern and by layer.
 
-An update of AdamW is its learning rate times what does not depend on it, weight decay included, so the factor is
-applied to the finished update.
+AdamW's update, weight decay included, is proportional to the learning rate, so the factor is applied to the update.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def factors_of(config: OptimizerConfig, leaf: Leaf) -> tuple[float, ...]:
     return tuple(map(config.factor, names, leaf.from_end))
 
 
-def at_own_rates(config: OptimizerConfig, zeros: Tree, updates: Tree, axes: Axes) -> Tree:
-    """A module's updates, each logical leaf's times the factor of its learning rate. Inside ``shard_map``.
+def scale_updates(config: OptimizerConfig, zeros: Tree, updates: Tree, axes: Axes) -> Tree:
+    """A module's updates, each multiplied by the learning-rate factor of its logical leaf. Inside ``shard_map``.
 
     Args:
       config: the module's optimizer.

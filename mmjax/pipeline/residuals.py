@@ -1,4 +1,4 @@
-"""Residuals that are made of parameters alone: kept, every microbatch in flight would have a copy of them."""
+"""Residuals that depend only on parameters. If forward kept them, each microbatch in flight would have a copy."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from mmjax.configurable import ConfigError
 from mmjax.pipeline.trees import by_name
 
 SHARE = 1 / 8
-"""Share of a stage's parameters that these residuals may have: scales are less, and matrices more."""
+"""Largest size of these residuals, as a share of the stage's parameters: scales are smaller, matrices are larger."""
 
 
 class ResidualError(ConfigError):
-    """The backward of a stage would need large copies of its weights."""
+    """A stage's backward would need large copies of its weights."""
 
 
-def made_of_parameters(
+def from_parameters_alone(
     forward: Callable[..., Any], avals: Sequence[Any], residuals: Callable[[Any], Sequence[Any]]
 ) -> dict[int, list[str]]:
-    """The residuals of a stage that depend on parameters alone, by place: the names of these parameters.
+    """The names of the parameters of each residual that depends only on parameters, by the residual's position.
 
     Args:
       forward: ``(params, inputs, carry) -> (out, residuals)``.
       avals: its arguments.
-      residuals: takes them out of what ``forward`` returns.
+      residuals: selects the residuals from ``forward``'s result.
     """
     flags = jax_compat.dependencies(forward, avals)
     result = jax.tree.structure(jax.eval_shape(forward, *avals))
-    names_by_place: dict[int, list[str]] = {}
-    for place, used in enumerate(residuals(jax.tree.unflatten(result, flags))):
+    names_by_position: dict[int, list[str]] = {}
+    for position, used in enumerate(residuals(jax.tree.unflatten(result, flags))):
         params, *activations = jax.tree.unflatten(jax.tree.structure(tuple(avals)), used)
         names = [name for name, is_used in by_name(params).items() if is_used]
         if names and not any(jax.tree.leaves(activations)):
-            names_by_place[place] = names
-    return names_by_place
+            names_by_position[position] = names
+    return names_by_position
 
 
 def require_small(stage: str, residuals: Mapping[int, Any], names: Mapping[int, list[str]], params: Any) -> None:
-    """Refuses large residuals: backward computes them again, those of all layers at once.
+    """Refuses large residuals of parameters, because backward recomputes those of all layers at once.
 
     Args:
-      stage: its name, for the message.
-      residuals: avals of residuals by place, stacked over ranks.
-      names: of the parameters that each is made of.
+      stage: name of the stage, for the message.
+      residuals: avals of the residuals by position, stacked over ranks.
+      names: names of the parameters of each residual.
       params: avals of all parameters of the stage.
 
     Raises:
-      ResidualError: together they have more than a share of the parameters' sizes, on one rank.
+      ResidualError: on one rank they are larger than ``SHARE`` of the parameters.
     """
-    sizes = {place: math.prod(residuals[place].shape[1:]) for place in names}
+    sizes = {position: math.prod(residuals[position].shape[1:]) for position in names}
     if sum(sizes.values()) <= SHARE * sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(params)):
         return
-    largest = max(sizes, key=lambda place: sizes[place])
+    largest = max(sizes, key=lambda position: sizes[position])
     aval = residuals[largest]
     raise ResidualError(
         f"stage {stage}: backward would need {aval.dtype}{list(aval.shape[1:])} for all layers at once, which is made "

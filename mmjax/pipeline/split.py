@@ -1,13 +1,14 @@
-"""Stages whose backward is split: B gives the gradients that other stages wait for, W those of the stage's weights.
+"""Stages with a split backward: B computes the gradients that other stages wait for, W those of the stage's weights.
 
-The weights of products are *tapped* (see ``mmjax.models.taps``): B gives each product's input and the gradient of its
-output instead of the weight's gradient, and W multiplies them. Everything else that is trained is B's, which adds its
-gradient to the sums as usual: norms, biases, embeddings, a weight that is used twice, and the head of a language model,
-for which W would need the gradient of all logits (see ``mmjax.models.head``).
+The weights of products are *tapped* (see ``mmjax.models.taps``): B returns each product's input and the gradient of its
+output instead of the weight's gradient, and W multiplies them. B adds the gradients of all other trained parameters to
+the sums as usual: norms, biases, embeddings, a weight that is used twice, and the head of a language model, for which W
+would need the gradient of all logits (see ``mmjax.models.head``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +19,8 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
-from mmjax.pipeline.stage import Output, Residual, StageFunctions, added
+from mmjax.pipeline.stage import Output, Residual, StageFunctions
+from mmjax.pipeline.stage_params import add_gradients
 from mmjax.pipeline.trees import by_name, nested, with_leaves
 
 Tree = Any
@@ -29,10 +31,10 @@ class _Tap:
     """A tapped weight.
 
     Attributes:
-      use: the product that it is in.
-      layers: ``(layers,)`` where the weights of several layers are stacked, else empty.
-      leads: whether this one taps the product's input, among the weights that share it.
-      x, dy: places of the input and of the output's gradient in the list of deferred values.
+      use: the product of the weight.
+      layers: ``(layers,)`` if the weights of several layers are stacked, else empty.
+      leads: whether this weight taps the product's input, among the weights that share the input.
+      x, dy: indices of the input and of the output's gradient among the deferred values.
     """
 
     use: Use
@@ -41,11 +43,11 @@ class _Tap:
     x: int
     dy: int
 
-    def on(self, weight: jax.Array, own: tuple[str, ...]) -> Tapped:
-        """The weight with its taps, which vary like the weight over axes that are not the stage's ``own``."""
-        others = tuple(jax_compat.varying_axes(weight) - set(own))
+    def on(self, weight: jax.Array, stage_axes: tuple[str, ...]) -> Tapped:
+        """The weight with its taps; outside of ``stage_axes`` the taps vary over the weight's axes."""
+        other_axes = tuple(jax_compat.varying_axes(weight) - set(stage_axes))
         values = (replace(value, shape=(*self.layers, *value.shape)) for value in (self.use.x, self.use.dy))
-        x, dy = (jax_compat.to_varying(value.zeros(), others) for value in values)
+        x, dy = (jax_compat.to_varying(value.zeros(), other_axes) for value in values)
         return Tapped(weight=weight, x=x if self.leads else None, dy=dy)
 
 
@@ -59,8 +61,8 @@ class SplitFunctions(StageFunctions):
 
         def record(params: Tree, inputs: Tree, carry: Tree) -> Output:
             named = by_name(params)
-            own = {name: Tapped(weight=named[name], name=name, uses=uses) for name in candidates}
-            return self._plain(with_leaves(params, own), inputs, carry)
+            tapped = {name: Tapped(weight=named[name], name=name, uses=uses) for name in candidates}
+            return self._plain(with_leaves(params, tapped), inputs, carry)
 
         jax.eval_shape(self._spmd(record, self._outputs), *self._avals)
         self._taps: dict[str, _Tap] = {}
@@ -75,37 +77,38 @@ class SplitFunctions(StageFunctions):
             self._taps[name] = _Tap(use=use, layers=layers, leads=leads, x=place[0], dy=place[1])
 
     def _read_by_one_product(self) -> list[str]:
-        """The trained weights that one product reads and nothing else."""
+        """The trained weights with a single use, in a product."""
         names = by_name(jax.tree.map(lambda aval: aval, self._avals[0]))  # in the order of the tree's leaves
         with marked():
             reads = jax_compat.named_reads(self._spmd(self._plain, self._outputs), self._avals, PRODUCT)
-        once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
-        return [name for name in once if name.partition("/")[0] in self.state.trainable]
+        read_once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
+        return [name for name in read_once if name.partition("/")[0] in self.state.trainable]
 
     def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
-        """Adds a value to those kept from B to W; returns its place."""
+        """Adds a value to the deferred values, kept from B to W; returns its index."""
         self._deferred.append(self._residual(replace(value, shape=(*layers, *value.shape))))
         return len(self._deferred) - 1
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def _given(self, params: Tree) -> Tree:
-        params = super()._given(params)
+    def _vjp_params(self, params: Tree) -> Tree:
+        params = super()._vjp_params(params)
         named = by_name(params)
         return with_leaves(
             params, {name: tap.on(named[name], self.submesh.axes.all) for name, tap in self._taps.items()}
         )
 
     def _backward(
-        self, places: list[int], params: Tree, sums: Tree, inputs: Tree, carry: Tree, kept: Any, cotangent: Any
+        self, indices: list[int], params: Tree, sums: Tree, inputs: Tree, carry: Tree, residuals: Any, cotangent: Any
     ) -> Any:
-        grads, carry_grads = self._transpose(params, inputs, carry, dict(zip(places, kept, strict=True)), cotangent)
+        by_index = dict(zip(indices, residuals, strict=True))
+        grads, carry_grads = self._transpose(params, inputs, carry, by_index, cotangent)
         named, deferred = by_name(grads), {}
         for name, tap in self._taps.items():
             deferred[tap.dy] = named[name].dy[None]
             if tap.leads:
                 deferred[tap.x] = named[name].x[None]
-        return added(sums, grads), carry_grads, [deferred[place] for place in range(len(deferred))]
+        return add_gradients(sums, grads), carry_grads, [deferred[place] for place in range(len(deferred))]
 
     def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
         """Adds the weight gradients of this microbatch's products to the sums."""
@@ -113,13 +116,16 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, how = bool(tap.layers), {"transposed": tap.use.transposed, "sp": tap.use.sp}
-            stored, opened = named[name][0].astype(self.state.dtype), self.model.opens.get(name)
-            each = jax.vmap if stacked else lambda one: one
-            like = each(opened)(stored) if opened else stored
-            grad = weight_gradient(x, dy, like, stacked=stacked, **how).astype(self.state.dtype)
-            grads[name] = each(partial(gradient_of_stored, opened))(stored, grad) if opened else grad
-        return added(sums, nested(grads))
+            stacked, open_stored = bool(tap.layers), self.model.opens.get(name)
+            stored = named[name][0].astype(self.state.dtype)
+            weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
+            grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp).astype(
+                self.state.dtype
+            )
+            if open_stored:
+                grad = _per_layer(partial(gradient_of_stored, open_stored), stacked=stacked)(stored, grad)
+            grads[name] = grad
+        return add_gradients(sums, nested(grads))
 
     # ---- the same over the submesh -----------------------------------------------------------------------------------
 
@@ -131,16 +137,21 @@ class SplitFunctions(StageFunctions):
         """The gradient sums that ``weights`` adds to."""
         return nested({name: total for name, total in by_name(sums).items() if name in self._taps})
 
-    def _more_specs(self) -> tuple[Any, ...]:
+    def _deferred_specs(self) -> tuple[Any, ...]:
         return ([residual.spec for residual in self._deferred],)
 
     @cached_property
     def weights(self) -> Spmd:
-        """``(sums, deferred) -> sums``, the sums being ``weights_part``."""
+        """``(sums, deferred) -> sums``; the sums are ``weights_part``."""
         specs = self.weights_part(self.state.sums_specs)
-        return Spmd(self._weights, self.submesh.mesh, (specs, *self._more_specs()), specs)
+        return Spmd(self._weights, self.submesh.mesh, (specs, *self._deferred_specs()), specs)
 
     @property
-    def deferred(self) -> list[Any]:
+    def deferred_avals(self) -> list[Any]:
         """Avals of the values kept per microbatch from B to W: inputs of products and gradients of their outputs."""
         return [residual.aval for residual in self._deferred]
+
+
+def _per_layer(function: Callable[..., Any], *, stacked: bool) -> Callable[..., Any]:
+    """The function, mapped over the first dimension if arrays of several layers are stacked."""
+    return jax.vmap(function) if stacked else function

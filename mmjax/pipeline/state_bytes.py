@@ -1,6 +1,6 @@
-"""Bytes of the states that a stage owns: masters, moments, compute copies and gradients. Imports no JAX.
+"""Bytes of a stage's states: masters, moments, compute copies and gradients. Imports no JAX.
 
-A run counts them in its arrays (`memory.counted_states`), the planner by numbers of parameters (`state_bytes`).
+A run counts them in its arrays (`memory.count_state_bytes`), the planner by numbers of parameters (`state_bytes`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 from mmjax.pipeline.config import OffloadConfig
 
 MASTER, MOMENTS = 4, 8
-"""Bytes of a parameter's float32 master, and of its two moments. A frozen one has a copy instead, perhaps of another
-dtype."""
+"""Bytes of a parameter's float32 master, and of its two moments. A frozen parameter has only its stored copy."""
 Number = TypeVar("Number", int, float)
 
 
@@ -21,13 +20,13 @@ class StateBytes(Generic[Number]):
     """Bytes of a stage's states on one of its devices.
 
     Attributes:
-      masters: float32 masters, and the copies that frozen modules are held as.
+      masters: float32 masters, and stored parameters of frozen modules.
       optimizer: masters and moments.
-      copies: compute copies; where masters serve as they are, only weights that other stages lend.
+      copies: compute copies; if masters are used directly, only weights that other stages lend.
       sums: sums of gradients over microbatches.
-      reduced: reduced gradients, which live from reduce to update; 0 where they take the memory of the sums.
-      served: those masters that serve as compute parameters.
-      frozen: those masters that nothing updates.
+      reduced: reduced gradients, which live from reduce to update; 0 if they overwrite the sums.
+      direct: masters that are used directly as compute parameters.
+      frozen: masters of frozen modules.
     """
 
     masters: Number
@@ -35,38 +34,38 @@ class StateBytes(Generic[Number]):
     copies: Number
     sums: Number
     reduced: Number
-    served: Number
+    direct: Number
     frozen: Number
 
     @property
     def moments(self) -> Number:
-        """The moments of what is trained."""
+        """Moments of trained modules."""
         return self.optimizer - self.masters
 
     @property
     def parameters(self) -> Number:
-        """Compute parameters: copies, and masters that serve."""
-        return self.copies + self.served
+        """Compute parameters: copies, and masters that are used directly."""
+        return self.copies + self.direct
 
-    def away(self, offload: OffloadConfig) -> tuple[Number, Number]:
-        """Bytes of masters and moments, and of compute parameters, that are in host memory at times.
+    def offloaded(self, offload: OffloadConfig) -> tuple[Number, Number]:
+        """Bytes of masters and moments, and of compute parameters, that are offloaded during a step.
 
-        Masters that serve count as compute parameters.
+        Masters that are used directly count as compute parameters.
         """
-        return (self.optimizer - self.served) * offload.optimizer, self.parameters * offload.parameters
+        return (self.optimizer - self.direct) * offload.optimizer, self.parameters * offload.parameters
 
 
-def given_in(held: str, dtype: str) -> str:
-    """The dtype in which steps that compute in ``dtype`` are given parameters that are held in another.
+def param_dtype(master: str, compute: str) -> str:
+    """The dtype of compute parameters.
 
-    A narrower one stays as it is, and is widened where it is used; that is exact. float32 holds all others, and no two
-    of those hold one another.
+    Masters in a narrower dtype than the computation are not cast, and are widened where they are used, which is exact.
+    float32 is the only dtype that contains the others.
 
     Args:
-      held: the dtype of masters.
-      dtype: that of the computation.
+      master: dtype of the masters.
+      compute: dtype of the computation.
     """
-    return held if dtype == "float32" else dtype
+    return master if compute == "float32" else compute
 
 
 def state_bytes(
@@ -76,24 +75,24 @@ def state_bytes(
 
     Args:
       parameters: number of parameters.
-      trained: number of those that have gradients and moments; the others are frozen.
-      item: bytes of a number in computation.
-      gradient: bytes of a number in the sums of gradients.
-      shards: number of ranks among which masters and moments are sharded (ZeRO-1).
-      frozen: bytes of a number of what is frozen; 0 takes those of the computation.
+      trained: number of trained parameters, with gradients and moments; the others are frozen.
+      item: bytes of a compute parameter.
+      gradient: bytes of a gradient in the sums.
+      shards: number of ranks over which masters and moments are sharded (ZeRO-1).
+      frozen: bytes of a stored frozen parameter; 0 means ``item``.
     """
     frozen = frozen or item
-    numbers = {MASTER: trained}
-    numbers[frozen] = numbers.get(frozen, 0.0) + parameters - trained
-    given = sum(min(held, item) * number for held, number in numbers.items())
-    served = sum(held * number for held, number in numbers.items() if held <= item and shards == 1)
-    masters, sums = sum(held * number for held, number in numbers.items()) / shards, trained * gradient
+    by_size = {MASTER: trained}  # number of parameters by bytes of a master
+    by_size[frozen] = by_size.get(frozen, 0.0) + parameters - trained
+    params = sum(min(size, item) * number for size, number in by_size.items())
+    direct = sum(size * number for size, number in by_size.items() if size <= item and shards == 1)
+    masters, sums = sum(size * number for size, number in by_size.items()) / shards, trained * gradient
     return StateBytes(
         masters=masters,
         optimizer=masters + trained * MOMENTS / shards,
-        copies=given - served,
+        copies=params - direct,
         sums=sums,
         reduced=sums / shards if shards > 1 else 0.0,
-        served=served,
+        direct=direct,
         frozen=(parameters - trained) * frozen / shards,
     )

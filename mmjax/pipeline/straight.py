@@ -1,8 +1,7 @@
 """The straight-line lowering: where every stage lives on the same devices, a whole step is one jitted program.
 
 It interprets the same Schedule with the same stage functions and boundaries, inside one trace. Microbatches run one
-after another in ``lax.scan``, so the program's size does not grow with their number; they share one bucket, which
-holds each of them.
+after another in ``lax.scan``, so the program's size does not grow with their number; all are padded to one bucket.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.spmd import Program, to_devices, zeros_of
 from mmjax.mesh.transfer import LocalTransfer, Transfer
-from mmjax.pipeline.build import InputShapes, PlacedModel, Shapes
 from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
+from mmjax.pipeline.place import InputShapes, PlacedModel, TracedStages
 from mmjax.pipeline.stage import Output
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
@@ -62,8 +61,8 @@ class StraightExecutor(OneProgramExecutor):
     def _place(self, avals: Inputs, microbatches: Sequence[InputShapes]) -> Inputs:
         stacked: Inputs = {}
         for name, stage in self.placed.stages.items():
-            own = {k: np.stack([inputs[stage.model.module][k] for inputs in microbatches]) for k in avals[name]}
-            stacked[name] = to_devices(own, {k: avals[name][k].sharding for k in own})
+            arrays = {k: np.stack([inputs[stage.model.module][k] for inputs in microbatches]) for k in avals[name]}
+            stacked[name] = to_devices(arrays, {k: avals[name][k].sharding for k in arrays})
         return stacked
 
     def _run(self, program: Program, inputs: Inputs, seeds: ByStage) -> tuple[ByStage, jax.Array | None]:
@@ -72,7 +71,7 @@ class StraightExecutor(OneProgramExecutor):
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
-    def _avals(self, traced: Shapes) -> tuple[Any, Any, Any]:
+    def _avals(self, traced: TracedStages) -> tuple[Any, Any, Any]:
         states = {name: stage.state.state_avals for name, stage in self.placed.stages.items()}
         inputs = {
             name: {key: _stacked(aval, self.schedule.microbatches) for key, aval in functions.forward_avals[1].items()}
@@ -81,37 +80,39 @@ class StraightExecutor(OneProgramExecutor):
         seeds = {node.name: traced.stages[node.name].cotangent_aval.result for node in self.placed.graph.losses}
         return states, inputs, seeds
 
-    def _step(self, traced: Shapes, held: dict[str, State], inputs: Inputs, seeds: ByStage) -> Any:
-        stages, states = self.placed.stages, held
+    def _step(self, traced: TracedStages, arrays: dict[str, State], inputs: Inputs, seeds: ByStage) -> Any:
+        stages, states = self.placed.stages, arrays
         params = {
             name: stage.state.compute_params(states[name]["master"], {}, stage.state.prepare)
             for name, stage in stages.items()
         }
         sums = {name: jax.tree.map(zeros_of, stage.state.sums_avals) for name, stage in stages.items()}
 
-        def one(sums: Any, inputs: Inputs) -> Any:
+        def microbatch(sums: Any, inputs: Inputs) -> Any:
             return self._microbatch(traced, params, sums, inputs, seeds)
 
-        sums, losses = lax.scan(one, sums, inputs)
+        sums, losses = lax.scan(microbatch, sums, inputs)
         return self._finish(states, sums, losses)
 
-    def _microbatch(self, traced: Shapes, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
-        """Traces the ops of one microbatch: F down the graph, B up again."""
+    def _microbatch(self, traced: TracedStages, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
+        """Traces the ops of one microbatch: F from sources to losses, then B back."""
         graph, sums = self.schedule.graph, dict(sums)
-        outs, grads, kept, carry = {}, {}, {}, {name: {} for name in inputs}
+        outs, grads, residuals, carry = {}, {}, {}, {name: {} for name in inputs}
         cotangents: dict[str, jax.Array] = {}
         for op in self._body_ops:
             functions = traced.stages[op.stage]
             if op.kind == "F":
-                outs[op.stage], kept[op.stage] = functions.forward(params[op.stage], inputs[op.stage], carry[op.stage])
+                outs[op.stage], residuals[op.stage] = functions.forward(
+                    params[op.stage], inputs[op.stage], carry[op.stage]
+                )
             elif op.kind == "B":
-                received = carry[op.stage] if functions.keeps_carry else {}
+                received = carry[op.stage] if functions.backward_reads_carry else {}
                 sums[op.stage], grads[op.stage] = functions.backward(
                     params[op.stage],
                     sums[op.stage],
                     inputs[op.stage],
                     received,
-                    kept[op.stage],
+                    residuals[op.stage],
                     Output(cotangents.get(op.stage), seeds.get(op.stage)),
                 )
             else:
@@ -138,7 +139,7 @@ class StraightExecutor(OneProgramExecutor):
 
 
 def _split_ops(schedule: Schedule) -> tuple[list[Op], list[Op]]:
-    """The ops of microbatch 0, which every microbatch repeats in turn, and the once-a-step ops after them."""
+    """The ops of microbatch 0, which all microbatches repeat, and the once-a-step ops after them."""
     body = [op for op in schedule.ops if op.microbatch != ONCE]
     for before, op in pairwise(body):
         if op.microbatch < before.microbatch:

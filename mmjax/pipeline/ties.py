@@ -1,8 +1,7 @@
 """Ties: a weight that one stage owns and another stage of its module uses too, such as a tied embedding.
 
-Once a step the owner's master shards travel to the borrower, which makes its compute weight from them as from its own,
-and the borrower's reduced gradient shards travel back. Both stages have equal degrees, so every rank has one
-counterpart.
+Once a step the owner's master shards are sent to the borrower, which prepares its compute weight from them, and the
+borrower's reduced gradient shards are sent back. Both stages have equal degrees, so every rank has one counterpart.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Tie:
     """
 
     def __init__(
-        self, name: str, owned: Any, borrowed: Any, ends: tuple[Submesh, Submesh], world: World, transport: str
+        self, name: str, *, owned: Any, borrowed: Any, ends: tuple[Submesh, Submesh], world: World, transport: str
     ):
         """Plans the routes, rank to rank.
 
@@ -41,15 +40,15 @@ class Tie:
         """
         # A boundary between flat submeshes, on which each rank's shard is an interval of rows.
         source, target = (world.submesh(Layout(dp=len(end.ranks), rank_offset=end.ranks[0]), 0) for end in ends)
-        rows, *rest = owned.sharding.shard_shape(owned.shape)
-        blocks = jax.ShapeDtypeStruct((rows * len(source.ranks), *rest), owned.dtype)
+        rows, *trailing = owned.sharding.shard_shape(owned.shape)
+        blocks = jax.ShapeDtypeStruct((rows * len(source.ranks), *trailing), owned.dtype)
         boundary = Boundary(name, source, target, blocks, world, transport)
         self.forward = TieTransfer(boundary.forward, borrowed)
         self.backward = TieTransfer(boundary.backward, owned)
 
 
 class TieTransfer:
-    """One direction: a transfer of blocks, one a rank, whose ends are arrays of any sharding over the same ranks."""
+    """One direction: a transfer of one block per rank between arrays of any sharding over the same ranks."""
 
     def __init__(self, blocks: Transfer, target_aval: Any):
         self.blocks, self.target, self.target_aval = blocks, blocks.target, target_aval
@@ -72,6 +71,6 @@ class TieTransfer:
 
 
 def _relabelled(x: jax.Array, aval: Any) -> jax.Array:
-    """The same shards, rank by rank, as another array."""
+    """An array of another aval with the same shards, rank by rank."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)

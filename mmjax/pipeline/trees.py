@@ -18,10 +18,10 @@ def by_name(tree: Tree) -> dict[str, Any]:
 
 
 def nested(named: Mapping[str, Any]) -> Tree:
-    """The tree whose ``by_name`` this is."""
+    """The tree with these leaves by name: the inverse of ``by_name``."""
     return traverse_util.unflatten_dict(dict(named), sep="/")
 
 
 def with_leaves(tree: Tree, leaves: Shared) -> Tree:
-    """The tree with these leaves added, or in the place of those of the same names."""
+    """The tree with these leaves added; a leaf replaces the tree's leaf of the same name."""
     return nested({**by_name(tree), **leaves})

@@ -1,4 +1,4 @@
-"""Walks a schedule: the ops that training and prediction share, prepare and those of edges."""
+"""Walks a schedule. Implements the ops of both training and prediction: prepare and the ops of edges."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
-from mmjax.pipeline.build import InputShapes, PlacedModel
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
+from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.pipeline.trees import by_name
@@ -23,23 +23,23 @@ from mmjax.schedule.graph import WORLD, StageGraph, edge_name
 from mmjax.schedule.ops import ONCE, Op, participating_ranks
 
 Signature = tuple[tuple[str, int], ...]
-"""The bucket that each encoder's input of a microbatch was padded to."""
+"""The bucket of each encoder's input of a microbatch."""
 
 
 class Walker:
     """Dispatches ops in order. Every buffer has one owner and is dropped at the op that reads it last.
 
     Attributes:
-      states: states by stage, while the ops that run once are walked.
+      states: states by stage, during the once-a-step ops.
       params: compute parameters by place (see ``PlacedModel.places``).
       borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
       carry: received activations by (stage, microbatch), then by source stage.
       cotangents: received gradients by (stage, microbatch).
-      travelling: what an edge carries at the moment, by (edge, microbatch, backward).
+      in_transit: arrays that an edge carries at the moment, by (edge, microbatch, backward).
       signatures: buckets by microbatch.
-      in_order: whether ops are dispatched strictly in order even where one awaits others (see ``watched``).
-      ends: follows the ops to their ends, if anybody wants to know.
+      in_order: whether no op is deferred, even if it awaits others (see ``watched``).
+      ends: records the ends of ops; ``None`` if they are not needed.
     """
 
     def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
@@ -51,7 +51,7 @@ class Walker:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.carry: dict[tuple[str, int], dict[str, jax.Array]] = {}
         self.cotangents: dict[tuple[str, int], jax.Array] = {}
-        self.travelling: dict[tuple[str, int, bool], Any] = {}
+        self.in_transit: dict[tuple[str, int, bool], Any] = {}
         self.signatures: list[Signature] = []
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
         self.handlers["prepare"] = self.prepare
@@ -60,10 +60,10 @@ class Walker:
         self._local: dict[Op, bool] = {}
 
     def walk(self, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
-        """Dispatches those of ``ops`` that touch this process's devices, in their order.
+        """Dispatches the ops that touch this process's devices, in order.
 
-        All processes walk the same order, so devices that share a program agree on its turn. Returns when all ops are
-        dispatched, not when they are done; ``awaiting`` puts off those that await an op that has not ended.
+        All processes walk the same order, so that the devices of a program run it at the same turn. Returns when all
+        ops are dispatched, not when they have ended. ``awaiting`` defers ops that await an op that has not ended.
         """
         run = awaiting or self.dispatch
         for op in ops:
@@ -73,7 +73,7 @@ class Walker:
             awaiting.finish()
 
     def dispatch(self, op: Op) -> None:
-        """Runs an op; its results may not be there yet."""
+        """Dispatches an op; its results may not be ready when this returns."""
         if self.ends is None:
             self.handlers[op.kind](op)
             return
@@ -82,7 +82,7 @@ class Walker:
         self.ends.dispatched(op)
 
     def is_local(self, op: Op) -> bool:
-        """Whether an op touches this process's devices. A world op touches all, also those that no module is on."""
+        """Whether an op touches this process's devices. A world op touches all devices of the world."""
         if self.placed.world.processes == 1 or op.stage == WORLD:
             return True
         if op not in self._local:
@@ -90,22 +90,22 @@ class Walker:
         return self._local[op]
 
     def place(self, op: Op) -> str:
-        """The place that runs an op of a microbatch: its stage, or its lane of it."""
+        """The place that runs an op of a microbatch: its stage, or a lane of the stage."""
         return self.graph.stage(op.stage).lane_name(op.microbatch)
 
     def lend(self, states: Mapping[str, State]) -> None:
-        """Takes the states whose parameters ``prepare`` is to make ready, and hands tied weights to their ties."""
+        """Sets the states whose parameters ``prepare`` prepares, and puts tied weights in transit."""
         self.states = states
         for tie in (tie for tie in self.graph.ties if tie.src in states):
-            self.travelling[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
+            self.in_transit[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
 
     def prepare(self, op: Op) -> None:
-        """Makes the stage's parameters as its programs take them."""
+        """Prepares the stage's parameters for its programs."""
         state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
         params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
-        laned = self.graph.stage(op.stage).lanes > 1
+        has_lanes = self.graph.stage(op.stage).lanes > 1
         for name, place in self.placed.local_places(op.stage).items():
-            self.params[name] = on_lane(params, place.state.param_avals) if laned else params
+            self.params[name] = on_lane(params, place.state.param_avals) if has_lanes else params
 
     def place_inputs(
         self,
@@ -114,49 +114,53 @@ class Walker:
         names: Mapping[str, Sequence[str]] | None = None,
         whole_rows: Collection[str] = (),
     ) -> None:
-        """Sends every stage the host inputs that it reads, or those that ``names`` has of it.
+        """Puts the host inputs of every stage on its devices.
 
-        ``whole_rows`` are stages whose rows are whole on every rank of cp; lists of tokens always are.
+        Args:
+          microbatches: buckets and host inputs of each microbatch.
+          stages: names of the stages.
+          names: names of the inputs by stage; by default those that the stage reads in training.
+          whole_rows: stages whose rows are whole on every rank of cp; send lists always are.
         """
         self.signatures = [signature for signature, _ in microbatches]
         for name in stages:
             stage, places = self.graph.stage(name), self.placed.local_places(name)
             for index, (_, inputs) in enumerate(microbatches):
                 if place := places.get(stage.lane_name(index)):
-                    given = inputs[stage.module]
-                    read = names[name] if names and name in names else place.model.read(given)
-                    own = {key: given[key] for key in read}
+                    module_inputs = inputs[stage.module]
+                    read = names[name] if names and name in names else place.model.read(module_inputs)
+                    stage_inputs = {key: module_inputs[key] for key in read}
                     shardings = {key: place.input_sharding(key, whole_rows=name in whole_rows) for key in read}
-                    # An input may be a tree, such as how the next token is chosen.
-                    each = {key: jax.tree.map(lambda _, one=shardings[key]: one, own[key]) for key in read}
-                    self.inputs[name, index] = to_devices(own, each)
+                    # An input may be a tree, such as ``SamplingParams``.
+                    each = {key: jax.tree.map(lambda _, s=shardings[key]: s, stage_inputs[key]) for key in read}
+                    self.inputs[name, index] = to_devices(stage_inputs, each)
 
     def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
-        """Hands an activation to the edges that leave ``stage``."""
+        """Puts an activation in transit on the edges that leave ``stage``."""
         for edge in self.graph.out_edges(stage):
-            self.travelling[edge.name, microbatch, False] = out
+            self.in_transit[edge.name, microbatch, False] = out
 
     def send_back(self, stage: str, microbatch: int, grads: Mapping[str, jax.Array]) -> None:
-        """Hands gradients to the edges that enter ``stage``, each to the edge its activation came by."""
+        """Puts gradients in transit on the edges that enter ``stage``, each on the edge of its activation."""
         for edge in self.graph.in_edges(stage):
             if edge.gradient:
-                self.travelling[edge.name, microbatch, True] = grads[edge.src]
+                self.in_transit[edge.name, microbatch, True] = grads[edge.src]
 
     def pack(self, op: Op) -> None:
-        """Cuts what travels, on the sender."""
+        """Cuts an array in transit into pieces, on the sender."""
         key = (op.edge, op.microbatch, op.backward)
-        self.travelling[key] = self._transfer(op).pack(self.travelling[key])
+        self.in_transit[key] = self._transfer(op).pack(self.in_transit[key])
 
     def move(self, op: Op) -> None:
         """Carries the packed pieces to the receiver's devices."""
         key, transfer = (op.edge, op.microbatch, op.backward), self._transfer(op)
-        moved = transfer.move(self.travelling.pop(key, ()))  # a process without the source's devices has sent nothing
+        moved = transfer.move(self.in_transit.pop(key, ()))  # a process without the source's devices has sent nothing
         if transfer.target.local:
-            self.travelling[key] = moved
+            self.in_transit[key] = moved
 
     def unpack(self, op: Op) -> None:
-        """Puts the pieces together in the receiver's layout, and keeps the result for the receiver."""
-        arrived = self._transfer(op).unpack(self.travelling.pop((op.edge, op.microbatch, op.backward)))
+        """Joins the pieces in the receiver's layout, and stores the result for the receiver."""
+        arrived = self._transfer(op).unpack(self.in_transit.pop((op.edge, op.microbatch, op.backward)))
         key = (op.stage, op.microbatch)
         if op.microbatch == ONCE:
             received = self.returned if op.backward else self.borrowed

@@ -1,4 +1,4 @@
-"""Watches ops: runs a context around every op that a walker dispatches, and measures by it."""
+"""Watches ops: enters a context around every op that a walker dispatches; measurements of memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from mmjax.schedule.ops import EDGE_KINDS, ONCE, STASH_COPIES, Op
 def watched(
     walker: Walker, around: Callable[[Op], AbstractContextManager[None]], *, in_order: bool = False
 ) -> Iterator[None]:
-    """Dispatches, while entered, every op inside ``around(op)``. Dispatched, not run: results may not be there yet.
+    """A context in which every op is dispatched inside ``around(op)``; its results may not be ready there.
 
-    ``in_order``: dispatches strictly in the schedule's order, and puts off no op that awaits another, so that every run
-    is the same.
+    ``in_order``: no op is deferred because it awaits another, so that every run has the same order.
     """
     plain, before = dict(walker.handlers), walker.in_order
 
@@ -48,42 +47,42 @@ Bytes = dict[str, dict[int, int]]
 
 @contextlib.contextmanager
 def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
-    """Records, after every op, the bytes of all arrays that are alive on this process's ranks, whoever holds them.
+    """Records, after every op, the bytes of all live arrays on this process's ranks.
 
-    Arrays of other executors count too, so only differences are meaningful. Buffers that several arrays share count
-    once. Waits for every op.
+    Arrays of other owners count too, so only differences are meaningful. A buffer of several arrays counts once. Waits
+    for every op.
     """
-    seen: list[tuple[Op, Bytes]] = []
+    records: list[tuple[Op, Bytes]] = []
     ranks = {device: rank for rank, device in enumerate(executor.placed.world.devices)}
 
     @contextlib.contextmanager
     def around(op: Op) -> Iterator[None]:
         yield
-        seen.append((op, _live_bytes(ranks)))
+        records.append((op, _live_bytes(ranks)))
 
     with watched(executor.walker, around, in_order=True):
-        yield seen
+        yield records
 
 
 def _live_bytes(ranks: dict[Device, int]) -> Bytes:
-    found: Bytes = defaultdict(lambda: defaultdict(int))
+    sizes: Bytes = defaultdict(lambda: defaultdict(int))
     buffers = set()
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
             buffer = (shard.device, shard.data.unsafe_buffer_pointer())
             if shard.device in ranks and shard.data.nbytes and buffer not in buffers:
                 buffers.add(buffer)
-                found[str(array.sharding.memory_kind)][ranks[shard.device]] += shard.data.nbytes
-    return found
+                sizes[str(array.sharding.memory_kind)][ranks[shard.device]] += shard.data.nbytes
+    return sizes
 
 
 @contextlib.contextmanager
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
-    """Measures, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.residual_bytes``.
+    """Measures ``ScheduleReport.residual_bytes`` of ``validate`` on live arrays.
 
-    Gives, by stage and then by rank, the most bytes alive on its device at any op: residuals, received activations that
-    backward reads, and values that a split backward defers. An array is alive while anything refers to it. A stage
-    without residuals is absent.
+    Gives, by stage and then by rank, the largest number of live bytes at any op: residuals, received activations that
+    backward reads, and deferred values of a split backward. An array is live while it is referenced. A stage without
+    residuals is absent.
     """
     most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
@@ -103,10 +102,10 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
     def around(op: Op) -> Iterator[None]:
         yield
         key = (op.stage, op.microbatch)
-        kept = walker.kept.get(key), walker.carry.get(key, {})
-        held = {"F": kept, "unstash": kept, "B": walker.deferred.get(key)}
-        if key in (walker.deferred if op.kind == "B" else walker.kept):
-            for array in jax.tree.leaves(held.get(op.kind)):
+        residuals = walker.residuals.get(key), walker.carry.get(key, {})
+        arrays = {"F": residuals, "unstash": residuals, "B": walker.deferred.get(key)}
+        if key in (walker.deferred if op.kind == "B" else walker.residuals):
+            for array in jax.tree.leaves(arrays.get(op.kind)):
                 sizes = {ranks[shard.device]: shard.data.nbytes for shard in array.addressable_shards}
                 alive.append((op.stage, weakref.ref(array), sizes))
         count()
@@ -117,12 +116,12 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
 
 @contextlib.contextmanager
 def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
-    """Counts, from the arrays that are alive, what ``validate`` promises as ``ScheduleReport.in_flight``.
+    """Measures ``ScheduleReport.in_flight`` of ``validate`` on live arrays.
 
-    Gives, by stage, the most microbatches with an array alive at any op. In a stage with backward these arrays are its
-    residuals, on its devices or their hosts, and what a split backward defers; in one without, the activations on their
-    way to the stages that read them. An array is alive while anything refers to it. A stage that keeps and sends
-    nothing is absent.
+    Gives, by stage, the largest number of microbatches with a live array at any op. For a stage with backward these
+    arrays are its residuals, on devices or hosts, and deferred values of a split backward; for a stage without, the
+    activations in transit to other stages. An array is live while it is referenced. A stage without such arrays is
+    absent.
     """
     walker, most = executor.walker, defaultdict[str, int](int)
     alive: list[tuple[str, int, str, weakref.ref[jax.Array]]] = []
@@ -130,10 +129,10 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
     @contextlib.contextmanager
     def around(op: Op) -> Iterator[None]:
         yield
-        if op.kind == "F":  # received arrays that it keeps count as its own from here on
-            own = {id(array) for array in jax.tree.leaves(walker.carry.get((op.stage, op.microbatch), {}))}
+        if op.kind == "F":  # received arrays that the stage keeps count for the stage from now on
+            received = {id(array) for array in jax.tree.leaves(walker.carry.get((op.stage, op.microbatch), {}))}
             into = {edge.name for edge in walker.graph.in_edges(op.stage)}
-            alive[:] = [entry for entry in alive if not (entry[2] in into and id(entry[3]()) in own)]
+            alive[:] = [entry for entry in alive if not (entry[2] in into and id(entry[3]()) in received)]
         for stage, edge, tree in _put_in_flight(walker, op):
             alive.extend((stage, op.microbatch, edge, weakref.ref(array)) for array in jax.tree.leaves(tree))
         alive[:] = [entry for entry in alive if entry[3]() is not None]
@@ -145,19 +144,19 @@ def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
 
 
 def _put_in_flight(walker: Any, op: Op) -> Iterator[tuple[str, str, Any]]:
-    """The arrays of an op that put a microbatch in flight: their stage, their edge ("" if none), the arrays."""
+    """The arrays of an op that put a microbatch in flight: stage, edge or "", and the arrays."""
     key = (op.stage, op.microbatch)
     if op.kind in STASH_COPIES or (op.kind == "F" and walker.graph.stage(op.stage).backward):
-        yield op.stage, "", (walker.kept[key], walker.carry.get(key, {}))
+        yield op.stage, "", (walker.residuals[key], walker.carry.get(key, {}))
     elif op.kind == "F":
         for edge in walker.graph.out_edges(op.stage):
-            yield op.stage, edge.name, walker.travelling[edge.name, op.microbatch, False]
+            yield op.stage, edge.name, walker.in_transit[edge.name, op.microbatch, False]
     elif op.kind == "B":
         yield op.stage, "", walker.deferred.get(key)
     elif op.kind in EDGE_KINDS and op.microbatch != ONCE and not op.backward:
         edge = walker.graph.edge(op.edge)
         if not walker.graph.stage(edge.src).backward:
             arrived = (
-                walker.carry[key][edge.src] if op.kind == "unpack" else walker.travelling[op.edge, op.microbatch, False]
+                walker.carry[key][edge.src] if op.kind == "unpack" else walker.in_transit[op.edge, op.microbatch, False]
             )
             yield edge.src, edge.name, arrived

@@ -1,9 +1,9 @@
-"""ZeRO-1: which slice of each fp32 master parameter, moment and reduced gradient each rank of dp·cp owns.
+"""ZeRO-1: sharding of fp32 masters, moments and reduced gradients over the ranks of dp·cp.
 
-The ranks with tokens of their own, those of dp and cp, are one group, or as many as there are optimizer instances: a
-group shards the state among its ranks, and all groups hold the same. Per leaf: the first dimension whose local size
-divides by the group's size is sharded; else the largest dimension is padded; small leaves are repeated. The stacking
-dimension of layers comes last, so that one layer's leaf keeps its shards in a checkpoint.
+The ranks of dp and cp form one group for each optimizer instance. A group shards the state over its ranks, and all
+groups have the same state. For each leaf, the first dimension whose local size divides by the group's size is sharded.
+If there is none, the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes
+last in this order, so that one layer's leaf keeps its shards in a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL = 1 << 14
 
 @dataclass(frozen=True)
 class ZeroLeaf:
-    """How one stage array is split over the dp ranks of a group.
+    """Sharding of one stage array over the dp and cp ranks of a group.
 
     Attributes:
       leaf: the stage array.
@@ -51,10 +51,10 @@ class ZeroLeaf:
         for dim in order:
             if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:
                 return cls(leaf, dim, leaf.shape)
-        whole = [dim for dim in order if not split[dim]]
-        if not whole or math.prod(leaf.shape) < SMALL:
+        unsplit = [dim for dim in order if not split[dim]]
+        if not unsplit or math.prod(leaf.shape) < SMALL:
             return cls(leaf, None, leaf.shape)
-        dim = max(whole, key=lambda d: leaf.shape[d])
+        dim = max(unsplit, key=lambda d: leaf.shape[d])
         padded = -(-leaf.shape[dim] // shards) * shards
         return cls(leaf, dim, (*leaf.shape[:dim], padded, *leaf.shape[dim + 1 :]))
 
@@ -64,11 +64,11 @@ class ZeroLeaf:
         return self.shape[self.dimension] - self.leaf.shape[self.dimension] if self.dimension is not None else 0
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Sharding of the master: tp as the parameter's, and a group's dp ranks along ``dimension``."""
+        """Sharding of the master: over tp as the parameter, and over the group's ranks along ``dimension``."""
         dims = list(self.leaf.spec(axes))
         if self.dimension is not None:
-            held = dims[self.dimension] or ()
-            dims[self.dimension] = (*((held,) if isinstance(held, str) else held), *axes.shard)
+            tp_axes = dims[self.dimension] or ()
+            dims[self.dimension] = (*((tp_axes,) if isinstance(tp_axes, str) else tp_axes), *axes.shard)
         return PartitionSpec(*dims)
 
     def logical_spec(self, axes: Axes) -> PartitionSpec:
@@ -79,7 +79,7 @@ class ZeroLeaf:
 
     @property
     def split_by_tp(self) -> bool:
-        """Whether ranks of tp have parts of the leaf."""
+        """Whether the leaf is split over tp."""
         return any(axis in TP_DIMENSIONS for axis in self.leaf.axes)
 
     @property
@@ -93,7 +93,7 @@ class ZeroLeaf:
         return jnp.pad(x, [(0, self.padding if dim == self.dimension else 0) for dim in range(x.ndim)])
 
     def unpad(self, x: jax.Array) -> jax.Array:
-        """Removes the padding of what is sharded."""
+        """Removes the padding of a sharded leaf."""
         assert self.dimension is not None
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
@@ -104,7 +104,7 @@ class ZeroLeaf:
         return self.unpad(jax_compat.all_gather_invariant(shard, axes.shard, self.dimension))
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
-        """This rank's slice of the gradient summed over all tokens: scattered in its group, then summed over others."""
+        """This rank's slice of the gradient, summed over all tokens: reduce-scatter in its group, sum over groups."""
         shared = () if self.split_by_tp else axes.sp
         if self.dimension is None:
             return lax.psum(local, (*axes.dp, *axes.positions, *shared))
@@ -112,11 +112,11 @@ class ZeroLeaf:
         return lax.psum(shard, (*axes.instance, *shared))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        """Sum of squares on the one rank that counts a shard, else 0: a sum over all ranks counts each element once."""
+        """Sum of squares on one rank per shard, 0 on its replicas: a sum over all ranks counts each element once."""
         split = () if self.dimension is None else axes.shard
         if self.split_by_tp:
             split += axes.tp
-        own = jnp.ones((), bool)
+        counts = jnp.ones((), bool)
         for axis in (axis for axis in axes.all if axis not in split):
-            own &= lax.axis_index(axis) == 0
-        return jnp.where(own, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)
+            counts &= lax.axis_index(axis) == 0
+        return jnp.where(counts, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)

@@ -84,7 +84,7 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
 def _packs(config: Config) -> tuple[object, ...]:
     """The settings that decide over rows, given the model, the data and the global batch."""
     train, packing = config.train, tuple((name, own.buckets) for name, own in config.packing.items())
-    contexts = tuple((name, own.cp, own.cp_tokens, own.width_unit) for name, own in config.layouts.items())
+    contexts = tuple((name, own.cp, own.cp_tokens, own.row_multiple) for name, own in config.layouts.items())
     way = (train.microbatches, cell_count(config.layouts.values()), contexts, one_bucket(config), packing)
     asked = any(isinstance(own.buckets, int) for own in config.packing.values())
     if config.data.reorder == "none" or not asked:

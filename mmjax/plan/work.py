@@ -35,8 +35,8 @@ from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.module import Module
 from mmjax.models.parameters import ModuleSlice
-from mmjax.pipeline.build import InputShapes, PlacedModel, Settings
-from mmjax.pipeline.memory import kept_bytes, shard_bytes, temporary_bytes
+from mmjax.pipeline.memory import in_flight_bytes, shard_bytes, temporary_bytes
+from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
 
@@ -335,8 +335,8 @@ def _stages(
         optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
     )
     placed = PlacedModel(small, layouts, World.planned(offset), settings)
-    whole = placed.shapes(inputs).stages
-    return whole, placed.shapes(inputs, placed.graph.with_split()).stages if split else whole
+    whole = placed.trace(inputs).stages
+    return whole, placed.trace(inputs, placed.graph.with_split()).stages if split else whole
 
 
 @dataclass(frozen=True)
@@ -361,8 +361,8 @@ class _Traced:
     def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
         own, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
         return cls(
-            kept=tuple(kept_bytes(stage) for stage in own),
-            deferred=tuple(shard_bytes(stage.deferred) for stage in split),
+            kept=tuple(in_flight_bytes(stage) for stage in own),
+            deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
             given=tuple(shard_bytes(stage.forward_avals[1]) for stage in own),
             needed=tuple(temporary_bytes(stage) for stage in own),
             needed_split=tuple(temporary_bytes(stage) for stage in split),

@@ -62,7 +62,7 @@ def module_costs(
         forward=forward_seconds,
         backward=backward_seconds,
         param_bytes=states.parameters + states.sums,
-        optimizer_bytes=states.optimizer - states.served,
+        optimizer_bytes=states.optimizer - states.direct,
         activation_bytes=ACTIVATION_BYTES * tokens * width * layers * microbatch if backward else 0.0,
         layers=layers,
     )

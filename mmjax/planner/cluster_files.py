@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from mmjax.configurable import ConfigError, positive, require
 from mmjax.flags import REFUSED
-from mmjax.mesh.company import NAMES, variable
+from mmjax.mesh.process_group import NAMES, variable
 from mmjax.restarts import COUNTED, FINAL, MOST, run_dir_of
 from mmjax.sigterm import GRACE
 

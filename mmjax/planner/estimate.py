@@ -34,7 +34,7 @@ class Estimate(StepSeconds):
             residuals = memory.residuals.of(part) * on_device + memory.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * memory.inputs.of(part)
         temporaries = self._temporaries(name, part)
-        states_away, parameters_away = states.away(self.candidate.offload(name))
+        states_away, parameters_away = states.offloaded(self.candidate.offload(name))
         return DeviceBytes(
             weights=states.copies + states.optimizer,
             gradients=states.sums + states.reduced,

@@ -151,7 +151,7 @@ class StepSeconds:
         Offloaded states are copied back while gradients are reduced; a frozen stage copies them back before its
         parameters are gathered. If parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, states, clock = self.candidate.layouts[name].spanned, self._states(name, part), self.clock.of(name)
+        layout, states, clock = self.candidate.layouts[name].across_lanes, self._states(name, part), self.clock.of(name)
         shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
         first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
         seconds = partial(group_gather, clock, first=first - self.candidate.kind_start(name))
@@ -160,7 +160,7 @@ class StepSeconds:
         reduce += 2 * seconds(sums / shards, ranks=instances, apart=apart * shards)
         op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
-            state_bytes, parameter_bytes = states.away(self.candidate.offload(name))
+            state_bytes, parameter_bytes = states.offloaded(self.candidate.offload(name))
             copy_back = clock.copy(state_bytes)
             gather, reduce = gather + (0.0 if sums else copy_back), max(reduce, copy_back)
             copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}

@@ -188,7 +188,7 @@ def instanced(estimate: Estimate) -> Candidate | None:
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
-        dp = layout.spanned.dp
+        dp = layout.across_lanes.dp
         if dp > 1 and layout.stage_size > estimate.clock.of(name).node:
             options = (replace(layout, optimizer_instances=count) for count in divisors(dp, dp))
             layouts[name] = min(

@@ -15,7 +15,7 @@ from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.mesh.world import World
-from mmjax.pipeline.link_trials import crossing
+from mmjax.pipeline.link_trials import boundary_trial
 from mmjax.pipeline.offload import HOST, moved
 from mmjax.planner.profile_file import Samples
 from mmjax.profile.trials import shortest
@@ -68,7 +68,7 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
         shape = (max(1, size // _ITEM // _COLUMNS), min(_COLUMNS, size // _ITEM))
         aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
         boundary = Boundary("trial", ends[0], ends[1], aval, world)
-        there, back = (crossing("move", way) for way in (boundary.forward, boundary.backward))
+        there, back = (boundary_trial("move", way) for way in (boundary.forward, boundary.backward))
         given = there.make()
         both = shortest(lambda there=there, back=back, given=given: back.send(there.send(given)))
         found.append((float(size), both.of(1) / 2))

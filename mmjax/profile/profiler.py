@@ -17,7 +17,7 @@ from mmjax.config import Config
 from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import everyone_says, first_says, is_first
+from mmjax.mesh.processes import broadcast_text, gather_texts, is_first
 from mmjax.mesh.world import World
 from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
 from mmjax.profile.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
@@ -55,7 +55,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
     for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
         found = list(attempts(config, tokenizer, packer, world, tp, tried))
-        everyone_says("")  # a process without devices in the last ones has not been waiting in these
+        gather_texts("")  # a process without devices in the last ones has not been waiting in these
         programs = sum(len(one.programs.programs) for one in found)
         with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
             compiled(found, lambda *_, progress=progress: progress.advance())
@@ -81,7 +81,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         op=statistics.median(calls) if calls else 0.0,
         shared=shared if shared < _ALL * world.size else float(world.size),
     )
-    said = first_says(json.dumps(own.as_json()))
+    said = broadcast_text(json.dumps(own.as_json()))
     return own if is_first() else parse_profile(json.loads(said))
 
 

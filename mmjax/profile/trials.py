@@ -22,13 +22,13 @@ from mmjax.config import Config
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import everyone_says
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.config import LLM
-from mmjax.pipeline.build import InputShapes, PlacedModel, Settings, Stage
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import StagePrograms
+from mmjax.pipeline.place import InputShapes, PlacedModel, Settings, Stage
 from mmjax.plan import work
 from mmjax.planner.profile_file import Compiled, Trial
 from mmjax.planner.work import StagePart
@@ -240,7 +240,7 @@ def attempts(
         for point in tried:
             if (cut == HALVES and not point.ends) or (cut in LOOPS and not point.loops):
                 continue
-            for name, functions in placed.shapes(input_shapes(packer, point)).stages.items():
+            for name, functions in placed.trace(input_shapes(packer, point)).stages.items():
                 stage = placed.stages[name]
                 if id(functions) in seen or tp not in own[stage.model.module] or not stage.submesh.local:
                     continue
@@ -290,13 +290,13 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
         name = f"{LLM}.0"
         if not placed.stages[name].submesh.local:
             continue
-        functions = placed.shapes(input_shapes(packer, point, dp)).stages[name]
+        functions = placed.trace(input_shapes(packer, point, dp)).stages[name]
         ready.append((StagePrograms(name, functions).forward, _filled(functions.forward_avals)))
         jax.block_until_ready(ready[-1][0](*ready[-1][1]))
     walls = []
     for program, given in ready:
         if program is ready[-1][0]:
-            everyone_says("")  # all devices at once
+            gather_texts("")  # all devices at once
         walls.append(min(shortest(lambda program=program, given=given: program(*given)).wall for _ in range(ROUNDS)))
     return min(float(world.size), max(1.0, world.size * walls[0] / walls[-1]))
 

@@ -21,7 +21,7 @@ from mmjax.config.flags import (
 from mmjax.config.validate import advise, require_targets
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
-from mmjax.mesh.company import give_up, in_company
+from mmjax.mesh.process_group import give_up, has_peers
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.train.trainer import Trainer
@@ -106,7 +106,7 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
             with ends_where_down():
                 result = trainer.train()
         except (NonFiniteError, NoBatchError) as error:
-            if in_company():
+            if has_peers():
                 give_up(str(error))  # at once: a save would wait for the other processes, which end on this news
             print(f"error: {error}", file=sys.stderr)
             say(_stopped(trainer))

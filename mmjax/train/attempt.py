@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mmjax.data.sources.skipped import reason_of
-from mmjax.mesh.processes import Absent, Agreement
+from mmjax.mesh.processes import Agreement, ProcessTimeout
 from mmjax.train.interrupt import Stopped
 
 T = TypeVar("T")
@@ -48,6 +48,6 @@ def attempt(work: Callable[[Callable[[], None]], T], check: Callable[[], None] =
     except Exception as error:
         try:
             reason = Agreement()(reason_of(error), _PATIENCE)
-        except Absent:
+        except ProcessTimeout:
             raise error from None
         raise GivenUp(reason) from error

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mmjax.config.best import is_lower_better
-from mmjax.mesh.processes import first_says
+from mmjax.mesh.processes import broadcast_text
 
 
 class BestEvaluation:
@@ -33,7 +33,7 @@ class BestEvaluation:
     @classmethod
     def agreed(cls, metric: str, patience: int, rows: Sequence[Mapping[str, Any]]) -> BestEvaluation:
         """The same by the rows that process 0 gives; all processes have to call it."""
-        return cls(metric, patience, json.loads(first_says(json.dumps(list(rows)))) if metric else ())
+        return cls(metric, patience, json.loads(broadcast_text(json.dumps(list(rows)))) if metric else ())
 
     @property
     def step(self) -> int | None:
@@ -50,7 +50,7 @@ class BestEvaluation:
 
         All processes have to call it; the figures of process 0 count.
         """
-        value = json.loads(first_says(json.dumps(self._value(row)))) if self._metric else None
+        value = json.loads(broadcast_text(json.dumps(self._value(row)))) if self._metric else None
         if value is None:
             return False
         self._values[step] = value

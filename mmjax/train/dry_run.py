@@ -23,9 +23,9 @@ from mmjax.data.split import busiest_over_mean
 from mmjax.eval.evaluator import Evaluator
 from mmjax.flags import counted
 from mmjax.mesh.spmd import Program
-from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
+from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import show_ranks

@@ -58,7 +58,7 @@ class Following:
             processes=world.processes,
             measured=self._busy.add,
         )
-        stacks.keep_in(run_dir, process)
+        stacks.write_to(run_dir, process)
         self.enter, self.observe, self.columns = self._watchdog.enter, self._watchdog.observe, self._busy.columns
 
     def __enter__(self) -> Following:

@@ -13,7 +13,7 @@ from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator, Meet, room_for
 from mmjax.eval.samples import exchanged, held_out, held_out_metas
 from mmjax.eval.scores import Evaluation, figures
-from mmjax.mesh.processes import first_says
+from mmjax.mesh.processes import broadcast_text
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.stage_state import State
 from mmjax.train.attempt import GivenUp, attempt
@@ -130,7 +130,7 @@ class Scoring:
         """Whether ``eval.jsonl`` has the scores of a step, or nothing is evaluated; all processes have to call it."""
         rows = self._files.evaluations if self._files else []
         found = any(row.get("step") == step and not row.get("failure") for row in rows)
-        return self.evaluator is None or first_says(str(int(found))) == "1"
+        return self.evaluator is None or broadcast_text(str(int(found))) == "1"
 
     def _draw(self, samples: Sequence[Sample], found: Evaluation, path: Path) -> None:
         count = self.config.train.predictions

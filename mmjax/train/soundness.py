@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mmjax.pipeline.build import PlacedModel
-from mmjax.pipeline.finite import NonFiniteError, first_unsound
+from mmjax.pipeline.finite import NonFiniteError, first_nonfinite
+from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.stage_state import State
 
 
@@ -47,4 +47,4 @@ class Soundness:
 
     def first_unsound(self) -> str:
         """The first parameter or moment that is not finite; "" where all are."""
-        return first_unsound(self._placed, self._states())
+        return first_nonfinite(self._placed, self._states())

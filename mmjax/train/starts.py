@@ -32,11 +32,11 @@ from mmjax.config.pretrained import folder_parameters, pretrained_folders
 from mmjax.configurable import ConfigError, require
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import first_says, is_first
+from mmjax.mesh.processes import broadcast_text, is_first
 from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
-from mmjax.pipeline.build import PlacedModel
-from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.pipeline.place import PlacedModel
+from mmjax.pipeline.state_shapes import module_of_moment
 from mmjax.train.files import RunFiles
 from mmjax.weights.parameters import FolderParameters
 
@@ -185,7 +185,7 @@ def run_begins(
         and `from_scratch` is not set; or `from_scratch` is set, and there are checkpoints to go on from.
     """
     own = (str(files.run_dir), files.last_step, checkpointer.is_empty(), files.journal.is_empty()) if files else None
-    run_dir, last, empty, never = json.loads(first_says(json.dumps(own)))
+    run_dir, last, empty, never = json.loads(broadcast_text(json.dumps(own)))
     if last and empty and never and not from_scratch:
         say(f"{run_dir} has steps up to {last}, but no checkpoint was whole before the run ended: it begins again")
     elif last and empty and not from_scratch:

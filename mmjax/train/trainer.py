@@ -27,12 +27,12 @@ from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.types import NoBatchError, Sample, StepBatch
 from mmjax.eval.scores import Evaluation, describe, figures
 from mmjax.flags import counted
-from mmjax.mesh.processes import first_says, is_first
-from mmjax.mesh.spmd import Program, empty_here
+from mmjax.mesh.processes import broadcast_text, is_first
+from mmjax.mesh.spmd import Program, remote_array
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.pipeline.state_shapes import module_of_moment
 from mmjax.progress import Progress
 from mmjax.train.best import BestEvaluation
 from mmjax.train.files import RunFiles, recorded
@@ -396,7 +396,7 @@ class Trainer:
             if stage.submesh.local:
                 result |= stage.state.to_logical(self.executor.states[name])
             else:
-                result |= {leaf: empty_here(aval) for leaf, aval in stage.state.logical_avals().items()}
+                result |= {leaf: remote_array(aval) for leaf, aval in stage.state.logical_avals().items()}
         return result
 
     def latest_checkpoint(self) -> int | None:
@@ -505,4 +505,4 @@ class Trainer:
         if self._files:
             self._files.flush()
             lacking = [*self._files.unwritten, *lacking]
-        return tuple(json.loads(first_says(json.dumps(lacking))))
+        return tuple(json.loads(broadcast_text(json.dumps(lacking))))

@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from mmjax.config.flags import NEWS
-from mmjax.mesh.company import give_up, in_company
 from mmjax.mesh.config import WorldConfig
-from mmjax.mesh.processes import everyone_says, meet
+from mmjax.mesh.process_group import give_up, has_peers
+from mmjax.mesh.processes import barrier, gather_texts
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
@@ -170,7 +170,7 @@ def ends_where_down() -> Iterator[None]:
     try:
         yield
     except WarmUpError as error:
-        if in_company():
+        if has_peers():
             time.sleep(NEWS)
         sys.stdout.flush()
         give_up(str(error))  # at once: a thread may wait for ever
@@ -199,21 +199,21 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
     Raises:
       WarmUpError: a trial failed, or did not end in time; the thread that waits for it is left behind.
     """
-    hosts, number = everyone_says(socket.gethostname()), next(_numbers)
+    hosts, number = gather_texts(socket.gethostname()), next(_numbers)
     processes = [tuple(_processes(world, end) for end in trial.ends) for trial in trials]
     found: list[float | None] = []
     for index, (trial, ends) in enumerate(zip(trials, processes, strict=True)):
         if world.local_ranks.isdisjoint(trial.ranks):
             found.append(None)
             continue
-        meet(f"warm-up/{number}/{index}", {process for end in ends for process in end})
+        barrier(f"warm-up/{number}/{index}", {process for end in ends for process in end})
         try:
             found.append(_within(seconds, lambda trial=trial: _timed(trial)))
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             where = _where(trial.ends, ends, hosts)
             raise WarmUpError(f"warm-up: {trial.name}, {where}: {reason}") from error
-    said = [json.loads(answer) for answer in everyone_says(json.dumps(found))]
+    said = [json.loads(answer) for answer in gather_texts(json.dumps(found))]
     links = [
         Link(
             name=trial.name,

@@ -21,7 +21,7 @@ from typing import Protocol
 import jax
 
 from mmjax.mesh import stacks
-from mmjax.mesh.company import give_up_stuck
+from mmjax.mesh.process_group import give_up_stuck
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.ends import Ends, OpTimes, Work
 
@@ -152,7 +152,7 @@ class Watchdog:
 
     def tick(self) -> None:
         """Looks for ends, pins a note for the others, and ends the run if it hangs."""
-        times = self._ends.look()
+        times = self._ends.poll()
         if times:
             self._measured(times)
         now = self._clock()
@@ -238,7 +238,7 @@ class Watchdog:
         idle = min(note.idle for note in behind.values())
         lines = [f"process {process} {note.text}" for process, note in [*behind.items()][:3]]
         lines += [f"process {process}, which waits, {note.text}" for process, note in [*waiting.items()][:1]]
-        lines += [f"stacks of all processes: {stacks.place()}"] if stacks.place() else []
+        lines += [f"stacks of all processes: {stacks.path_pattern()}"] if stacks.path_pattern() else []
         return f"nothing has moved for {idle:.0f} s (World.hang_seconds): {'; '.join(lines)}"
 
     def _watch(self) -> None:

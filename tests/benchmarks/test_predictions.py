@@ -109,7 +109,7 @@ def profile_json() -> dict[str, Any]:
 
 def test_the_shortest_step_is_that_of_the_slowest_process(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([["", ""], ["0.1", "3.0"], ["", ""], ["0.2", "2.0"], ["", ""], ["0.1", "4.0"]])
-    monkeypatch.setattr(measured_layouts.processes, "everyone_says", lambda _: next(said))
+    monkeypatch.setattr(measured_layouts.processes, "gather_texts", lambda _: next(said))
     step = cast(Stepper, lambda: None)
     assert measured_layouts.shortest({"one": step}, 3) == {"one": 2.0}
 

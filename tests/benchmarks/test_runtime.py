@@ -66,7 +66,7 @@ class Ops(Walker):
     def __init__(self, machine: Machine):
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         aval = jax.ShapeDtypeStruct((), np.float32, sharding=one)
-        self.program, self.machine, self.travelling = Program("some", lambda x: x, [aval], aval), machine, {}
+        self.program, self.machine, self.in_transit = Program("some", lambda x: x, [aval], aval), machine, {}
         self.out = Result(0.0)
         self.handlers = dict.fromkeys(("F", "prepare", "unpack"), self.call)
         self.handlers |= {"pack": self.pack, "move": self.move}
@@ -82,11 +82,11 @@ class Ops(Walker):
 
     def pack(self, op: Op) -> None:
         self.machine.work(WORK)
-        self.travelling[op.edge, op.microbatch, op.backward] = self.machine.run(DEVICE)
+        self.in_transit[op.edge, op.microbatch, op.backward] = self.machine.run(DEVICE)
 
     def move(self, op: Op) -> None:
         key = (op.edge, op.microbatch, op.backward)
-        self.travelling[key] = self.program(jax.device_put(self.travelling[key]))
+        self.in_transit[key] = self.program(jax.device_put(self.in_transit[key]))
 
     def step(self) -> None:
         self.out = jax.device_put(self.out)  # an input, which nobody waits for

@@ -26,7 +26,7 @@ from mmjax.mesh.world import World
 def test_the_world_s_transport_and_route_reach_every_boundary(tmp_path, settings, kind, routing):
     """Vision, dp=2 on ranks 2-3, hands over to the LLM, tp=2 on ranks 0-1."""
     parts = place(load_config([write_tiny(tmp_path)], settings))
-    (boundary,) = parts.placed.shapes(next(iter(parts.shapes.values()))).boundaries.values()
+    (boundary,) = parts.placed.trace(next(iter(parts.shapes.values()))).boundaries.values()
     assert boundary.kind == kind
     assert type(boundary.forward.routing) is routing
     assert {edge.kind for edge in parts.placed.graph.edges} == {kind}

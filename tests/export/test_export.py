@@ -62,7 +62,7 @@ def test_builds_no_model(tiny_run: Path, tmp_path: Path) -> None:
         "from mmjax.export.__main__ import main\n"
         "main(sys.argv[1:])\n"
         "print(jax.default_backend(), "
-        "any(name in sys.modules for name in ('mmjax.pipeline.build', 'mmjax.train.trainer')))\n"
+        "any(name in sys.modules for name in ('mmjax.pipeline.place', 'mmjax.train.trainer')))\n"
     )
     flags = [f"--run_dir={tiny_run}", f"--out={tmp_path / 'out'}"]
     done = subprocess.run(

@@ -363,7 +363,10 @@ def test_a_routing_says_how_many_pieces_travel(source, target, transport, route)
     transfer = boundary_between(source, target, transport, route).forward
     if isinstance(transfer, MovedTransfer):
         packed = transfer.pack(place(distinct(rows_between(source, target)), transfer.source_aval))
-        assert (len(packed), len(transfer.move(packed))) == (transfer.routing.sent, transfer.routing.kept)
+        assert (len(packed), len(transfer.move(packed))) == (
+            transfer.routing.source_pieces,
+            transfer.routing.target_pieces,
+        )
 
 
 # ---- halves ----------------------------------------------------------------------------------------------------------

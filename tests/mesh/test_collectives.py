@@ -64,13 +64,13 @@ SIDES = [
 @pytest.mark.parametrize(("source", "target"), SIDES)
 def test_exchange_hands_over_pieces_along_routes_and_leaves_zeros_elsewhere(mesh, source, target, make):
     routes = make(source, target)
-    sent, kept = (1 + max(getattr(route, end) for route in routes) for end in ("sent", "kept"))
+    sent, kept = (1 + max(getattr(route, end) for route in routes) for end in ("source_piece", "target_piece"))
     values = 1 + np.arange(sent * 8 * 3, dtype=np.float32).reshape(sent, 8, 3)
     held, expected = np.full_like(values, np.nan), np.zeros((kept, 8, 3), np.float32)
     for route in routes:
         # Ranks sit at other positions than their numbers.
-        held[route.sent, 7 - route.source] = values[route.sent, route.source]
-        expected[route.kept, 7 - route.target] = values[route.sent, route.source]
+        held[route.source_piece, 7 - route.source] = values[route.source_piece, route.source]
+        expected[route.target_piece, 7 - route.target] = values[route.source_piece, route.source]
 
     def body(*pieces: jax.Array) -> tuple[jax.Array, ...]:
         return exchange(pieces, routes, kept, {rank: 7 - rank for rank in range(8)}, ("a", "b", "c"))

@@ -28,7 +28,7 @@ def test_sizes_are_products_of_the_degrees():
 
 
 def test_rows_divide_among_ranks_that_share_their_tokens():
-    assert (Layout(cp=3, tp=4).width_unit, Layout(cp=3, tp=4, sp=False).width_unit, Layout(dp=2).width_unit) == (
+    assert (Layout(cp=3, tp=4).row_multiple, Layout(cp=3, tp=4, sp=False).row_multiple, Layout(dp=2).row_multiple) == (
         12,
         3,
         1,
@@ -125,11 +125,11 @@ def test_lanes_are_runs_of_ranks_that_all_together_are_one_layout():
     assert (layout.size, layout.ranks, layout.optimizer_shards) == (12, tuple(range(4, 16)), 3)
     assert [layout.lane(k).ranks for k in range(3)] == [(4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
     assert all((layout.lane(k).dp, layout.lane(k).tp, layout.lane(k).lanes) == (2, 2, 1) for k in range(3))
-    assert (layout.spanned.dp, layout.spanned.lanes, layout.spanned.ranks) == (6, 1, layout.ranks)
-    assert layout.spanned.optimizer_shards == layout.optimizer_shards
+    assert (layout.across_lanes.dp, layout.across_lanes.lanes, layout.across_lanes.ranks) == (6, 1, layout.ranks)
+    assert layout.across_lanes.optimizer_shards == layout.optimizer_shards
     assert cell_count([layout, Layout(dp=3)]) == 6
     plain = Layout(dp=2)
-    assert plain.spanned == plain.lane(0) == plain
+    assert plain.across_lanes == plain.lane(0) == plain
 
 
 def test_lanes_are_of_one_stage():

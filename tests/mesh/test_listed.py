@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from sides import Side, assert_holds, place, submesh_of, the_world
 
 from mmjax.mesh.boundary import Boundary
-from mmjax.mesh.routes import RowSharding, Units, leader_routes, sliced_routes, slices_kept, slices_sent
-from mmjax.mesh.routing import LISTED
+from mmjax.mesh.routes import RowSharding, UnitGrid, leader_routes, sliced_routes, slices_received, slices_sent
+from mmjax.mesh.routing import LISTED_TOKENS
 from mmjax.mesh.transfer import LocalTransfer
 
 CELLS, TOKENS, WIDTH = 2, 3, 5
@@ -48,23 +48,23 @@ def held(end: RowSharding, rows: int, parts: int) -> dict[int, list[tuple[int, i
 @given(ends(), st.booleans())
 def test_every_part_of_every_interval_reaches_the_ranks_that_have_it_once(pair, back):
     source, target = pair[::-1] if back else pair
-    units = Units.between(source, target)
+    units = UnitGrid.between(source, target)
     rows, parts = math.lcm(source.dp, target.dp), max(source.parts, target.parts)
     assert (units.rows, units.parts) == (rows, parts)
     sends, keeps = held(source, rows, parts), held(target, rows, parts)
     arrived = Counter()
     for route in leader_routes(source, target):
-        unit = sends[route.source][route.sent]
-        assert keeps[route.target][route.kept] == unit
+        unit = sends[route.source][route.source_piece]
+        assert keeps[route.target][route.target_piece] == unit
         arrived[unit] += 1
     assert arrived == Counter(dict.fromkeys(product(range(rows), range(parts)), 1))
-    count, share = slices_kept(source, target), slices_sent(source, target)
+    count, share = slices_received(source, target), slices_sent(source, target)
     slices = Counter()
     for route in sliced_routes(source, target):
-        unit = sends[route.source][route.sent // share]
-        assert keeps[route.target][route.kept // count] == unit
-        number = route.sent % share * source.width + source.ranks.index(route.source) % source.width
-        assert number == target.ranks.index(route.target) % target.width * count + route.kept % count
+        unit = sends[route.source][route.source_piece // share]
+        assert keeps[route.target][route.target_piece // count] == unit
+        number = route.source_piece % share * source.width + source.ranks.index(route.source) % source.width
+        assert number == target.ranks.index(route.target) % target.width * count + route.target_piece % count
         slices[unit, number] += 1
     every = product(product(range(rows), range(parts)), range(count * target.width))
     assert slices == Counter(dict.fromkeys(every, 1))
@@ -127,7 +127,9 @@ def check(source: Side, target: Side, transport: str, route: str) -> Boundary:
     """Carries tokens to the lists of a target and their gradients back, one replica of each."""
     dense = distinct_lists(source, target)
     aval = jax.ShapeDtypeStruct(dense.shape, jnp.float32)
-    boundary = Boundary("a->b", submesh_of(source), submesh_of(target), aval, the_world(), transport, route, LISTED)
+    boundary = Boundary(
+        "a->b", submesh_of(source), submesh_of(target), aval, the_world(), transport, route, LISTED_TOKENS
+    )
     out, pull_back = jax.vjp(boundary, place(dense, boundary.forward.source_aval))
     assert_has_parts(out, target, dense)
     (back,) = pull_back(place(3 - dense, boundary.backward.source_aval))
@@ -138,4 +140,6 @@ def check(source: Side, target: Side, transport: str, route: str) -> Boundary:
 def test_lists_of_unequal_length_are_refused():
     aval = jax.ShapeDtypeStruct((2, 7, 3), jnp.float32)
     with pytest.raises(ValueError, match=r"^a->b forward: 7 tokens of a cell are no lists of equal length for cp=2"):
-        Boundary("a->b", submesh_of(Side(2)), submesh_of(Side(1, cp=2, at=4)), aval, the_world(), lies=LISTED)
+        Boundary(
+            "a->b", submesh_of(Side(2)), submesh_of(Side(1, cp=2, at=4)), aval, the_world(), placements=LISTED_TOKENS
+        )

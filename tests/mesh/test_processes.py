@@ -19,8 +19,8 @@ from mmjax.configurable import ConfigError
 from mmjax.flags import FOLLOWED, STUCK
 from mmjax.launch import free_port
 from mmjax.mesh import lifeline
-from mmjax.mesh.company import Processes, find_processes
 from mmjax.mesh.lifeline import Lifeline
+from mmjax.mesh.process_group import Processes, find_processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -183,7 +183,7 @@ def opened_lines():
 @pytest.fixture
 def lines(monkeypatch):
     """`opened_lines` whose process 0 hardly waits for the others."""
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 0.1)
+    monkeypatch.setattr(lifeline, "PEER_EXIT", 0.1)
     with opened_lines() as opened:
         yield opened
 
@@ -215,7 +215,7 @@ def test_the_others_hear_with_what_status_to_end(lines):
 def test_the_others_hear_who_is_silent(silent, monkeypatch):
     """A process that is stopped closes no connection. Who follows is told by process 0, or misses it itself."""
     monkeypatch.setattr(lifeline, "BEAT", 0.1)
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    monkeypatch.setattr(lifeline, "PEER_EXIT", 30.0)
     with opened_lines() as (connected, news):
         connected[silent]._quiet.set()
         begin = time.monotonic()
@@ -239,12 +239,12 @@ def test_beats_keep_a_line_open(lines, monkeypatch):
 
 def test_process_0_waits_longer_than_the_others_clean_up():
     """JAX ends a process with a native abort where process 0, which has its coordination service, is gone."""
-    assert lifeline.SEEING_OFF > lifeline._CLEAN_UP
+    assert lifeline.PEER_EXIT > lifeline._CLEAN_UP
 
 
 def test_process_0_ends_last(lines, monkeypatch):
     connected, _ = lines
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    monkeypatch.setattr(lifeline, "PEER_EXIT", 30.0)
     failing = threading.Thread(target=connected[0].fail, args=("full",))
     failing.start()
     connected[1].close()
@@ -257,7 +257,7 @@ def test_process_0_ends_last(lines, monkeypatch):
 
 def test_process_0_waits_for_who_has_failed(lines, monkeypatch):
     connected, news = lines
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    monkeypatch.setattr(lifeline, "PEER_EXIT", 30.0)
     connected[1].fail("full")
     assert news[2].get(timeout=10) == "process 1 has ended: full" and news[0].empty()
     connected[2].close()
@@ -267,7 +267,7 @@ def test_process_0_waits_for_who_has_failed(lines, monkeypatch):
 
 def test_process_0_ends_last_when_it_is_interrupted_while_it_follows(lines, monkeypatch):
     connected, news = lines
-    monkeypatch.setattr(lifeline, "SEEING_OFF", 30.0)
+    monkeypatch.setattr(lifeline, "PEER_EXIT", 30.0)
     connected[1].fail("interrupted", 130)
     assert news[2].get(timeout=10) == "process 1 has ended: interrupted (130)"
     interrupted = threading.Thread(target=connected[0].fail, args=("interrupted", 130))
@@ -282,7 +282,7 @@ def test_process_0_ends_last_when_it_is_interrupted_while_it_follows(lines, monk
 
 def test_who_parts_is_not_missed(lines):
     connected, news = lines
-    connected[1].part()
+    connected[1].announce_leave()
     connected[1].close()
     connected[2].fail("no reason")
     assert news[0].get(timeout=10) == "process 2 has ended: no reason"
@@ -362,7 +362,7 @@ def test_news_that_are_none_are_an_end_without_a_word(lines, said):
 
 STOPPED = """
 import os, time
-from mmjax.mesh.company import find_processes
+from mmjax.mesh.process_group import find_processes
 from mmjax.mesh.processes import join
 join(find_processes({}))
 print("met", os.getpid(), flush=True)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from mmjax.mesh.routes import (
     Route,
     RowSharding,
-    Units,
+    UnitGrid,
     components,
     leader_routes,
     peer_routes,
     rounds,
     sliced_routes,
-    slices_kept,
+    slices_received,
     slices_sent,
 )
 
@@ -70,7 +70,7 @@ def test_a_group_has_the_ranks_of_every_copy():
 def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target):
     counts = [n for n in range(1, source * target + 1) if n % source == n % target == 0]
     ends = RowSharding(tuple(range(source)), source), RowSharding(tuple(range(target)), target)
-    assert Units.between(*ends) == Units(counts[0], 1)
+    assert UnitGrid.between(*ends) == UnitGrid(counts[0], 1)
 
 
 # ---- who sends what to whom ------------------------------------------------------------------------------------------
@@ -79,15 +79,15 @@ def test_units_are_the_fewest_intervals_that_make_up_both_splits(source, target)
 def unit_sent(route: Route, source: RowSharding, total: int, share: int = 1) -> int:
     """The unit that a route's piece is cut from."""
     per = total // source.dp
-    assert route.sent in range(per * share)
-    return replica(source, route.source)[0] * per + route.sent // share
+    assert route.source_piece in range(per * share)
+    return replica(source, route.source)[0] * per + route.source_piece // share
 
 
 def unit_kept(route: Route, target: RowSharding, total: int, share: int = 1) -> int:
     """The unit that a route's piece is joined into."""
     per = total // target.dp
-    assert route.kept in range(per * share)
-    return replica(target, route.target)[0] * per + route.kept // share
+    assert route.target_piece in range(per * share)
+    return replica(target, route.target)[0] * per + route.target_piece // share
 
 
 @steady
@@ -122,14 +122,17 @@ def test_a_copy_serves_the_leaders_in_it_and_the_first_one_all_others():
 @steady
 @given(shardings(first=0), shardings(first=200))
 def test_the_leaders_way_back_is_the_plan_of_the_opposite_boundary(source, target):
-    back = [Route(route.target, route.kept, route.source, route.sent) for route in leader_routes(source, target)]
+    back = [
+        Route(route.target, route.target_piece, route.source, route.source_piece)
+        for route in leader_routes(source, target)
+    ]
     assert tuple(back) == leader_routes(target, source)
 
 
 @steady
 @given(shardings(first=0), shardings(first=200))
 def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(source, target):
-    total, sent, kept = math.lcm(source.dp, target.dp), slices_sent(source, target), slices_kept(source, target)
+    total, sent, kept = math.lcm(source.dp, target.dp), slices_sent(source, target), slices_received(source, target)
     found = Counter()
     for route in sliced_routes(source, target):
         unit, (_, sender), (_, receiver) = (
@@ -138,8 +141,8 @@ def test_every_slice_of_every_unit_reaches_its_rank_once_and_senders_take_turns(
             replica(target, route.target),
         )
         assert unit_kept(route, target, total, kept) == unit
-        number = route.sent % sent * source.width + sender  # of the slice, as senders number theirs
-        assert number == receiver * kept + route.kept % kept  # and as receivers do
+        number = route.source_piece % sent * source.width + sender  # of the slice, as senders number theirs
+        assert number == receiver * kept + route.target_piece % kept  # and as receivers do
         found[unit, number] += 1
     assert found == Counter({(unit, j): 1 for unit in range(total) for j in range(target.width * kept)})
 
@@ -150,7 +153,10 @@ def test_every_rail_works_in_the_sliced_route(source, target):
     routes = sliced_routes(source, target)
     assert {route.source for route in routes} == set(source.ranks)
     assert {route.target for route in routes} == set(target.ranks)
-    for load in (Counter((r.source, r.sent) for r in routes), Counter((r.target, r.kept) for r in routes)):
+    for load in (
+        Counter((r.source, r.source_piece) for r in routes),
+        Counter((r.target, r.target_piece) for r in routes),
+    ):
         assert set(load.values()) == {1}
 
 
@@ -179,7 +185,7 @@ def test_slices_of_a_rank_are_its_share_rounded_up():
     pairs |= {(3, 7): (3, 1), (3, 2): (2, 2), (7, 3): (2, 3)}
     for (source, target), expected in pairs.items():
         ends = RowSharding(tuple(range(source)), 1), RowSharding(tuple(range(target)), 1)
-        assert (slices_sent(*ends), slices_kept(*ends)) == expected
+        assert (slices_sent(*ends), slices_received(*ends)) == expected
 
 
 def test_peers_pair_up_in_rank_order():

@@ -21,7 +21,7 @@ from mmjax.mesh.spmd import (
     Stitcher,
     by_device,
     has_local_devices,
-    own_shards,
+    local_shards,
     to_devices,
     with_sharding,
     zeros_of,
@@ -162,7 +162,7 @@ def test_donated_arguments_are_gone_and_others_stay(mesh):
     assert given.is_deleted() and not kept.is_deleted()
 
 
-@pytest.mark.parametrize("put", [to_devices, own_shards])
+@pytest.mark.parametrize("put", [to_devices, local_shards])
 def test_host_arrays_lie_as_their_shardings_say(mesh, put):
     """A sharding for each array, or one for all; whole or shard by shard."""
     rows, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, WHOLE)
@@ -185,13 +185,13 @@ def test_what_others_have_devices_for_is_given_shard_by_shard():
     """`device_put` would ask every process for the whole array."""
     tree, here, elsewhere = {"a": 1}, SimpleNamespace(is_fully_addressable=True), SimpleNamespace()
     elsewhere.is_fully_addressable = False
-    with mock.patch("mmjax.mesh.spmd.own_shards", lambda *given: given):
+    with mock.patch("mmjax.mesh.spmd.local_shards", lambda *given: given):
         assert to_devices(tree, {"a": here, "b": elsewhere}) == (tree, {"a": here, "b": elsewhere})
 
 
 def test_what_lies_on_this_process_s_devices_alone_is_put_there_at_once(mesh):
     """One call for all; shard by shard is a call for each."""
-    with mock.patch("mmjax.mesh.spmd.own_shards", side_effect=AssertionError("shard by shard")):
+    with mock.patch("mmjax.mesh.spmd.local_shards", side_effect=AssertionError("shard by shard")):
         out = to_devices({"a": np.arange(4.0), "b": 1}, NamedSharding(mesh, WHOLE))
     assert (out["a"].tolist(), int(out["b"])) == ([0.0, 1.0, 2.0, 3.0], 1)
 
@@ -208,7 +208,7 @@ def test_of_what_has_its_own_shards_alone_nothing_else_is_read(mesh):
         def __array__(self, *_: object, **__: object) -> np.ndarray:
             raise AssertionError("the whole was asked for")
 
-    out = own_shards(Rows(), NamedSharding(mesh, ROWS))
+    out = local_shards(Rows(), NamedSharding(mesh, ROWS))
     assert np.asarray(out).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 

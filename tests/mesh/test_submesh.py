@@ -79,7 +79,7 @@ def test_copies_are_runs_of_ranks_that_hold_the_same(world):
     assert list(submesh.mesh.shape.items()) == [("copy", 2), ("instance", 2), ("dp", 1), ("cp", 1), ("tp", 1)]
     assert submesh.mesh.devices.ravel().tolist() == list(world.devices[1:5])
     assert submesh.axes.copies == ("copy",)
-    assert submesh.spread.replica == ("copy", "cp", "tp")
+    assert submesh.spread.same_tokens == ("copy", "cp", "tp")
     assert submesh.row_sharding == RowSharding((1, 2, 3, 4), 2, 2)
     x = jax.device_put(np.arange(2.0), submesh.sharding(submesh.spread.whole_rows))
     local = {shard.device: float(shard.data[0]) for shard in x.addressable_shards}

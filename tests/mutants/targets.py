@@ -63,6 +63,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/mesh/movers.py": (BOUNDARY,),
     "mmjax/pipeline/zero.py": (ZERO, *toy("apart")),
     "mmjax/pipeline/stage_state.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO, NARROW),
+    "mmjax/pipeline/state_shapes.py": (*toy("apart"), f"{WHOLE}[program per op]", RATES, BF16, ZERO, NARROW),
+    "mmjax/pipeline/stage_params.py": (*toy("apart"), STAGE, HANDLES),
     "mmjax/pipeline/rates.py": ("tests/test_optimizer.py", "tests/pipeline/test_rates.py", *toy("one program")),
     "mmjax/pipeline/stage.py": (*toy("apart", "zb-h1", "single"), STAGE, PREDICT, HANDLES),
     "mmjax/models/handles.py": (SPLIT,),

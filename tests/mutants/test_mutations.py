@@ -80,7 +80,7 @@ def test_an_index_that_is_an_integer_is_shifted_and_mirrored() -> None:
         "x: int = field(metadata={'example': (3, 5)})",
         "if TYPE_CHECKING:\n    x = 1",
         "x = ContextVar('name')",
-        "x = Units.between(a, b)",
+        "x = UnitGrid.between(a, b)",
     ],
 )
 def test_what_no_value_depends_on_is_left_alone(source: str) -> None:

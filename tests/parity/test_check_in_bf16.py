@@ -40,8 +40,8 @@ def stages() -> dict[str, StageFunctions]:
     """Stage functions with a whole backward and with a split one."""
     parts = place(tiny(**four("1,2,2", "2,1,1", "1,1,1", "1,1,1", **EVERYTHING)))
     shapes = next(iter(parts.shapes.values()))
-    whole = parts.placed.shapes(shapes).stages
-    split = parts.placed.shapes(shapes, parts.placed.graph.with_split()).stages
+    whole = parts.placed.trace(shapes).stages
+    split = parts.placed.trace(shapes, parts.placed.graph.with_split()).stages
     return {**{f"{n} whole": f for n, f in whole.items()}, **{f"{n} split": f for n, f in split.items()}}
 
 
@@ -51,7 +51,7 @@ def test_no_sum_of_a_backward_is_in_bf16(stages: dict[str, StageFunctions]) -> N
     found = {}
     for name, functions in stages.items():
         programs = [(functions.forward, functions.forward_avals), (functions.backward, functions.backward_avals)]
-        programs += [(functions.weights, functions.weights_avals)] if functions.deferred else []
+        programs += [(functions.weights, functions.weights_avals)] if functions.deferred_avals else []
         for spmd, avals in programs:
             for eqn in equations(jax.make_jaxpr(spmd)(*avals).jaxpr):
                 kind, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -67,7 +67,7 @@ def test_neither_logits_nor_fp32_features_nor_choices_for_each_feature_are_kept(
 
     The vocabulary of 263 is padded to 264 by tp = 2 and to nothing by tp = 1.
     """
-    kept = {name: [a for a in own.kept if a.size > 1] for name, own in stages.items()}
+    kept = {name: [a for a in own.residual_avals if a.size > 1] for name, own in stages.items()}
     assert not [(n, a.shape) for n, own in kept.items() for a in own if {263, 264} & set(a.shape)]
     masks = [(n, a.shape) for n, own in kept.items() for a in own if a.dtype == bool and a.shape[-1] != a.shape[-2]]
     assert all(shape[-1] in (2, 128) for _, shape in masks), masks  # a layer's slot, and tokens

@@ -24,8 +24,8 @@ from mmjax.models.module import Loss
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule

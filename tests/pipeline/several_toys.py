@@ -19,8 +19,8 @@ import test_toy_steps
 import toy
 
 from mmjax.config.flags import run_command
-from mmjax.mesh.company import find_processes
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.process_group import find_processes
 from mmjax.mesh.processes import is_first, join
 from mmjax.pipeline import zero
 from mmjax.pipeline.config import OffloadConfig

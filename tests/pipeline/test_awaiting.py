@@ -58,7 +58,7 @@ def step(made: Executor, *, in_order: bool = False) -> tuple[list[Op], dict[Op, 
             ended[op] = all(array.is_deleted() or array.is_ready() for one in before for array in ends[one])
         yield
         if op in awaited:  # what it makes itself: a copy of it may be there later
-            with mock.patch.object(executors, "end_of", jax.tree.leaves):
+            with mock.patch.object(executors, "completion_marker", jax.tree.leaves):
                 ends[op] = made.walker.end(op)
 
     with watched(made.walker, around, in_order=in_order):
@@ -121,7 +121,7 @@ def check_ends(made: Executor) -> set[str]:
     walker, seen = made.walker, set[str]()
 
     def held() -> dict[tuple[int, Any, int], Any]:
-        places = (walker.travelling, walker.carry, walker.cotangents, walker.kept, walker.losses, made.sums)
+        places = (walker.in_transit, walker.carry, walker.cotangents, walker.residuals, walker.losses, made.sums)
         keyed = ((i, key, value) for i, place in enumerate(places) for key, value in place.items())
         return {(i, key, id(x)): x for i, key, value in keyed for x in jax.tree.leaves(value)}
 
@@ -130,10 +130,10 @@ def check_ends(made: Executor) -> set[str]:
         before = held()
         yield
         if op.kind in "FBW" or (op.edge and op.microbatch >= 0):
-            carried = walker.travelling.get((op.edge, op.microbatch, op.backward))
+            carried = walker.in_transit.get((op.edge, op.microbatch, op.backward))
             new = [x for key, x in held().items() if key not in before] or jax.tree.leaves(carried)
             sums = jax.tree.leaves(made.sums) if op.kind in "BW" else []  # those of the other half are as they were
-            with mock.patch.object(executors, "end_of", jax.tree.leaves):
+            with mock.patch.object(executors, "completion_marker", jax.tree.leaves):
                 found = {id(x) for x in walker.end(op) or ()}
             assert found and found - {id(x) for x in sums} <= {id(x) for x in new} <= found, op
             seen.add(f"{op.kind} back" if op.backward else op.kind)

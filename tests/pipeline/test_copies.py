@@ -14,7 +14,7 @@ from mmjax.build.assembly import own_rows
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
-from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.schedule.ops import Op
 from mmjax.train.dry_run import layout_text
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from mmjax import reference
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.pipeline.straight import StraightExecutor

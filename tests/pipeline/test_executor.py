@@ -63,8 +63,8 @@ def test_nothing_is_left_after_a_step(case: Case) -> None:
         "inputs",
         "carry",
         "cotangents",
-        "travelling",
-        "kept",
+        "in_transit",
+        "residuals",
         "reduced",
         "rows",
         "params",
@@ -92,7 +92,7 @@ def test_a_stage_without_backward_drops_its_inputs_at_once() -> None:
 
     def watched(op: Op) -> None:
         forward(op)
-        seen.append((op.stage, (op.stage, op.microbatch) in run.inputs, (op.stage, op.microbatch) in run.kept))
+        seen.append((op.stage, (op.stage, op.microbatch) in run.inputs, (op.stage, op.microbatch) in run.residuals))
 
     run.handlers["F"] = watched
     session.step(0)

@@ -15,10 +15,10 @@ import pytest
 from parity import Case, Run, Session
 
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.build import Stage
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import counted_states, memory_by_stage
+from mmjax.pipeline.memory import count_state_bytes, memory_by_stage
 from mmjax.pipeline.offload import DEVICE
+from mmjax.pipeline.place import Stage
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.trees import by_name
@@ -105,8 +105,8 @@ def test_what_is_held_in_less_is_computed_with_as_if_it_were_wide(case: Case) ->
     for name, state in narrow.executor.states.items() if case.lowering == "auto" else ():
         own, frozen = narrow.placed.stages[name].state, state["master"].keys() & set(case.frozen)
         (held,) = set(held_bytes(state).values())
-        assert counted_states(own).optimizer == held
-        assert own.serving >= frozen if own.whole else own.copied.keys() >= frozen
+        assert count_state_bytes(own).optimizer == held
+        assert own.direct_modules >= frozen if own.has_whole_masters else own.prepared_avals.keys() >= frozen
         given = [x for m in frozen for x in jax.tree.leaves(own.param_avals[m])]
         assert {str(x.dtype) for x in given} <= {"bfloat16"}
     session = Session(case).start()
@@ -158,7 +158,7 @@ def test_a_frozen_module_takes_two_bytes_a_parameter() -> None:
         assert jax.tree.structure(params) == jax.tree.structure(state.param_avals)
         shared = {id(x) for x in jax.tree.leaves(masters)} & {id(x) for x in jax.tree.leaves(params)}
         assert len(shared) == (len(jax.tree.leaves(masters)) if module == "llm" else 0)
-        counted = counted_states(state)
+        counted = count_state_bytes(state)
         (held,) = set(held_bytes(session.executor.states[name]).values())
         made = {id(x): x for x in jax.tree.leaves(params) if id(x) not in shared}
         assert (counted.optimizer, counted.copies) == (held, max(held_bytes(made).values(), default=0))
@@ -174,7 +174,7 @@ def measured(case: Case) -> tuple[dict[Op, dict[int, int]], dict[str, int]]:
     with measured_memory(session.executor) as seen:
         session.step(1)
     held = {op: {rank: size - others[rank] for rank, size in found[DEVICE].items()} for op, found in seen}
-    counted = {name: counted_states(stage.state) for name, stage in session.placed.stages.items()}
+    counted = {name: count_state_bytes(stage.state) for name, stage in session.placed.stages.items()}
     return held, {name: own.optimizer + own.copies for name, own in counted.items()}
 
 
@@ -226,4 +226,8 @@ def test_in_fp32_nothing_is_held_otherwise() -> None:
     for name in states[0]:
         trained, frozen = (one[name].state for one in states)
         assert jax.tree.leaves(trained.master_avals) == jax.tree.leaves(frozen.master_avals)
-        assert trained.copied.keys() == frozen.copied.keys() == ({} if name != "vision.0" else trained.leaves).keys()
+        assert (
+            trained.prepared_avals.keys()
+            == frozen.prepared_avals.keys()
+            == ({} if name != "vision.0" else trained.leaves).keys()
+        )

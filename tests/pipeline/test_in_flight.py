@@ -160,7 +160,7 @@ def test_one_more_than_promised_is_seen() -> None:
 
     def late(op: Op) -> None:
         if op.stage == "llm.2":
-            held[:] = jax.tree.leaves(executor.walker.kept[op.stage, op.microbatch])
+            held[:] = jax.tree.leaves(executor.walker.residuals[op.stage, op.microbatch])
         backward(op)
 
     executor.walker.handlers["B"] = late

@@ -23,8 +23,8 @@ from mmjax.mesh.spmd import Program
 from mmjax.models.graph import multimodal
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.pipeline import zero
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.memory import shard_bytes
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.pipeline.stage_state import StageState
 
 # Every leaf has a dimension that divides by eight, so that nothing is padded or repeated.

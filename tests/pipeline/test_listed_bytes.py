@@ -14,8 +14,8 @@ import pytest
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.world import World
-from mmjax.pipeline.build import PlacedModel, Settings, Shapes
 from mmjax.pipeline.memory import shard_bytes
+from mmjax.pipeline.place import PlacedModel, Settings, TracedStages
 
 TOKENS, CP = 64, 4
 """Tokens of a row of the LLM, nearly all of them an image's; and ranks that share them."""
@@ -28,7 +28,7 @@ def placed(route: str) -> PlacedModel:
     return PlacedModel(parity.MODELS["plain"], layouts, World.planned(6), settings)
 
 
-def traced(model: PlacedModel, *, lists: bool) -> Shapes:
+def traced(model: PlacedModel, *, lists: bool) -> TracedStages:
     """Stages for one row of each module, with lists of as many tokens as a rank has places, or without."""
 
     def of(*shape: int, dtype: Any = np.int32) -> Any:
@@ -45,7 +45,7 @@ def traced(model: PlacedModel, *, lists: bool) -> Shapes:
     inputs["llm"]["weights"] = of(1, TOKENS, dtype=np.float32)
     if lists:
         inputs["vision"]["send_llm"] = of(1, CP * (TOKENS // CP))
-    return model.shapes(inputs)
+    return model.trace(inputs)
 
 
 def arriving(routing: Routing) -> Counter[int]:
@@ -73,7 +73,7 @@ def test_lists_that_no_stage_sends_by_are_refused() -> None:
     """What points through them would read other tokens."""
     inputs = {"vision": {"send_painter": np.zeros((1, 4), np.int32)}}
     with pytest.raises(ValueError, match=r"^vision/send_painter: its tokens go to other modules in whole rows"):
-        placed("leader").shapes(inputs)
+        placed("leader").trace(inputs)
 
 
 def test_the_stage_that_reads_them_sums_no_gradients() -> None:

@@ -15,17 +15,17 @@ from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
-from mmjax.pipeline.build import InputShapes
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import (
     Memory,
-    _Flow,
-    _walk,
+    MicrobatchBytes,
+    _replay,
     memory_by_stage,
     most_loaded,
     residual_bytes,
     shard_bytes,
 )
+from mmjax.pipeline.place import InputShapes
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.watch import measured_residuals
 from mmjax.schedule.validate import ScheduleReport, validate
@@ -116,7 +116,7 @@ def test_memory_by_stage_by_hand() -> None:
     session = Session(NON_COLOCATED)
     shapes = shapes_of(session)
     memory = memory_by_stage(session.placed, session.schedule, shapes)
-    stage, functions = session.placed.stages["llm.1"], session.placed.shapes(shapes[0]).stages["llm.1"]
+    stage, functions = session.placed.stages["llm.1"], session.placed.trace(shapes[0]).stages["llm.1"]
     half = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(stage.state.param_avals))
     rows, length, width = 7 + 1, 20, 24  # 25 samples in 4 microbatches, filled up to a multiple of 4 cells
     count = 4  # the optimizer's update counter, int32
@@ -124,10 +124,10 @@ def test_memory_by_stage_by_hand() -> None:
     assert memory["llm.1"].parameters == 0  # fp32 and dp=1: the masters serve
     assert memory["llm.1"].optimizer - 3 * 4 * half in (count, 2 * count)
     assert memory["llm.1"].gradients == 4 * half  # reduced in place
-    assert memory["llm.1"].residuals == shard_bytes(functions.kept)
+    assert memory["llm.1"].residuals == shard_bytes(functions.residual_avals)
     assert memory["llm.1"].received == 4 * rows * length * width // 2  # ranks of tp share the tokens
     assert memory["llm.1"].inputs == 2 * 4 * (4 * 4 * rows * length)  # twice four microbatches of four arrays
-    assert memory["llm.0"].residuals == 2 * shard_bytes(session.placed.shapes(shapes[0]).stages["llm.0"].kept)
+    assert memory["llm.0"].residuals == 2 * shard_bytes(session.placed.trace(shapes[0]).stages["llm.0"].residual_avals)
 
 
 def test_a_borrowed_weight_is_a_parameter_of_its_borrower() -> None:
@@ -142,8 +142,8 @@ def test_a_borrowed_weight_is_a_parameter_of_its_borrower() -> None:
 def test_nothing_is_left_when_a_step_has_been_counted(case: Case) -> None:
     """What an op is counted to allocate, another is counted to drop; only the next step's inputs are there."""
     session = Session(case)
-    flow = _Flow(session.placed, shapes_of(session)[0], session.schedule.graph)
-    peaks, left = _walk(session.schedule, flow)
+    flow = MicrobatchBytes(session.placed, shapes_of(session)[0], session.schedule.graph)
+    peaks, left = _replay(session.schedule, flow)
     inputs = {(name, "inputs"): case.microbatches * size for name, size in flow.inputs.items()}
     assert {key: size for key, size in left.items() if size} == inputs
     assert all(size >= 0 for size in peaks.values())
@@ -183,12 +183,12 @@ def test_whole_gradients_take_the_memory_of_the_sums_and_give_it_back(case: Case
     for name in ("llm.0", "llm.1"):
         state = session.placed.stages[name].state
         sent = shard_bytes(state.shared_avals(state.borrowed))
-        assert state.whole and bool(sent) == (case == TIED and name == "llm.1")
+        assert state.has_whole_masters and bool(sent) == (case == TIED and name == "llm.1")
         for table in (session.executor.reduce_programs, session.executor.update_programs):
             said = table[name].compiled.memory_analysis()
             allocated = said.output_size_in_bytes - said.alias_size_in_bytes
             assert allocated - sent < 1000 < shard_bytes(state.sums_avals), table[name].name  # tables of pointers
-    assert not session.placed.stages["vision.0"].state.whole  # dp=4
+    assert not session.placed.stages["vision.0"].state.has_whole_masters  # dp=4
 
 
 @pytest.mark.slow

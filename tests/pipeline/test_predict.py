@@ -24,8 +24,8 @@ from mmjax.models.graph import multimodal
 from mmjax.models.llama.module import Llama
 from mmjax.models.module import Block, LayerGroup
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.pipeline.answers import Said
-from mmjax.pipeline.build import PlacedModel, Settings
+from mmjax.pipeline.answers import Answer
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.pipeline.predict import Predictor
 
 LIMIT = 3
@@ -125,7 +125,7 @@ def test_greedy_tokens_are_the_references(case: Case) -> None:
     for (_, inputs), before in zip(batch, given, strict=True):
         for name, array in before.items():
             np.testing.assert_array_equal(inputs[LLM][name], array, err_msg=f"{name} of the caller was overwritten")
-    assert not (made.inputs or made.carry or made.cotangents or made.travelling or made.borrowed or made.states)
+    assert not (made.inputs or made.carry or made.cotangents or made.in_transit or made.borrowed or made.states)
 
 
 # ---- a cache gives what whole rows give ------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_cache_gives_what_whole_rows_give(name: str, monkeypatch: pytest.Monke
     made, batch, starts, states = predictor(case, samples)
     made.load(states)
     cached = made.generate(batch, starts, MORE, ())
-    again = [[Said() for _ in start] for start in starts]
+    again = [[Answer() for _ in start] for start in starts]
     rows = [(signature, {**inputs, LLM: {n: a.copy() for n, a in inputs[LLM].items()}}) for signature, inputs in batch]
     ends = [start.copy() for start in starts]
     for _ in range(MORE):
@@ -235,7 +235,7 @@ def test_drawings_are_the_references(case: Case) -> None:
                     )
                     seen += 1
     assert seen == sum(len(own) for sample in samples for own in sample.noise.values()) > 3
-    assert not (made.inputs or made.carry or made.travelling)
+    assert not (made.inputs or made.carry or made.in_transit)
     assert made.generate(batch, starts, 1, ())  # tokens and drawings in turn
 
 

@@ -138,7 +138,7 @@ def test_registers_hold_the_microbatches_that_the_schedule_promises(traced: Any)
         mine: Counter[Any] = Counter()
         for name, functions_ in functions.items():
             if ops.lane[name] == lane:
-                for aval in functions_.kept:
+                for aval in functions_.residual_avals:
                     kind = (aval.sharding.shard_shape(aval.shape), aval.dtype)
                     mine[kind] += executor.schedule.bound(name)
         most |= mine

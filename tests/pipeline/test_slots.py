@@ -89,7 +89,7 @@ def run(made: SlotPlan, lanes: int) -> tuple[list[Op], dict[LaneBlock, int]]:
             continue
         for arrival in part.arrivals:
             for i, register in enumerate(arrival.registers):
-                if not arrival.over:
+                if not arrival.shared:
                     assert not set(held[register]) - {arrival.lane}
                 held[register][arrival.lane] = (arrival.key, i)
         for slot in part.slots:
@@ -113,10 +113,10 @@ def run(made: SlotPlan, lanes: int) -> tuple[list[Op], dict[LaneBlock, int]]:
             for hop in slot.hops:
                 assert len({a for a, _ in hop.pairs}) == len({b for _, b in hop.pairs}) == len(hop.pairs)
                 for sender, receiver in hop.pairs:
-                    number, array = hop.sent[sender]
+                    number, array = hop.sources[sender]
                     send = slot.ops[sender].sends[number]
                     assert (send.lane, send.blocks[array]) == (receiver, hop.block) and sender != receiver
-                    register, over = hop.received[receiver]
+                    register, over = hop.targets[receiver]
                     assert receiver not in held[register], "what arrives overwrites nothing"
                     assert over or not held[register], "what arrives leaves other lanes' values alone"
                     held[register][receiver] = (send.key, array)

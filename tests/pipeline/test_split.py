@@ -19,9 +19,9 @@ from test_stage import BOTH, PATCHES, ROWS, TOKENS, inputs, place, random_like
 
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spread import TP_DIMENSIONS
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.memory import _Flow, _walk, deferred_bytes, residual_bytes
+from mmjax.pipeline.memory import MicrobatchBytes, _replay, deferred_bytes, residual_bytes
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.pipeline.split import SplitFunctions, _Tap
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.trees import by_name, nested
@@ -42,8 +42,8 @@ def wide(remat: str = "none", tied: bool = False) -> Any:
 
 def both_ways(placed: PlacedModel, stage: str) -> tuple[StageFunctions, SplitFunctions]:
     """A stage's functions with a whole and with a split backward."""
-    whole = placed.shapes(inputs()).stages[stage]
-    split = placed.shapes(inputs(), placed.graph.with_split()).stages[stage]
+    whole = placed.trace(inputs()).stages[stage]
+    split = placed.trace(inputs(), placed.graph.with_split()).stages[stage]
     assert isinstance(split, SplitFunctions) and not isinstance(whole, SplitFunctions)
     return whole, split
 
@@ -104,10 +104,10 @@ def test_b_and_w_together_are_the_backward(
     )
 
     (out, kept), forward = compiled(whole.forward, params, given, carry)
-    received = carry if whole.keeps_carry else {}
+    received = carry if whole.backward_reads_carry else {}
     (want, want_carry), backward = compiled(whole.backward, params, sums, given, received, kept, cotangent)
     (same, kept), tapped = compiled(split.forward, params, given, carry)
-    received = carry if split.keeps_carry else {}
+    received = carry if split.backward_reads_carry else {}
     (part, got_carry, deferred), b = compiled(
         split.backward, params, split.backward_part(sums), given, received, kept, cotangent
     )
@@ -160,9 +160,9 @@ def test_handles_leave_nothing_behind_and_no_product_to_b(stage: str, remat: str
     stored = both_ways(with_opens(place(model), stage, lambda _: rounded), stage)
     size = lambda avals: sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)  # noqa: E731
     for one, other in zip(plain, stored, strict=True):
-        assert size(other.kept) <= size(one.kept)
+        assert size(other.residual_avals) <= size(one.residual_avals)
     assert by_name(plain[1].weights_avals[0]) == by_name(stored[1].weights_avals[0])
-    assert plain[1].deferred == stored[1].deferred and plain[1].deferred
+    assert plain[1].deferred_avals == stored[1].deferred_avals and plain[1].deferred_avals
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_a_handle_has_the_gradient_of_what_is_stored(stage: str) -> None:
 
     def gradients(functions: StageFunctions, params: Any) -> tuple[Any, Any, Any]:
         out, kept = jax.jit(functions.forward)(params, given, carry)
-        received = carry if functions.keeps_carry else {}
+        received = carry if functions.backward_reads_carry else {}
         new, grads, *deferred = jax.jit(functions.backward)(
             params, functions.backward_part(sums), given, received, kept, cotangent
         )
@@ -223,7 +223,7 @@ def taps(layouts: dict[str, Layout], model: str, frozen: tuple[str, ...] = ()) -
     """By stage, what is tapped."""
     settings = Settings(optimizers=parity.optimizers(Case(model=model, frozen=frozen)), total_steps=1)
     placed = PlacedModel(parity.MODELS[model], layouts, parity.world(), settings)
-    stages = placed.shapes(inputs(), placed.graph.with_split()).stages
+    stages = placed.trace(inputs(), placed.graph.with_split()).stages
     return {name: set(by_name(s.weights_avals[0])) for name, s in stages.items()}
 
 
@@ -244,7 +244,7 @@ def test_what_one_product_reads_is_left_to_w() -> None:
 def test_a_weight_that_two_products_read_is_left_to_b() -> None:
     model = toy.placed(dict.fromkeys(toy.MODULES, Layout()), toy.optimizers())
     shapes = dict(toy.batch(0, (1,)))[("eye", 1),]
-    functions = model.shapes(shapes, model.graph.with_split()).stages["llm.0"]
+    functions = model.trace(shapes, model.graph.with_split()).stages["llm.0"]
     assert set(by_name(functions.weights_avals[0])) == {"llm/layers/up", "llm/layers/down"}
     assert "llm/ends/up" in by_name(functions.backward_avals[1])
 
@@ -311,5 +311,5 @@ def test_what_lives_is_what_validate_promises(schedule: str) -> None:
     assert {name: max(ranks.values()) for name, ranks in measured.items()} == promised
     if schedule == "gpipe":
         assert any(promised[name] == 3 * held[1][name] > 3 * held[0][name] for name in promised)
-    _, left = _walk(executor.schedule, _Flow(model, shapes[1], graph))
+    _, left = _replay(executor.schedule, MicrobatchBytes(model, shapes[1], graph))
     assert not any(size for (_, kind), size in left.items() if kind == "residuals")

@@ -25,11 +25,11 @@ from jax import lax
 from mmjax.mesh.layout import Layout
 from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.pipeline.memory import shard_bytes
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.pipeline.residuals import ResidualError
-from mmjax.pipeline.stage import Output, Residual, StageFunctions, _Linear
+from mmjax.pipeline.stage import Output, Residual, StageFunctions, _TracedVjp
 
 ROWS, PATCHES, TOKENS = 4, 56, 44
 BOTH = Layout(dp=2, tp=2)
@@ -73,7 +73,7 @@ def traced(
     """The placed model and its stage functions by stage name; read only."""
     model = parity.model_with(vision={"remat": remat}, llm={"remat": remat, "tied": tied})
     placed = place(model, frozen=frozen, dtype=dtype, sp=sp)
-    return placed, dict(placed.shapes(inputs()).stages)
+    return placed, dict(placed.trace(inputs()).stages)
 
 
 def trace(**changes: Any) -> Functions:
@@ -97,7 +97,7 @@ def test_a_stage_is_traced_once_forward_and_once_backward(monkeypatch: pytest.Mo
             return plain(self, *args)
 
         monkeypatch.setattr(StageFunctions, name, counted)
-    stages = dict(place().shapes(inputs()).stages)
+    stages = dict(place().trace(inputs()).stages)
     for name, functions in stages.items():
         for program in StagePrograms(name, functions).programs:
             program.lower()
@@ -135,9 +135,9 @@ FAST = {
 def test_no_residual_has_the_size_of_a_parameter(dtype: str, remat: str, tied: bool, frozen: tuple[str, ...]) -> None:
     placed, stages = traced(remat, tied, frozen, dtype)
     for name, functions in stages.items():
-        assert functions.has_backward and not functions._again
+        assert functions.has_backward and not functions._recomputed
         shapes, copies = parameter_shapes(placed, name), BOTH.size
-        for aval in functions.kept:
+        for aval in functions.residual_avals:
             stacked, *local = aval.shape
             assert copies % stacked == 0
             for shape in (local, local[1:]):
@@ -169,7 +169,7 @@ def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak
     model = replace(own.model, forward=lambda params, *args: forward(change(params), *args))
     placed.places[stage] = replace(own, model=model)
     with pytest.raises(ResidualError, match=rf"stage {stage}: backward would need float32\[.*alone \((vision|llm).*/"):
-        placed.shapes(inputs())
+        placed.trace(inputs())
 
 
 def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
@@ -189,8 +189,10 @@ def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
 
 @pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
 def test_small_residuals_of_parameters_alone_are_computed_again(stage: str) -> None:
-    functions = squared_last(place(), stage).shapes(inputs()).stages[stage]
-    assert functions._again and [a.shape for a in functions.kept] == [a.shape for a in trace()[stage].kept]
+    functions = squared_last(place(), stage).trace(inputs()).stages[stage]
+    assert functions._recomputed and [a.shape for a in functions.residual_avals] == [
+        a.shape for a in trace()[stage].residual_avals
+    ]
 
 
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
@@ -203,7 +205,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation * given["weights"])},
     )
     placed.places["llm.1"] = replace(own, model=model)
-    kept = placed.shapes(inputs()).stages["llm.1"].kept
+    kept = placed.trace(inputs()).stages["llm.1"].residual_avals
     assert [a.shape for a in kept if math.prod(a.shape[1:]) % 11] == []
 
 
@@ -214,46 +216,46 @@ def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
     trained, frozen = trace(), trace(frozen=("llm",))
     for stage in ("llm.0", "llm.1"):
         assert frozen[stage].has_backward and not frozen[stage].state.trainable
-        assert 0 < size(frozen[stage].kept) < 0.8 * size(trained[stage].kept)
+        assert 0 < size(frozen[stage].residual_avals) < 0.8 * size(trained[stage].residual_avals)
         assert jax.tree.leaves(frozen[stage].backward_avals[1]) == []
-    assert size(frozen["vision.0"].kept) == size(trained["vision.0"].kept)
+    assert size(frozen["vision.0"].residual_avals) == size(trained["vision.0"].residual_avals)
 
 
 def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward() -> None:
     placed, stages = traced(frozen=("vision", "vision_projector"))
-    assert not stages["vision.0"].has_backward and stages["vision.0"].kept == []
-    assert not stages["vision.0"].keeps_carry
+    assert not stages["vision.0"].has_backward and stages["vision.0"].residual_avals == []
+    assert not stages["vision.0"].backward_reads_carry
     assert not placed.graph.stage("vision.0").backward
     assert [edge.gradient for edge in placed.graph.edges] == [False, True]
-    assert stages["llm.0"].wanted_carry == frozenset() and stages["llm.0"].has_backward
+    assert stages["llm.0"].gradient_sources == frozenset() and stages["llm.0"].has_backward
     assert jax.eval_shape(stages["vision.0"].forward, *stages["vision.0"].forward_avals)[1] == []
 
 
 def test_a_frozen_encoder_keeps_only_what_its_projector_needs() -> None:
     trained, frozen = trace()["vision.0"], trace(frozen=("vision",))["vision.0"]
     assert frozen.has_backward and frozen.state.trainable == {"vision_projector"}
-    assert 0 < size(frozen.kept) < 0.25 * size(trained.kept)
-    assert all(a.shape[0] == BOTH.dp or a.shape[0] == BOTH.size for a in frozen.kept)
+    assert 0 < size(frozen.residual_avals) < 0.25 * size(trained.residual_avals)
+    assert all(a.shape[0] == BOTH.dp or a.shape[0] == BOTH.size for a in frozen.residual_avals)
 
 
 def test_remat_policies_order_the_bytes_that_are_kept() -> None:
     policies = [trace(remat=remat) for remat in ("none", "dots", "full")]
     for stage in ("vision.0", "llm.0", "llm.1"):
-        none, dots, full = (size(stages[stage].kept) for stages in policies)
+        none, dots, full = (size(stages[stage].residual_avals) for stages in policies)
         assert 0 < full < 0.7 * dots < 0.49 * none, (none, dots, full)
 
 
 def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
     """What differs between tp ranks has a copy per rank, what they all have has one per dp rank."""
     for functions in trace(sp=False).values():
-        assert {aval.shape[0] for aval in functions.kept} == {BOTH.dp, BOTH.size}
+        assert {aval.shape[0] for aval in functions.residual_avals} == {BOTH.dp, BOTH.size}
 
 
 def test_ranks_that_share_tokens_keep_their_own_between_blocks() -> None:
     """With `full`, a layer keeps its input alone; what the head keeps are a few numbers a token."""
     shared, whole = (trace(remat="full", sp=sp) for sp in (True, False))
     for stage in ("llm.0", "llm.1"):
-        inputs_of = [sum(shard_bytes(a) for a in of[stage].kept if a.ndim > 3) for of in (shared, whole)]
+        inputs_of = [sum(shard_bytes(a) for a in of[stage].residual_avals if a.ndim > 3) for of in (shared, whole)]
         assert inputs_of[1] == 2 * inputs_of[0] > 0
     assert shared["vision.0"].out.activation.sharding.shard_shape((ROWS, 7, 24)) == (ROWS // BOTH.dp, 7, 24)
     spans = [shard_bytes(of["llm.0"].out.activation) for of in (shared, whole)]
@@ -267,7 +269,7 @@ def test_blocks_gather_and_scatter_tokens_in_place_of_sums(overlap: bool) -> Non
     layouts = {"vision": replace(BOTH, sp=False), "llm": replace(BOTH, pp=2, overlap=overlap)}
     model = parity.model_with(llm={"layers": 4, "remat": "dots"})
     settings = Settings(optimizers={module: OptimizerConfig() for module in model.modules}, total_steps=1)
-    functions = PlacedModel(model, layouts, parity.world(), settings).shapes(inputs()).stages["llm.0"]
+    functions = PlacedModel(model, layouts, parity.world(), settings).trace(inputs()).stages["llm.0"]
     pairs = ((functions.forward, functions.forward_avals), (functions.backward, functions.backward_avals))
     forward, backward = (kinds(jax.jit(function).lower(*avals).compile().as_text() or "") for function, avals in pairs)
     exchanges = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
@@ -292,7 +294,7 @@ def test_host_inputs_are_not_kept() -> None:
         # Loss weights have the shape of the losses, which are kept.
         given = {name: a for name, a in functions.forward_avals[1].items() if name != "weights"}
         own = {(a.shape[1:], a.dtype) for a in given.values()}
-        assert not [a for a in functions.kept if (a.shape[2:], a.dtype) in own]
+        assert not [a for a in functions.residual_avals if (a.shape[2:], a.dtype) in own]
 
 
 @pytest.mark.parametrize("frozen", [(), ("llm",)], ids="-".join)
@@ -308,12 +310,12 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
         return {"loss": jnp.sum(activation * given["weights"])}
 
     placed.places["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
-    stages = placed.shapes(inputs()).stages
-    assert stages["llm.1"].keeps_carry == (not frozen)
+    stages = placed.trace(inputs()).stages
+    assert stages["llm.1"].backward_reads_carry == (not frozen)
     received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
     assert received == ([] if frozen else [stages["llm.0"].out.activation.shape])
-    assert size(stages["llm.1"].kept) < size([stages["llm.0"].out.activation]) / 2
-    assert not stages["llm.0"].keeps_carry  # picking modality tokens is linear
+    assert size(stages["llm.1"].residual_avals) < size([stages["llm.0"].out.activation]) / 2
+    assert not stages["llm.0"].backward_reads_carry  # picking modality tokens is linear
 
 
 def test_received_activations_are_given_again_where_backward_reads_one_of_them() -> None:
@@ -328,13 +330,13 @@ def test_received_activations_are_given_again_where_backward_reads_one_of_them()
     placed.places["llm.0"] = replace(own, model=replace(own.model, forward=forward))
     (_, numbers), *_ = toy.batch(0, (1,))
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
-    functions = placed.shapes(avals).stages["llm.0"]
-    assert functions.keeps_carry and functions.backward_avals[3].keys() == {"eye.0", "ear.0"}
+    functions = placed.trace(avals).stages["llm.0"]
+    assert functions.backward_reads_carry and functions.backward_avals[3].keys() == {"eye.0", "ear.0"}
 
 
 def test_an_unsplit_backward_leaves_nothing_for_later() -> None:
     functions = trace()["llm.0"]
-    assert functions.deferred == [] and functions.weights_part(functions.state.sums_avals) == {}
+    assert functions.deferred_avals == [] and functions.weights_part(functions.state.sums_avals) == {}
     assert functions.weights_avals == ({}, [])
     with pytest.raises(TypeError, match=r"^stage llm\.0: its backward is not split$"):
         print(functions.weights)
@@ -356,13 +358,13 @@ def test_a_loop_may_start_from_a_parameter() -> None:
         predict=lambda params, given, activation, *_: activation * loop(params, given),
     )
     placed.places["llm.1"] = replace(own, model=model)
-    functions = placed.shapes(inputs()).stages["llm.1"]
+    functions = placed.trace(inputs()).stages["llm.1"]
     assert functions.infer.abstract(*functions.forward_avals).result.shape == (ROWS, TOKENS)
 
 
 def test_residuals_cannot_be_changed() -> None:
     aval: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
-    for one, name in ((Residual(aval, P()), "aval"), (_Linear(None, [], [], ({}, {})), "structure")):
+    for one, name in ((Residual(aval, P()), "aval"), (_TracedVjp(None, [], [], ({}, {})), "structure")):
         with pytest.raises(FrozenInstanceError):
             setattr(one, name, None)
 
@@ -386,7 +388,7 @@ def test_backward_is_the_derivative_of_forward(stage: str, squared: bool) -> Non
     }
     shapes["vision"] = {n: jax.ShapeDtypeStruct((2, 8, *a.shape[2:]), a.dtype) for n, a in shapes["vision"].items()}
     placed = squared_last(place(), stage) if squared else traced("dots")[0]
-    functions, rng = placed.shapes(shapes).stages[stage], np.random.default_rng(0)
+    functions, rng = placed.trace(shapes).stages[stage], np.random.default_rng(0)
     params, sums, given, carry, _, _ = functions.backward_avals
     carry = functions.forward_avals[2]
     params, sums, carry = (jax.tree.map(lambda a: random_like(a, rng), tree) for tree in (params, sums, carry))
@@ -400,7 +402,7 @@ def test_backward_is_the_derivative_of_forward(stage: str, squared: bool) -> Non
 
     out, kept = jax.jit(functions.forward)(params, given, carry)
     new, grads = jax.jit(functions.backward)(
-        params, sums, given, carry if functions.keeps_carry else {}, kept, Output(cotangent, None)
+        params, sums, given, carry if functions.backward_reads_carry else {}, kept, Output(cotangent, None)
     )
 
     dense = parity.world().submesh(Layout(), 0)

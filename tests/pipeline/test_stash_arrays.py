@@ -169,7 +169,7 @@ def test_what_was_received_waits_with_the_rest() -> None:
     executor = session.executor
     assert isinstance(executor, Executor)
     (programs,) = (own for (name, _), own in executor.stage_programs.items() if name == "vision.1")
-    assert programs.functions.keeps_carry
+    assert programs.functions.backward_reads_carry
     with measured_residuals(executor) as most:
         session.step(0)
     assert max(most["vision.1"].values()) == session.parts.report.residual_bytes["vision.1"]
@@ -189,7 +189,9 @@ def test_a_stash_has_ended_when_every_array_is_there() -> None:
     def around(op: Op) -> Iterator[None]:
         yield
         if op.kind == "stash":
-            made = jax.tree.leaves((walker.kept[op.stage, op.microbatch], walker.carry.get((op.stage, op.microbatch))))
+            made = jax.tree.leaves(
+                (walker.residuals[op.stage, op.microbatch], walker.carry.get((op.stage, op.microbatch)))
+            )
             assert made and {id(one) for one in jax.tree.leaves(walker.end(op))} == {id(one) for one in made}
             assert {one.sharding.memory_kind for one in made} == {HOST}
             seen.add(op)

@@ -22,11 +22,11 @@ def test_bytes_of_a_hundred_parameters_of_which_sixty_are_trained(
 ) -> None:
     held, optimizer = state_bytes(100, 60, item=item, shards=shards), masters + moments
     assert (held.copies, held.optimizer, held.sums, held.reduced) == (copies, optimizer, 4 * 60, reduced)
-    assert (held.masters, held.moments, held.served) == (masters, moments, served)
+    assert (held.masters, held.moments, held.direct) == (masters, moments, served)
     assert held.frozen == 40 * item / shards
     assert state_bytes(100, 60, item=item, gradient=2, shards=shards).sums == 2 * 60
     kinds = ({}, {"optimizer": True}, {"parameters": True}, {"optimizer": True, "parameters": True})
-    away = [held.away(OffloadConfig(**own)) for own in kinds]
+    away = [held.offloaded(OffloadConfig(**own)) for own in kinds]
     gone, parameters = optimizer - served, copies + served
     assert away == [(0, 0), (gone, 0), (0, parameters), (gone, parameters)]
 
@@ -53,4 +53,4 @@ def test_what_is_frozen_may_be_held_in_another_dtype(
     item: int, frozen: int, shards: int, optimizer: int, copies: int, served: int
 ) -> None:
     held = state_bytes(100, 0, item=item, shards=shards, frozen=frozen)
-    assert (held.optimizer, held.frozen, held.copies, held.served) == (optimizer, optimizer, copies, served)
+    assert (held.optimizer, held.frozen, held.copies, held.direct) == (optimizer, optimizer, copies, served)

@@ -12,8 +12,8 @@ import toy
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.module import Loss
-from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor, StagePrograms, StepResult, loss_seeds
+from mmjax.pipeline.place import PlacedModel
 from mmjax.schedule.ops import Op
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
@@ -74,7 +74,7 @@ def test_programs_of_a_stage_are_listed_in_the_order_in_which_they_run() -> None
     placed = model()
     (_, numbers), *_ = toy.batch(0, (1,))
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
-    for shapes, kinds in ((placed.shapes(avals), "FB"), (placed.shapes(avals, placed.graph.with_split()), "FBW")):
+    for shapes, kinds in ((placed.trace(avals), "FB"), (placed.trace(avals, placed.graph.with_split()), "FBW")):
         programs = StagePrograms("eye.0", shapes.stages["eye.0"]).programs
         assert [program.name for program in programs] == [f"{kind} eye.0" for kind in kinds]
 

@@ -16,8 +16,8 @@ from parity import Case, Session
 
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
 from mmjax.mesh.layout import Layout
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.trees import by_name
 from mmjax.schedule.ops import Op

@@ -20,9 +20,9 @@ import toy
 from mmjax import reference
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline import zero
-from mmjax.pipeline.build import PlacedModel
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.trees import by_name
@@ -372,7 +372,7 @@ def watch_sums(executor: Executor) -> None:
 def assert_nothing_is_left(executor: Executor) -> None:
     """After a step no buffer of it is held, and the gradient sums are 0 again."""
     run = executor._run
-    held = (run.inputs, run.carry, run.cotangents, run.travelling, run.kept, run.deferred)
+    held = (run.inputs, run.carry, run.cotangents, run.in_transit, run.residuals, run.deferred)
     held += (run.reduced, run.rows, run.params)
     assert held == ({},) * len(held) and not run.losses and not run.totals
     assert executor.sums.keys() == {node.name for node in executor.placed.graph.stages if node.backward}

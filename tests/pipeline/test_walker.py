@@ -82,11 +82,11 @@ def test_only_a_process_with_the_receiver_keeps_what_was_moved(source: bool, tar
     made.signatures = [()]
     key = (EDGE, 0, False)
     if source:
-        made.travelling[key] = (np.ones(2),)
+        made.in_transit[key] = (np.ones(2),)
     made.move(MOVE)
-    assert (key in made.travelling) == target
+    assert (key in made.in_transit) == target
     if target:
-        assert [x.tolist() for x in made.travelling[key]] == ([[2.0, 2.0]] if source else [])
+        assert [x.tolist() for x in made.in_transit[key]] == ([[2.0, 2.0]] if source else [])
 
 
 def test_weights_of_a_tie_leave_with_the_states_that_own_them() -> None:
@@ -97,4 +97,4 @@ def test_weights_of_a_tie_leave_with_the_states_that_own_them() -> None:
     )
     with mock.patch("mmjax.pipeline.walker.moved", lambda x, _: x):
         made.lend({"llm.0": {"master": {"embed": 1.0, "other": 2.0}}})  # pyright: ignore[reportArgumentType]
-    assert made.travelling == {("embed", ONCE, False): 1.0}
+    assert made.in_transit == {("embed", ONCE, False): 1.0}

@@ -22,8 +22,8 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.vit.module import VisionTransformer
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate

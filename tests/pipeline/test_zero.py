@@ -24,8 +24,8 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.parameters import Leaf
 from mmjax.optimizer import moments
 from mmjax.pipeline import zero
-from mmjax.pipeline.build import PlacedModel, Settings
-from mmjax.pipeline.stage_state import module_of_moment
+from mmjax.pipeline.place import PlacedModel, Settings
+from mmjax.pipeline.state_shapes import module_of_moment
 from mmjax.pipeline.zero import ZeroLeaf
 
 # By what they are good for: two stages with a padded vocabulary, many dp ranks, dp that divides next to nothing.

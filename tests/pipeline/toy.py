@@ -30,9 +30,9 @@ from mmjax.models.module import Loss
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.build import PlacedModel, Settings
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import validate

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmjax.config import load_config
 from mmjax.config.flags import parse_flags
 from mmjax.configurable import ConfigError
-from mmjax.mesh.company import Processes, find_processes
+from mmjax.mesh.process_group import Processes, find_processes
 from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "digits_vlm.gin")

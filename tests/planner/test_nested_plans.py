@@ -186,7 +186,7 @@ def test_once_a_step_all_lanes_are_one_group() -> None:
         replace(
             estimated(work, {**layouts, "vision": layout}, 4, schedule="gpipe"), clock=clock(work, far)
         ).costs.seconds
-        for layout in (layouts["vision"], layouts["vision"].spanned)
+        for layout in (layouts["vision"], layouts["vision"].across_lanes)
     )
     once = {kind: laned[kind, "vision.0", False] for kind in ("prepare", "reduce")}
     assert once == {kind: wide[kind, "vision.0", False] for kind in once} and min(once.values()) > 0

@@ -78,7 +78,7 @@ def test_a_value_that_is_not_finite_is_named_and_never_saved(tiny_run: Path, tmp
 
 
 def test_only_updates_in_a_row_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmjax.train.soundness.first_unsound", lambda placed, states: "")
+    monkeypatch.setattr("mmjax.train.soundness.first_nonfinite", lambda placed, states: "")
     for most, ends in ((2, [6]), (3, []), (0, [])):
         ended, soundness = [], Soundness(None, dict, max_skipped=most)  # type: ignore[arg-type]
         for step, skipped in enumerate((True, False, True, False, True, True, False), start=1):

@@ -221,7 +221,7 @@ def test_limit_of_a_step(seconds: float, steps: tuple[float, ...], limit: float)
 def test_stacks_are_written_where_the_news_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_file", None)
     stacks.dump()  # nowhere
-    stacks.keep_in(tmp_path, 3)
+    stacks.write_to(tmp_path, 3)
     company = Company(1)
     company.dispatch(0, 1, into=OPS[0])
     company.wait(13)
@@ -251,16 +251,16 @@ def test_ends_are_looked_for_often_while_a_step_is_timed() -> None:
     ends = Ends({}, lambda: 0.0)
     for step, op in ((1, OPS[0]), (2, "step")):  # a step that is one program has no times
         ends.begin_step(step, timed=True)
-        assert ends.look() is None and ends.wake.is_set()
+        assert ends.poll() is None and ends.wake.is_set()
         ends.begin(op)
         Program.newest_end = end = End()  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
         ends.dispatched(op)
         ends.end_step()
         end.ready = True
-        times = ends.look()
+        times = ends.poll()
         assert (times is not None) == (step == 1) and not ends.wake.is_set()
     ends.begin_step(3, timed=False)
-    ends.look()
+    ends.poll()
     assert not ends.wake.is_set() and ends.ended == 2
 
 
@@ -276,14 +276,14 @@ def test_two_timed_steps_at_once() -> None:
             made.append(end)
         ends.end_step()
         if step == 2:
-            assert ends.look() is None
+            assert ends.poll() is None
             for end in made:
                 end.ready = True
-    times = ends.look()
+    times = ends.poll()
     assert times and times.step == 1
     for end in made:
         end.ready = True
-    times = ends.look()
+    times = ends.poll()
     assert times and (times.step, times.ops) == (3, [*OPS[:2]]) and ends.ended == 6
 
 
@@ -302,6 +302,6 @@ def test_ends_keep_nothing_alive() -> None:
     ends.end_step()
     result.block_until_ready()
     Program.newest_end.block_until_ready()
-    times = ends.look()
+    times = ends.poll()
     assert times and times.ops == [OPS[0]] and set(times.ended[OPS[0]]) == {0}
     assert ends.ended == 1 and not ends._running and ends.oldest(numbers_of(OPS)) is None

@@ -1,4 +1,4 @@
-"""Finds which layouts have lanes, and which lane a stage is on. Imports no JAX, so that errors are reported at once."""
+"""Finds the lanes of layouts, and the lane of a stage. Imports no JAX, so that errors are reported at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SHARED = ("dp", "cp", "tp", "optimizer_instances")
 
 
 def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
-    """The layout whose stage submeshes are the lanes: the pipelined module's, the LLM's if there are several.
+    """The layout whose stage submeshes are the lanes: the pipelined module's, or the LLM's if there are several.
 
-    Every module must be on all ranks of that layout with ``pp=1``, in degrees of its own, or on lanes in their degrees.
+    Every module must be on all ranks of this layout with ``pp=1`` and any degrees, or on its lanes in their degrees.
 
     Raises:
-      ConfigError: a module is neither; one line that names the field and a legal value.
+      ConfigError: a module is on neither; the message is one line with the field and a legal value.
     """
     order = [LLM, *(name for name in layouts if name != LLM)]
     owner = next((name for name in order if name in layouts and layouts[name].pp > 1), LLM)
@@ -42,7 +42,7 @@ def _fits(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> bool:
 
 
 def lane_of(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> int | None:
-    """The lane that a stage on these ranks is on; ``None`` if its ranks or degrees are not a lane's."""
+    """The lane of a stage on these ranks; ``None`` if its ranks or degrees are not those of a lane."""
     if any(getattr(layout, field) != getattr(lanes, field) for field in SHARED):
         return None
     return next((lane for lane in range(lanes.pp) if lanes.stage_ranks(lane) == ranks), None)

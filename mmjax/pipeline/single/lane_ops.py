@@ -1,8 +1,8 @@
-"""A step's ops on lanes: which values each op reads, makes and sends, and the function that it runs.
+"""A step's ops on lanes: the values that each op reads, writes and sends, and its function.
 
-The same stage functions as everywhere run here on local shards, with ``pp`` as one more mesh axis. All values on lanes
-are typed as varying over ``pp``, parameters too; otherwise autodiff inside a branch that one lane alone takes would sum
-gradients over all lanes. Edges need no ops of their own: a value leaves its lane when the slot of its op ends.
+The stage functions run on local shards, with ``pp`` as an additional mesh axis. All values on lanes, parameters too,
+are typed as varying over ``pp``; otherwise autodiff inside the branch of one lane would sum gradients over all lanes.
+Edges need no ops: a value leaves its lane when the slot of its op ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.transfer import Transfer
-from mmjax.pipeline.build import PlacedModel, Shapes
+from mmjax.pipeline.place import PlacedModel, TracedStages
 from mmjax.pipeline.single.lanes import LaneBlock, Lanes, assign, zeros
 from mmjax.pipeline.single.slots import Across, Key, Place, Register, Send, SlotOp, SlotPlan, plan
 from mmjax.pipeline.stage import Output, StageFunctions
@@ -26,8 +26,8 @@ from mmjax.schedule.ops import ONCE, Op, Schedule
 
 Values = Mapping[Key, list[jax.Array]]
 """The leaves of values, by key."""
-Made = tuple[dict[Key, list[jax.Array]], list[list[jax.Array]]]
-"""The leaves that an op writes, by key, and those that it sends, in the order of its sends."""
+OpResults = tuple[dict[Key, list[jax.Array]], list[list[jax.Array]]]
+"""The leaves that an op writes, by key, and the leaves that it sends, in the order of its sends."""
 
 STATE = ("master", "opt")
 
@@ -43,11 +43,11 @@ class LaneOps:
       input_registers: all numbered blocks of host inputs.
     """
 
-    def __init__(self, placed: PlacedModel, schedule: Schedule, lanes: Lanes, traced: Shapes):
+    def __init__(self, placed: PlacedModel, schedule: Schedule, lanes: Lanes, traced: TracedStages):
         """Plans the step.
 
         Raises:
-          ValueError: when the schedule has an op that has no meaning here.
+          ValueError: when the schedule has an op that one program cannot contain.
         """
         self.placed, self.schedule, self.lanes, self.traced = placed, schedule, lanes, traced
         self.graph = schedule.graph
@@ -82,7 +82,7 @@ class LaneOps:
                 avals = self._functions(name).forward_avals[1]
                 by_lane[lane] |= {(module, key): LaneBlock.of(aval) for key, aval in avals.items()}
         numbered = assign([list(blocks.values()) for blocks in by_lane])
-        places = [dict(zip(own, n, strict=True)) for own, n in zip(by_lane, numbered, strict=True)]
+        places = [dict(zip(blocks, n, strict=True)) for blocks, n in zip(by_lane, numbered, strict=True)]
         result = {}
         for name, lane in self.lane.items():
             if lane is not None:
@@ -120,9 +120,9 @@ class LaneOps:
         return on_lanes[op.kind](op)
 
     def _item(self, op: Op, reads: list[Key], writes: Any, drops: list[Key], sends: list[Send]) -> SlotOp | Across:
-        """The op on its lane; for a stage that spans all lanes, with only the values from and for lanes."""
+        """The op on its lane; for a stage that spans all lanes, only the values from and to lanes."""
         lane = self.lane[op.stage]
-        if lane is None:  # a backward finds what its forward received where that op has left it
+        if lane is None:  # a backward already has its forward's activations
             kind = "carry" if op.kind == "F" else "cotangent"
             takes = tuple(key for key in reads if key[0] == kind and self._from_lane(key))
             return Across(op=op, takes=takes, gives=tuple(send for send in sends if send.lane is not None))
@@ -135,8 +135,12 @@ class LaneOps:
 
     def _forward_item(self, op: Op) -> SlotOp | Across:
         functions, carry = self._functions(op.stage), self.carry_keys(op)
-        writes = {("kept", op.stage, op.microbatch): _blocks(functions.kept)} if functions.has_backward else {}
-        drops = carry if not (functions.has_backward and functions.keeps_carry) else []
+        writes = (
+            {("residuals", op.stage, op.microbatch): _blocks(functions.residual_avals)}
+            if functions.has_backward
+            else {}
+        )
+        drops = carry if not (functions.has_backward and functions.backward_reads_carry) else []
         sends = []
         for edge in self.graph.out_edges(op.stage):
             block = LaneBlock.of(self._functions(edge.dst).forward_avals[2][op.stage])
@@ -151,32 +155,36 @@ class LaneOps:
 
     def _backward_item(self, op: Op) -> SlotOp | Across:
         functions, cotangents = self._functions(op.stage), self.cotangent_keys(op)
-        kept, sums = ("kept", op.stage, op.microbatch), ("sums", op.stage)
-        carry = self.carry_keys(op) if functions.keeps_carry else []
+        residuals, sums = ("residuals", op.stage, op.microbatch), ("sums", op.stage)
+        carry = self.carry_keys(op) if functions.backward_reads_carry else []
         state = self._state(op.stage)
-        reads = [*self._param_keys(op.stage), *carry, kept, *cotangents]
+        reads = [*self._param_keys(op.stage), *carry, residuals, *cotangents]
         reads += [sums] if op.stage in self._summed else []
         writes = {sums: _blocks(state.sums_avals)} if state.trainable else {}
-        writes |= {("deferred", op.stage, op.microbatch): _blocks(functions.deferred)} if functions.deferred else {}
+        writes |= (
+            {("deferred", op.stage, op.microbatch): _blocks(functions.deferred_avals)}
+            if functions.deferred_avals
+            else {}
+        )
         self._summed |= {op.stage} if state.trainable else set()
         sends = []
         for edge in self._returning(op.stage):
-            own = functions.forward_avals[2][edge.src]
-            block = self._sent(op.stage, own, LaneBlock.of(self._functions(edge.src).out.activation))
+            gradient = functions.forward_avals[2][edge.src]
+            block = self._sent(op.stage, gradient, LaneBlock.of(self._functions(edge.src).out.activation))
             key = ("cotangent", edge.src, op.microbatch, edge.name)
             sends.append(Send(key=key, blocks=(block,), lane=self.lane[edge.src]))
-        return self._item(op, reads, writes, [kept, *carry, *cotangents], sends)
+        return self._item(op, reads, writes, [residuals, *carry, *cotangents], sends)
 
     def _weights_item(self, op: Op) -> SlotOp | Across:
         sums, deferred = ("sums", op.stage), ("deferred", op.stage, op.microbatch)
-        if not self._functions(op.stage).deferred:  # no trained weight is tapped
+        if not self._functions(op.stage).deferred_avals:  # no trained weight is tapped
             return self._item(op, [], {}, [], [])
         writes = {sums: _blocks(self._state(op.stage).sums_avals)}
         return self._item(op, [sums, deferred], writes, [deferred], [])
 
-    def _sent(self, sender: str, own: Any, received: LaneBlock) -> LaneBlock:
-        """The block of a value that is sent: the sender's own where it is on a lane, else the receiver's."""
-        return LaneBlock.of(own) if self.lane[sender] is not None else received
+    def _sent(self, sender: str, aval: Any, received: LaneBlock) -> LaneBlock:
+        """The block of a sent value: of its aval at the sender if that is on a lane, else the receiver's block."""
+        return LaneBlock.of(aval) if self.lane[sender] is not None else received
 
     def _returning(self, stage: str) -> list[EdgeNode]:
         return [edge for edge in self.graph.in_edges(stage) if edge.gradient]
@@ -185,8 +193,8 @@ class LaneOps:
         state = self._state(op.stage)
         if state.prepare_is_identity:
             return []
-        borrowed = self._borrowed_keys(op.stage, served=False)
-        writes = {("params", op.stage): _blocks(state.copied)}
+        borrowed = self._borrowed_keys(op.stage, direct=False)
+        writes = {("params", op.stage): _blocks(state.prepared_avals)}
         return [self._item(op, [("master", op.stage), *borrowed], writes, borrowed, [])]
 
     def _reduce(self, op: Op) -> list[SlotOp | Across]:
@@ -216,11 +224,11 @@ class LaneOps:
     # ---- names of values ---------------------------------------------------------------------------------------------
 
     def carry_keys(self, op: Op) -> list[Key]:
-        """Keys of the activations that an F receives."""
+        """Keys of the activations that a forward receives."""
         return [("carry", op.stage, op.microbatch, edge.src) for edge in self.graph.in_edges(op.stage)]
 
     def cotangent_keys(self, op: Op) -> list[Key]:
-        """Keys of the cotangents that a B receives, in the order in which the schedule adds them up."""
+        """Keys of the cotangents that a backward receives, in the order in which the schedule adds them up."""
         edges = [edge.name for edge in self.graph.out_edges(op.stage) if edge.gradient]
         order = {o.edge: i for i, o in enumerate(self._unpacks.get((op.stage, op.microbatch), []))}
         return [("cotangent", op.stage, op.microbatch, edge) for edge in sorted(edges, key=lambda e: order[e])]
@@ -244,20 +252,20 @@ class LaneOps:
         """The routing of that transfer."""
         return self.transfer(key).routing
 
-    def _borrowed_keys(self, stage: str, *, served: bool) -> list[Key]:
-        """Keys of the tied weights that a stage's programs take as they came, or of those that ``prepare`` reads."""
+    def _borrowed_keys(self, stage: str, *, direct: bool) -> list[Key]:
+        """Keys of tied weights: those that a stage uses directly, or those that ``prepare`` reads."""
         state, ties = self._state(stage), {tie.name: tie for tie in self.graph.in_ties(stage)}
-        _, wanted = state.served({}, ties) if served else state.unserved({}, ties)
-        return [("borrowed", stage, name) for name in wanted]
+        _, selected = state.direct_weights({}, ties) if direct else state.prepare_inputs({}, ties)
+        return [("borrowed", stage, name) for name in selected]
 
     def _param_keys(self, stage: str) -> list[Key]:
         state = self._state(stage)
-        served = [("master", stage), *self._borrowed_keys(stage, served=True)] if state.serving else []
-        return [*served, ("params", stage)] if state.copied else served
+        direct = [("master", stage), *self._borrowed_keys(stage, direct=True)] if state.direct_modules else []
+        return [*direct, ("params", stage)] if state.prepared_avals else direct
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def run(self, item: SlotOp, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> Made:
+    def run(self, item: SlotOp, values: Values, inputs: Mapping[str, jax.Array], seeds: Any, totals: Any) -> OpResults:
         """Runs one op on its lane.
 
         Args:
@@ -276,8 +284,8 @@ class LaneOps:
             case "W":
                 return self._run_weights(item, values)
             case "prepare":
-                unserved = self._state(name).unserved(*self._masters(name, values))
-                params = self._call(name, "prepare")(*unserved)
+                masters, borrowed = self._state(name).prepare_inputs(*self._masters(name, values))
+                params = self._call(name, "prepare")(masters, borrowed)
                 return {("params", name): jax.tree.leaves(params)}, []
             case "pack":
                 masters, _ = self._masters(name, values)
@@ -286,19 +294,20 @@ class LaneOps:
                 return self._run_reduce(item, values)
         state = self._state(name)
         avals = state.state_avals
-        own = {part: jax.tree.unflatten(_structure(avals[part]), values[part, name]) for part in STATE}
+        old = {part: jax.tree.unflatten(_structure(avals[part]), values[part, name]) for part in STATE}
         reduced = {module: avals["master"][module] for module in sorted(state.trainable)}
         grads = jax.tree.unflatten(_structure(reduced), values["reduced", name])
-        new = state.update.body(own, grads, totals[None])
+        new = state.update.body(old, grads, totals[None])
         return {(part, name): jax.tree.leaves(new[part]) for part in STATE}, []
 
-    def _run_forward(self, item: SlotOp, values: Values, inputs: Any) -> Made:
+    def _run_forward(self, item: SlotOp, values: Values, inputs: Any) -> OpResults:
         op, functions = item.op, self._functions(item.op.stage)
-        out, kept = self._call(op.stage, "forward")(self._params(op.stage, values), inputs, self._carry(op, values))
-        writes = {("kept", op.stage, op.microbatch): kept} if functions.has_backward else {}
+        forward, params = self._call(op.stage, "forward"), self._params(op.stage, values)
+        out, residuals = forward(params, inputs, self._carry(op, values))
+        writes = {("residuals", op.stage, op.microbatch): residuals} if functions.has_backward else {}
         return writes, [[out.result if send.key[0] == "loss" else out.activation] for send in item.sends]
 
-    def _run_backward(self, item: SlotOp, values: Values, inputs: Any, seeds: Any) -> Made:
+    def _run_backward(self, item: SlotOp, values: Values, inputs: Any, seeds: Any) -> OpResults:
         op, functions, state = item.op, self._functions(item.op.stage), self._state(item.op.stage)
         key = ("sums", op.stage)
         if key in values:
@@ -307,39 +316,42 @@ class LaneOps:
             sums = jax.tree.map(lambda aval: zeros(LaneBlock.of(aval)), state.sums_avals)
         arrived = [values[key][0] for key in self.cotangent_keys(op)]
         cotangent = Output(sum(arrived[1:], start=arrived[0]) if arrived else None, seeds.get(op.stage))
-        carry = self._carry(op, values) if functions.keeps_carry else {}
-        kept = values["kept", op.stage, op.microbatch]
+        carry = self._carry(op, values) if functions.backward_reads_carry else {}
+        residuals = values["residuals", op.stage, op.microbatch]
         params = self._params(op.stage, values)
         part = functions.backward_part(sums)
-        new, grads, *deferred = self._call(op.stage, "backward")(params, part, inputs, carry, kept, cotangent)
+        new, grads, *deferred = self._call(op.stage, "backward")(params, part, inputs, carry, residuals, cotangent)
         writes: dict[Key, list[jax.Array]] = {}
         if state.trainable:
             writes[key] = jax.tree.leaves(with_leaves(sums, by_name(new)))
-        if functions.deferred:
+        if functions.deferred_avals:
             writes["deferred", op.stage, op.microbatch] = deferred[0]
         return writes, [[grads[edge.src]] for edge in self._returning(op.stage)]
 
-    def _run_weights(self, item: SlotOp, values: Values) -> Made:
+    def _run_weights(self, item: SlotOp, values: Values) -> OpResults:
         op, functions, key = item.op, self._functions(item.op.stage), ("sums", item.op.stage)
-        if not functions.deferred:
+        if not functions.deferred_avals:
             return {}, []
         sums = jax.tree.unflatten(_structure(self._state(op.stage).sums_avals), values[key])
         deferred = values["deferred", op.stage, op.microbatch]
         new = self._call(op.stage, "weights")(functions.weights_part(sums), deferred)
         return {key: jax.tree.leaves(with_leaves(sums, by_name(new)))}, []
 
-    def _run_reduce(self, item: SlotOp, values: Values) -> Made:
+    def _run_reduce(self, item: SlotOp, values: Values) -> OpResults:
         name, state = item.op.stage, self._state(item.op.stage)
         sums = jax.tree.unflatten(_structure(state.sums_avals), values["sums", name])
         returned = {key[2]: values[key][0] for key in item.reads if key[0] == "returned"}
-        grads, sent, rows, _ = self._call(name, "reduce")(sums, returned)
-        sends = [[rows], *([sent[send.key[2]]] for send in item.sends[1:])]
+        grads, borrowed_grads, rows, _ = self._call(name, "reduce")(sums, returned)
+        sends = [[rows], *([borrowed_grads[send.key[2]]] for send in item.sends[1:])]
         return {("reduced", name): jax.tree.leaves(grads)}, sends
 
     def _params(self, stage: str, values: Values) -> Any:
         state = self._state(stage)
-        masters, borrowed = self._masters(stage, values) if state.serving else ({}, {})
-        copies = lambda *_: jax.tree.unflatten(_structure(state.copied), values["params", stage])  # noqa: E731
+        masters, borrowed = self._masters(stage, values) if state.direct_modules else ({}, {})
+
+        def copies(*_: Any) -> Any:  # made by the op ``prepare``
+            return jax.tree.unflatten(_structure(state.prepared_avals), values["params", stage])
+
         return state.compute_params(masters, borrowed, copies)
 
     def _masters(self, stage: str, values: Values) -> tuple[Any, dict[str, jax.Array]]:
@@ -352,12 +364,12 @@ class LaneOps:
         return {edge.src: values["carry", op.stage, op.microbatch, edge.src][0]
                 for edge in self.graph.in_edges(op.stage)}  # fmt: skip
 
-    def _call(self, stage: str, what: str) -> Any:
-        """The body of one of a stage's functions, traced once however many microbatches run it."""
-        if (stage, what) not in self._jitted:
-            owner = self._functions(stage) if what in ("forward", "backward", "weights") else self._state(stage)
-            self._jitted[stage, what] = jax.jit(getattr(owner, what).body)
-        return self._jitted[stage, what]
+    def _call(self, stage: str, function: str) -> Any:
+        """The body of a stage's function of this name, traced once for all microbatches."""
+        if (stage, function) not in self._jitted:
+            owner = self._functions(stage) if function in ("forward", "backward", "weights") else self._state(stage)
+            self._jitted[stage, function] = jax.jit(getattr(owner, function).body)
+        return self._jitted[stage, function]
 
 
 def _blocks(avals: Any) -> tuple[LaneBlock, ...]:

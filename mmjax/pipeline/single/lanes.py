@@ -1,9 +1,9 @@
 """Lanes: the stage submeshes of a pipeline as one mesh with a ``pp`` axis, for a step that is one program.
 
-Arrays of one SPMD program have one shape on all its devices. A *block* is such a shape: that of a device's part of an
-array, with the axes over which it differs; lanes that hold different arrays share blocks of equal kind. The global
-array of a block stacks all devices' parts along the first dimension, so that a stage's shards become a block, and a
-block a stage's shards, without a copy.
+Arrays of one SPMD program have one shape on all devices. A *block* is such a shape: the shape of a device's part of an
+array, with the axes over which the part varies. Lanes with different arrays share blocks of equal kind. The global
+array of a block stacks the parts of all devices along the first dimension, so that a stage's shards are converted to a
+block, and back, without a copy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PP = "pp"
 
 @dataclass(frozen=True)
 class LaneBlock:
-    """The part of an array that one device holds.
+    """A device's part of an array.
 
     Attributes:
-      shape, dtype: shape and dtype of the device's part.
-      axes: axes beside ``pp`` over which it may differ, in mesh order.
+      shape, dtype: shape and dtype of the part.
+      axes: axes beside ``pp`` over which the part may vary, in mesh order.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class LaneBlock:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """All axes over which it may differ."""
+        """All axes over which the part may vary."""
         return (PP, *self.axes)
 
     @property
@@ -66,12 +66,12 @@ class LaneBlock:
 
 
 class Lanes:
-    """The lanes of a world, and what is on them.
+    """The lanes of a world, as one mesh.
 
     Attributes:
       layout: degrees and ranks that all lanes share.
       mesh: mesh over all ranks: ``pp``, then the axes of a stage submesh.
-      rows: spec of stacked rows, of which every lane has its own.
+      rows: spec of rows stacked over lanes.
       axes: all mesh axes; a spec over them stacks one block per rank, in rank order.
     """
 
@@ -82,51 +82,51 @@ class Lanes:
           ConfigError: see ``lane_layout``.
         """
         self.layout = lane_layout(layouts)
-        one, devices = world.submesh(self.layout, 0), [world.devices[rank] for rank in self.layout.ranks]
-        self.axes = (PP, *one.axes.all)
-        self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *one.mesh.devices.shape), self.axes)
-        self.rows = PartitionSpec((PP, *one.spread.rows))
-        self._parts = math.prod(one.mesh.shape[axis] for axis in one.spread.positions)
+        first, devices = world.submesh(self.layout, 0), [world.devices[rank] for rank in self.layout.ranks]
+        self.axes = (PP, *first.axes.all)
+        self.mesh = Mesh(np.array(devices).reshape(self.layout.pp, *first.mesh.devices.shape), self.axes)
+        self.rows = PartitionSpec((PP, *first.spread.rows))
+        self._parts = math.prod(first.mesh.shape[axis] for axis in first.spread.positions)
 
     def __len__(self) -> int:
         return self.layout.pp
 
     def of(self, submesh: Submesh) -> int | None:
-        """The lane of a stage submesh; ``None`` for one that spans all lanes with other degrees."""
+        """The lane of a stage submesh; ``None`` if the submesh spans all lanes with other degrees."""
         return lane_of(self.layout, submesh.layout, submesh.ranks)
 
     def parted(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of host inputs as a block stacks them: parts of a row that several ranks have, one after another."""
+        """Rows of host inputs in the order of a block: the parts of rows for one rank of cp after those for another."""
         if self._parts == 1:
             return rows
-        count, width, *rest = rows.shape
+        count, width, *trailing = rows.shape
         dp, parts = self.layout.dp, self._parts
-        split = rows.reshape(dp, count // dp, parts, width // parts, *rest)
-        return np.moveaxis(split, 2, 1).reshape(count * parts, width // parts, *rest)
+        split = rows.reshape(dp, count // dp, parts, width // parts, *trailing)
+        return np.moveaxis(split, 2, 1).reshape(count * parts, width // parts, *trailing)
 
     def aval(self, block: LaneBlock) -> jax.ShapeDtypeStruct:
-        """The global array of a block."""
-        first, *rest = block.shape or (1,)
+        """The aval of a block's global array."""
+        first, *trailing = block.shape or (1,)
         copies = math.prod(self.mesh.shape[axis] for axis in block.varying)
-        return jax.ShapeDtypeStruct((copies * first, *rest), block.dtype, sharding=self.sharding(block.spec))
+        return jax.ShapeDtypeStruct((copies * first, *trailing), block.dtype, sharding=self.sharding(block.spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding of ``spec`` over all lanes."""
         return NamedSharding(self.mesh, spec)
 
     def join(self, block: LaneBlock, parts: Mapping[int, jax.Array]) -> jax.Array:
-        """The global array of a block from arrays on stage submeshes, by lane; lanes without one hold zeros."""
+        """The global array of a block from arrays on stage submeshes, by lane; zeros for lanes without an array."""
         aval, shards = self.aval(block), []
         mine = {d for d in self._devices.flat if d.process_index == jax.process_index()}
         for lane, devices in enumerate(self._devices):
-            held = {shard.device: shard.data for shard in parts[lane].addressable_shards} if lane in parts else {}
+            by_device = {shard.device: shard.data for shard in parts[lane].addressable_shards} if lane in parts else {}
             for device in (d for d in devices if d in mine):
-                shard = held[device] if held else self._zero(block, device)
+                shard = by_device[device] if by_device else self._zero(block, device)
                 shards.append(shard if block.shape else shard.reshape(1))
         return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)
 
     def part(self, array: jax.Array, lane: int, aval: Any) -> jax.Array:
-        """One lane's array of a global block array, as ``aval`` on its stage submesh."""
+        """One lane's part of a block's global array, as an array of ``aval`` on its stage submesh."""
         devices = set(self._devices[lane])
         shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
         shards = shards if aval.shape else [shard.reshape(()) for shard in shards]
@@ -141,7 +141,7 @@ class Lanes:
 
 
 def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, int]]]:
-    """Numbers each lane's blocks, for every kind from 0; so lanes share numbered blocks."""
+    """Numbers each lane's blocks of every kind from 0, so that lanes share numbered blocks."""
     result = []
     for blocks in kinds:
         counts: dict[LaneBlock, int] = {}
@@ -154,10 +154,10 @@ def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, i
 
 
 def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
-    """A local value, typed as the block is: every lane's branch must give the same type.
+    """A local value with the type of a block; the branches of all lanes must return the same types.
 
     Raises:
-      TypeError: for another shape or dtype, or a value that differs along more axes than the block.
+      TypeError: for another shape or dtype, or a value that varies over more axes than the block.
     """
     x = jax_compat.to_varying(x, block.varying)
     if (x.shape, x.dtype, jax_compat.varying_axes(x)) != (block.shape, block.dtype, frozenset(block.varying)):
@@ -166,5 +166,5 @@ def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
 
 
 def zeros(block: LaneBlock) -> jax.Array:
-    """Zeros, which lanes hold in a block that they have no use for."""
+    """Zeros, the content of a block that a lane does not use."""
     return typed(jnp.zeros(block.shape, block.dtype), block)

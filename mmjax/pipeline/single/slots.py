@@ -1,9 +1,9 @@
-"""Slots: the ops of a step, cut so that in each slot every lane runs at most one, and the registers of their values.
+"""Slots: the ops of a step, cut so that in each slot every lane runs at most one op, and the registers of their values.
 
-Pure arithmetic on names. A value lies in registers of its lane: numbered blocks that all lanes have, because one
-program has one set of arrays, and that each lane uses for something else. So a step needs as many registers as its
-fullest lane, not the sum of the lanes. A value that is sent arrives at the end of the slot that made it, and is read in
-a later one. An op that spans all lanes is no part of a slot: it ends a *segment* of slots.
+Pure arithmetic on names. A value is stored in registers of its lane. Registers are numbered blocks. All lanes have the
+same registers, because one program has one set of arrays, and each lane stores other values in them: a step needs as
+many registers as its fullest lane, not the sum over lanes. A sent value arrives at the end of the slot that computed
+it, and is read in a later slot. An op that spans all lanes belongs to no slot: it ends a *segment* of slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmjax.pipeline.single.lanes import LaneBlock, assign
 from mmjax.schedule.ops import Op
 
 Key = tuple[Any, ...]
-"""Names a value: its kind, its stage and, where these apply, its microbatch and its source, edge or tie."""
+"""The name of a value: its kind, its stage and, if these apply, its microbatch and its source, edge or tie."""
 Register = tuple[LaneBlock, int]
 """A numbered block."""
 Place = tuple[int, Key]
@@ -25,11 +25,11 @@ Place = tuple[int, Key]
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """A value that an op hands to another place.
+    """A value that an op sends.
 
     Attributes:
       key: its name at the destination.
-      blocks: the blocks that it consists of.
+      blocks: its blocks.
       lane: the destination; ``None`` for a value that leaves the lanes at the end of its segment.
     """
 
@@ -45,10 +45,10 @@ class SlotOp:
     Attributes:
       op: the op.
       lane: its lane.
-      reads: values that must be there.
-      writes: values that it makes or overwrites.
-      drops: values that nothing reads after it.
-      sends: values that it makes for others.
+      reads: values that must exist.
+      writes: values that it creates or overwrites.
+      drops: values that no later op reads.
+      sends: values that it sends.
     """
 
     op: Op
@@ -65,8 +65,8 @@ class Across:
 
     Attributes:
       op: the op.
-      takes: values that left the lanes.
-      gives: values that it puts on lanes.
+      takes: values that it receives from lanes.
+      gives: values that it sends to lanes.
     """
 
     op: Op
@@ -76,31 +76,31 @@ class Across:
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One ``ppermute`` along the lanes: which lane sends which array, and the register that receives it.
+    """One ``ppermute`` along the lanes: the array that each lane sends, and the register that receives it.
 
     Attributes:
       block: the kind of array.
-      sent: by sending lane, the number of the send and of its array.
-      received: by receiving lane, its register, and whether other lanes have something in that register.
+      sources: number of the send and of its array, by sending lane.
+      targets: the register and whether other lanes have values in it, by receiving lane.
       pairs: pairs (sender, receiver).
     """
 
     block: LaneBlock
-    sent: Mapping[int, tuple[int, int]]
-    received: Mapping[int, tuple[Register, bool]]
+    sources: Mapping[int, tuple[int, int]]
+    targets: Mapping[int, tuple[Register, bool]]
     pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Ops that lanes run side by side, at most one each.
+    """Ops that lanes run in parallel, at most one each.
 
     Attributes:
       ops: ops by lane.
       reads, writes: registers by lane, then by value.
       hops: moves along the lanes after the ops.
-      stays: by lane, the sends to that lane itself: number of the send, and its registers.
-      dead: registers that no lane needs afterwards.
+      stays: sends of a lane to itself: number of the send, and its registers, by lane.
+      dead: registers that no lane needs after the slot.
     """
 
     ops: Mapping[int, SlotOp]
@@ -119,35 +119,35 @@ class Slot:
 
     @property
     def leaving(self) -> tuple[tuple[int, int, Send], ...]:
-        """The sends that leave the lanes: lane, number of the send, the send."""
+        """The sends that leave the lanes, each with its lane and number."""
         ops = sorted(self.ops.items())
         return tuple((lane, i, s) for lane, item in ops for i, s in enumerate(item.sends) if s.lane is None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A value that an op across the lanes puts on one.
+    """A value that an op across the lanes sends to one lane.
 
     Attributes:
       key, lane: the value's name and its lane.
-      registers: the registers that it lies in.
-      over: whether other lanes have something in these.
+      registers: its registers.
+      shared: whether other lanes have values in these registers.
     """
 
     key: Key
     lane: int
     registers: tuple[Register, ...]
-    over: bool
+    shared: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Slots that nothing separates: one ``shard_map``.
+    """Consecutive slots without an op across the lanes between them: one ``shard_map``.
 
     Attributes:
       arrivals: values from ops across the lanes.
       slots: slots in order.
-      departures: key and block of the values that leave the lanes at its end.
+      departures: key and block of each value that leaves the lanes at its end.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -155,14 +155,14 @@ class Segment:
     departures: tuple[tuple[Key, LaneBlock], ...]
 
     def registers_after(self, before: Iterable[Register]) -> list[Register]:
-        """The registers that hold something at its end, given those at its start."""
-        held = dict.fromkeys(before)
-        held |= dict.fromkeys(register for arrival in self.arrivals for register in arrival.registers)
+        """The registers in use at its end, from those in use at its start."""
+        used = dict.fromkeys(before)
+        used |= dict.fromkeys(register for arrival in self.arrivals for register in arrival.registers)
         for slot in self.slots:
-            held |= dict.fromkeys(slot.written)
-            held |= dict.fromkeys(register for hop in slot.hops for register, _ in hop.received.values())
-            held = {register: None for register in held if register not in slot.dead}
-        return list(held)
+            used |= dict.fromkeys(slot.written)
+            used |= dict.fromkeys(register for hop in slot.hops for register, _ in hop.targets.values())
+            used = {register: None for register in used if register not in slot.dead}
+        return list(used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ class SlotPlan:
 
     Attributes:
       parts: segments and the ops between them, in order.
-      pinned: by place, the registers of the values that are there before and after a step.
-      registers: the most registers that are in use at once, by kind of block.
+      pinned: registers of the values that exist before and after a step, by place.
+      registers: largest number of registers in use at once, by kind of block.
     """
 
     parts: tuple[Segment | Across, ...]
@@ -181,15 +181,15 @@ class SlotPlan:
 
 
 def plan(items: Sequence[SlotOp | Across], pinned: Mapping[Place, tuple[LaneBlock, ...]], lanes: int) -> SlotPlan:
-    """Cuts a step into segments and slots, each op as early as what it reads and its lane's order allow.
+    """Cuts a step into segments and slots; each op is as early as its dependencies and its lane's order allow.
 
     Args:
       items: the step's ops in their total order.
-      pinned: values that are on lanes before and after the step.
+      pinned: values on lanes before and after the step.
       lanes: number of lanes.
 
     Raises:
-      ValueError: when an op reads a value that is not there.
+      ValueError: when an op reads a value that does not exist.
     """
     files = _Files(pinned, lanes)
     parts: list[Segment | Across] = []
@@ -214,7 +214,7 @@ def plan(items: Sequence[SlotOp | Across], pinned: Mapping[Place, tuple[LaneBloc
 
 
 class _Files:
-    """The registers of every lane, with the values that they hold."""
+    """The registers of every lane, with their values."""
 
     def __init__(self, pinned: Mapping[Place, tuple[LaneBlock, ...]], lanes: int):
         self.lanes = lanes
@@ -222,23 +222,23 @@ class _Files:
         numbered = assign([[b for place in places for b in pinned[place]] for places in by_lane])
         self.pinned: dict[Place, tuple[Register, ...]] = {}
         for places, registers in zip(by_lane, numbered, strict=True):
-            left = iter(registers)
+            remaining = iter(registers)
             for place in places:
-                self.pinned[place] = tuple(next(left) for _ in pinned[place])
-        # A register of a pinned value serves no other value on any lane: its array outlives the step.
+                self.pinned[place] = tuple(next(remaining) for _ in pinned[place])
+        # No lane stores other values in a register of a pinned value, because its array outlives the step.
         self.reserved = {register for registers in self.pinned.values() for register in registers}
         self.held: dict[Place, tuple[Register, ...]] = dict(self.pinned)
         self.used: list[set[Register]] = [set() for _ in range(lanes)]
         self.most: dict[LaneBlock, int] = {}
 
     def of(self, lane: int, key: Key, reader: Op) -> tuple[Register, ...]:
-        """The registers of a value; a ValueError where it is not there."""
+        """The registers of a value; a ValueError if it does not exist."""
         if (lane, key) not in self.held:
             raise ValueError(f"{reader} on lane {lane} reads {key}, which is not there")
         return self.held[lane, key]
 
     def put(self, lane: int, key: Key, blocks: Iterable[LaneBlock]) -> tuple[Register, ...]:
-        """Registers for a value: those that it has, or the first that are free on its lane, shared with other lanes."""
+        """Registers for a value: its present ones, or the first that are free on its lane, shared with other lanes."""
         if (lane, key) in self.held:
             return self.held[lane, key]
         taken = []
@@ -258,11 +258,11 @@ class _Files:
         self.used[lane].difference_update(self.held.pop((lane, key)))
 
     def shared(self, register: Register, lane: int) -> bool:
-        """Whether another lane has something in a register."""
-        return any(register in used for other, used in enumerate(self.used) if other != lane)
+        """Whether another lane has a value in a register."""
+        return any(register in used for index, used in enumerate(self.used) if index != lane)
 
     def alive(self) -> set[Register]:
-        """Registers that some lane uses for the time being."""
+        """Registers that some lane uses at the moment."""
         return {register for used in self.used for register in used}
 
 
@@ -271,8 +271,8 @@ def _segment(run: Sequence[SlotOp], waiting: Sequence[Send], files: _Files) -> S
     for send in waiting:
         assert send.lane is not None
         registers = files.put(send.lane, send.key, send.blocks)
-        over = any(files.shared(register, send.lane) for register in registers)
-        arrivals.append(Arrival(key=send.key, lane=send.lane, registers=registers, over=over))
+        shared = any(files.shared(register, send.lane) for register in registers)
+        arrivals.append(Arrival(key=send.key, lane=send.lane, registers=registers, shared=shared))
     numbers = _number(run)
     slots = []
     for number in range(max(numbers) + 1):
@@ -283,7 +283,7 @@ def _segment(run: Sequence[SlotOp], waiting: Sequence[Send], files: _Files) -> S
 
 
 def _number(run: Sequence[SlotOp]) -> list[int]:
-    """The slot of each op: after its lane's last, and after the slots that make what it reads."""
+    """The slot of each op: after its lane's previous op, and after the slots of its dependencies."""
     free: dict[int, int] = {}
     ready: dict[Place, int] = {}
     numbers = []
@@ -301,8 +301,9 @@ def _slot(ops: Mapping[int, SlotOp], files: _Files) -> Slot:
     writes = {lane: {key: files.put(lane, key, b) for key, b in item.writes.items()} for lane, item in ops.items()}
     stays: dict[int, tuple[tuple[int, tuple[Register, ...]], ...]] = {}
     for lane, item in ops.items():
-        own = [(i, files.put(lane, s.key, s.blocks)) for i, s in enumerate(item.sends) if s.lane == lane]
-        stays[lane] = tuple(own)
+        stays[lane] = tuple(
+            (i, files.put(lane, send.key, send.blocks)) for i, send in enumerate(item.sends) if send.lane == lane
+        )
     for lane, item in ops.items():
         for key in item.drops:
             files.drop(lane, key)
@@ -320,24 +321,35 @@ def _slot(ops: Mapping[int, SlotOp], files: _Files) -> Slot:
 
 def _hops(ops: Mapping[int, SlotOp], files: _Files) -> tuple[Hop, ...]:
     """The sends between lanes, packed greedily into rounds in which no lane sends or receives twice."""
-    rounds: list[
-        tuple[LaneBlock, dict[int, tuple[int, int]], dict[int, tuple[Register, bool]], list[tuple[int, int]]]
-    ] = []
+    rounds: list[_Round] = []
     for lane, item in ops.items():
         for i, send in enumerate(item.sends):
             if send.lane is None or send.lane == lane:
                 continue
             registers = files.put(send.lane, send.key, send.blocks)
             for j, (block, register) in enumerate(zip(send.blocks, registers, strict=True)):
-                fits = (r for r in rounds if r[0] == block and lane not in r[1] and send.lane not in r[2])
-                chosen = next(fits, None)
+                chosen = next((r for r in rounds if r.block == block and r.is_free(lane, send.lane)), None)
                 if chosen is None:
-                    rounds.append(chosen := (block, {}, {}, []))
-                chosen[1][lane] = (i, j)
-                chosen[2][send.lane] = (register, False)
-                chosen[3].append((lane, send.lane))
+                    rounds.append(chosen := _Round(block))
+                chosen.sources[lane] = (i, j)
+                chosen.targets[send.lane] = register
+                chosen.pairs.append((lane, send.lane))
     hops = []
-    for block, sent, received, pairs in rounds:
-        known = {lane: (register, files.shared(register, lane)) for lane, (register, _) in received.items()}
-        hops.append(Hop(block=block, sent=sent, received=known, pairs=tuple(pairs)))
+    for hop in rounds:
+        targets = {lane: (register, files.shared(register, lane)) for lane, register in hop.targets.items()}
+        hops.append(Hop(block=hop.block, sources=hop.sources, targets=targets, pairs=tuple(hop.pairs)))
     return tuple(hops)
+
+
+@dataclass
+class _Round:
+    """A ``Hop`` while sends are added to it."""
+
+    block: LaneBlock
+    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
+    targets: dict[int, Register] = field(default_factory=dict)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_free(self, sender: int, receiver: int) -> bool:
+        """Whether neither lane takes part yet."""
+        return sender not in self.sources and receiver not in self.targets

@@ -1,4 +1,4 @@
-"""Puts a model on a world: stages on submeshes, boundaries on edges, and the graph that schedules are made for."""
+"""Places a model on a world: stages on submeshes, boundaries on edges, and the stage graph for schedules."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jax.sharding import NamedSharding
 from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
-from mmjax.mesh.routing import INSIDE, LISTED, WHOLE
+from mmjax.mesh.routing import INSIDE_MODULE, LISTED_TOKENS, WHOLE_ROWS
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.config import KINDS_AWAY, OffloadConfig
-from mmjax.pipeline.everywhere import Everywhere
+from mmjax.pipeline.config import OFFLOAD_KINDS, OffloadConfig
 from mmjax.pipeline.offload import require_host_memory
 from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
+from mmjax.pipeline.world_gather import WorldGather
 from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, lane_name
 from mmjax.schedule.simulate import Costs
 
@@ -72,19 +72,19 @@ class Stage:
         """Its name, such as ``llm.0``."""
         return self.model.name
 
-    def has_whole(self, name: str, *, whole_rows: bool = False) -> bool:
-        """Whether every rank of cp has the whole of a host input: of lists of tokens always."""
+    def has_whole_rows(self, name: str, *, whole_rows: bool = False) -> bool:
+        """Whether every rank of cp has whole rows of a host input; lists of tokens are always whole."""
         return whole_rows or name == self.model.send_list
 
     def input_sharding(self, name: str, *, whole_rows: bool = False) -> NamedSharding:
         """The sharding of a host input: rows over dp, and their tokens over cp unless ``whole_rows``."""
-        spread, whole = self.submesh.spread, self.has_whole(name, whole_rows=whole_rows)
-        return self.submesh.sharding(spread.whole_rows if whole else spread.tokens)
+        spread, is_whole = self.submesh.spread, self.has_whole_rows(name, whole_rows=whole_rows)
+        return self.submesh.sharding(spread.whole_rows if is_whole else spread.tokens)
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Stage functions and boundaries, whose shapes depend on the buckets of a microbatch.
+class TracedStages:
+    """Stage functions and boundaries for one combination of buckets.
 
     Attributes:
       stages: functions by place (see ``PlacedModel.places``).
@@ -99,9 +99,9 @@ class PlacedModel:
     """A model on a world.
 
     Attributes:
-      stages: stages by name, sources before users; one with lanes on all of them: here are its states.
-      places: where ops of a microbatch run: stages by name and, of a stage with lanes, its lanes, the first of which
-        has the stage's name (see ``StageNode.lane_name``).
+      stages: stages by name, sources before users; a stage with lanes spans all of them here, with its states.
+      places: the places that run ops of a microbatch: stages by name, and in place of a stage with lanes each lane; the
+        first lane has the stage's name (see ``StageNode.lane_name``).
       graph: graph of the stages, for schedules.
       cells: number of cells of a microbatch.
     """
@@ -110,7 +110,7 @@ class PlacedModel:
         """Places every stage; nothing is traced or allocated yet.
 
         Raises:
-          ConfigError: something is to be offloaded and the devices have no pinned host memory.
+          ConfigError: offloading is on and the devices have no pinned host memory.
         """
         self.model, self.world, self.settings = model, world, settings
         self.layouts = dict(layouts)
@@ -121,13 +121,21 @@ class PlacedModel:
 
         def placed(stage: StageModel, layout: Layout) -> Stage:
             submesh = world.submesh(layout, stage.index)
-            own = (settings.optimizers, model.modules, settings.total_steps, dtype, settings.clip_norm)
-            return Stage(stage, submesh, StageState(stage, submesh, *own))
+            state = StageState(
+                stage,
+                submesh,
+                optimizers=settings.optimizers,
+                modules=model.modules,
+                total_steps=settings.total_steps,
+                dtype=dtype,
+                clip_norm=settings.clip_norm,
+            )
+            return Stage(stage, submesh, state)
 
         for stage in model.stages(self.layouts):
             layout = self.layouts[stage.module]
-            whole = self.stages[stage.name] = placed(stage, layout.spanned)
-            lanes = [placed(stage, layout.lane(k)) for k in range(layout.lanes)] if layout.lanes > 1 else [whole]
+            spanning = self.stages[stage.name] = placed(stage, layout.across_lanes)
+            lanes = [placed(stage, layout.lane(k)) for k in range(layout.lanes)] if layout.lanes > 1 else [spanning]
             self.places |= {lane_name(stage.name, k): lane for k, lane in enumerate(lanes)}
         self._require_host_memory()
         self.graph = self._graph()
@@ -140,12 +148,12 @@ class PlacedModel:
 
     def _require_host_memory(self) -> None:
         for module, offload in self.settings.offloads.items():
-            for name in (name for name in KINDS_AWAY if getattr(offload, name)):
+            for name in (name for name in OFFLOAD_KINDS if getattr(offload, name)):
                 require_host_memory(f"{module}/Offload.{name}", self.world.devices)
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is offloaded at some time of a step."""
+        """Whether any arrays are offloaded during a step."""
         return any(offload != OffloadConfig() for offload in self.settings.offloads.values())
 
     @property
@@ -154,20 +162,20 @@ class PlacedModel:
         return len({place.submesh.ranks for place in self.places.values()}) == 1
 
     def local_places(self, stage: str) -> dict[str, Stage]:
-        """The lanes of a stage that this process has devices of, by place; of one without lanes the stage itself."""
-        own = ((name, self.places[name]) for name in self.graph.stage(stage).lane_names)
-        return {name: place for name, place in own if place.submesh.local}
+        """The lanes of a stage on this process's devices, by place; without lanes, the stage itself."""
+        places = ((name, self.places[name]) for name in self.graph.stage(stage).lane_names)
+        return {name: place for name, place in places if place.submesh.local}
 
     @cached_property
     def local_stages(self) -> dict[str, Stage]:
-        """The stages that this process has devices of."""
+        """The stages on this process's devices."""
         return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
 
-    def everywhere(self, name: str, place: str, aval: Any, count: int) -> Everywhere | None:
-        """The program that brings ``count`` arrays of a place to every process; ``None`` in a run of one process."""
+    def world_gather(self, name: str, place: str, aval: Any, count: int) -> WorldGather | None:
+        """The program that copies ``count`` arrays of a place to every process; ``None`` in a run of one process."""
         if self.world.processes == 1:
             return None
-        return Everywhere(name, self.world, self.places[place].submesh, aval, count)
+        return WorldGather(name, self.world, self.places[place].submesh, aval, count)
 
     def _graph(self) -> StageGraph:
         nodes = [
@@ -203,99 +211,122 @@ class PlacedModel:
 
     @cached_property
     def ties(self) -> dict[str, Tie]:
-        """Transfers of the weights that two stages share, by tie name."""
+        """Transfers of the weights that two stages share, by name of the tie."""
         result = {}
         for tie in self.graph.ties:
             src, dst = self.stages[tie.src], self.stages[tie.dst]
-            owned = src.state.shared_avals(src.state.lent)[tie.name]
-            borrowed = dst.state.shared_avals(dst.state.borrowed)[tie.name]
-            ends = (src.submesh, dst.submesh)
-            result[tie.name] = Tie(tie.name, owned, borrowed, ends, self.world, self.settings.transport)
+            result[tie.name] = Tie(
+                tie.name,
+                owned=src.state.shared_avals(src.state.lent)[tie.name],
+                borrowed=dst.state.shared_avals(dst.state.borrowed)[tie.name],
+                ends=(src.submesh, dst.submesh),
+                world=self.world,
+                transport=self.settings.transport,
+            )
         return result
 
     def _kind(self, source: str, target: str) -> EdgeKind:
-        """How the edge carries microbatches whose ends differ: by both sides together if any of these has to."""
+        """The kind of an edge's boundaries: ``rendezvous`` if the boundary of any pair of lanes is."""
         lanes = [self.layouts[self.stages[end].model.module].lanes for end in (source, target)]
         pairs = ((lane_name(source, m % lanes[0]), lane_name(target, m % lanes[1])) for m in range(math.lcm(*lanes)))
         kinds = {
-            boundary_kind(self.places[one].submesh, self.places[other].submesh, self.settings.transport)
-            for one, other in pairs
+            boundary_kind(self.places[source_place].submesh, self.places[target_place].submesh, self.settings.transport)
+            for source_place, target_place in pairs
         }
         return cast(EdgeKind, next(kind for kind in ("rendezvous", "async", "local") if kind in kinds))
 
     def prepare_programs(self) -> list[Program]:
-        """The programs that make compute parameters, of the stages that need one."""
+        """The programs of ``StageState.prepare``, for the stages that have one."""
         return [program for stage in self.stages.values() if (program := stage.state.prepare_program)]
 
-    def shapes(self, inputs: InputShapes, graph: StageGraph | None = None) -> Shapes:
-        """Traces every stage for one combination of buckets; stages whose shapes do not change are shared.
+    def trace(self, inputs: InputShapes, graph: StageGraph | None = None) -> TracedStages:
+        """Traces every stage for one combination of buckets; stages of unchanged shapes are traced once.
 
-        ``graph`` is a schedule's and says which stages' backward is split; without it none is.
+        Args:
+          inputs: shapes of the host inputs.
+          graph: a schedule's graph, which has the stages whose backward is split; without it no backward is split.
 
         Raises:
-          ValueError: inputs have lists of tokens that no stage sends by; see also ``input_aval``.
+          ValueError: inputs have lists of tokens that no stage sends; see also ``input_aval``.
         """
-        for module, own in inputs.items():
-            if unsent := [name for name in own if name.startswith(SEND) and name != self._send_lists.get(module)]:
+        for module, module_inputs in inputs.items():
+            if unsent := [
+                name for name in module_inputs if name.startswith(SEND) and name != self._send_lists.get(module)
+            ]:
                 fix = "its tokens go to other modules in whole rows; pack without lists"
                 raise ValueError(f"{module}/{unsent[0]}: {fix}")
         graph = graph or self.graph
         functions, boundaries = {}, {}
         for name, stage in self.stages.items():
-            carry: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).lane_names}
+            carries: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).lane_names}
             for edge in self.graph.in_edges(name):
                 for source, place in (self.graph.ends(edge, m) for m in self.graph.lane_cycle(edge)):
-                    sent = functions[source]
-                    boundary = self.boundary(source, place, sent.out.activation, listed=sent.listed)
+                    source_functions = functions[source]
+                    boundary = self.boundary(
+                        source, place, source_functions.out.activation, listed=source_functions.listed
+                    )
                     boundaries[edge_name(source, place)] = boundary
-                    carry[place][edge.src] = boundary.forward.target_aval
+                    carries[place][edge.src] = boundary.forward.target_aval
             split = graph.stage(name).split
-            for place, received in carry.items():
-                functions[place] = self._stage_functions(place, inputs[stage.model.module], received, split)
-        return Shapes(functions, boundaries)
+            for place, carry in carries.items():
+                functions[place] = self._stage_functions(place, inputs[stage.model.module], carry, split=split)
+        return TracedStages(functions, boundaries)
 
     def boundary(
         self, source: str, target: str, aval: Any, *, whole_rows: bool = False, listed: bool = False
     ) -> Boundary:
-        """The boundary between two places for an activation of ``source``; made once for each shape.
+        """The boundary between two places for an activation of ``source``, created once for each shape.
 
         Args:
           source, target: the places.
           aval: the activation.
-          whole_rows: whether rows are whole on every rank of cp inside of modules too.
-          listed: whether the activation is tokens that were listed for the ranks of cp of another module.
+          whole_rows: whether rows are whole on every rank of cp inside modules too.
+          listed: whether the activation is the tokens on the lists of another module's ranks of cp.
         """
         inside = not whole_rows and self.places[source].model.module == self.places[target].model.module
-        lies = INSIDE if inside else LISTED if listed else WHOLE
-        key = (source, target, aval.shape, aval.dtype, lies)
+        placements = INSIDE_MODULE if inside else LISTED_TOKENS if listed else WHOLE_ROWS
+        key = (source, target, aval.shape, aval.dtype, placements)
         if key not in self._boundaries:
-            ends = (self.places[source].submesh, self.places[target].submesh)
-            name = edge_name(source, target)
-            ways = self.settings.transport, self.settings.route
-            self._boundaries[key] = Boundary(name, *ends, aval, self.world, *ways, lies=lies)
+            self._boundaries[key] = Boundary(
+                edge_name(source, target),
+                self.places[source].submesh,
+                self.places[target].submesh,
+                aval,
+                self.world,
+                transport=self.settings.transport,
+                route=self.settings.route,
+                placements=placements,
+            )
         return self._boundaries[key]
 
     def _stage_functions(
-        self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], split: bool
+        self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], *, split: bool
     ) -> StageFunctions:
         stage = self.places[place]
         avals = {name: self.input_aval(stage, name, inputs[name]) for name in stage.model.read(inputs)}
         key = (place, split, *((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items())))
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
-            made = SplitFunctions if split else StageFunctions
-            sends = bool(self.graph.out_edges(stage.name))
-            self._functions[key] = made(stage.model, stage.state, avals, carry, self.cells, frozenset(gradients), sends)
+            functions_class = SplitFunctions if split else StageFunctions
+            self._functions[key] = functions_class(
+                stage.model,
+                stage.state,
+                avals,
+                carry,
+                cells=self.cells,
+                gradient_sources=frozenset(gradients),
+                sends=bool(self.graph.out_edges(stage.name)),
+            )
         return self._functions[key]
 
     def input_aval(self, stage: Stage, name: str, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
         """Aval of a host input on the stage's devices; see ``Stage.input_sharding``.
 
         Raises:
-          ValueError: tokens do not divide by cp, or by cp·tp where ranks of tp share them.
+          ValueError: tokens do not divide by cp, or by cp·tp with sequence parallelism.
         """
-        layout, whole = stage.submesh.layout, stage.has_whole(name, whole_rows=whole_rows)
-        if not whole and layout.width_unit > 1 and array.shape[1] % layout.width_unit:
+        layout, is_whole = stage.submesh.layout, stage.has_whole_rows(name, whole_rows=whole_rows)
+        if not is_whole and layout.row_multiple > 1 and array.shape[1] % layout.row_multiple:
             of = f"Layout.cp={layout.cp}" + (f" times tp={layout.tp}" if layout.shares_tokens else "")
             fix = "pad them, or use other degrees" + (", or set Layout.sp to False" if layout.shares_tokens else "")
             raise ValueError(f"{stage.name}: rows of {array.shape[1]} positions do not divide by {of}; {fix}")
@@ -303,32 +334,36 @@ class PlacedModel:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def without_lists(self, inputs: InputShapes) -> InputShapes:
-        """The same inputs where tokens go to other modules in whole rows."""
+        """The same inputs without send lists: tokens then go to other modules in whole rows."""
         lists = self._send_lists
         return {
-            module: {name: array for name, array in own.items() if name != lists.get(module)}
-            for module, own in inputs.items()
+            module: {name: array for name, array in module_inputs.items() if name != lists.get(module)}
+            for module, module_inputs in inputs.items()
         }
 
-    def require_no_lists(self, inputs: InputShapes, what: str) -> None:
-        """Requires inputs for whole rows.
+    def require_no_lists(self, inputs: InputShapes, reader: str) -> None:
+        """Requires inputs without send lists.
+
+        Args:
+          inputs: the host inputs.
+          reader: subject of the error message.
 
         Raises:
-          ValueError: they have lists, and what points at other modules' tokens holds places in these.
+          ValueError: inputs have lists, so that indices of other modules' tokens are positions in the lists.
         """
         for module, name in self._send_lists.items():
             if name in inputs.get(module, ()):
                 raise ValueError(
-                    f"{module}/{name}: {what} takes whole rows of other modules' tokens; pack without lists"
+                    f"{module}/{name}: {reader} takes whole rows of other modules' tokens; pack without lists"
                 )
 
     @cached_property
     def _send_lists(self) -> dict[str, str]:
-        """By module, the input that lists its tokens."""
+        """The name of the input with a module's send list, by module."""
         return {stage.model.module: stage.model.send_list for stage in self.stages.values() if stage.model.send_list}
 
     def nominal_costs(self, inputs: InputShapes) -> Costs:
-        """Costs for ordering ops before any are measured: matrix-product FLOPs of a padded microbatch, per rank.
+        """Costs that order ops before any are measured: FLOPs per rank of a padded microbatch's matrix products.
 
         The unit is the most expensive forward. Moves and once-a-step ops cost a hundredth of it.
         """

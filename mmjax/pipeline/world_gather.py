@@ -1,7 +1,7 @@
-"""Brings one stage's results, losses or decoded tokens, to every process.
+"""Copies one stage's results, losses or decoded tokens, to every process.
 
-Where one process owns every device it reads them off the stage. With several processes, one world program per step or
-token brings them to all, dispatched in its turn like any op; nothing waits for it before the numbers are read.
+A run of one process reads them from the stage. With several processes, one world program per step or token copies them
+to all, dispatched in its turn like any op; the host waits only when it reads the numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
 
 
-class Everywhere:
-    """Brings arrays that lie in rows on one submesh to every device of the world, whole."""
+class WorldGather:
+    """Gathers arrays, with rows sharded over dp on one submesh, to every device of the world."""
 
     def __init__(self, name: str, world: World, submesh: Submesh, aval: jax.ShapeDtypeStruct, count: int):
         """Plans the program.
@@ -28,13 +28,13 @@ class Everywhere:
         Args:
           name: name of the program.
           world: the devices.
-          submesh: submesh that the arrays are on.
+          submesh: submesh of the arrays.
           aval: shape ``[rows, ...]`` and dtype of an array.
           count: number of arrays.
         """
-        rows, *rest = aval.shape
-        shard = (rows // submesh.layout.dp, *rest)
-        self._shape = (world.size * shard[0], *rest)
+        rows, *trailing = aval.shape
+        shard = (rows // submesh.layout.dp, *trailing)
+        self._shape = (world.size * shard[0], *trailing)
         self._sharding = NamedSharding(world.mesh, PartitionSpec("world"))
         leaders = np.array([submesh.row_sharding.leader(interval) for interval in range(submesh.layout.dp)])
 
@@ -43,12 +43,14 @@ class Everywhere:
             return tuple(all_WN[leaders, i].reshape(aval.shape) for i in range(count))
 
         avals = [jax.ShapeDtypeStruct(self._shape, aval.dtype, sharding=self._sharding)] * count
-        # Copies alone: nothing is differentiated, and an all-gather's result is not typed as equal everywhere.
+        # Only copies, not differentiated; the type of an all-gather's result is not that of equal values on all ranks.
         spmd = Spmd(body, world.mesh, (PartitionSpec("world"),) * count, PartitionSpec(), check_vma=False)
         self.program, self._count = Program.of(f"{name} everywhere", spmd, avals), count
         self._stitcher = Stitcher(shard, aval.dtype)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays as every process can read them; ``arrays`` is empty where this process has no part of them."""
+        """The gathered arrays, readable in every process; ``arrays`` is empty in a process without shards of them."""
         shards = [by_device(array) for array in arrays] or [{}] * self._count
-        return list(self.program(*(self._stitcher(own, self._shape, self._sharding) for own in shards)))
+        return list(
+            self.program(*(self._stitcher(shard_by_device, self._shape, self._sharding) for shard_by_device in shards))
+        )

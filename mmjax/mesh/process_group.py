@@ -1,7 +1,7 @@
-"""Finds the processes of a run, and lets this one leave the others. Imports JAX only after they have met.
+"""The processes of a run as a group: finds its settings, and lets this process leave. Imports JAX only to leave.
 
 A run is one process, or several that were started with the same command and meet at a coordinator, which is process 0.
-Flags, ``MMJAX_…`` in the environment, Slurm or Open MPI say which process this is.
+Flags, ``MMJAX_…`` in the environment, Slurm or Open MPI give the index of this process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAUNCHERS = {
 }
 _OMPI_ADDRESS = "OMPI_MCA_orte_hnp_uri"
 _STACKS = 1.0
-"""Seconds in which the other processes write their stacks, before one ends and what waits for it goes on."""
+"""Seconds for the other processes to write their stacks, before this one ends and collectives that wait for it fail."""
 _lifeline: Lifeline | None = None
 
 
@@ -49,36 +49,37 @@ class Processes:
     launcher: str = ""
 
 
-def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Processes | None:
+def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> Processes | None:
     """Reads from flags, environment or launcher how the processes meet; ``None`` for a run of one process.
 
     Args:
-      given: values of the flags ``NAMES``; empty where a flag is not given. A flag wins over the environment, and the
+      flags: values of the flags ``NAMES``; empty where a flag is not set. A flag wins over the environment, and the
         environment over a launcher.
       environ: the environment.
 
     Raises:
       ConfigError: a setting is missing, malformed or out of range; the message is one line.
     """
-    said = {name: _said(name, given, environ) for name in NAMES}
-    (shown, coordinator), *numbers = said.values()
+    settings = {name: _setting(name, flags, environ) for name in NAMES}
+    (shown, coordinator), *numbers = settings.values()
     launcher = next((name for name, (sign, *_) in _LAUNCHERS.items() if sign in environ), "")
-    whole = bool(coordinator) and all(value for _, value in numbers)
-    if launcher and not whole:  # complete settings of one's own need no launcher
+    complete = bool(coordinator) and all(value for _, value in numbers)
+    if launcher and not complete:  # complete settings need no launcher
         numbers = [
-            own if own[1] else (v, environ.get(v, "")) for own, v in zip(numbers, _LAUNCHERS[launcher][1:], strict=True)
+            setting if setting[1] else (v, environ.get(v, ""))
+            for setting, v in zip(numbers, _LAUNCHERS[launcher][1:], strict=True)
         ]
     if not coordinator and not any(value for _, value in numbers):
         return None
     count, index = (_integer(name, value) for name, value in numbers)
     if count == 1 and not coordinator and launcher:
         return None  # a job of a single task
-    for name, value, what in (
+    for name, value, meaning in (
         (NAMES[1], count, "the number of processes, such as 2"),
         (NAMES[2], index, "which of them this is, from 0"),
     ):
         if value is None:
-            raise ConfigError(f"--{name} is missing: give {what}, here or as {variable(name)}")
+            raise ConfigError(f"--{name} is missing: give {meaning}, here or as {variable(name)}")
     assert count is not None and index is not None
     if count < 1:
         raise ConfigError(f"{numbers[0][0]}={count}: must be 1 or more, such as 2")
@@ -86,14 +87,14 @@ def find_processes(given: Mapping[str, str], environ: Mapping[str, str] = os.env
         raise ConfigError(f"{numbers[1][0]}={index}: must be 0 or more and below {numbers[0][0]}={count}")
     if count == 1:
         return None
-    found = not whole and (launcher == "slurm" or (launcher == "ompi" and _OMPI_ADDRESS in environ))
-    if not coordinator and not found:
+    launcher_finds_it = not complete and (launcher == "slurm" or (launcher == "ompi" and _OMPI_ADDRESS in environ))
+    if not coordinator and not launcher_finds_it:
         raise ConfigError(
             f"--coordinator is missing: give host:port of process 0, such as localhost:9876, or {variable(NAMES[0])}"
         )
     if coordinator and not re.fullmatch(r"\S+:\d{1,5}", coordinator):
         raise ConfigError(f"{shown}={coordinator!r}: must be host:port of process 0, such as localhost:9876")
-    return Processes(coordinator=coordinator, count=count, index=index, launcher="" if whole else launcher)
+    return Processes(coordinator=coordinator, count=count, index=index, launcher="" if complete else launcher)
 
 
 def variable(name: str) -> str:
@@ -101,9 +102,9 @@ def variable(name: str) -> str:
     return f"MMJAX_{name.upper()}"
 
 
-def _said(name: str, given: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """The flag or environment variable that gives a setting, and its value; the flag and "" where neither does."""
-    if value := given.get(name, ""):
+def _setting(name: str, flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """The flag or environment variable that sets it, and its value; the flag and "" where neither does."""
+    if value := flags.get(name, ""):
         return f"--{name}", value
     if value := environ.get(variable(name), ""):
         return variable(name), value
@@ -116,15 +117,15 @@ def _integer(name: str, value: str) -> int | None:
     return int(value) if value else None
 
 
-def enter(lifeline: Lifeline) -> None:
-    """Keeps this process's lifeline: from now on other processes wait for this one."""
+def set_lifeline(lifeline: Lifeline) -> None:
+    """Keeps this process's lifeline; from now on other processes wait for this one."""
     global _lifeline
     _lifeline = lifeline
     sigterm.set_notifier(abandon)
 
 
 def give_up(reason: str) -> NoReturn:
-    """Ends this process at once, and with it the others; may be called from any thread.
+    """Ends this process and the others at once; may be called from any thread.
 
     Exits instead of raising: other threads may wait for a process that waits for this one.
     """
@@ -134,9 +135,9 @@ def give_up(reason: str) -> NoReturn:
 
 
 def give_up_stuck(process: int, news: str) -> None:
-    """Ends this process and the others, because ``process`` holds all up; may be called from any thread.
+    """Ends this process and the others because ``process`` is stuck; may be called from any thread.
 
-    Every process writes its stacks, and ends with ``STUCK``. Returns where the end of this one is under way already.
+    Every process writes its stacks and exits with status ``STUCK``. Returns only if this process is already ending.
     """
     if _lifeline and not _lifeline.report(process, news, STUCK):
         return
@@ -144,7 +145,7 @@ def give_up_stuck(process: int, news: str) -> None:
     stacks.dump()
     if _lifeline:
         time.sleep(_STACKS)
-        _lifeline.see_off()
+        _lifeline.wait_for_peers()
     os._exit(STUCK)
 
 
@@ -154,18 +155,18 @@ def leave() -> None:
     if _lifeline:
         import jax
 
-        _lifeline.part()
+        _lifeline.announce_leave()
         jax.distributed.shutdown()
         _lifeline.close()
         _lifeline = None
 
 
 def abandon(reason: str, status: int = FOLLOWED) -> None:
-    """Tells the other processes, if any, why this one ends early, and with which exit status they are to end."""
+    """Reports to the other processes, if any, why this one ends early; they exit with ``status``."""
     if _lifeline:
         _lifeline.fail(reason, status)
 
 
-def in_company() -> bool:
+def has_peers() -> bool:
     """Whether other processes wait for this one."""
     return _lifeline is not None

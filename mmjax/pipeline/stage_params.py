@@ -1,0 +1,42 @@
+"""Trees of a stage's parameters and gradients inside ``shard_map``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from mmjax.models.handles import Open
+from mmjax.models.stage_model import StageModel
+from mmjax.models.taps import handle
+from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.trees import by_name, nested, with_leaves
+
+Tree = Any
+
+
+def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
+    """A stage's parameters for its model: handles for those whose stored form has to be opened into a weight."""
+    if not (state.opens or model.opens):
+        return params
+    named = by_name(params)
+    opens = _composed(model.opens, state.opens)
+    return with_leaves(params, {name: handle(named[name], open_stored) for name, open_stored in opens.items()})
+
+
+def _composed(first: Mapping[str, Open], second: Mapping[str, Open]) -> dict[str, Open]:
+    """The functions of both mappings; for a name in both, ``second`` applied to the result of ``first``."""
+    shared = {name: partial(_apply_both, first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **shared}
+
+
+def _apply_both(first: Open, second: Open, stored: jax.Array) -> jax.Array:
+    return second(first(stored))
+
+
+def add_gradients(sums: Tree, grads: Tree) -> Tree:
+    """The sums with gradients added, in the sums' dtype; gradients without a sum are left out."""
+    named = by_name(grads)
+    return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})

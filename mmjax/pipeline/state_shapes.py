@@ -1,0 +1,275 @@
+"""The leaves of a stage's state, and their shapes and shardings.
+
+The masters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). Masters are float32; those of a
+frozen module, which nothing updates, are in the dtype of its storage. The compute parameters of a module are made by
+casting and gathering its masters, or are the masters themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.spmd import with_sharding
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.handles import Open
+from mmjax.models.parameters import Leaf
+from mmjax.models.stage_model import StageModel
+from mmjax.optimizer import learning_rate, make_optimizer
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.state_bytes import param_dtype
+from mmjax.pipeline.trees import Shared, Tree, by_name, nested
+from mmjax.pipeline.zero import ZeroLeaf
+
+State = dict[str, Any]
+"""``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are its
+only copy, in the dtype of its storage."""
+MOMENTS = ("adam_m", "adam_v")
+"""Kinds of checkpoint leaves that trained modules have beside ``params``."""
+
+
+def module_of_moment(name: str) -> str:
+    """The module of a checkpoint leaf that is a moment; "" for a parameter."""
+    kind, _, path = name.partition("/")
+    return path.partition("/")[0] if kind in MOMENTS else ""
+
+
+class StateShapes:
+    """Leaves of one stage's state, with their shapes and shardings.
+
+    Attributes:
+      leaves: ``Leaf`` tree by module.
+      zero: ``ZeroLeaf`` tree by module.
+      owned: ``zero`` without borrowed leaves: the leaves of the state.
+      lent, borrowed: leaves that are shared with another stage of the module, by name.
+      trainable: modules of this stage that are trained.
+      master_dtypes: dtype of the masters by module: float32, or the storage dtype of a frozen module.
+      param_dtypes: dtype of the compute parameters by module: the compute dtype, or a narrower storage dtype.
+      direct_modules: modules whose masters are used directly as compute parameters, without a copy.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        submesh: Submesh,
+        *,
+        optimizers: Mapping[str, OptimizerConfig],
+        modules: Sequence[str],
+        total_steps: int,
+        dtype: Any,
+        clip_norm: float,
+    ):
+        """Plans the state.
+
+        Args:
+          model: the stage.
+          submesh: its devices.
+          optimizers: optimizer configuration by module.
+          modules: all modules of the run; their order numbers the columns of the norm rows.
+          total_steps: length of the learning rate schedules.
+          dtype: dtype of the compute parameters.
+          clip_norm: largest global gradient norm; 0 switches clipping off.
+        """
+        self.model, self.submesh, self.dtype, self.clip_norm = model, submesh, dtype, clip_norm
+        self.modules = tuple(modules)
+        self.leaves = {part.module: part.leaves() for part in model.slices}
+        self.zero: dict[str, Tree] = jax.tree.map(lambda leaf: ZeroLeaf.plan(leaf, submesh), self.leaves)
+        self.lent, self.borrowed = self._shared("lent"), self._shared("borrowed")
+        self.owned = self._without_borrowed(self.zero)
+        self.trainable = frozenset(m for m in self.leaves if not optimizers[m].frozen)
+        compute = str(jnp.dtype(dtype))
+        self.master_dtypes = {m: jnp.dtype(optimizers[m].held_in(compute)) for m in self.leaves}
+        self.param_dtypes = {m: jnp.dtype(param_dtype(str(d), compute)) for m, d in self.master_dtypes.items()}
+        same_dtype = (m for m, master in self.master_dtypes.items() if master == self.param_dtypes[m])
+        self.direct_modules = frozenset(same_dtype if self.has_whole_masters else ())
+        decayed = {m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m]) for m in sorted(self.trainable)}
+        self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
+        self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
+        self._configs = dict(optimizers)
+
+    # ---- shapes and shardings ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def param_specs(self) -> dict[str, Tree]:
+        """Sharding of the compute parameters."""
+        return jax.tree.map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
+
+    @cached_property
+    def param_avals(self) -> dict[str, Tree]:
+        """Avals of the compute parameters."""
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, self.param_dtypes[leaf.module])
+
+        return self._avals(shape, self.leaves, self.param_specs)
+
+    @cached_property
+    def opens(self) -> dict[str, Open]:
+        """The functions that widen parameters of a narrower dtype to the compute dtype, by name."""
+        narrow = {m: leaves for m, leaves in self.leaves.items() if self.param_dtypes[m] != jnp.dtype(self.dtype)}
+        return dict.fromkeys(by_name(narrow), lambda stored: stored.astype(self.dtype))
+
+    @cached_property
+    def master_specs(self) -> dict[str, Tree]:
+        """Sharding of the masters."""
+        return jax.tree.map(lambda zero: zero.spec(self.submesh.axes), self.owned)
+
+    @cached_property
+    def master_avals(self) -> dict[str, Tree]:
+        """Avals of the masters."""
+        return self._avals(self._master_shape, self.owned, self.master_specs)
+
+    def _master_shape(self, zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(zero.shape, self.master_dtypes[zero.leaf.module])
+
+    def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
+        """Sharding of lent or borrowed masters, or of their reduced gradients."""
+        return {name: zero.spec(self.submesh.axes) for name, zero in shared.items()}
+
+    def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, Any]:
+        """Avals of lent or borrowed masters, or of their reduced gradients."""
+        shapes = {name: self._master_shape(zero) for name, zero in shared.items()}
+        return with_sharding(shapes, self.submesh.mesh, self.shared_specs(shared))
+
+    @cached_property
+    def opt_specs(self) -> dict[str, Tree]:
+        """Sharding of the optimizer states: moments as the masters, counters on every rank."""
+        result: dict[str, Tree] = {}
+
+        def collect_specs(masters: Tree) -> None:
+            for module, optimizer in self.optimizers.items():
+                result[module] = optax.tree_utils.tree_map_params(
+                    optimizer,
+                    lambda _, spec: spec,
+                    optimizer.init(masters[module]),
+                    self.master_specs[module],
+                    transform_non_params=lambda _: PartitionSpec(),
+                )
+
+        jax.eval_shape(collect_specs, self.master_avals)  # traced, so that optax's counters are on no device
+        return result
+
+    @cached_property
+    def opt_avals(self) -> dict[str, Tree]:
+        """Avals of the optimizer states."""
+        shapes = {m: jax.eval_shape(o.init, self.master_avals[m]) for m, o in self.optimizers.items()}
+        return with_sharding(shapes, self.submesh.mesh, self.opt_specs)
+
+    @cached_property
+    def state_avals(self) -> State:
+        """Avals of the whole state."""
+        return {"master": self.master_avals, "opt": self.opt_avals}
+
+    @cached_property
+    def grad_specs(self) -> dict[str, Tree]:
+        """Sharding of the reduced gradients of owned leaves."""
+        return {m: self.master_specs[m] for m in sorted(self.trainable)}
+
+    @property
+    def grad_avals(self) -> dict[str, Tree]:
+        """Avals of the reduced gradients of owned leaves."""
+        return {m: self.master_avals[m] for m in sorted(self.trainable)}
+
+    @cached_property
+    def sums_specs(self) -> dict[str, Tree]:
+        """Sharding of the gradient sums: one slice per rank with different tokens, until the step's reduction."""
+
+        def spec(leaf: Leaf) -> PartitionSpec:
+            return self.submesh.spread.gradient_sums(leaf.spec(self.submesh.axes))
+
+        return {m: jax.tree.map(spec, self.leaves[m]) for m in sorted(self.trainable)}
+
+    @cached_property
+    def sums_avals(self) -> dict[str, Tree]:
+        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``.
+
+        With sequence parallelism those of leaves that tp does not split are ``[dp·cp·tp, ...]``.
+        """
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            axes = self.submesh.spread.gradient_axes(leaf.spec(self.submesh.axes))
+            parts = math.prod(self.submesh.mesh.shape[axis] for axis in axes)
+            return jax.ShapeDtypeStruct((parts, *leaf.shape), jnp.float32)
+
+        return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
+
+    @property
+    def rows_spec(self) -> PartitionSpec:
+        """Sharding of the norm rows: one row per rank."""
+        return self.submesh.spread.per_rank
+
+    @property
+    def rows_aval(self) -> Any:
+        """Aval of the norm rows ``[ranks, modules]``: each rank's part of the modules' squared gradient norms."""
+        shape = (len(self.submesh.ranks), len(self.modules))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.submesh.sharding(self.rows_spec))
+
+    @property
+    def reduce_avals(self) -> tuple[Any, ...]:
+        """Arguments of ``reduce``."""
+        return self.sums_avals, self.shared_avals(self._trained(self.lent))
+
+    def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Avals of the checkpoint leaves of this stage: ``params/…``, and if trained ``adam_m/…`` and ``adam_v/…``."""
+        result = {}
+        for zero in jax.tree.leaves(self.owned):
+            sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
+            aval = jax.ShapeDtypeStruct(
+                zero.leaf.logical_shape, self.master_dtypes[zero.leaf.module], sharding=sharding
+            )
+            moments = MOMENTS if zero.leaf.module in self.trainable else ()  # float32, as a trained module's masters
+            result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *moments)}
+        return result
+
+    # ---- masters used directly as compute parameters -----------------------------------------------------------------
+
+    @property
+    def has_whole_masters(self) -> bool:
+        """Whether masters are whole on every dp rank, not sharded."""
+        return self.submesh.layout.optimizer_shards == 1
+
+    @property
+    def prepare_is_identity(self) -> bool:
+        """Whether all masters are used directly as compute parameters, so that nothing is prepared."""
+        return not self.prepared_avals
+
+    @property
+    def prepared_avals(self) -> dict[str, Tree]:
+        """Avals of the compute parameters that ``prepare`` makes: those of all modules but the ``direct_modules``."""
+        return {m: avals for m, avals in self.param_avals.items() if m not in self.direct_modules}
+
+    def direct_weights(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
+        """The masters and borrowed leaves that are used directly as compute parameters."""
+        return self._select(masters, borrowed, direct=True)
+
+    def prepare_inputs(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
+        """The masters and borrowed leaves that ``prepare`` casts and gathers."""
+        return self._select(masters, borrowed, direct=False)
+
+    def _select(self, masters: Tree, borrowed: Shared, *, direct: bool) -> tuple[Tree, Shared]:
+        def selected(module: str) -> bool:
+            return (module in self.direct_modules) == direct
+
+        leaves = {name: x for name, x in borrowed.items() if selected(self.borrowed[name].leaf.module)}
+        return {module: tree for module, tree in masters.items() if selected(module)}, leaves
+
+    # ---- selections of leaves ----------------------------------------------------------------------------------------
+
+    def _shared(self, tie: str) -> dict[str, ZeroLeaf]:
+        return {name: zero for name, zero in by_name(self.zero).items() if zero.leaf.tie == tie}
+
+    def _trained(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, ZeroLeaf]:
+        return {name: zero for name, zero in shared.items() if zero.leaf.module in self.trainable}
+
+    def _without_borrowed(self, tree: Tree) -> Tree:
+        return nested({name: x for name, x in by_name(tree).items() if name not in self.borrowed})
+
+    def _avals(self, fn: Any, tree: Tree, specs: Tree) -> Tree:
+        return with_sharding(jax.tree.map(fn, tree), self.submesh.mesh, specs)
