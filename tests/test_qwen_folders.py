@@ -84,8 +84,16 @@ def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
         }
         own, config = found[part.module], configs[part.module]
         table = expand(own.rows(config), getattr(config, "layers", 0))
-        about: Any = {"prefixes": own.key_prefixes, "others": own.other_prefixes, "unused": own.weights.unused(config)}
-        for leaf, (key, view) in find_leaves(theirs, part.module, table, shapes, **about).items():
+        places = find_leaves(
+            theirs,
+            part.module,
+            table,
+            shapes,
+            prefixes=own.key_prefixes,
+            other_prefixes=own.other_prefixes,
+            unused=own.weights.unused(config),
+        )
+        for leaf, (key, view) in places.items():
             shape = shapes[leaf.removeprefix(f"{part.module}/")]
             leaves[leaf] = view.read(theirs.tensor(key), shape, tuple(slice(None) for _ in shape))
     return model, leaves
