@@ -60,9 +60,17 @@ def open_source(config: Config, *, split: str, skipped: Path | None = None) -> S
     Raises:
       ConfigError: a setting does not fit the data, or the data cannot be read.
     """
-    about: Any = {"task": config.task, "sources": config.sources, "observer": IndexProgress(), "skipped": skipped}
-    about["known"] = config.known
-    return make_source(config.data, encoder_specs(config), seed=config.train.seed, split=split, **about)
+    return make_source(
+        config.data,
+        encoder_specs(config),
+        seed=config.train.seed,
+        split=split,
+        task=config.task,
+        sources=config.sources,
+        observer=IndexProgress(),
+        skipped=skipped,
+        known=config.known,
+    )
 
 
 def require_same_data(config: Config, source: Source) -> None:
@@ -71,14 +79,14 @@ def require_same_data(config: Config, source: Source) -> None:
     Raises:
       ConfigError: some process has other files, or lacks some.
     """
-    said = gather_texts(source.identity) if isinstance(source, Mixture) else []
-    others = [str(number) for number, identity in enumerate(said) if identity != said[0]]
-    fix = f"process {', '.join(others)} finds other samples than process 0; give all of them the same files"
-    require(not others, "Data.sources", dict(config.data.sources), fix)
+    identities = gather_texts(source.identity) if isinstance(source, Mixture) else []
+    differing = [str(process) for process, identity in enumerate(identities) if identity != identities[0]]
+    fix = f"process {', '.join(differing)} finds other samples than process 0; give all of them the same files"
+    require(not differing, "Data.sources", dict(config.data.sources), fix)
 
 
 def build_packer(
-    config: Config, tokenizer: Tokenizer, one_bucket: bool = False, source: Source | None = None, **changes: Any
+    config: Config, tokenizer: Tokenizer, *, one_bucket: bool = False, source: Source | None = None
 ) -> Packer:
     """The packer of a run. Buckets that are not given are chosen from the data or made for its worst case.
 
@@ -87,10 +95,9 @@ def build_packer(
       tokenizer: the run's tokenizer.
       one_bucket: whether the microbatches of a step share a bucket.
       source: the run's training samples; opened here if not given.
-      changes: other values of ``global_batch`` or ``microbatches``.
 
     Raises:
-      ConfigError: the vocabulary has no room for the tokenizer's, or a bucket none for the data.
+      ConfigError: the vocabulary is smaller than the tokenizer's, or a bucket is too small for the data.
     """
     vocab, least = config.modules[LLM].vocab, tokenizer.table_size
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
@@ -99,29 +106,32 @@ def build_packer(
         fix = f"the tokenizer has {least} tokens; set {LLM}/Weights.new_tokens={texts!r}, which adds rows for all"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
     source = source or open_source(config, split="train")
-    return packer_for(with_buckets(config, source), tokenizer, source, one_bucket, **changes)
+    return packer_for(with_buckets(config, source), tokenizer, source, one_bucket=one_bucket)
 
 
-def packer_for(
-    config: Config, tokenizer: Tokenizer, source: Source, one_bucket: bool = False, **changes: Any
-) -> Packer:
+def packer_for(config: Config, tokenizer: Tokenizer, source: Source, *, one_bucket: bool = False) -> Packer:
     """``build_packer`` without a check of the vocabulary, and without a choice of buckets.
 
     Raises:
-      ConfigError: a bucket has no room for the samples.
+      ConfigError: a bucket is too small for the samples.
     """
-    specs = encoder_specs(config)
-    sizes: dict[str, Any] = {
-        "global_batch": config.train.global_batch,
-        "microbatches": config.train.microbatches,
-    } | changes
     cells = cell_count(config.layouts.values())
-    text = per_cell(config.packing[LLM].given if LLM in config.packing else (), cells)
-    shapes: Any = {"cells": cells, "one_bucket": one_bucket, "text": text, "pairs": pair_costs(config)}
     llm = build_modules(config)[LLM]
-    shapes |= {"axes": llm.position_axes, "mask": llm.sees}
-    packer = make_packer(config.data, specs, source, tokenizer, **shapes, **sizes)
-    # In one program for all stages, values go from lane to lane as they lie.
+    packer = make_packer(
+        config.data,
+        encoder_specs(config),
+        source,
+        tokenizer,
+        global_batch=config.train.global_batch,
+        microbatches=config.train.microbatches,
+        cells=cells,
+        one_bucket=one_bucket,
+        text=per_cell(config.packing[LLM].given if LLM in config.packing else (), cells),
+        pairs=pair_costs(config),
+        axes=llm.position_axes,
+        mask=llm.sees,
+    )
+    # The lowering of all stages into one program has no lists of sends: whole shards go from lane to lane.
     packer = packer.split_over(splits_of(config), lists=config.train.lowering != "single")
     _check_reorder(config, packer)
     return packer
@@ -134,32 +144,34 @@ def with_buckets(
     say: Say = lambda line: None,
     before: Config | None = None,
 ) -> Config:
-    """The configuration with buckets chosen where it asks for a number of them: those of least compute.
+    """The configuration with the buckets of least compute, for each module that is given a number of buckets.
 
     Compute is summed over steps of the run, with its seed, batch and order of samples, from metadata alone. So every
-    process chooses the same, and so does a run that continues.
+    process makes the same choice, and so does a run that continues.
 
     Args:
       config: the run's configuration.
       source: the run's training samples; opened here if not given.
       say: called with a line for each module.
-      before: the configuration of the run so far; its buckets stay while batch, data and layouts do.
+      before: the configuration of the run so far; its buckets stay while batch, data and layouts stay the same.
 
     Raises:
       ConfigError: a setting does not fit the data.
     """
-    asked = {name: own.buckets for name, own in config.packing.items() if isinstance(own.buckets, int)}
-    if not asked:
+    counts = {name: packing.buckets for name, packing in config.packing.items() if isinstance(packing.buckets, int)}
+    if not counts:
         return config
     source = source or open_source(config, split="train")
-    if before and (kept := _kept(config, before, asked)):
-        return kept
-    found, cells = _chosen(config, asked, source), cell_count(config.layouts.values())
-    chosen = {name: PackingConfig(buckets=per_microbatch(own.buckets, cells)) for name, own in found.items()}
-    for name, own in found.items():
-        shares = f"{own.padding:.1%} of its compute is padding, {own.alone:.1%} in the last one alone"
-        say(f"{name}/Packing.buckets={chosen[name].buckets}: chosen from {own.microbatches} microbatches; {shares}")
-    return replace(config, packing={**config.packing, **chosen})
+    if before and (unchanged := _with_earlier_buckets(config, before, counts)):
+        return unchanged
+    choices, cells = _choose_buckets(config, counts, source), cell_count(config.layouts.values())
+    packings = {name: PackingConfig(buckets=per_microbatch(choice.buckets, cells)) for name, choice in choices.items()}
+    for name, choice in choices.items():
+        shares = f"{choice.padding:.1%} of its compute is padding, {choice.alone:.1%} in the last one alone"
+        say(
+            f"{name}/Packing.buckets={packings[name].buckets}: chosen from {choice.microbatches} microbatches; {shares}"
+        )
+    return replace(config, packing={**config.packing, **packings})
 
 
 def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
@@ -169,49 +181,53 @@ def added_buckets(config: Config, packer: Packer) -> Iterator[str]:
       config: the run's configuration.
       packer: the run's packer.
     """
-    for name, own in config.packing.items():
-        rounded = packer.rounded(name, per_cell(own.given, packer.cells))
+    for name, packing in config.packing.items():
+        rounded = packer.rounded(name, per_cell(packing.given, packer.cells))
         added = set(packer.buckets_of(name)).difference(rounded) if rounded else ()
         for bucket in per_microbatch((*added,), packer.cells):
-            yield f"{name}/Packing.buckets={own.given}: {bucket} is added, which holds the largest batch of this layout"
+            setting = f"{name}/Packing.buckets={packing.given}"
+            yield f"{setting}: {bucket} is added, which holds the largest batch of this layout"
 
 
-def _kept(config: Config, before: Config, asked: Mapping[str, int]) -> Config | None:
-    """The configuration with the buckets of ``before``, if both ask for the same choice; else ``None``."""
-    packing = {name: before.packing.get(name, PackingConfig()) for name in asked}
-    fit = all(0 < len(packing[name].given) <= count for name, count in asked.items())
-    if not fit or _decides(config) != _decides(before):
+def _with_earlier_buckets(config: Config, before: Config, counts: Mapping[str, int]) -> Config | None:
+    """The configuration with the buckets of ``before``, or ``None`` where these have to be chosen again."""
+    packing = {name: before.packing.get(name, PackingConfig()) for name in counts}
+    fit = all(0 < len(packing[name].given) <= count for name, count in counts.items())
+    if not fit or _bucket_settings(config) != _bucket_settings(before):
         return None
     return replace(config, packing={**config.packing, **packing})
 
 
-def _decides(config: Config) -> tuple[object, ...]:
+def _bucket_settings(config: Config) -> tuple[object, ...]:
     """The settings that a choice of buckets depends on, beside the samples themselves and their costs."""
     train, cells = config.train, cell_count(config.layouts.values())
-    data = {one.name: getattr(config.data, one.name) for one in fields(DataConfig) if not one.metadata.get("local")}
-    about = config.task, config.sources, cells, one_bucket(config)
-    return data, *about, train.seed, train.global_batch, train.microbatches
+    data = {
+        field.name: getattr(config.data, field.name) for field in fields(DataConfig) if not field.metadata.get("local")
+    }
+    batch = train.seed, train.global_batch, train.microbatches
+    return data, config.task, config.sources, cells, one_bucket(config), *batch
 
 
-def _chosen(config: Config, asked: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
+def _choose_buckets(config: Config, counts: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
+    """The buckets of least compute, at most ``counts`` of each module."""
     train, data = config.train, config.data
-    # Shapes for the worst case: nothing is chosen yet.
+    # The samples are packed into shapes for the worst case, since no bucket is chosen yet.
     rows = train.global_batch // train.microbatches
-    rooms = {name: ((rows, data.sequence_length),) if name == LLM else () for name in asked}
-    packing = {**config.packing, **{name: PackingConfig(buckets=own) for name, own in rooms.items()}}
-    whole = replace(config, data=replace(data, reorder="none"), packing=packing)
+    largest = {name: ((rows, data.sequence_length),) if name == LLM else () for name in counts}
+    packing = {**config.packing, **{name: PackingConfig(buckets=buckets) for name, buckets in largest.items()}}
+    unchosen = replace(config, data=replace(data, reorder="none"), packing=packing)
     tokenizer = tokenizer_of(data, config.model.media)
-    packer = build_packer(whole, tokenizer, one_bucket=one_bucket(config), source=source)
+    packer = build_packer(unchosen, tokenizer, one_bucket=one_bucket(config), source=source)
     order = None
     if data.reorder != "none":
-        planned, world = _planned(whole)
+        planned, world = _planned(unchosen)
         order = order_of(config, place(planned, packer, world), data.reorder)
     worst, parts = source.worst_case(), look_at(packer, source.meta, train.global_batch, order)
-    return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in asked.items()}
+    return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in counts.items()}
 
 
 def _check_reorder(config: Config, packer: Packer) -> None:
-    """Requires shapes to choose from: with one alone, all microbatches take the same time in any order."""
+    """Requires a module with several buckets: with one alone, all microbatches take the same time in any order."""
     if config.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
         return
     name, why = next(iter(packer.encoders)), "in their one bucket all microbatches take the same time"
@@ -219,17 +235,21 @@ def _check_reorder(config: Config, packer: Packer) -> None:
 
 
 def data_spec(config: Config, packer: Packer, order: StepOrder | None) -> DataSpec:
-    """The spec that decides over the batches of a run; ``order`` is its ``step_order``."""
-    train = config.train
-    about: Any = {"seed": train.seed, "global_batch": train.global_batch, "sources": config.sources}
-    about["known"] = config.known
-    return DataSpec(data=config.data, task=config.task, packer=packer, order=order, **about)
+    """The spec from which the batches of a run are made; ``order`` is its ``step_order``."""
+    return DataSpec(
+        data=config.data,
+        task=config.task,
+        sources=config.sources,
+        known=config.known,
+        packer=packer,
+        order=order,
+        seed=config.train.seed,
+        global_batch=config.train.global_batch,
+    )
 
 
 def batch_maker(config: Config, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
-    """The spec that decides over the batches of a run, and the maker of this process's rows of them.
-
-    All processes have to call it.
+    """The spec of a run's batches, and the maker of this process's rows of them. All processes have to call it.
 
     Raises:
       ConfigError: the processes have found different samples.
@@ -256,9 +276,11 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
         inputs: dict[str, Any] = dict(empty.inputs)
         for name, bucket in zip(counts, buckets, strict=True):
             rows_per_cell, width = packer.buckets_of(name)[bucket]
-            own, rows = empty.inputs[name], rows_per_cell * packer.cells
-            scaled = {k: a.shape[1] * width // own["segments"].shape[1] for k, a in own.items()}
-            inputs[name] = {k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in own.items()}
+            arrays, rows = empty.inputs[name], rows_per_cell * packer.cells
+            scaled = {k: a.shape[1] * width // arrays["segments"].shape[1] for k, a in arrays.items()}
+            inputs[name] = {
+                k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in arrays.items()
+            }
         for module, (name, shape) in list_shapes(packer.listed, inputs, packer.splits, packer.cells).items():
             inputs[module] = {**inputs[module], name: jax.ShapeDtypeStruct(shape, np.int32)}
         shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
@@ -266,9 +288,12 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
 
 
 def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> ProcessRows | None:
-    """The rows that this process's devices read of a step's microbatches; ``None`` for all, in a run of one process.
+    """The rows of a step's microbatches that this process's devices read; ``None`` for all, in a run of one process.
 
-    ``names`` are those of the host inputs that there are, by module.
+    Args:
+      placed: the model on its devices.
+      names: the names of each module's host inputs.
+      microbatches: microbatches of a step.
     """
     if placed.world.processes == 1:
         return None
@@ -282,12 +307,17 @@ def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
     for stage in (placed.places[node.lane_name(microbatch)] for node in placed.graph.stages):
         if not stage.submesh.local:
             continue
-        layout, own = stage.submesh.layout, cells.setdefault(stage.model.module, {})
-        here = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
-        read = {cell for i in here for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
+        layout, cells_of_inputs = stage.submesh.layout, cells.setdefault(stage.model.module, {})
+        local = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
+        read = {cell for i in local for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
         for name in stage.model.read(names[stage.model.module]):
-            own.setdefault(name, set()).update(read)
-    return ProcessRows(cells={m: {name: tuple(sorted(c)) for name, c in own.items()} for m, own in cells.items()})
+            cells_of_inputs.setdefault(name, set()).update(read)
+    return ProcessRows(
+        cells={
+            module: {name: tuple(sorted(numbers)) for name, numbers in inputs.items()}
+            for module, inputs in cells.items()
+        }
+    )
 
 
 def _cells(shard: int, dp: int, cells: int) -> range:
@@ -301,7 +331,7 @@ def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
 
 
 def one_bucket(config: Config) -> bool:
-    """Whether a step's microbatches share a bucket: if one program runs it, or all stages are on the same devices."""
+    """Whether a step's microbatches share a bucket: where one program runs it, or all stages have the same devices."""
     if config.train.lowering == "single":
         return True
     return not _pipelined(config)
@@ -314,7 +344,7 @@ def _pipelined(config: Config) -> bool:
 
 
 def _check_processes(config: Config) -> None:
-    """Raises ConfigError, before a device is touched, if several processes are to run a pipeline as one program."""
+    """Raises ConfigError, before a device is used, if several processes are to run a pipeline as one program."""
     if (count := jax_compat.process_count()) > 1 and config.train.lowering == "single" and _pipelined(config):
         raise ConfigError(
             f"Train.lowering='single': a pipeline is one program in one process, this run has {count}; set it to 'auto'"
@@ -333,13 +363,13 @@ def place(
 
     Args:
       config: the run's configuration.
-      packer: for other samples than the configured data's; made from the configuration if not given.
-      world: its devices; started here if not given.
+      packer: the packer, for samples that are not the configured data's; by default the configuration's.
+      world: the run's devices; started here if not given.
       source: the run's training samples, where they are open already.
       trained: whether something is to be trained.
 
     Raises:
-      ConfigError: the devices here are too few, or a part does not fit another.
+      ConfigError: there are too few devices, or two settings contradict each other.
     """
     validate_config(config, trained=trained)  # it may have been changed by hand since it was loaded
     tokenizer = tokenizer_of(config.data, config.model.media)
@@ -350,7 +380,7 @@ def place(
     world = world or World.create(
         config.world,
         config.layouts.values(),
-        lambda found: require_devices(config, found),
+        lambda devices: require_devices(config, devices),
         deterministic=config.train.deterministic,
     )
     settings = Settings(
@@ -369,18 +399,19 @@ def place(
 
 
 def plan(config: Config, source: Source | None = None) -> Assembly:
-    """``assemble`` for devices that need not be here: no backend is started, and nothing can be run.
+    """``assemble`` without devices: no backend is started, and the result cannot be run.
 
     All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
 
     Raises:
-      ConfigError: a part does not fit another.
+      ConfigError: two settings contradict each other.
     """
     planned, world = _planned(config)
     return assemble(planned, world=world, source=source)
 
 
 def _planned(config: Config) -> tuple[Config, World]:
+    """The configuration for a world without devices, and that world."""
     transport = "device_put" if config.world.transport == "auto" else config.world.transport
     world = World.planned(config.world.devices or config.devices)
     return replace(config, world=replace(config.world, transport=transport)), world
@@ -401,8 +432,8 @@ def assemble(
       source: see ``place``.
 
     Raises:
-      ConfigError: the devices here are too few, a part does not fit another, or one program is to be a pipeline of
-        several processes.
+      ConfigError: there are too few devices, two settings contradict each other, or one program is to be a pipeline
+        of several processes.
     """
     lowering = "ops" if config.train.debug_nans else config.train.lowering
     _check_processes(config)
@@ -410,8 +441,10 @@ def assemble(
     costs = parts.placed.nominal_costs(next(iter(parts.shapes.values())))
     train = config.train
     schedule = train_schedule(train.schedule, parts.placed.graph, train.microbatches, costs, train.window, train.inner)
-    held = (parts.placed, parts.shapes.values(), schedule.graph)
-    report = validate(schedule, residual_bytes(*held), deferred_bytes(*held))
+    shapes = parts.shapes.values()
+    residuals = residual_bytes(parts.placed, shapes, schedule.graph)
+    deferred = deferred_bytes(parts.placed, shapes, schedule.graph)
+    report = validate(schedule, residuals, deferred)
     return Assembly(
         **vars(parts),
         schedule=schedule,
@@ -424,9 +457,9 @@ def assemble(
 def _executor(
     placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], lowering: str
 ) -> Executor | OneProgramExecutor:
-    """The executor of steps lowered in this way.
+    """The executor for ``Train.lowering`` ``lowering``.
 
-    Where all stages share their devices and microbatches follow one another (a straight line), the step is a loop over
+    Where all stages share their devices and each microbatch ends before the next begins, one program loops over the
     microbatches and is not unrolled.
     """
     straight = placed.straight_line and not placed.offloads

@@ -1,4 +1,4 @@
-"""The data of a run that starts or goes on: records that are left out, and changes since the last checkpoint."""
+"""The records of a run's data: those that a checkpoint knows, those that are left out, and changes since then."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DATA = "data"
 
 
 def with_known_records(config: Config, checkpointer: Checkpointer) -> Config:
-    """The configuration with the records that a run knows by its newest checkpoint; all processes have to call it.
+    """The configuration with the records in a run's newest checkpoint; all processes have to call it.
 
-    A checkpoint of an earlier version has none: the records are then those that are found now.
+    A checkpoint of an earlier version names no records: the run then has those that its data have now.
     """
     step = checkpointer.latest_step()
     stored = checkpointer.metadata(step).extra.get(DATA, {}) if step else {}
-    agreed: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
-    return replace(config, known={name: KnownRecords(**values) for name, values in agreed.items()})
+    records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
+    return replace(config, known={name: KnownRecords(**values) for name, values in records.items()})
 
 
 def known_in(config: Config, run_dir: str | Path) -> Config:
-    """The configuration with the records that the run in a directory knows."""
+    """The configuration with the records in the newest checkpoint of ``run_dir``."""
     return with_known_records(config, Checkpointer(Path(run_dir) / "checkpoints"))
 
 

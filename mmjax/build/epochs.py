@@ -13,7 +13,7 @@ from mmjax.data.loader import Source
 
 
 def with_steps(config: Config, source: Source) -> Config:
-    """The configuration with the steps that ``Train.epochs`` are; as it is where that is 0.
+    """The configuration with ``Train.steps`` computed from ``Train.epochs``; unchanged where ``Train.epochs`` is 0.
 
     An epoch is as many samples as ``source`` has training records. A step has ``Train.global_batch`` samples, however
     they are packed; the last step may go on into the next epoch.
@@ -28,7 +28,7 @@ def with_steps(config: Config, source: Source) -> Config:
     require(isinstance(source, Sized), "Train.epochs", train.epochs, fix)
     assert isinstance(source, Sized)
     steps = max(1, math.ceil(Fraction(repr(float(train.epochs))) * len(source) / train.global_batch))
-    # With the number alone, since settings in steps are not compared where it is still to be computed.
+    # Validated with epochs=0: settings in steps are compared only where the number of steps is known.
     validate(replace(config, train=replace(train, steps=steps, epochs=0.0)))
     return replace(config, train=replace(train, steps=steps))
 
@@ -39,5 +39,5 @@ def describe_epochs(config: Config, source: Source) -> tuple[str, ...]:
     if not train.epochs:
         return ()
     assert isinstance(source, Sized)
-    of = f"{len(source)} records are {len(source) / train.global_batch:.4g} steps of {train.global_batch}"
-    return (f"Train.epochs={train.epochs!r}: {train.steps} steps, as {of}",)
+    epoch = f"{len(source)} records are {len(source) / train.global_batch:.4g} steps of {train.global_batch}"
+    return (f"Train.epochs={train.epochs!r}: {train.steps} steps, as {epoch}",)

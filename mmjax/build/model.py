@@ -1,4 +1,4 @@
-"""Builds the module graph from a ``Config``, and what the data side reads of encoders and generators."""
+"""Builds the module graph from a ``Config``, and the specs of encoders and generators for the data side."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
     """The module graph; where the configuration leaves the vocabulary open, it is the tokenizer's."""
     modules = build_modules(config)
     encoders, generators = (
-        {name: modules[name] for name in own} for own in (config.model.encoders, config.model.generators)
+        {name: modules[name] for name in names} for names in (config.model.encoders, config.model.generators)
     )
     callbacks = build_callbacks(config)
-    loras = {name: own for name, own in config.loras.items() if own.rank}
+    loras = {name: lora for name, lora in config.loras.items() if lora.rank}
     model = multimodal(encoders, modules[LLM], generators, config.projectors, callbacks, loras)
     return replace(model.with_vocab(tokenizer.vocab_size), unroll=config.train.unroll)
 
@@ -46,54 +46,58 @@ def build_modules(config: Config) -> dict[str, Any]:
 
 def build_callbacks(config: Config) -> dict[str, Callbacks]:
     """The callbacks of each module that has some; imports their code."""
-    given = {name: own.names for name, own in config.callbacks.items() if own.names}
+    paths = {name: callbacks.names for name, callbacks in config.callbacks.items() if callbacks.names}
     return {
-        name: Callbacks(**{place: import_named(f"{name}/Callbacks.{place}", value) for place, value in own.items()})
-        for name, own in given.items()
+        name: Callbacks(
+            **{place: import_named(f"{name}/Callbacks.{place}", path) for place, path in paths_by_place.items()}
+        )
+        for name, paths_by_place in paths.items()
     }
 
 
 def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
     """Names of the parameters in each module, such as "layers/000/attn/q"; they are the same under any layout."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
         for leaf in (leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())):
-            found.setdefault(leaf.module, []).extend(name.partition("/")[2] for name in leaf.names)
-    return found
+            names.setdefault(leaf.module, []).extend(name.partition("/")[2] for name in leaf.names)
+    return names
 
 
 def with_fitting_rates(config: Config) -> Config:
     """The configuration without patterns of ``Optimizer.rates`` that fit nothing, as in a model of fewer layers."""
-    if not any(own.rates for own in config.optimizers.values()):
+    if not any(optimizer.rates for optimizer in config.optimizers.values()):
         return config
     unfitting = _unfitting(build_model(config, make_tokenizer("", config.model.media)), config.optimizers)
-    left = {
-        name: {pattern: factor for pattern, factor in own.rates.items() if pattern not in unfitting.get(name, ())}
-        for name, own in config.optimizers.items()
-    }
-    return replace(config, optimizers={name: replace(own, rates=left[name]) for name, own in config.optimizers.items()})
+    optimizers = {}
+    for name, optimizer in config.optimizers.items():
+        rates = {
+            pattern: factor for pattern, factor in optimizer.rates.items() if pattern not in unfitting.get(name, ())
+        }
+        optimizers[name] = replace(optimizer, rates=rates)
+    return replace(config, optimizers=optimizers)
 
 
 def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> None:
     """Requires that each pattern of ``Optimizer.rates`` fits a parameter of its module.
 
     Raises:
-      ConfigError: one fits none; the message has near names, or all.
+      ConfigError: one fits none; the message lists the nearest names, or all.
     """
     for module, patterns in _unfitting(model, optimizers).items():
         names = {re.sub(r"^layers/\d+/", "layers/*/", name): None for name in parameter_names(model)[module]}
         fix = f"{patterns[0]!r} fits no parameter of {module}; {suggest(patterns[0], names)}"
-        require(False, f"{module}/Optimizer.rates", dict(optimizers[module].rates), fix)
+        require(not patterns, f"{module}/Optimizer.rates", dict(optimizers[module].rates), fix)
 
 
 def _unfitting(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> dict[str, list[str]]:
     """By module, the patterns of ``rates`` that fit no parameter."""
-    if not any(own.rates for own in optimizers.values()):
+    if not any(optimizer.rates for optimizer in optimizers.values()):
         return {}
     names = parameter_names(model)
     unfitting = {
-        module: [pattern for pattern in own.rates if not fnmatch.filter(names.get(module, ()), pattern)]
-        for module, own in optimizers.items()
+        module: [pattern for pattern in optimizer.rates if not fnmatch.filter(names.get(module, ()), pattern)]
+        for module, optimizer in optimizers.items()
     }
     return {module: patterns for module, patterns in unfitting.items() if patterns}
 
@@ -102,7 +106,7 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
     """Requires that the data have the host inputs that callbacks read.
 
     Raises:
-      ConfigError: a callback declares another one.
+      ConfigError: a callback reads an input that the data lack.
     """
     for module, node in model.nodes.items():
         for place in node.callbacks.by_place:
@@ -113,17 +117,17 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
 
 
 def splits_of(config: Config) -> dict[str, Split]:
-    """How the rows of each module are split over ranks, for the data side; those that are not split are left out."""
-    found = {}
+    """How the rows of each module are split over ranks, for the data side; modules with whole rows are left out."""
+    splits = {}
     for name, module in build_modules(config).items():
         layout = config.layouts[name]
         if layout.row_multiple > 1:
-            found[name] = split_of(module, layout)
-    return found
+            splits[name] = split_of(module, layout)
+    return splits
 
 
 def split_of(module: Module, layout: Layout) -> Split:
-    """How the rows of a module are split over ranks of cp, whose parts those of tp may share in whole tokens."""
+    """How the rows of a module are split: over the ranks of cp, and each part by whole tokens over those of tp."""
     method, token = cp_tokens(module, layout), module.patches_per_token
     unit = token * layout.row_multiple // layout.cp
     return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)

@@ -1,4 +1,4 @@
-"""How the samples of a run's steps are ordered: what they cost on its stages, from the FLOPs of its modules."""
+"""The order of a step's samples, from their costs on the run's stages by the FLOPs of its modules."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(config: Config) -> dict[str, float]:
-    """FLOPs of a pair of positions that attend to each other over FLOPs of a position, by module with rows."""
+    """By module: the FLOPs of a pair of positions that attend to each other, divided by those of a position."""
     pairs = {}
     for name, module in build_modules(config).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.
         sized = replace(module, config=replace(module.config, vocab=1)) if name == LLM else module
-        one, two, three = (sized.forward_flops([n]) for n in (1, 2, 3))
+        flops_1, flops_2, flops_3 = (sized.forward_flops([n]) for n in (1, 2, 3))
         # The FLOPs of n patches with s special positions are a·n + b·(n + s)² + c, of n tokens a·n + b·n·(n + 1).
-        pair, special = (three - 2 * two + one) / 2, module.medium.special if module.medium else 0
-        pairs[name] = pair / (two - one - pair * (4 if name == LLM else 3 + 2 * special))
+        pair, special = (flops_3 - 2 * flops_2 + flops_1) / 2, module.medium.special if module.medium else 0
+        pairs[name] = pair / (flops_2 - flops_1 - pair * (4 if name == LLM else 3 + 2 * special))
     return pairs
 
 
 def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
-    """How the samples of a step are reordered; ``None`` where they stay as they come.
+    """How the samples of a step are reordered; ``None`` where they keep the order of the data.
 
-    The cost of a stage is its ``nominal_costs``, spread over the positions of the bucket that these are of, plus the
-    attention of its module, by FLOPs: of the fullest rank, where ranks of cp have parts of a row. The LLM's costs vary
+    The cost of a stage is its ``nominal_costs``, spread over the positions of their bucket, plus the attention of its
+    module, by FLOPs. Where ranks of cp have parts of a row, it is the cost of the fullest rank. The LLM's costs vary
     where its rows are packed.
     """
     return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
 
 
 def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
-    """The order of samples by ``method``, whatever method is configured."""
+    """The order of samples by ``method`` instead of the configured one."""
     inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
     costs, length = parts.placed.nominal_costs(inputs), config.data.sequence_length
-    widths = {name: own["segments"].shape[1] for name, own in inputs.items()}
-    pairs = {name: own * packer.splits.get(name, UNSPLIT).imbalance(widths[name]) for name, own in packer.pairs.items()}
+    widths = {name: arrays["segments"].shape[1] for name, arrays in inputs.items()}
+    pairs = {
+        name: cost * packer.splits.get(name, UNSPLIT).imbalance(widths[name]) for name, cost in packer.pairs.items()
+    }
     modules = {}
     for name in packer.bucket_counts:
         # All cells are worked on at once: a position in one cell costs as much as one in each of them.
@@ -55,7 +57,7 @@ def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
         )
     return StepOrder(
         method=method,
-        graph=_apart(parts.placed.graph),
+        graph=_with_asynchronous_moves(parts.placed.graph),
         schedule=train.schedule,
         inner=train.inner,
         microbatches=train.microbatches,
@@ -67,10 +69,10 @@ def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
     )
 
 
-def _apart(graph: StageGraph) -> StageGraph:
+def _with_asynchronous_moves(graph: StageGraph) -> StageGraph:
     """The graph with asynchronous moves in place of rendezvous: a data server knows nothing of this run's processes."""
 
-    def freed(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
+    def asynchronous(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
         return tuple(replace(edge, kind="async") if edge.kind == "rendezvous" else edge for edge in edges)
 
-    return replace(graph, edges=freed(graph.edges), ties=freed(graph.ties))
+    return replace(graph, edges=asynchronous(graph.edges), ties=asynchronous(graph.ties))

@@ -18,7 +18,7 @@ from mmjax.schedule.validate import ScheduleReport
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedRun:
-    """A model on its devices and the shapes of its data: what prediction needs.
+    """A model on its devices and the shapes of its data, enough to predict with.
 
     Attributes:
       tokenizer: the tokenizer of its text.

@@ -1,6 +1,7 @@
-"""Reads the command line and the configuration for ``mmjax.serve``, which must not import JAX as this module does.
+"""Reads the command line and the configuration for ``mmjax.serve``, in a process of its own.
 
-Writes one JSON object, flags and data spec, to the file descriptor ``--answer``, and ends.
+The server must not import JAX, and reading a configuration does. This process writes one JSON object, with flags and
+data spec, to the file descriptor ``--answer``, and ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]`: evaluates what a trained model reads, hears and draws.
+"""`python -m mmjax.eval --run_dir=D [--data=FOLDER] [--json]`: scores a trained model's answers and drawings.
 
 The run's parameters are read into any layout; the optimizer's moments stay on disk.
 """
@@ -39,20 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--source={source!r}: only a folder is read like a source; add --data or leave it out")
         if data:
             _require_data(Path(data))
-        out = _made(str(flags.values["out"])) if flags.values["out"] else None
+        out = _made_folder(str(flags.values["out"])) if flags.values["out"] else None
         join_processes(flags)
-        found = evaluate(config, run_dir, data, count, source=source)
+        report = evaluate(config, run_dir, data, count, source=source)
         if out:
-            _write(out, found)
-        numbers = found.numbers()
+            _write(out, report)
+        numbers = report.numbers()
         if flags.values["json"]:
             print(json.dumps(numbers))
         else:
             folder = data or (config.data.folder if config.data.task == "folder" else "")
-            what = f"samples of {folder}" if folder else "held-out samples"
+            samples = f"samples of {folder}" if folder else "held-out samples"
             from mmjax.eval.scores import show
 
-            print(f"{run_dir} after step {numbers.pop('step')}: {numbers.pop('samples')} {what}")
+            print(f"{run_dir} after step {numbers.pop('step')}: {numbers.pop('samples')} {samples}")
             for name, value in numbers.items():
                 print(f"{name:<36}{show(name, value)}")
     return 0
@@ -67,7 +67,7 @@ def _require_data(folder: Path) -> None:
     data_file(str(folder), "--data")
 
 
-def _made(out: str) -> Path:
+def _made_folder(out: str) -> Path:
     """The directory `out`, made before the evaluation, so that a failure does not waste it. Raises ConfigError."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -78,6 +78,7 @@ def _made(out: str) -> Path:
 
 
 def _write(folder: Path, report: EvalReport) -> None:
+    """Writes questions and answers as JSONL, and a picture of the first of them."""
     from mmjax.viz.answers import draw_answers
 
     rows = [
@@ -86,9 +87,8 @@ def _write(folder: Path, report: EvalReport) -> None:
     ]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    found = report.evaluation
-    sheet = folder / "predictions.png"
-    draw_answers(report.samples[:DRAWN], found.answers[:DRAWN], sheet, drawings=found.drawings[:DRAWN])
+    answers, drawings = report.evaluation.answers[:DRAWN], report.evaluation.drawings[:DRAWN]
+    draw_answers(report.samples[:DRAWN], answers, folder / "predictions.png", drawings=drawings)
 
 
 if __name__ == "__main__":

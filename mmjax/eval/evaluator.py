@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ Meet = Callable[[], None]
 
 
 def require_checkpoint(run_dir: str | Path) -> None:
-    """Raises `ConfigError` where `run_dir` has no checkpoint, before any device is touched."""
+    """Raises `ConfigError` where `run_dir` has no checkpoint, before any device is used."""
     if not any((Path(run_dir) / "checkpoints").glob("[0-9]*")):
         raise ConfigError(
             f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with --gin_file={Path(run_dir) / 'config.gin'}"
@@ -42,8 +43,8 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
     """The step of the newest readable checkpoint of `run_dir`, and its parameters by stage, on the stage's devices.
 
     Raises:
-      ConfigError: there is none.
-      CheckpointError: it is of another model.
+      ConfigError: there is no checkpoint.
+      CheckpointError: the checkpoint is of another model.
     """
     stages = parts.placed.stages.values()
     avals = {name: aval for stage in stages for name, aval in stage.state.logical_avals().items()}
@@ -63,11 +64,11 @@ class Evaluator:
 
         Args:
           parts: the run.
-          task: what its samples are of.
+          task: the task that the samples are from.
           room: see `Predictor`.
 
         Raises:
-          ConfigError: the LLM's mask shows tokens later ones, so it writes no text.
+          ConfigError: under the LLM's mask a token attends to later ones, so no text can be generated.
         """
         self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
@@ -91,11 +92,14 @@ class Evaluator:
           report: called after each round with the number of samples answered so far.
           meet: called before each round on the devices; may raise.
         """
-        # As many tokens as the longest right answer with its end token has, over all samples: so no answer depends on
-        # which samples share its round.
-        limit = max((int(np.count_nonzero(one.loss_weights[one.prompt :])) for one in samples), default=1)
-        said = self.write(states, samples, limit=limit, report=report, meet=meet)
-        return [answer_text(self.parts.tokenizer, one, own.tokens) for one, own in zip(samples, said, strict=True)]
+        # The length of the longest right answer of all samples, with its end token. So no answer depends on the samples
+        # that share its round.
+        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in samples)
+        replies = self.write(states, samples, limit=max(lengths, default=1), report=report, meet=meet)
+        return [
+            answer_text(self.parts.tokenizer, sample, reply.tokens)
+            for sample, reply in zip(samples, replies, strict=True)
+        ]
 
     def write(
         self,
@@ -106,7 +110,7 @@ class Evaluator:
         sampling: Sampling = GREEDY,
         report: Callable[[int], None] = lambda done: None,
         meet: Meet = lambda: None,
-        heard: Callable[[int, Sequence[Answer]], None] = lambda first, said: None,
+        on_token: Callable[[int, Sequence[Answer]], None] = lambda first, replies: None,
     ) -> list[Answer]:
         """The tokens with which the model continues each sample's prompt, up to an end token.
 
@@ -117,24 +121,30 @@ class Evaluator:
           sampling: how tokens are chosen.
           report: see `answers`.
           meet: see `answers`.
-          heard: called after each token of a round with the number of its first sample and the answers so far.
+          on_token: called after each token of a round with the number of its first sample and the answers so far.
         """
         stops, result = stop_tokens(self.parts.tokenizer, samples), list[Answer]()
-        with self._lent(states, meet):
-            for asked, own in self.rounds([prompt_only(sample) for sample in samples]):
+        with self._loaded(states, meet):
+            for prompts, packed in self.rounds([prompt_only(sample) for sample in samples]):
                 meet()
-                first, places = len(result), own.places
-                tell = lambda said, first=first, places=places: heard(first, [said[m][row] for m, row in places])  # noqa: E731
-                said = self.predictor.generate(own.batch, own.starts, limit, stops, sampling, tell)
-                result += [said[m][row] for m, row in places]
-                assert len(result) == first + len(asked)
+                first, in_order = len(result), partial(_by_sample, packed.places)
+                replies = self.predictor.generate(
+                    packed.batch,
+                    packed.starts,
+                    limit,
+                    stops,
+                    sampling,
+                    lambda replies, first=first, in_order=in_order: on_token(first, in_order(replies)),
+                )
+                result += in_order(replies)
+                assert len(result) == first + len(prompts)
                 report(len(result))
         return result
 
     def evaluate(
-        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, loss: bool = False
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, *, loss: bool = False
     ) -> Evaluation:
-        """Answers, drawings and scores, and the loss where `loss` is set; other arguments as for `answers`."""
+        """Answers, drawings and scores, and the loss where `loss` is set; see `answers` for the other arguments."""
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
         return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None, self.task)
@@ -144,10 +154,10 @@ class Evaluator:
         total, weight = 0.0, sum(loss_weight(sample.loss_weights) for sample in samples)
         if not weight:
             return None
-        with self._lent(states, meet):
-            for _, own in self.rounds(samples):
+        with self._loaded(states, meet):
+            for _, packed in self.rounds(samples):
                 meet()
-                total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(own.batch))
+                total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(packed.batch))
         return total / weight
 
     def drawings(
@@ -155,26 +165,26 @@ class Evaluator:
     ) -> list[Drawings]:
         """Media that the generators draw, for each sample; empty for one without noise to start from."""
         result: list[Drawings] = [{} for _ in samples]
-        asked = [index for index, sample in enumerate(samples) if sample.noise]
-        if not asked:
+        indices = [index for index, sample in enumerate(samples) if sample.noise]
+        if not indices:
             return result
-        packer, left = self.parts.packer, iter(asked)
-        with self._lent(states, meet):
-            for own, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in asked]):
+        packer, remaining = self.parts.packer, iter(indices)
+        with self._loaded(states, meet):
+            for prompts, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in indices]):
                 meet()
-                drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in own]
+                drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in prompts]
                 for name, patches in self.predictor.draw(packed.batch).items():
                     first = 0
                     for plan, rows in zip(packed.plans, patches, strict=True):
                         for sample, media in packer.media(name, plan, rows).items():
                             drawn[first + sample][name] = media
                         first += len(plan.metas)
-                for one in drawn:
-                    result[next(left)] = one
+                for drawings in drawn:
+                    result[next(remaining)] = drawings
         return result
 
     @contextmanager
-    def _lent(self, states: Mapping[str, State], meet: Meet) -> Iterator[None]:
+    def _loaded(self, states: Mapping[str, State], meet: Meet) -> Iterator[None]:
         """A context in which the predictor holds the parameters of `states`."""
         meet()
         try:
@@ -185,19 +195,24 @@ class Evaluator:
 
 
 def room_for(metas: Sequence[SampleMeta], most: int) -> int:
-    """Tokens that a row needs for the prompt of each sample and the longest right answer of all; `most` at most."""
+    """Tokens that a row needs for any of the prompts and the longest right answer; at most `most`."""
     longest = max((meta.tokens for meta in metas), default=most)
     answer = max((meta.learned or math.ceil(meta.weight) for meta in metas), default=0)
     return min(most, longest + answer)
 
 
 def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's, and the one that the template puts behind every answer."""
+    """The tokens that end an answer: the tokenizer's, and the token that the template puts after every answer."""
     tails = {sample.tail.strip() for sample in samples}
     ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
     return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))
 
 
+def _by_sample(places: Sequence[tuple[int, int]], replies: Sequence[Sequence[Answer]]) -> list[Answer]:
+    """The replies of a round in the order of its samples; `places` has the microbatch and row of each."""
+    return [replies[microbatch][row] for microbatch, row in places]
+
+
 def _from_noise(sample: Sample) -> Sample:
     """The sample with pure noise (time 1) in place of the media to be drawn."""
-    return replace(sample, times={name: (1.0,) * len(own) for name, own in sample.times.items()})
+    return replace(sample, times={name: (1.0,) * len(media) for name, media in sample.times.items()})

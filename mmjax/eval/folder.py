@@ -31,58 +31,58 @@ def for_folder(config: Config, folder: str, source: str = "") -> Config:
     Raises:
       ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
     """
-    data, sources = folder_as_source(replace(config.data, folder=folder), like_of(config, source))
-    read = replace(config, data=data, sources=sources)
-    worst = open_source(read, split="test").worst_case()
-    read = replace(read, data=replace(data, sequence_length=max(data.sequence_length, worst.tokens)))
+    data, sources = folder_as_source(replace(config.data, folder=folder), source_like(config, source))
+    with_folder = replace(config, data=data, sources=sources)
+    worst = open_source(with_folder, split="test").worst_case()
+    length = max(data.sequence_length, worst.tokens)
+    with_folder = replace(with_folder, data=replace(data, sequence_length=length))
     try:
         run = build_packer(config, _tokenizer(config))
         packing = {
             name: PackingConfig(buckets=per_microbatch(spec.buckets, run.cells)) for name, spec in run.encoders.items()
         }
-        wanted = replace(read, packing={**config.packing, **packing})
-        if build_packer(wanted, _tokenizer(config)).encoders == run.encoders:
-            return wanted  # else a bucket had to be added
+        in_shapes_of_run = replace(with_folder, packing={**config.packing, **packing})
+        if build_packer(in_shapes_of_run, _tokenizer(config)).encoders == run.encoders:
+            return in_shapes_of_run  # else a bucket had to be added
     except ConfigError:  # an image is beyond the encoder's positions, or the run's own folder is gone
         pass
     rows = cell_count(config.layouts.values())
     train = replace(config.train, global_batch=rows, microbatches=1)
-    return replace(read, packing=dict.fromkeys(config.packing, PackingConfig(buckets=())), train=train)
+    return replace(with_folder, packing=dict.fromkeys(config.packing, PackingConfig(buckets=())), train=train)
 
 
 _FILES = ("kind", "path", "media", "held_out", "strict", "cut", "preset", "byte_limit", "pixel_limit")
-"""Fields of a source that do not change what its records become."""
+"""Fields of a source that do not change its samples."""
 
 
-def like_of(config: Config, name: str, asked: str = "--data") -> SourceConfig | None:
-    """The source of the run whose settings samples from elsewhere are read with; `None` for a run without sources.
+def source_like(config: Config, name: str, flag: str = "--data") -> SourceConfig | None:
+    """The source of the run whose settings other samples are read with; `None` for a run without sources.
 
-    `asked` is the flag that names these samples.
+    Args:
+      config: the run's configuration.
+      name: the source's name; needed where the run's sources differ in preprocessing.
+      flag: the flag that names the other samples, for errors.
 
     Raises:
       ConfigError: `name` is none of the run's sources; or it is empty, and the sources differ in preprocessing.
     """
-    own = {source: config.sources[source] for source in config.data.sources if source in config.sources}
+    sources = {source: config.sources[source] for source in config.data.sources if source in config.sources}
+    names = ", ".join(sources)
     if name:
-        fix = (
-            f"is none of the run's sources; use one of {', '.join(own)}"
-            if own
-            else "the run has no sources; leave it out"
-        )
-        require(name in own, "--source", name, fix)
-        return own[name]
-    made = {source: _preprocessing(config.sources[source]) for source in own}
-    different = sorted(
-        {field for one in made.values() for field in one if one[field] != next(iter(made.values()))[field]}
-    )
+        fix = f"is none of the run's sources; use one of {names}" if sources else "the run has no sources; leave it out"
+        require(name in sources, "--source", name, fix)
+        return sources[name]
+    settings = [_preprocessing(source) for source in sources.values()]
+    different = sorted({field for values in settings for field in values if values[field] != settings[0][field]})
     if different:
-        said = f"the run's sources {', '.join(own)} differ in {', '.join(different)}"
-        raise ConfigError(f"--source is missing: {said}; name the one whose samples are like those of {asked}")
-    return next(iter(own.values()), None)
+        cause = f"the run's sources {names} differ in {', '.join(different)}"
+        raise ConfigError(f"--source is missing: {cause}; name the one whose samples are like those of {flag}")
+    return next(iter(sources.values()), None)
 
 
 def _preprocessing(source: SourceConfig) -> dict[str, Any]:
-    return {one.name: getattr(source, one.name) for one in fields(SourceConfig) if one.name not in _FILES}
+    """The settings of a source that change its samples."""
+    return {field.name: getattr(source, field.name) for field in fields(SourceConfig) if field.name not in _FILES}
 
 
 def _tokenizer(config: Config) -> Tokenizer:

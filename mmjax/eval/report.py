@@ -23,9 +23,9 @@ class EvalReport:
 
     Attributes:
       step: the checkpoint's step.
-      samples: the samples that were asked.
+      samples: the samples that the model has answered.
       evaluation: the answers and their scores.
-      swapped: the scores with the media of one encoder exchanged between samples, by encoder, where they can be.
+      swapped: by encoder, the scores with its media exchanged between samples; empty where media are not exchanged.
     """
 
     step: int
@@ -76,17 +76,24 @@ def evaluate(
     parts = place(config)
     step, states = load_parameters(parts, run_dir)
     swapped = {} if data else exchanged(config, parts.tokenizer, samples)
-    asked = [*samples, *(sample for other in swapped.values() for sample in other)]
-    metas = [meta_of(sample, parts.packer.encoders) for sample in asked]
+    prompts = [*samples, *(sample for variants in swapped.values() for sample in variants)]
+    metas = [meta_of(sample, parts.packer.encoders) for sample in prompts]
     evaluator = Evaluator(parts, room=room_for(metas, parts.packer.sequence_length))
     programs = evaluator.predictor.programs()
     with Progress(len({id(p) for p in programs}), "compiling programs", log_every=len(programs), style=style) as bar:
         compile_all(programs, lambda done, _, __: bar.update(done))
-    with Progress(len(asked), "answering", log_every=len(asked), style=style) as bar:
-        answers = evaluator.answers(states, asked, bar.update)
+    with Progress(len(prompts), "answering", log_every=len(prompts), style=style) as bar:
+        answers = evaluator.answers(states, prompts, bar.update)
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
-    # As many answers for each encoder as there are samples.
-    cut = [answers[at : at + len(samples)] for at in range(0, len(asked), len(samples))]
+    # First the answers to the samples as they are, then as many for each encoder whose media are exchanged.
+    plain, *variants = [answers[at : at + len(samples)] for at in range(0, len(prompts), len(samples))]
     task = config.data.origin
-    other = {name: score(own, said, task=task) for (name, own), said in zip(swapped.items(), cut[1:], strict=True)}
-    return EvalReport(step, samples, score(samples, cut[0], drawings, loss, task), other)
+    return EvalReport(
+        step=step,
+        samples=samples,
+        evaluation=score(samples, plain, drawings, loss, task),
+        swapped={
+            name: score(variant, replies, task=task)
+            for (name, variant), replies in zip(swapped.items(), variants, strict=True)
+        },
+    )

@@ -41,7 +41,7 @@ class Rounds:
     """
 
     def __init__(self, packer: Packer, samples: int):
-        """``samples`` is the most that a microbatch of training has."""
+        """Takes the packer of training, and ``samples``, the most samples of one of its microbatches."""
         per_cell = -(-samples // packer.cells)
         rows = packer.text[packer.widest][0] if packer.text else per_cell
         self.packer, self._each = packer, min(per_cell, rows) * packer.cells
@@ -52,29 +52,29 @@ class Rounds:
         return self._each * self.packer.microbatches
 
     def __call__(self, samples: Sequence[Sample]) -> Iterator[tuple[Sequence[Sample], Round]]:
-        """The samples round by round, each round packed when it is asked for.
+        """Yields the samples of each round, and the round, which is packed when the iterator reaches it.
 
         Raises:
-          ConfigError: a sample has no room.
+          ConfigError: a sample is too long.
         """
         for first in range(0, len(samples), self.size):
-            own = samples[first : first + self.size]
-            yield own, self._packed(own)
+            round_samples = samples[first : first + self.size]
+            yield round_samples, self._packed(round_samples)
 
     def plan(self, metas: Sequence[SampleMeta]) -> list[MicrobatchPlan]:
         """The plans of the microbatches of one round.
 
         Raises:
-          ConfigError: a sample has no room.
+          ConfigError: a sample is too long.
         """
-        cut = [metas[m * self._each : (m + 1) * self._each] for m in range(self.packer.microbatches)]
-        return [self.packer.plan_microbatch(own, self._each, apart=True) for own in cut]
+        microbatches = [metas[m * self._each : (m + 1) * self._each] for m in range(self.packer.microbatches)]
+        return [self.packer.plan_microbatch(microbatch, self._each, apart=True) for microbatch in microbatches]
 
     def require_room(self, metas: Sequence[SampleMeta]) -> None:
         """Requires that these samples can be packed.
 
         Raises:
-          ConfigError: one has no room.
+          ConfigError: a sample is too long.
         """
         for first in range(0, len(metas), self.size):
             self.plan(metas[first : first + self.size])
@@ -85,6 +85,6 @@ class Rounds:
         starts = [np.zeros(plan.llm.rows_per_cell * plan.cells, np.int64) for plan in plans]
         for sample, (m, row) in zip(samples, places, strict=True):
             starts[m][row] = len(sample.tokens)
-        cut = [dict(enumerate(samples[m * self._each : (m + 1) * self._each])) for m in range(len(plans))]
-        batch = [signed(self.packer.fill(plan, own)) for plan, own in zip(plans, cut, strict=True)]
+        microbatches = [dict(enumerate(samples[m * self._each : (m + 1) * self._each])) for m in range(len(plans))]
+        batch = [signed(self.packer.fill(plan, numbered)) for plan, numbered in zip(plans, microbatches, strict=True)]
         return Round(plans=plans, batch=batch, places=places, starts=starts)

@@ -19,27 +19,28 @@ def held_out(config: Config, count: int) -> list[Sample]:
 
     Samples that cannot be read are left out, since they have nothing to answer, unless there are no others.
     """
-    source, count = _asked(config, count)
+    source, count = _source_and_count(config, count)
     samples = [source.sample(index) for index in range(count)]
     return [sample for sample in samples if sample.loss_weights.any()] or samples
 
 
 def held_out_metas(config: Config, count: int) -> list[SampleMeta]:
     """Metadata of the first `count` evaluation samples, unreadable ones included; no medium is opened."""
-    source, count = _asked(config, count)
+    source, count = _source_and_count(config, count)
     return [source.meta(index) for index in range(count)]
 
 
-def _asked(config: Config, count: int) -> tuple[Source, int]:
+def _source_and_count(config: Config, count: int) -> tuple[Source, int]:
+    """The evaluation data, and `count` or the number of its samples where that is smaller."""
     source = open_source(config, split="test")
     return source, min(count, len(source)) if isinstance(source, Sized) else count
 
 
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples with media exchanged between them, by the encoder whose media these are.
+    """By encoder, the samples with that encoder's media exchanged between them.
 
-    Empty for fewer than two samples, and for a task that does not ask for it: exchanged media of a folder may not fit
-    its bounds.
+    Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
+    exchanged ones might not fit its buckets.
     """
     if not config.data.origin.exchanges or len(samples) < 2:
         return {}

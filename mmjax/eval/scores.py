@@ -18,7 +18,7 @@ class Evaluation:
 
     Attributes:
       answers: the model's answer to each sample.
-      exact_match: share of samples whose answer is right to the letter.
+      exact_match: share of samples whose answer equals the right one.
       character_accuracy: share of the right answers' characters that the model gave in the right place.
       kinds: exact match by kind of question, where the samples have kinds.
       drawings: for each sample, the media that each generator drew, where a drawing was asked for.
@@ -26,7 +26,7 @@ class Evaluation:
         the task does not read drawings.
       loss: weighted cross-entropy of the text per unit of loss weight, under teacher forcing; `None` where it was
         not asked for, or no token has a loss weight.
-      unit: what right answers are made of, see `Task`.
+      unit: the unit that answers are compared by, see `Task`.
     """
 
     answers: tuple[str, ...]
@@ -62,11 +62,11 @@ def score(
       answers: the model's answer to each sample.
       drawings: the drawings for each sample, or none at all.
       loss: see `Evaluation`.
-      task: what the samples are of.
+      task: the task that the samples are from.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
-    found = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
+    matches = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
     by_kind: dict[str, list[bool]] = {}
     for sample, ok in zip(samples, right, strict=True):
         if sample.kind:
@@ -74,8 +74,8 @@ def score(
     return Evaluation(
         answers=tuple(answers),
         exact_match=sum(right) / max(1, len(samples)),
-        character_accuracy=found / max(1, total),
-        kinds={kind: sum(own) / len(own) for kind, own in sorted(by_kind.items())},
+        character_accuracy=matches / max(1, total),
+        kinds={kind: sum(correct) / len(correct) for kind, correct in sorted(by_kind.items())},
         drawings=tuple(drawings),
         drawing_accuracy=_recognised(samples, drawings, task),
         loss=loss,
@@ -89,8 +89,8 @@ def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: T
     pairs = [
         (label, read(drawing, len(label)))
         for sample, drawn in zip(samples, drawings, strict=bool(drawings))
-        for name, own in drawn.items()
-        for label, drawing in zip(sample.labels.get(name, ()), own, strict=False)
+        for name, media in drawn.items()
+        for label, drawing in zip(sample.labels.get(name, ()), media, strict=False)
     ]
     total = sum(len(label) for label, _ in pairs)
     return sum(a == b for pair in pairs for a, b in zip(*pair, strict=True)) / total if total else None
@@ -101,10 +101,11 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
     row: dict[str, Any] = {"exact_match": plain.exact_match}
     if plain.loss is not None:
         row |= {"loss": plain.loss, "perplexity": plain.perplexity}
-    for prefix, found in (("", plain), *((f"swapped_{encoder}_", found) for encoder, found in swapped.items())):
-        row[f"{prefix}{plain.unit}_accuracy"] = found.character_accuracy
-        if len(found.kinds) > 1:
-            row[f"{prefix}kinds"] = dict(found.kinds)
+    variants = {f"swapped_{encoder}_": evaluation for encoder, evaluation in swapped.items()}
+    for prefix, evaluation in {"": plain, **variants}.items():
+        row[f"{prefix}{plain.unit}_accuracy"] = evaluation.character_accuracy
+        if len(evaluation.kinds) > 1:
+            row[f"{prefix}kinds"] = dict(evaluation.kinds)
     return row | ({} if plain.drawing_accuracy is None else {"drawing_accuracy": plain.drawing_accuracy})
 
 
@@ -119,14 +120,14 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
         parts.append(f"{plain.unit}s recognised in drawings {show('', plain.drawing_accuracy)}")
     if plain.loss is not None:
         parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
-    for name, other in swapped.items():
-        kinds = f" ({show('kinds', other.kinds)})" if len(other.kinds) > 1 else ""
-        parts.append(f"with {name}'s media exchanged {right} {show(right, other.character_accuracy)}{kinds}")
+    for name, evaluation in swapped.items():
+        kinds = f" ({show('kinds', evaluation.kinds)})" if len(evaluation.kinds) > 1 else ""
+        parts.append(f"with {name}'s media exchanged {right} {show(right, evaluation.character_accuracy)}{kinds}")
     return ", ".join(parts)
 
 
 def show(name: str, value: Any) -> str:
     """A figure of `eval.jsonl` for people: a share as "12.3%", a loss as "1.234", shares by kind as "read 90.0%, …"."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{kind} {show(kind, own)}" for kind, own in value.items())
+        return ", ".join(f"{kind} {show(kind, share)}" for kind, share in value.items())
     return f"{value:.4g}" if name in ("loss", "perplexity") else f"{value:.1%}"

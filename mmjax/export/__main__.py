@@ -60,14 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
             return 0
         if form == "safetensors":
-            made = export_folders(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
-            for folder, (modules, tensors) in made.tensors.items():
-                print(f"{folder}: {', '.join(modules)} of step {made.step} in {tensors} tensors")
-            if made.apart:
-                print(f"not one folder of a whole model: {made.apart}")
-            if made.without:
-                print(f"not written: {', '.join(made.without)}; --format=orbax has all modules")
-            return int(bool(made.without))
+            exported = export_folders(
+                run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge
+            )
+            for folder, (modules, tensors) in exported.tensors.items():
+                print(f"{folder}: {', '.join(modules)} of step {exported.step} in {tensors} tensors")
+            if exported.apart:
+                print(f"not one folder of a whole model: {exported.apart}")
+            if exported.without:
+                print(f"not written: {', '.join(exported.without)}; --format=orbax has all modules")
+            return int(bool(exported.without))
         done = export_run(run_dir, out, step, merge_lora=merge)
         print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
         print(reading_command(out))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # see `importing`
 
     from mmjax.checkpoint import Checkpointer, SavedParameters
 Read = Callable[[Collection[str]], Mapping[str, "np.ndarray"]]
-"""Leaves by name, in the host's memory."""
+"""Reads the leaves of these names into the host's memory."""
 PREFIX = "params/"
 
 
@@ -44,15 +44,15 @@ def best_step(run_dir: str | Path, *, allow_code: bool = False) -> int:
 
 
 def read_merged(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The same of parameters in which adapters are merged."""
+    """Reads the leaves of these names into the host's memory, with low-rank adapters added to them."""
     parts = (name.partition("/") for name in names)
-    wanted = [f"{lora_name(module)}/{rest}/{one}" for module, _, rest in parts for one in "ab"]
-    read = read_leaves(saved, [*names, *(name for name in wanted if name in saved.leaves)])
-    return merged_adapters(read, saved.metadata.config)
+    factors = [f"{lora_name(module)}/{weight}/{factor}" for module, _, weight in parts for factor in "ab"]
+    leaves = read_leaves(saved, [*names, *(name for name in factors if name in saved.leaves)])
+    return merged_adapters(leaves, saved.metadata.config)
 
 
 def read_leaves(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Leaves in the host's memory."""
+    """Reads the leaves of these names into the host's memory."""
     import jax
     import numpy as np
 
@@ -64,6 +64,7 @@ def read_leaves(saved: SavedParameters, names: Collection[str]) -> dict[str, np.
 
 
 def require_out(out: str | Path, step: int) -> None:
+    """Raises ConfigError where `out` exists or `step` is negative."""
     if step < 0:
         raise ConfigError(f"--step={step}: must be 0 or more, such as 0 for the newest checkpoint")
     if Path(out).exists():
@@ -71,6 +72,7 @@ def require_out(out: str | Path, step: int) -> None:
 
 
 def chosen_step(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
+    """`step`, or the newest step where it is 0. Raises ConfigError where there is no such checkpoint."""
     steps = checkpointer.steps()
     if not steps:
         missing = "has no readable checkpoint" if Path(run_dir).is_dir() else "is no directory"

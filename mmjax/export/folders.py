@@ -30,7 +30,7 @@ class ExportedFolders:
       step: the checkpoint's step.
       tensors: by folder, the modules whose parameters are in it, and how many tensors these are.
       without: modules that no folder can hold.
-      apart: why there is no one folder of a whole model; "" where there is.
+      apart: why the modules are not in one folder of a whole model; "" where they are.
     """
 
     step: int
@@ -45,8 +45,8 @@ def export_folders(
     """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
 
     A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
-    dtypes and files, and what mmjax does not hold stays as it is. If all modules started from one folder, the copy is
-    `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
+    dtypes and files, and tensors that mmjax does not hold are copied. If all modules started from one folder, the copy
+    is `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
     `out`/<first module>, and a language model that started from none gives a new folder.
     No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export_run`.
 
@@ -71,40 +71,40 @@ def export_folders(
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
     loras = [lora_name(name) for name in config.loras]
     sources = {path: names for path, names in pretrained_folders(config).items() if not set(names) & set(loras)}
-    whole, why = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
-    if whole:
-        tensors = write_whole(config, whole, read, Path(out))
-        without = tuple(name for name in saved.modules if name not in (*adapters, *whole.modules))
-        return ExportedFolders(step, {str(out): (whole.modules, tensors)}, without)
-    together, made = len(sources) == 1, {}
+    composed, apart = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
+    if composed:
+        tensors = write_whole(config, composed, read, Path(out))
+        without = tuple(name for name in saved.modules if name not in (*adapters, *composed.modules))
+        return ExportedFolders(step, {str(out): (composed.modules, tensors)}, without)
+    written = {}
     for path, modules in sources.items():
-        place = Path(out) if together else Path(out) / modules[0]
-        found = folder_parameters(config, path, shapes)
-        files = grown_files(config, found.folder.config) if LLM in modules else {}
-        tensors = rewrite(found.folder, found.places, read, place, copies=found.copies, files=files)
-        made[str(place)] = modules, tensors
+        target = Path(out) if len(sources) == 1 else Path(out) / modules[0]
+        original = folder_parameters(config, path, shapes)
+        files = grown_files(config, original.folder.config) if LLM in modules else {}
+        tensors = rewrite(original.folder, original.places, read, target, copies=original.copies, files=files)
+        written[str(target)] = modules, tensors
     copied = [name for names in sources.values() for name in names]
     without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
-        made[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
+        written[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
         without = tuple(name for name in without if name != LLM)
-    if not made:
+    if not written:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
-    return ExportedFolders(step, made, without, why)
+    return ExportedFolders(step, written, without, apart)
 
 
 def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:
-    """A folder for a language model that started from none; its family says how."""
+    """Writes a folder for a language model that started from none, as its family does; returns how many tensors."""
     from mmjax.models.pretrained import family_weights
     from mmjax.weights.table import expand
     from mmjax.weights.write import write
 
     family = dict(config.model.families)[LLM]
     weights = family_weights(family)
-    own = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
-    theirs = weights.to_hf_config(own)
+    settings = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
+    hf_config = weights.to_hf_config(settings)
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name.removeprefix(f"{LLM}/"): leaf for name, leaf in stored([f"{LLM}/{n}" for n in names]).items()}
 
-    return write(theirs, expand(weights.rows(own, theirs["model_type"]), own.layers), read, out)
+    return write(hf_config, expand(weights.rows(settings, hf_config["model_type"]), settings.layers), read, out)

@@ -57,9 +57,13 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lor
         merged = merged_adapters(named, metadata.config)
         require_adapters(named.keys() - merged.keys(), merge=merge_lora)
         named = {name: jax.device_put(leaf, place) for name, leaf in merged.items()}
-    about = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
+    origin = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
     try:
+<<<<<<< HEAD
         export(named, out, metadata=about)
+=======
+        export(named, out, about=origin)
+>>>>>>> 6e87a9f (Vocabulary of build, eval, viz, generate, export and inspect: names say what they hold, arguments are written out)
     except OSError as error:
         raise ConfigError(f"--out={str(out)!r}: cannot be written ({error.strerror}); name another path") from None
     return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))

@@ -40,19 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answers messages; returns the exit status."""
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), USAGE)
-        given = {name: str(flags.values[name]) for name in ("run_dir", "weights", "messages", "source")}
+        run_dir, weights = str(flags.values["run_dir"]), str(flags.values["weights"])
+        path, source = str(flags.values["messages"]), str(flags.values["source"])
         sampling, limit = _sampling(flags), int(flags.values["max_tokens"])
         positive("--max_tokens", limit, 64)
-        named = f"--messages={given['messages']!r}"
-        if given["messages"] == "-":
+        named = f"--messages={path!r}"
+        if path == "-":
             _require_alone(flags, named)
-        dialogues = parse_messages(_text(given["messages"], named), named)
-        config = _config(flags, given["run_dir"], given["weights"])
+        dialogues = parse_messages(_text(path, named), named)
+        config = _config(flags, run_dir, weights)
         join_processes(flags)
         printer = None if flags.values["json"] else _Printer(len(dialogues))
-        media = "." if given["messages"] == "-" else os.path.dirname(given["messages"]) or "."
-        about = {"media": media, "limit": limit, "source": given["source"], "named": named}
-        answers = generate(config, given["run_dir"], dialogues, sampling=sampling, heard=printer, **about)
+        answers = generate(
+            config,
+            run_dir,
+            dialogues,
+            media="." if path == "-" else os.path.dirname(path) or ".",
+            limit=limit,
+            sampling=sampling,
+            source=source,
+            named=named,
+            on_token=printer,
+        )
         with importing():
             from mmjax.mesh.processes import is_first
         if printer is None and is_first():
@@ -64,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _config(flags: Flags, run_dir: str, weights: str) -> Config:
     """The configuration of a run, or of a folder of weights."""
     if bool(run_dir) == bool(weights):
-        what = f"--weights={weights!r} beside --run_dir" if run_dir else "--run_dir and --weights are missing"
-        raise ConfigError(f"{what}: name one, the directory of a run or a folder as save_pretrained writes it")
+        problem = f"--weights={weights!r} beside --run_dir" if run_dir else "--run_dir and --weights are missing"
+        raise ConfigError(f"{problem}: name one, the directory of a run or a folder as save_pretrained writes it")
     if run_dir:
         return load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     config = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
@@ -111,13 +120,13 @@ class _Printer:
     def __init__(self, count: int):
         self._printed, self._now, self._count = 0, 0, count
 
-    def __call__(self, texts: Sequence[str], whole: Sequence[bool]) -> None:
+    def __call__(self, texts: Sequence[str], complete: Sequence[bool]) -> None:
         from mmjax.mesh.processes import is_first
 
         if not is_first():
             return
         while self._now < min(len(texts), self._count):
-            text, ended = texts[self._now], whole[self._now]
+            text, ended = texts[self._now], complete[self._now]
             # The last character may be half of one, whose other bytes come with the next token.
             shown = text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
             print(shown[self._printed :], end="\n" if ended else "", flush=True)

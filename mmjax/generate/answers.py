@@ -20,7 +20,7 @@ class Answer:
 
     Attributes:
       text: its text.
-      tokens: its tokens, without the one that has ended it.
+      tokens: its tokens, without the end token.
       logprobs: their log-probabilities under the model, whatever temperature and top_p are.
     """
 
@@ -39,7 +39,7 @@ def generate(
     sampling: Sampling = Sampling(),  # noqa: B008
     source: str = "",
     named: str = "--messages",
-    heard: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
+    on_token: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
     style: str = "auto",
 ) -> list[Answer]:
     """Answers dialogues; all processes of a run call it.
@@ -53,7 +53,7 @@ def generate(
       sampling: how tokens are chosen.
       source: the source of the run whose template and preprocessing the messages get, where these differ.
       named: name of the messages in errors.
-      heard: called after each token with the text of every prompt so far, and whether it is whole.
+      on_token: called after each token with the text so far of every answer, and whether it is complete.
       style: the style of the progress display; see `Progress`.
 
     Raises:
@@ -71,11 +71,11 @@ def generate(
         path = Path(folder) / "messages.jsonl"
         write_messages(dialogues, path, media, named)
         try:
-            asked = for_messages(config, str(path), media, folder, limit, source)
-            samples = asked.samples()
-            asked.require_positions(samples)
+            prompts = for_messages(config, str(path), media=media, cache=folder, limit=limit, source=source)
+            samples = prompts.samples()
+            prompts.require_positions(samples)
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(path), named)) from None
-        writer = Writer(asked, run_dir, style)
-        found = writer.write(samples, sampling, heard)
-    return [Answer(text, tuple(said.tokens), tuple(said.logprobs)) for text, said in found]
+        writer = Writer(prompts, run_dir, style)
+        replies = writer.write(samples, sampling, on_token)
+    return [Answer(text, tuple(reply.tokens), tuple(reply.logprobs)) for text, reply in replies]

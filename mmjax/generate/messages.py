@@ -1,10 +1,9 @@
-"""The configuration with which a run's model answers messages."""
+"""Prompts from messages, and the configuration with which a run's model answers them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mmjax.build.assembly import open_source
 from mmjax.config import Config
@@ -14,7 +13,7 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.types import Sample
-from mmjax.eval.folder import like_of
+from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
 
@@ -25,13 +24,13 @@ _ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Messages, ready to be placed with a run.
+class Prompts:
+    """Messages that a run's model can answer.
 
     Attributes:
       config: the run's configuration, with messages as its data and nothing trained.
       source: the messages.
-      room: tokens of a row, prompt and answer.
+      room: tokens of a row, for prompt and answer.
       limit: the most tokens of an answer.
     """
 
@@ -41,7 +40,7 @@ class Asked:
     limit: int
 
     def samples(self) -> list[Sample]:
-        """The messages as samples, up to where they are answered."""
+        """The messages as samples that end where the answer begins."""
         assert isinstance(self.source, Sized)
         return [self.source.sample(index) for index in range(len(self.source))]
 
@@ -55,38 +54,38 @@ class Asked:
             require(legal, "--max_tokens", self.limit, f"{fix}; use {most_new}, or a shorter prompt")
 
 
-def for_messages(config: Config, path: str, media: str, cache: str, limit: int, source: str = "") -> Asked:
-    """The configuration that reads messages with the template and preprocessing of the run.
+def for_messages(config: Config, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
+    """Reads messages with the template and preprocessing of the run.
 
     Args:
       config: the run's configuration.
       path: JSONL of dialogues, see `write_messages`.
       media: the folder that names of media start from.
-      cache: a directory for what is measured of them.
+      cache: a directory for the messages' index.
       limit: the most tokens of an answer.
       source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
 
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
-    like = like_of(config, source, "--messages") or SourceConfig(max_pixels=config.data.max_pixels, max_patches=0)
-    own = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
-    here: Any = {"sources": {"messages": 1.0}, "cache": cache, "reorder": "none", "servers": (), "workers": 0}
+    like = source_like(config, source, "--messages") or SourceConfig(max_pixels=config.data.max_pixels, max_patches=0)
+    reader = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
+    data = replace(config.data, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
     frozen = {module: replace(optimizer, frozen=True) for module, optimizer in config.optimizers.items()}
-    changes: Any = {"sources": {"messages": own}, "optimizers": frozen, "offloads": {}}
-    read = replace(config, data=replace(config.data, **here), **changes)
-    found = open_source(read, split="test")
-    assert isinstance(found, Sized)
-    count, longest, cells = len(found), found.worst_case().tokens, cell_count(config.layouts.values())
+    config = replace(config, data=data, sources={"messages": reader}, optimizers=frozen, offloads={})
+    messages = open_source(config, split="test")
+    assert isinstance(messages, Sized)
+    count, longest, cells = len(messages), messages.worst_case().tokens, cell_count(config.layouts.values())
     # As many microbatches as fill the language model's pipeline, if there are so many rows.
     microbatches = max(1, min(config.layouts[LLM].pp, -(-count // cells)))
     rows = cells * min(_ROWS, -(-count // (cells * microbatches)))
     train = replace(config.train, global_batch=rows * microbatches, microbatches=microbatches)
-    data = replace(read.data, sequence_length=_rounded(longest))
+    data = replace(data, sequence_length=_rounded(longest))
     packing = dict.fromkeys(config.packing, PackingConfig(buckets=()))
-    config = replace(read, data=data, packing=packing, train=train)
-    return Asked(config=config, source=found, room=_rounded(longest + limit), limit=limit)
+    config = replace(config, data=data, packing=packing, train=train)
+    return Prompts(config=config, source=messages, room=_rounded(longest + limit), limit=limit)
 
 
 def _rounded(tokens: int) -> int:
+    """``tokens``, rounded up to a bucket's width."""
     return -(-tokens // _BUCKET) * _BUCKET

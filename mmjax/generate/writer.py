@@ -13,7 +13,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.sample import answer_text
 from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator, load_parameters
-from mmjax.generate.messages import Asked
+from mmjax.generate.messages import Prompts
 from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import Sampling
@@ -21,18 +21,18 @@ from mmjax.pipeline.stage_state import State
 from mmjax.progress import Progress
 from mmjax.train.starts import find_starts
 
-Heard = Callable[[Sequence[str], Sequence[bool]], None]
-"""Called after each token with the text of every prompt so far, and whether it is whole."""
+OnToken = Callable[[Sequence[str], Sequence[bool]], None]
+"""Called after each token with the text so far of every answer, and whether it is complete."""
 
 
 class Writer:
     """A model on its devices, ready to answer."""
 
-    def __init__(self, asked: Asked, run_dir: str | Path = "", style: str = "auto"):
+    def __init__(self, prompts: Prompts, run_dir: str | Path = "", style: str = "auto"):
         """Places the model, reads its parameters and compiles its programs; all processes call it.
 
         Args:
-          asked: the messages, and the model's configuration.
+          prompts: the messages, and the model's configuration.
           run_dir: the directory of the run whose newest parameters are read; "" takes those that the configuration
             names.
           style: of the progress display; see `Progress`.
@@ -41,11 +41,11 @@ class Writer:
           ConfigError: the devices here are too few, or parameters are missing.
           CheckpointError: the checkpoint is of another model.
         """
-        starts = None if run_dir else find_starts(asked.config)
+        starts = None if run_dir else find_starts(prompts.config)
         if starts and starts.fresh:
             raise ConfigError(f"{', '.join(starts.fresh)}: no parameters are given; name a whole model's folder")
-        self.parts = place(asked.config, source=asked.source, trained=False)
-        self._evaluator, self._limit = Evaluator(self.parts, room=asked.room), asked.limit
+        self.parts = place(prompts.config, source=prompts.source, trained=False)
+        self._evaluator, self._limit = Evaluator(self.parts, room=prompts.room), prompts.limit
         if starts:
             with Progress(1, "reading parameters", style=style) as bar:
                 self._states = _states(self.parts, starts.read(self.parts.placed, bar.message))
@@ -58,25 +58,29 @@ class Writer:
             compile_all(programs, lambda done, _, __: bar.update(done))
 
     def write(
-        self, samples: Sequence[Sample], sampling: Sampling, heard: Heard | None = None
+        self, samples: Sequence[Sample], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[tuple[str, Answer]]:
-        """The answer to each sample's last question, as text and as tokens; arguments are those of ``Evaluator.write``,
-        but for ``heard``.
+        """The answer to each sample's last question, as text and as tokens.
+
+        Args:
+          samples: the samples.
+          sampling: how tokens are chosen.
+          on_token: see ``OnToken``.
         """
-        texts, whole = [""] * len(samples), [False] * len(samples)
+        texts, complete = [""] * len(samples), [False] * len(samples)
 
-        def tell(first: int, said: Sequence[Answer]) -> None:
-            for number, own in enumerate(said, first):
-                if not whole[number]:
-                    texts[number], whole[number] = self._text(samples[number], own), own.ended
-            if heard:
-                heard(texts, whole)
+        def update(first: int, replies: Sequence[Answer]) -> None:
+            for number, reply in enumerate(replies, first):
+                if not complete[number]:
+                    texts[number], complete[number] = self._text(samples[number], reply), reply.ended
+            if on_token:
+                on_token(texts, complete)
 
-        found = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, heard=tell)
-        return [(self._text(sample, said), said) for sample, said in zip(samples, found, strict=True)]
+        replies = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, on_token=update)
+        return [(self._text(sample, reply), reply) for sample, reply in zip(samples, replies, strict=True)]
 
-    def _text(self, sample: Sample, said: Answer) -> str:
-        return answer_text(self.parts.tokenizer, sample, said.tokens)
+    def _text(self, sample: Sample, reply: Answer) -> str:
+        return answer_text(self.parts.tokenizer, sample, reply.tokens)
 
 
 def _states(parts: PlacedRun, leaves: Mapping[str, jax.Array]) -> dict[str, State]:

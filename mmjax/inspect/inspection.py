@@ -75,8 +75,8 @@ class Inspection:
       bubbles: simulated bubble of each step, by method.
       imbalances: cost of the fullest cell over that of the mean cell in each step, by method.
       configured: the method that the configuration names.
-      chosen: a line about the buckets of each module that asked for a number of them.
-      left_out: records of each dataset that cannot be used; a dataset without any is not there.
+      chosen: a line about the buckets of each module for which a number of buckets is configured.
+      left_out: the records that cannot be used, of each dataset that has some.
       max_broken: ``Data.max_broken``.
     """
 
@@ -100,27 +100,27 @@ class Inspection:
 
     def efficiency(self, method: str, module: str) -> float:
         """Share of a module's positions that are real."""
-        own = self.used[method][module]
-        return sum(use.real for use in own) / max(1, sum(use.all for use in own))
+        uses = self.used[method][module]
+        return sum(use.real for use in uses) / max(1, sum(use.all for use in uses))
 
     def numbers(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "steps": self.steps,
             "samples": self.samples,
-            "lengths": {name: figures_of(own) for name, own in self.lengths.items()},
-            "media": {name: figures_of(own) for name, own in self.media.items()},
+            "lengths": {name: figures_of(lengths) for name, lengths in self.lengths.items()},
+            "media": {name: figures_of(counts) for name, counts in self.media.items()},
             "reorder": {
                 method: {
-                    "efficiency": {module: self.efficiency(method, module) for module in own},
+                    "efficiency": {module: self.efficiency(method, module) for module in used},
                     "buckets": {
-                        module: [{**vars(use), "waste": use.waste} for use in uses] for module, uses in own.items()
+                        module: [{**vars(use), "waste": use.waste} for use in uses] for module, uses in used.items()
                     },
                     "makespan": float(np.mean(self.makespans[method])),
                     "bubble": float(np.mean(self.bubbles[method])),
                     "imbalance": float(np.mean(self.imbalances[method])),
                 }
-                for method, own in self.used.items()
+                for method, used in self.used.items()
             },
             "configured": self.configured,
             "chosen": list(self.chosen),
@@ -139,17 +139,18 @@ class Inspection:
         yield from self._left_out()
         yield f"{self.samples} samples in {self.steps} steps"
         yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90%':>10}{'99%':>10}{'most':>10}"
-        named = {f"{name} {_unit(name)}": own for name, own in self.lengths.items()}
-        for name, own in (named | {f"{name} media a sample": own for name, own in self.media.items()}).items():
-            found = figures_of(own)
-            yield f"{name:24}{found['count']:>10.0f}" + "".join(
-                f"{found[key]:>10.1f}" for key in ("mean", "median", "p90", "p99", "most")
+        numbers = {f"{name} {_unit(name)}": lengths for name, lengths in self.lengths.items()}
+        numbers |= {f"{name} media a sample": counts for name, counts in self.media.items()}
+        for name, values in numbers.items():
+            figures = figures_of(values)
+            yield f"{name:24}{figures['count']:>10.0f}" + "".join(
+                f"{figures[key]:>10.1f}" for key in ("mean", "median", "p90", "p99", "most")
             )
         yield ""
         modules = list(self.used[METHODS[0]])
         yield f"{'Data.reorder':14}{'step':>9}{'bubble':>9}{'imbalance':>11}" + "".join(f"{m:>14}" for m in modules)
         for method in METHODS:
-            means = [float(np.mean(own[method])) for own in (self.makespans, self.bubbles, self.imbalances)]
+            means = [float(np.mean(figures[method])) for figures in (self.makespans, self.bubbles, self.imbalances)]
             filled = "".join(f"{self.efficiency(method, module):>14.1%}" for module in modules)
             mark = " (configured)" if method == self.configured else ""
             yield f"{method:14}{means[0]:>9.2f}{means[1]:>9.1%}{means[2]:>11.2f}{filled}{mark}"
@@ -173,23 +174,23 @@ class Inspection:
 
 
 def inspect(config: Config, steps: int) -> Inspection:
-    """Computes figures of the first `steps` steps of a run. No device has to be here.
+    """Computes figures of the first `steps` steps of a run. No device is needed.
 
     Raises:
-      ConfigError: the configuration does not fit together, or its data cannot be read.
+      ConfigError: two settings contradict each other, or the data cannot be read.
     """
     source, chosen = open_source(config, split="train"), list[str]()
     config = with_buckets(with_steps(config, source), source, say=chosen.append)
     parts = plan(config, source)
     size = config.train.global_batch
-    given = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
-    every = [meta for metas in given for meta in metas]
+    metas_by_step = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
+    every = [meta for metas in metas_by_step for meta in metas]
     lengths = lengths_of(every, config.model.media)
-    found: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
+    by_method: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
     for method in METHODS:
-        own = _steps(config, parts, method, given)
-        for name, value in own.items():
-            found[name][method] = value
+        figures = _steps(config, parts, method, metas_by_step)
+        for name, value in figures.items():
+            by_method[name][method] = value
     return Inspection(
         steps=steps,
         samples=len(every),
@@ -199,14 +200,16 @@ def inspect(config: Config, steps: int) -> Inspection:
         chosen=tuple(chosen),
         left_out=source.left_out() if isinstance(source, Mixture) else (),
         max_broken=config.data.max_broken,
-        **found,
+        **by_method,
     )
 
 
-def _steps(config: Config, parts: Assembly, method: str, given: Sequence[Sequence[SampleMeta]]) -> dict[str, Any]:
+def _steps(
+    config: Config, parts: Assembly, method: str, metas_by_step: Sequence[Sequence[SampleMeta]]
+) -> dict[str, Any]:
     order, packer = order_of(config, parts, method), parts.packer
     plans, makespans, bubbles, imbalances = [], [], [], []
-    for step, metas in enumerate(given):
+    for step, metas in enumerate(metas_by_step):
         reordered = order(metas, packer)
         ordered = [metas[i] for i in reordered.order]
         plans.append(packer.plan(step, ordered))
@@ -242,21 +245,25 @@ def _unit(module: str) -> str:
     return "tokens a sample" if module == LLM else "patches a medium"
 
 
-def draw(found: Inspection, path: str | Path | None = None) -> Figure:
+def draw(inspection: Inspection, path: str | Path | None = None) -> Figure:
     """Lengths, efficiency, buckets and simulated steps, one below the other; also to `path` where one is given."""
-    modules = list(found.lengths)
-    uses = sum(len(own) for own in found.used[found.configured].values())
-    heights = [2.6, max(2.6, 0.5 + 0.15 * uses), 2.6]
+    modules = list(inspection.lengths)
+    count = sum(len(uses) for uses in inspection.used[inspection.configured].values())
+    heights = [2.6, max(2.6, 0.5 + 0.15 * count), 2.6]
     size = 3.6 * max(3, len(modules)), sum(heights)
     figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
     parts: Any = figure.subfigures(3, 1, height_ratios=heights)
     top, middle, bottom = parts
     for axes, module in zip(np.atleast_1d(top.subplots(1, len(modules))), modules, strict=True):
-        _draw_lengths(axes, module, found.lengths[module])
+        _draw_lengths(axes, module, inspection.lengths[module])
     left, right = middle.subplots(1, 2)
-    _draw_efficiency(left, found, modules)
-    _draw_waste(right, found, modules)
-    panels = (("simulated step", found.makespans), ("bubble", found.bubbles), ("imbalance", found.imbalances))
+    _draw_efficiency(left, inspection, modules)
+    _draw_waste(right, inspection, modules)
+    panels = (
+        ("simulated step", inspection.makespans),
+        ("bubble", inspection.bubbles),
+        ("imbalance", inspection.imbalances),
+    )
     for axes, (title, series) in zip(bottom.subplots(1, 3), panels, strict=True):
         _draw_steps(axes, title, series)
         if title == "bubble":
@@ -270,10 +277,10 @@ def _draw_lengths(axes: Axes, module: str, lengths: Sequence[int]) -> None:
     axes.set_ylabel("samples" if module == LLM else "media", fontsize=8)
 
 
-def _draw_efficiency(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
+def _draw_efficiency(axes: Axes, inspection: Inspection, modules: Sequence[str]) -> None:
     for number, method in enumerate(METHODS):
         places = np.arange(len(modules)) + 0.27 * (number - 1)
-        shares = [found.efficiency(method, module) for module in modules]
+        shares = [inspection.efficiency(method, module) for module in modules]
         axes.bar(places, shares, 0.25, color=_COLORS[method], label=method)
     axes.set_xticks(range(len(modules)), [shown(module, _SHORT) for module in modules], fontsize=7)
     axes.set_ylim(0, 1)
@@ -282,17 +289,17 @@ def _draw_efficiency(axes: Axes, found: Inspection, modules: Sequence[str]) -> N
     axes.legend(fontsize=7)
 
 
-def _draw_waste(axes: Axes, found: Inspection, modules: Sequence[str]) -> None:
-    uses = [(module, use) for module in modules for use in found.used[found.configured][module]]
+def _draw_waste(axes: Axes, inspection: Inspection, modules: Sequence[str]) -> None:
+    uses = [(module, use) for module in modules for use in inspection.used[inspection.configured][module]]
     for place, (_, use) in enumerate(uses):
         filled = use.count * (1 - use.waste)
-        axes.barh(place, filled, color=_COLORS[found.configured])
+        axes.barh(place, filled, color=_COLORS[inspection.configured])
         axes.barh(place, use.count - filled, left=filled, color="#d1d9e0")
     axes.set_yticks(
         range(len(uses)), [f"{shown(module, _SHORT)} {use.rows}x{use.width}" for module, use in uses], fontsize=7
     )
     axes.invert_yaxis()
-    axes.set_title(f"microbatches by bucket, grey: padding ({found.configured})", fontsize=9)
+    axes.set_title(f"microbatches by bucket, grey: padding ({inspection.configured})", fontsize=9)
 
 
 def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -> None:

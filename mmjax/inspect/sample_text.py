@@ -1,4 +1,4 @@
-"""The text of samples as the model reads it, what it learns to say set apart: for a look at templates and masks."""
+"""The text of samples as the model reads it, with marks around learned text: for a look at templates and masks."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
     """Yields the runs of a sample's tokens that are learned, are not, or stand for media, in order."""
     names = {number: name for name, number in sample.media_tokens.items()}
     kinds = [names.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
-    read, said = list[int](), ""
-    for kind, own in groupby(range(len(kinds)), key=kinds.__getitem__):
-        tokens = sample.tokens[[*own]].tolist()
+    read, text_before = list[int](), ""
+    for kind, indices in groupby(range(len(kinds)), key=kinds.__getitem__):
+        tokens = sample.tokens[[*indices]].tolist()
         if isinstance(kind, str):
             yield Span(f"<{encoders[kind].medium} \u00d7{len(tokens)}>", medium=True)
             continue
         # A token's text depends on those before it, such as the blank before a word.
         read += tokens
-        whole = tokenizer.shown(read)
-        text, said = whole.removeprefix(said) if whole.startswith(said) else tokenizer.shown(tokens), whole
-        yield Span(text, learned=kind)
+        text = tokenizer.shown(read)
+        extends = text.startswith(text_before)
+        yield Span(text.removeprefix(text_before) if extends else tokenizer.shown(tokens), learned=kind)
+        text_before = text
 
 
 def first_samples(config: Config, count: int) -> Iterator[tuple[Sample, list[Span]]]:
@@ -69,7 +70,7 @@ def first_samples(config: Config, count: int) -> Iterator[tuple[Sample, list[Spa
 def write_samples(config: Config, count: int, file: TextIO | None = None) -> None:
     """Writes the text of the first training samples, to standard output unless to ``file``.
 
-    What is learned is coloured on a terminal, and elsewhere stands between "[[" and "]]".
+    Learned text is green on a terminal, and elsewhere between "[[" and "]]".
     """
     console = Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
     marks = "in green" if console.is_terminal else "between [[ and ]]"

@@ -33,7 +33,7 @@ from mmjax.train.warm_up import Initializer
 
 def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
     """The packer of a check's samples, for a shrunk configuration."""
-    packer = packer_for(config, tokenizer, samples, one_bucket(config))
+    packer = packer_for(config, tokenizer, samples, one_bucket=one_bucket(config))
     return replace(packer, pad=0)  # the tokenizer's padding id may be outside of the small vocabulary
 
 

@@ -23,31 +23,31 @@ def draw_answers(
     title: str = "",
     drawings: Sequence[Drawings] = (),
 ) -> Figure:
-    """Draws samples, their media beside question, answer and prediction; also to `path` where one is given.
+    """Draws samples on cards: media, question, answer and prediction. Writes the picture to `path` where one is given.
 
-    Images have the colours that they had before they were normalised. Where `drawings` are given, the model's drawings
-    for a sample come after its media. Without `answers` nothing is judged.
+    Images are shown as they were before normalisation. Where `drawings` are given, the model's drawings for a sample
+    come after its media. Without `answers` no sample is marked right or wrong.
     """
-    said = answers if answers is not None else [None] * len(samples)
+    predictions = answers if answers is not None else [None] * len(samples)
     items = [
         Prediction(
-            images=(*_shown(sample), *(as_image((one + 1) / 2) for own in drawn.values() for one in own)),
+            images=(*_shown(sample), *(as_image((medium + 1) / 2) for media in drawn.values() for medium in media)),
             question=sample.question,
             answer=sample.answer,
             predicted=answer,
             ok=answer == sample.answer,
             broken=": ".join(sample.broken[1:3]),
         )
-        for sample, answer, drawn in zip(samples, said, drawings or [{}] * len(samples), strict=True)
+        for sample, answer, drawn in zip(samples, predictions, drawings or [{}] * len(samples), strict=True)
     ]
     return draw_predictions(items, path, title=title)
 
 
 def _shown(sample: Sample) -> list[np.ndarray | None]:
-    """The media that the model sees or hears, as images; `None` for a blank one, which could not be read.
-
-    Media that are to be drawn are left out.
-    """
-    media = [medium for name, own in sample.media.items() if name not in sample.noise for medium in own]
+    """The sample's media as images, without the ones to be drawn; `None` for a blank one, which could not be read."""
+    media = [medium for name, inputs in sample.media.items() if name not in sample.noise for medium in inputs]
     blank = [bool(sample.broken) and not medium.any() for medium in media]
-    return [None if no else as_image(own, *sample.normalised) for own, no in zip(media, blank, strict=True)]
+    return [
+        None if is_blank else as_image(medium, *sample.normalised)
+        for medium, is_blank in zip(media, blank, strict=True)
+    ]

@@ -85,12 +85,12 @@ def _draw_module(axes: Axes, y: int, module: str, layout: Layout, colour: str, i
 def _indices(layout: Layout, place: int) -> str:
     """The indices of a stage's rank number `place` in the degrees above one: "dp 1" over "tp 0"."""
     sizes = {"lane": layout.lanes, "copy": layout.copies, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
-    found = []
+    indices = []
     for name in reversed(sizes):
         place, index = divmod(place, sizes[name])
         if sizes[name] > 1:
-            found.append(f"{name} {index}")
-    return "\n".join(reversed(found))
+            indices.append(f"{name} {index}")
+    return "\n".join(reversed(indices))
 
 
 def _text(axes: Axes, x: float, y: float, text: str, colour: str, align: str, size: float) -> None:

@@ -1,4 +1,4 @@
-"""A picture of which tokens of a training row see which, from counts of pairs: no array of all pairs is made.
+"""A picture of the mask over a training row, from counts of pairs: no array of all pairs is made.
 
 Shapes: T tokens of a row, N blocks of them.
 """
@@ -43,11 +43,11 @@ class MaskedRow:
     """A packed row of the LLM.
 
     Attributes:
-      inputs: its host inputs, those that masks read among them.
-      kinds: what each token is: "padding", "prompt", "learned text", or the module that its medium belongs to.
+      inputs: its host inputs, with all that masks read.
+      kinds: the kind of each token: "padding", "prompt", "learned text", or the module of its medium.
       masks: its masks, each with the number of layers that have it.
-      line: the rules.
-      field: the setting that has them.
+      line: the rules of the masks, in words.
+      field: the name of the setting that has these rules.
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -61,7 +61,7 @@ def first_row(config: Config) -> MaskedRow:
     """The row of the first training sample, as it is packed in the first microbatch; no medium is opened.
 
     Raises:
-      ConfigError: the configuration does not fit together, or its data cannot be read.
+      ConfigError: two settings contradict each other, or the data cannot be read.
     """
     source = open_source(config, split="train")
     config = with_buckets(config, source)
@@ -69,32 +69,38 @@ def first_row(config: Config) -> MaskedRow:
     metas = [source.meta(index) for index in range(config.train.global_batch)]
     part = packer.plan(0, metas).microbatches[0]
     samples = {index: source.sample(index, media=()) for index in range(len(part.metas))}
-    columns = ("segments", "positions", "order", *WORDS)
-    names: dict[str, tuple[int, ...]] = dict.fromkeys(columns, tuple(range(part.cells)))
+    read = ("segments", "positions", "order", *WORDS)
+    names: dict[str, tuple[int, ...]] = dict.fromkeys(read, tuple(range(part.cells)))
     rows = packer.fill(part, samples, ProcessRows(cells={LLM: names})).inputs[LLM]
     row, masks = part.llm.places[0][0], dict[Mask, int]()
     for layers, mask in module.masks:
         masks[mask] = masks.get(mask, 0) + layers
-    own = {name: np.asarray(rows[name])[row] for name in names if name in rows}
-    if "order" in own:  # columns lie in the order of context-parallel ranks
-        at = np.argsort(own.pop("order"))
-        own = {name: values[at] for name, values in own.items()}
-    field = f"{LLM}/{gin_name(type(module.config))}.mask"
-    return MaskedRow(own, _kinds(packer, part, samples, row), masks, module.sees, field)
+    inputs = {name: np.asarray(rows[name])[row] for name in names if name in rows}
+    if "order" in inputs:  # columns are in the order of context-parallel ranks
+        columns = np.argsort(inputs.pop("order"))
+        inputs = {name: values[columns] for name, values in inputs.items()}
+    return MaskedRow(
+        inputs=inputs,
+        kinds=_kinds(packer, part, samples, row),
+        masks=masks,
+        line=module.sees,
+        field=f"{LLM}/{gin_name(type(module.config))}.mask",
+    )
 
 
 def _kinds(packer: Packer, part: MicrobatchPlan, samples: Mapping[int, Sample], row: int) -> np.ndarray:
-    found = np.full(part.llm.width, "padding", object)
+    """The kind of each token of a row, see ``MaskedRow``."""
+    kinds = np.full(part.llm.width, "padding", object)
     for index, sample in samples.items():
-        own_row, start = part.llm.places[index]
-        if own_row != row:
+        sample_row, start = part.llm.places[index]
+        if sample_row != row:
             continue
         names = np.where(sample.loss_weights > 0, "learned text", "prompt").astype(object)
-        for name, own in token_kinds(sample, packer.encoders).items():
+        for name, tokens in token_kinds(sample, packer.encoders).items():
             if name in packer.encoders:
-                names[own] = name
-        found[start : start + len(names)] = names
-    return found
+                names[tokens] = name
+        kinds[start : start + len(names)] = names
+    return kinds
 
 
 def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Float[np.ndarray, "N N"]:
@@ -107,7 +113,7 @@ def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Flo
 
 
 def draw_mask(row: MaskedRow, path: str | Path | None = None) -> Figure:
-    """Queries downwards, keys to the right, in the colour of the key's kind; a panel for each mask of the layers."""
+    """Draws a panel for each mask: queries downwards, keys to the right, in the colour of the key's kind."""
     length = len(row.kinds)
     block = -(-length // MOST_BLOCKS)
     names = [str(name) for name in dict.fromkeys(row.kinds.tolist())]

@@ -1,4 +1,4 @@
-"""Pictures of samples on cards, beside what a model answered."""
+"""Pictures of samples on cards, beside a model's answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RIGHT_FILL, _WRONG_FILL = "#eef8f0", "#fdeeee"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One sample with what the model answered.
+    """One sample with the model's answer.
 
     Attributes:
       images: [h, w, c] arrays, c of 1, 3 or 4; floats in [0, 1] or bytes; `None` for one that cannot be read. There
@@ -116,9 +116,9 @@ class _Card:
         self.images = [None if image is None else _pixels(image) for image in item.images]
         self.rows = _rows([1.6 if image is None else image.shape[1] / image.shape[0] for image in self.images])
         self.question = fitted_lines(item.question, _ROOM, 4)
-        said = item.answer if item.predicted is None else item.predicted
+        answer = item.answer if item.predicted is None else item.predicted
         self.indent = _MARK if item.judged else 0.0
-        answer = said if said.strip() else "(nothing)"
+        answer = answer if answer.strip() else "(nothing)"
         self.verdict = [] if item.broken else fitted_lines(answer, _ROOM - self.indent, 3, size=_VERDICT, bold=True)
         wrong = item.judged and not item.ok
         self.answer = fitted_lines(f"right answer: {item.answer}", _ROOM, 3) if wrong else []
@@ -157,7 +157,7 @@ class _Card:
         y -= 0.05
         for number, text in enumerate(self.verdict):
             y -= _TEXT_LINE + 0.06
-            if mark and number == 0:  # it says it again for those who do not see red and green apart
+            if mark and number == 0:  # for readers who cannot tell red from green
                 _text(figure, x, y + 0.06, mark, size=_VERDICT, color=ink, bold=True)
             _text(figure, x + self.indent, y + 0.06, text, size=_VERDICT, color=ink, bold=True)
         y -= 0.02
