@@ -207,6 +207,7 @@ def inspect(config: Config, steps: int) -> Inspection:
 def _steps(
     config: Config, parts: Assembly, method: str, metas_by_step: Sequence[Sequence[SampleMeta]]
 ) -> dict[str, Any]:
+    """Use of buckets, and simulated figures of each step, with samples reordered by `method`."""
     order, packer = order_of(config, parts, method), parts.packer
     plans, makespans, bubbles, imbalances = [], [], [], []
     for step, metas in enumerate(metas_by_step):

@@ -53,21 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
-            return _dry_run(config, run_dir, bool(as_json))
+            return _dry_run(config, run_dir, as_json=bool(as_json))
         join_processes(flags)
         again = bool(flags.values["from_scratch"])
         return _train(config, run_dir or str(default_run_dir(flags.gin_files)), from_scratch=again)
 
 
-def _dry_run(config: Config, run_dir: str, as_json: bool) -> int:
+def _dry_run(config: Config, run_dir: str, *, as_json: bool) -> int:
     with importing():
         from mmjax.train.dry_run import dry_run
         from mmjax.train.files import made_run_dir
 
-    found = dry_run(config)
+    forecast = dry_run(config)
     if run_dir:
-        found.draw(made_run_dir(run_dir))
-    print(json.dumps(found.as_json()) if as_json else found.describe())
+        forecast.draw(made_run_dir(run_dir))
+    print(json.dumps(forecast.as_json()) if as_json else forecast.describe())
     if run_dir and not as_json:
         print(f"see {run_dir}/layout.png and timeline.png")
     return 0

@@ -1,4 +1,4 @@
-"""The best evaluation of a run by one figure: which checkpoint is kept for it, and when training ends for its sake."""
+"""The best evaluation of a run by one figure: its checkpoint is kept, and training may end some time after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BestEvaluation:
 
     @classmethod
     def agreed(cls, metric: str, patience: int, rows: Sequence[Mapping[str, Any]]) -> BestEvaluation:
-        """The same by the rows that process 0 gives; all processes have to call it."""
+        """Makes it from the rows of process 0; all processes have to call it."""
         return cls(metric, patience, json.loads(broadcast_text(json.dumps(list(rows)))) if metric else ())
 
     @property

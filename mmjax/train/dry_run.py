@@ -54,15 +54,15 @@ class DryRun:
 
     Attributes:
       config: the run's configuration.
-      parts: its parts, traced for devices that need not be here.
+      parts: its parts, traced without devices.
       memory: memory of each of a stage's devices, by stage; for a program per op, or one that loops over microbatches.
       rank: the most loaded device.
       most: memory of that device, each kind at its own peak.
-      peak: the op during which a device holds most; ``None`` where lanes make one program of the step, in which all
-        devices hold the same.
+      peak: the op during which a device holds most; ``None`` where one program runs the step on all lanes, since all
+        devices then hold the same.
       programs: how many programs there are, by kind.
-      imbalance: of each module with cp, pairs of tokens that the fullest rank's queries see over those of the mean, in
-        the first microbatches.
+      imbalance: by module with cp, the attended pairs of the fullest rank over those of the mean rank, in the first
+        microbatches.
     """
 
     config: Config
@@ -106,7 +106,7 @@ class DryRun:
             "most_loaded": {"rank": self.rank, "memory": _figures(self.most)},
             "fullest": self.peak and {"rank": self.peak.rank, "op": str(self.peak.op), "bytes": self.peak.bytes},
             "programs": dict(self.programs),
-            "buckets": {name: list(map(list, own)) for name, own in self._buckets.items()},
+            "buckets": {name: list(map(list, buckets)) for name, buckets in self._buckets.items()},
             "bucket_combinations": len(self.parts.shapes),
             "compile_seconds": self.compile_seconds,
             "schedule": self.parts.schedule.name,
@@ -133,7 +133,7 @@ class DryRun:
         """Memory of a device: of each stage, or of the one program, whose devices all hold the same."""
         stages = self.parts.placed.stages
         if self.peak:
-            rows = {name: (stages[name].submesh.ranks, held) for name, held in self.memory.items()}
+            rows = {name: (stages[name].submesh.ranks, memory) for name, memory in self.memory.items()}
         else:
             rows = {"step": (self.parts.schedule.graph.ranks, self.most)}
         return _table(rows)
@@ -144,9 +144,9 @@ class DryRun:
                 f"one program: every device holds {show_bytes(self.most.total)}, blocks that fit any of its stages; "
                 "parameters, gradients and activations are among its temporaries"
             )
-        held = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
+        stages_there = ", ".join(n for n, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
         return (
-            f"most loaded: rank {self.rank} ({held}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
+            f"most loaded: rank {self.rank} ({stages_there}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
             f"fullest moment: {self.peak.op}, rank {self.peak.rank} with {show_bytes(self.peak.bytes)}"
         )
 
@@ -158,7 +158,8 @@ class DryRun:
     def _programs(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.programs.items())
         buckets = "; ".join(
-            f"{name} {' '.join(f'{rows}x{width}' for rows, width in own)}" for name, own in self._buckets.items()
+            f"{name} {' '.join(f'{rows}x{width}' for rows, width in buckets)}"
+            for name, buckets in self._buckets.items()
         )
         programs = counted(sum(self.programs.values()), "program")
         return (
@@ -179,9 +180,9 @@ class DryRun:
         """How evenly the ranks of cp share the attention of rows."""
         ranks = {name: self.parts.packer.splits[name].ranks for name in self.imbalance}
         return [
-            f"{name}: attention over {ranks[name]} ranks of cp, fullest / mean {one:.3f} (Layout.cp_tokens="
+            f"{name}: attention over {ranks[name]} ranks of cp, fullest / mean {ratio:.3f} (Layout.cp_tokens="
             f"{self.parts.packer.splits[name].method!r}, pairs of the first microbatches)"
-            for name, one in self.imbalance.items()
+            for name, ratio in self.imbalance.items()
         ]
 
     def _bubble(self) -> str:
@@ -228,8 +229,8 @@ def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, floa
     if all(split.ranks == 1 for split in packer.splits.values()):
         return {}
     metas = [source.meta(index) for index in range(config.train.global_batch)]
-    works = [packer.context_work(one) for one in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
-    return {name: busiest_over_mean(np.concatenate([own[name] for own in works])) for name in works[0]}
+    works = [packer.context_work(plan) for plan in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
+    return {name: busiest_over_mean(np.concatenate([work[name] for work in works])) for name in works[0]}
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
@@ -253,8 +254,8 @@ def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
     cells = {}
     for place, rank in enumerate(placed.stages[name].submesh.ranks):
         group, within = divmod(place, layout.dp * layout.replica_size)
-        dp, rest = divmod(within, layout.replica_size)
-        cp, tp = divmod(rest, layout.tp)
+        dp, in_replica = divmod(within, layout.replica_size)
+        cp, tp = divmod(in_replica, layout.tp)
         groups = ((f"l{group}", layout.lanes), (f"k{group}", layout.copies))
         shown = (*groups, (f"d{dp}", layout.dp), (f"c{cp}", layout.cp), (f"t{tp}", layout.tp))
         cells[rank] = "".join(text for text, degree in shown if degree > 1) or "all"
@@ -286,13 +287,13 @@ def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list
 
 
 def _table(stages: Mapping[str, tuple[tuple[int, ...], Memory]]) -> list[str]:
-    """Memory of one device of each stage, by kind; of stages their ranks and what they hold."""
+    """A table of the memory of one device of each stage, by kind. `stages` has the ranks and the memory of each."""
     kinds = ["parameters", "optimizer", "gradients", "activations", "temporaries", "total"]
-    if any(held.host for _, held in stages.values()):
+    if any(memory.host for _, memory in stages.values()):
         kinds.append("host")
     rows = [("on each device", "ranks", *(f"~{kind}" if kind == "temporaries" else kind for kind in kinds))]
-    for name, (ranks, held) in stages.items():
-        rows.append((name, show_ranks(ranks), *(show_bytes(getattr(held, kind)) for kind in kinds)))
+    for name, (ranks, memory) in stages.items():
+        rows.append((name, show_ranks(ranks), *(show_bytes(getattr(memory, kind)) for kind in kinds)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

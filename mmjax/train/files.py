@@ -29,7 +29,7 @@ _NAMES = ("config.gin", "metrics.jsonl", "eval.jsonl", "skipped.jsonl", "commits
 _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
 
-def recorded(run_dir: Path, allow_code: bool = False) -> Config | None:
+def recorded(run_dir: Path, *, allow_code: bool = False) -> Config | None:
     """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal."""
     with contextlib.suppress(ConfigError):
         return load_run_config(run_dir, allow_code=allow_code)
@@ -37,7 +37,7 @@ def recorded(run_dir: Path, allow_code: bool = False) -> Config | None:
 
 
 class RunFiles:
-    """Writes into one run directory, and remembers what it could not write.
+    """Writes the files of a run directory, and remembers those that could not be written.
 
     Attributes:
       run_dir: the directory.
@@ -81,8 +81,8 @@ class RunFiles:
     def begin(self, config: Config, planned: Timeline, step: int) -> None:
         """Writes ``config.gin``, the journal and the planned timeline of a run that goes on after ``step``.
 
-        If the configuration was another one so far, that one is kept as ``config-until-<step>.gin``, and the difference
-        is reported. Configurations of attempts after ``step`` that left no checkpoint are dropped.
+        If the configuration has changed, the earlier one is kept as ``config-until-<step>.gin``, and the difference is
+        reported. Configurations of attempts after ``step`` that left no checkpoint are dropped.
 
         Raises:
           ConfigError: the disk is full, or the directory cannot be written to.
@@ -152,12 +152,12 @@ class RunFiles:
     def _keep_config(self, config: Config, step: int) -> None:
         path, text = self.run_dir / "config.gin", operative_config(config)
         before = self._config_at(step)
-        kept = path.with_name(f"config-until-{step}.gin")
+        earlier = path.with_name(f"config-until-{step}.gin")
         if step and before and differences(before, text):
-            _put(kept, before)
+            _put(earlier, before)
             if path.read_text(encoding="utf-8") != text:  # else it was said when they were tried first
-                said = f"after step {step} with other settings: {_difference(before, text)}"
-                self._report(f"{said}; before: {kept.name}")
+                news = f"after step {step} with other settings: {_difference(before, text)}"
+                self._report(f"{news}; before: {earlier.name}")
         for number, later in self._earlier_configs().items():
             if number > step or (number == step and before == text):
                 later.unlink()
@@ -172,8 +172,8 @@ class RunFiles:
 
     def _earlier_configs(self) -> dict[int, Path]:
         """The files of earlier configurations by the last step that each was used for, in rising order."""
-        found = ((_UNTIL.fullmatch(path.name), path) for path in self.run_dir.iterdir())
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        matches = ((_UNTIL.fullmatch(path.name), path) for path in self.run_dir.iterdir())
+        return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     @contextlib.contextmanager
     def _needed(self) -> Iterator[None]:
@@ -211,8 +211,8 @@ def _put(path: Path, text: str) -> None:
 def _difference(before: str, after: str, limit: int = 3) -> str:
     """The settings that changed, as "Train.steps = 12 → 14"."""
     changed = [f"{name} = {old} → {new}" for name, (old, new) in differences(before, after).items()]
-    more = f" and {len(changed) - limit} more" if len(changed) > limit else ""
-    return ", ".join(changed[:limit]) + more
+    remainder = f" and {len(changed) - limit} more" if len(changed) > limit else ""
+    return ", ".join(changed[:limit]) + remainder
 
 
 def made_run_dir(path: str | Path) -> Path:

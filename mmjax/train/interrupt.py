@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as a request. An optimizer step that is cut in two leaves some stages a step ahead of the others.
 
 The first of them raises nothing where it arrives: an exception in the middle of somebody else's code is swallowed
-there, or leaves a lock behind. It is heard at the next `check`, and while a `result` is waited for.
+there, or leaves a lock behind. It takes effect at the next `check`, or while a `result` is waited for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL = 0.05  # seconds until a request is heard while something is waited for
 
 
 class Stopped(Exception):
-    """Raised at a point where the run's state is whole, after Ctrl-C or SIGTERM."""
+    """Raised after Ctrl-C or SIGTERM, between steps: all stages are at the same step."""
 
 
 class StopRequest:
@@ -32,10 +32,10 @@ class StopRequest:
 
     After SIGTERM the process ends within `Checkpoint.grace_seconds`; clusters repeat it, so another one does nothing.
     Outside the main thread, where Python delivers no signals, it does nothing. Several processes have to stop after the
-    same step: there a request is heard only when all have agreed.
+    same step: there a request takes effect only when all have agreed.
 
     Attributes:
-      wanted: whether somebody asked this process to stop.
+      wanted: whether this process was told to stop.
     """
 
     def __init__(self, total: Callable[[float], jax.Array] | None = None) -> None:
@@ -64,10 +64,10 @@ class StopRequest:
         """Dispatches the question whether any process was asked to stop, for `hear`; all ask in the same order."""
         return self._total(float(self.wanted)) if self._total else None
 
-    def hear(self, asked: jax.Array | None) -> None:
+    def hear(self, answer: jax.Array | None) -> None:
         """Waits for the answer, which is the same in all processes; the next `check` acts on it."""
-        if asked is not None:
-            self._agreed = self._agreed or bool(np.asarray(asked.addressable_shards[0].data)[0])
+        if answer is not None:
+            self._agreed = self._agreed or bool(np.asarray(answer.addressable_shards[0].data)[0])
 
     def check_together(self) -> None:
         """Asks all processes, waits for the answer and checks it: `ask`, `hear` and `check`."""

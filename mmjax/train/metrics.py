@@ -142,7 +142,7 @@ class MetricsWriter:
             sink.write(plain["step"], numbers)
 
     def close(self) -> None:
-        """Closes the file and the sinks; may be called twice. `unwritten` says what never found room."""
+        """Closes the file and the sinks; may be called twice. `unwritten` names the rows that could not be written."""
         if not self._file.closed:
             self._flush()
             self._file.close()
@@ -152,7 +152,7 @@ class MetricsWriter:
 
     @property
     def unwritten(self) -> str:
-        """Which rows are not in the file, and why; empty when all are."""
+        """The rows that are not in the file, and why; empty when all are."""
         if not self._waiting:
             return ""
         first, last = self._waiting_steps[0], self._waiting_steps[-1]
@@ -192,7 +192,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def _parse(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
-    complete, rest = lines[:-1], lines[-1]
+    complete, last_line = lines[:-1], lines[-1]
     rows = []
     for number, line in enumerate(complete, start=1):
         row = _row(line)
@@ -201,7 +201,7 @@ def _parse(path: Path) -> list[dict[str, Any]]:
         elif line.strip(b" \0") and number < len(complete):
             fix = "remove the line, or move the file away"
             raise ConfigError(f"{path}:{number} is not a JSON object with a number as its step; {fix}")
-    row = _row(rest)  # complete but for its newline
+    row = _row(last_line)  # complete but for its newline
     return rows if row is None else [*rows, row]
 
 

@@ -28,9 +28,9 @@ class PendingStep:
       step: its number, from 1.
       result: see ``StepResult``.
       batch: its batch.
-      data: columns about where the batch came from.
-      ended: the time at which its results were there, in seconds of ``time.perf_counter``; see ``watch_end``.
-      asked: see ``StopRequest.ask``.
+      data: columns about the batch's origin.
+      ended: when its results were computed, in seconds of ``time.perf_counter``; see ``watch_end``.
+      stop_answer: see ``StopRequest.ask``.
     """
 
     step: int
@@ -38,7 +38,7 @@ class PendingStep:
     batch: StepBatch
     data: Mapping[str, Any]
     ended: Future[float]
-    asked: jax.Array | None = None
+    stop_answer: jax.Array | None = None
 
     def row(self, parts: Assembly, throughput: Throughput, seconds: float, *, updates: int) -> dict[str, Any]:
         """Its columns in ``metrics.jsonl``; ``skipped`` is 1 where the update was skipped.
@@ -64,7 +64,7 @@ class PendingStep:
 
 
 def watch_end(result: StepResult, threads: Threads) -> Future[float]:
-    """The time at which the results of a step are there; a thread of ``threads`` waits for them.
+    """The time at which the results of a step are computed; a thread of ``threads`` waits for them.
 
     The dispatching thread would see them too late: it dispatches the next step first.
     """
@@ -85,7 +85,7 @@ class TrainResult:
       losses: the loss of each step of this call.
       skipped: steps whose gradients were not finite, over the whole run.
       evaluation: the last evaluation; ``None`` where it failed or there was none.
-      swapped: the same with the media of one encoder exchanged between samples, by encoder, where they can be.
+      swapped: by encoder, the same with its media exchanged between samples; empty where media are not exchanged.
       evaluation_failure: why the last evaluation has failed; empty if it has not.
       scores_shown: whether the progress display has shown them.
       interrupted: whether Ctrl-C or SIGTERM ended it.

@@ -29,7 +29,7 @@ class Scored:
 
     Attributes:
       plain: scores of the samples as they are; ``None`` where the evaluation failed.
-      swapped: scores with the media of one encoder exchanged between samples, by encoder, where they can be.
+      swapped: by encoder, scores with its media exchanged between samples; empty where media are not exchanged.
       failure: why it failed, in one line; "" where it did not.
     """
 
@@ -39,7 +39,7 @@ class Scored:
 
 
 class Scoring:
-    """Evaluates a run, and writes what it finds into the run directory.
+    """Evaluates a run, and writes the results into the run directory.
 
     Attributes:
       evaluator: ``None`` where ``Train.eval_samples`` is 0.
@@ -55,32 +55,34 @@ class Scoring:
           say: called with a line where an evaluation failed, once for each reason.
 
         Raises:
-          ConfigError: a held-out sample has no room in the shapes of the run.
+          ConfigError: a held-out sample is too long for the shapes of the run.
         """
         self.config, self.parts, self._files, self._say = config, parts, files, say
         self._said: set[str] = set()
         self.evaluator = None
         if config.train.eval_samples:
             metas = held_out_metas(config, config.train.eval_samples)
-            # Samples with exchanged media may be longer than any sample is.
+            # Samples with exchanged media may be longer than any held-out sample.
             room = 0 if config.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
             self.evaluator = Evaluator(parts, config.data.origin, room)
             self.evaluator.rounds.require_room(metas)
 
     def programs(self) -> list[Program]:
-        """Everything that has to be compiled."""
+        """The programs of evaluations, which have to be compiled."""
         return self.evaluator.predictor.programs() if self.evaluator else []
 
     def samples(self) -> list[Sample]:
         """The held-out samples, the same in every run of a configuration."""
         return held_out(self.config, self.config.train.eval_samples)
 
-    def evaluate(self, states: Mapping[str, State], step: int, draw: bool = False, meet: Meet = lambda: None) -> Scored:
+    def evaluate(
+        self, states: Mapping[str, State], step: int, *, draw: bool = False, meet: Meet = lambda: None
+    ) -> Scored:
         """Scores of the samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
 
         Args:
           states: parameters by stage.
-          step: the step that they have reached.
+          step: the step after which these are the parameters.
           draw: whether ``predictions.png`` is drawn.
           meet: see ``Evaluator.answers``.
 
@@ -90,9 +92,9 @@ class Scoring:
         if self.evaluator is None:
             raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
         samples = self.samples()
-        others = exchanged(self.config, self.parts.tokenizer, samples)
+        variants = exchanged(self.config, self.parts.tokenizer, samples)
         plain = self.evaluator.evaluate(states, samples, meet, loss=True)
-        swapped = {name: self.evaluator.evaluate(states, own, meet) for name, own in others.items()}
+        swapped = {name: self.evaluator.evaluate(states, variant, meet) for name, variant in variants.items()}
         if self._files:
             if draw and self.config.train.predictions:
                 self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
@@ -101,13 +103,13 @@ class Scoring:
         return Scored(plain=plain, swapped=swapped)
 
     def attempt(
-        self, states: Mapping[str, State], step: int, draw: bool = False, check: Callable[[], None] = lambda: None
+        self, states: Mapping[str, State], step: int, *, draw: bool = False, check: Callable[[], None] = lambda: None
     ) -> Scored:
         """Runs ``evaluate``; if it fails, all processes get the same reason, and training can go on.
 
         Args:
           states: parameters by stage.
-          step: the step that they have reached.
+          step: the step after which these are the parameters.
           draw: whether ``predictions.png`` is drawn.
           check: called by all processes before each round; may raise ``Stopped``.
 
@@ -115,7 +117,7 @@ class Scoring:
           Exception: it failed in the middle of work that several processes do together, and none of them can go on.
         """
         try:
-            return attempt(lambda meet: self.evaluate(states, step, draw, meet), check)
+            return attempt(lambda meet: self.evaluate(states, step, draw=draw, meet=meet), check)
         except GivenUp as error:
             failure = str(error)
             _logger.debug("step %d: the evaluation has failed", step, exc_info=error)
@@ -129,9 +131,9 @@ class Scoring:
     def is_evaluated(self, step: int) -> bool:
         """Whether ``eval.jsonl`` has the scores of a step, or nothing is evaluated; all processes have to call it."""
         rows = self._files.evaluations if self._files else []
-        found = any(row.get("step") == step and not row.get("failure") for row in rows)
-        return self.evaluator is None or broadcast_text(str(int(found))) == "1"
+        scored = any(row.get("step") == step and not row.get("failure") for row in rows)
+        return self.evaluator is None or broadcast_text(str(int(scored))) == "1"
 
-    def _draw(self, samples: Sequence[Sample], found: Evaluation, path: Path) -> None:
+    def _draw(self, samples: Sequence[Sample], evaluation: Evaluation, path: Path) -> None:
         count = self.config.train.predictions
-        draw_answers(samples[:count], found.answers[:count], path, drawings=found.drawings[:count])
+        draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])

@@ -32,7 +32,7 @@ class Soundness:
         self.skipped, self._step = self.skipped + 1 if skipped else 0, step
 
     def require_updates(self) -> None:
-        """Raises ``NonFiniteError`` where too many updates in a row were skipped; names the leaf that is the cause."""
+        """Raises ``NonFiniteError`` with the name of the leaf at fault where too many updates in a row were skipped."""
         if not self._max_skipped or self.skipped < self._max_skipped:
             return
         leaf = self.first_unsound()

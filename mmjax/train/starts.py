@@ -1,7 +1,7 @@
 """Initial values of the modules of a run: new values, the parameters of another run or of an export, or a checkpoint
 that has other modules frozen.
 
-A folder is checked by its metadata alone, before any device is touched.
+A folder is checked by its metadata alone, before any device is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Start:
     Attributes:
       saved: the folder's parameters.
       modules: names of the modules.
-      converted: by module that holds them in another dtype, what becomes of them.
+      converted: by module whose parameters change dtype, the change in words.
     """
 
     saved: SavedParameters | FolderParameters
@@ -63,7 +63,7 @@ class Start:
     def describe(self) -> str:
         """One line."""
         line = f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
-        return "; ".join([line, *(f"{module}: {what}" for module, what in self.converted.items())])
+        return "; ".join([line, *(f"{module}: {change}" for module, change in self.converted.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +75,30 @@ class Starts:
       fresh: names of the modules with new values.
     """
 
-    given: tuple[Start, ...] = ()
+    loaded: tuple[Start, ...] = ()
     fresh: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Where each module starts from; nothing where all do from new values."""
-        own = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
-        return (*(start.describe() for start in self.given), *own) if self.given else ()
+        """Where each module starts from; nothing where all have new values."""
+        fresh = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
+        return (*(start.describe() for start in self.loaded), *fresh) if self.loaded else ()
 
     def elsewhere(self, modules: Collection[str], placed: PlacedModel) -> dict[str, LeafInfo]:
-        """Entries, in a checkpoint that does not copy them, of the given parameters of some modules.
+        """The entries of some modules' given parameters, for a checkpoint that refers to their files.
 
         The first process reads all tensors of these modules that are in folders of safetensors, for their checksums.
         """
-        result, held = {}, _parameter_avals(placed)
-        for start in self.given:
+        result, avals = {}, _parameter_avals(placed)
+        for start in self.loaded:
             if isinstance(start.saved, SavedParameters):
                 known = [name for name, leaf in start.saved.leaves.items() if leaf.crc32 is not None]
-                found = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
+                entries = {name: start.saved.elsewhere(name) for name in known if _module(name) in start.modules}
             else:
                 fresh = start.saved.folder.fresh  # rows that are in no folder
                 known = [n for n, (key, _) in start.saved.places.items() if _module(n) in modules and key not in fresh]
-                found = {name: _in_folder(start.saved, name, held[name]) for name in known}
-            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items() if _module(name) in modules}
+                entries = {name: _in_folder(start.saved, name, avals[name]) for name in known}
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in entries.items() if _module(name) in modules}
         return result
 
     def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
@@ -108,17 +108,17 @@ class Starts:
 
         Args:
           placed: the model.
-          say: is told what is read and, of a folder that takes long, every few seconds how much of it has been.
+          say: called every few seconds with a line about how much of a folder has been read.
 
         Raises:
           CheckpointError: a folder is damaged.
         """
         wanted = _parameter_avals(placed)
         result: dict[str, jax.Array] = {}
-        for start in self.given:
-            own = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
-            found = start.saved.read(own, _Told(start, say))
-            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in found.items()}
+        for start in self.loaded:
+            targets = {name: aval for name, aval in wanted.items() if _module(name) in start.modules}
+            leaves = start.saved.read(targets, _ReadProgress(start, say))
+            result |= {f"{PARAMETERS}{name}": leaf for name, leaf in leaves.items()}
         return result
 
 
@@ -128,16 +128,16 @@ def _parameter_avals(placed: PlacedModel) -> dict[str, jax.ShapeDtypeStruct]:
     return {n.removeprefix(PARAMETERS): aval for n, aval in avals.items() if n.startswith(PARAMETERS)}
 
 
-def _in_folder(saved: FolderParameters, name: str, held: jax.ShapeDtypeStruct) -> LeafInfo:
+def _in_folder(saved: FolderParameters, name: str, aval: jax.ShapeDtypeStruct) -> LeafInfo:
     """The entry of a parameter that is read from a folder of safetensors; only the first process has its checksum."""
     key, view = saved.places[name]
-    crc32 = saved.checksum(name, held.shape, held.dtype) if is_first() else None
+    crc32 = saved.checksum(name, aval.shape, aval.dtype) if is_first() else None
     place = str(Path(saved.folder.path).absolute())
-    return LeafInfo(shape=held.shape, dtype=str(held.dtype), crc32=crc32, folder=place, name=key, view=view)
+    return LeafInfo(shape=aval.shape, dtype=str(aval.dtype), crc32=crc32, folder=place, name=key, view=view)
 
 
-class _Told:
-    """Says at most every few seconds how much of a folder has been read."""
+class _ReadProgress:
+    """Reports how much of a folder has been read, at most every few seconds."""
 
     def __init__(self, start: Start, say: Callable[[str], None]):
         self._name, self._say, self._began = ", ".join(start.modules), say, time.monotonic()
@@ -148,8 +148,8 @@ class _Told:
             return
         self._next = now + _SECONDS
         speed = done / (now - self._began)
-        rest = f", {(total - done) / speed:.0f} s to go" if done < total else ""
-        self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{rest}")
+        remaining = f", {(total - done) / speed:.0f} s to go" if done < total else ""
+        self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{remaining}")
 
 
 def require_seed(config: Config, checkpointer: Checkpointer, step: int) -> None:
@@ -166,6 +166,7 @@ def require_seed(config: Config, checkpointer: Checkpointer, step: int) -> None:
 def run_begins(
     files: RunFiles | None,
     checkpointer: Checkpointer,
+    *,
     from_scratch: bool,
     say: Callable[[str], None] = lambda line: None,
 ) -> bool:
@@ -178,14 +179,14 @@ def run_begins(
       files: the directory's files, in process 0; else `None`.
       checkpointer: the directory's checkpoints.
       from_scratch: whether a run whose checkpoints are gone begins again.
-      say: is told that steps without a checkpoint are trained again.
+      say: called with a line where steps without a checkpoint are trained again.
 
     Raises:
       ConfigError: the directory has steps and has lost its checkpoints, or has no journal that says that it had none,
         and `from_scratch` is not set; or `from_scratch` is set, and there are checkpoints to go on from.
     """
-    own = (str(files.run_dir), files.last_step, checkpointer.is_empty(), files.journal.is_empty()) if files else None
-    run_dir, last, empty, never = json.loads(broadcast_text(json.dumps(own)))
+    facts = (str(files.run_dir), files.last_step, checkpointer.is_empty(), files.journal.is_empty()) if files else None
+    run_dir, last, empty, never = json.loads(broadcast_text(json.dumps(facts)))
     if last and empty and never and not from_scratch:
         say(f"{run_dir} has steps up to {last}, but no checkpoint was whole before the run ended: it begins again")
     elif last and empty and not from_scratch:
@@ -202,7 +203,7 @@ def run_begins(
 
 
 def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Finds since when a run that goes on has had each module's moments.
+    """Finds the age of each module's moments in a continued run.
 
     Args:
       config: says which modules are trained now.
@@ -213,29 +214,29 @@ def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dic
       By trained module, how many updates the run had done when the module's moments were zeros, where that is not 0;
       and a line about moments that are new or dropped and parameters that are held in another dtype, if there are any.
     """
-    kept, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
+    with_moments, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
     trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
-    since = {module: before.get(module, 0) if module in kept else updates for module in trained}
-    said = "; ".join(_changes(config, kept, restored))
-    line = (f"from step {restored.step} on, {said}",) if said else ()
+    since = {module: before.get(module, 0) if module in with_moments else updates for module in trained}
+    changes = "; ".join(_changes(config, with_moments, restored))
+    line = (f"from step {restored.step} on, {changes}",) if changes else ()
     return {module: first for module, first in since.items() if first}, line
 
 
-def _changes(config: Config, kept: Collection[str], restored: Metadata) -> Iterator[str]:
-    """What the modules of a run that goes on are now and were not: trained, frozen, held in another dtype.
+def _changes(config: Config, with_moments: Collection[str], restored: Metadata) -> Iterator[str]:
+    """Yields the changes of modules since the checkpoint: newly trained, newly frozen, or in another dtype.
 
     Args:
-      config: what they are now.
-      kept: modules that have moments in the checkpoint.
+      config: the configuration that continues the run.
+      with_moments: modules that have moments in the checkpoint.
       restored: the checkpoint's metadata.
     """
-    own = restored.leaves.items()
-    stored = {name.removeprefix(PARAMETERS): leaf.dtype for name, leaf in own if name.startswith(PARAMETERS)}
+    leaves = restored.leaves.items()
+    stored = {name.removeprefix(PARAMETERS): leaf.dtype for name, leaf in leaves if name.startswith(PARAMETERS)}
     converted = _conversions(config, config.optimizers, stored)
     groups: dict[str, list[str]] = {" (frozen before): new moments": [], " (frozen now): moments dropped": []}
     new, gone = groups
     for module, optimizer in config.optimizers.items():
-        why = "" if optimizer.frozen != (module in kept) else gone if optimizer.frozen else new
+        why = "" if optimizer.frozen != (module in with_moments) else gone if optimizer.frozen else new
         if module in converted:
             why += f"{', ' if why else ': '}{converted[module]}"
         groups.setdefault(why, []).append(module)
@@ -243,14 +244,14 @@ def _changes(config: Config, kept: Collection[str], restored: Metadata) -> Itera
 
 
 def frozen_elsewhere(config: Config, restored: Metadata) -> dict[str, LeafInfo]:
-    """The leaves of modules that are frozen now whose bytes another folder has, in the checkpoint of a run."""
+    """The leaves in a run's checkpoint that refer to another folder's bytes, of the modules that are frozen now."""
     frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
     away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
     return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}
 
 
 def find_starts(config: Config) -> Starts:
-    """Where each module of a new run starts from. Reads no leaf, and touches no device.
+    """Where each module of a new run starts from. Reads no leaf, and uses no device.
 
     Raises:
       ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
@@ -262,17 +263,17 @@ def find_starts(config: Config) -> Starts:
     if not folders and not pretrained:
         return Starts(fresh=fresh)
     wanted = shapes_of_model(build_model(config, tokenizer_of(config.data, config.model.media)))
-    given = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
+    starts = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
-        modules = tuple(module for module, own in folders.items() if own == folder)
+        modules = tuple(module for module, origin in folders.items() if origin == folder)
         try:
             saved = find_parameters([folder])[folder]
         except CheckpointError as error:
             raise ConfigError(f"{_field(config, modules[0])}={folder!r}: {error}") from None
         for module in modules:
             _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
-        given.append(_start(config, saved, modules))
-    return Starts(given=tuple(given), fresh=fresh)
+        starts.append(_start(config, saved, modules))
+    return Starts(loaded=tuple(starts), fresh=fresh)
 
 
 def _start(config: Config, saved: SavedParameters | FolderParameters, modules: tuple[str, ...]) -> Start:
@@ -280,22 +281,22 @@ def _start(config: Config, saved: SavedParameters | FolderParameters, modules: t
 
 
 def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
-    """What becomes of parameters that are stored in another dtype than the run holds them in, by module.
+    """By module, the change of parameters that are stored in another dtype than the run holds them in, in words.
 
     Args:
-      config: says what each module is held in.
+      config: has the dtype that each module is held in.
       modules: the modules that take stored parameters.
       dtypes: the dtype of each stored parameter, by name such as "llm/embed".
     """
-    there: dict[str, dict[str, None]] = {}
+    stored: dict[str, dict[str, None]] = {}
     for name, dtype in dtypes.items():
-        there.setdefault(_module(name), {})[dtype] = None
+        stored.setdefault(_module(name), {})[dtype] = None
     result = {}
-    for module in (module for module in modules if module in there):
-        here = config.optimizers[module].held_in(config.train.dtype)
-        if other := [dtype for dtype in there[module] if dtype != here]:
-            how = "widened" if here == "float32" and "float64" not in other else "rounded"
-            result[module] = f"{', '.join(other)} {how} to {here}"
+    for module in (module for module in modules if module in stored):
+        target = config.optimizers[module].held_in(config.train.dtype)
+        if different := [dtype for dtype in stored[module] if dtype != target]:
+            how = "widened" if target == "float32" and "float64" not in different else "rounded"
+            result[module] = f"{', '.join(different)} {how} to {target}"
     return result
 
 
@@ -307,38 +308,39 @@ def shapes_of_model(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
 
 
 def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ...]], saved: SavedParameters) -> None:
-    about, new = f"{_field(config, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
+    setting, new = f"{_field(config, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
     if module not in saved.modules:
         has = ", ".join(saved.modules) or "nothing"
-        raise ConfigError(f"{about}: it has {has} and no module {module!r}; name another folder, or set {new}")
+        raise ConfigError(f"{setting}: it has {has} and no module {module!r}; name another folder, or set {new}")
     stored = {name: leaf for name, leaf in saved.leaves.items() if _module(name) == module}
-    held = config.optimizers[module].held_in(config.train.dtype)
-    problem = next(_problems(module, wanted, stored, held), "")
+    dtype = config.optimizers[module].held_in(config.train.dtype)
+    problem = next(_problems(module, wanted, stored, dtype), "")
     if not problem:
         return
-    settings = [f"{name} = {there} there, {here} here" for name, there, here in _settings(config, module, saved)]
+    settings = [
+        f"{name} = {stored_value} there, {configured} here"
+        for name, stored_value, configured in _settings(config, module, saved)
+    ]
     fix = f"make equal what is {'; '.join(settings[:3])}" if settings else f"configure {module} as it is there"
-    raise ConfigError(f"{about}: {problem}; {fix}; or set {new}")
+    raise ConfigError(f"{setting}: {problem}; {fix}; or set {new}")
 
 
 def _problems(
-    module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo], held: str
+    module: str, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, LeafInfo], dtype: str
 ) -> Iterator[str]:
     layers = [len({name.split("/")[2] for name in names if "/layers/" in name}) for names in (stored, wanted)]
-    missing, unknown = (
-        [name for name in one if name not in other] for one, other in ((wanted, stored), (stored, wanted))
-    )
+    missing, unknown = [n for n in wanted if n not in stored], [n for n in stored if n not in wanted]
     if layers[0] != layers[1]:
         leaf = (missing or unknown)[0]
         yield f"{module} has {layers[0]} layers there and {layers[1]} here, so {leaf} is on one side alone"
     for names, where in ((missing, "here and not there"), (unknown, "there and not here")):
         if names:
-            more = f"and {len(names) - 1} more leaves of {module} are" if names[1:] else f"of {module} is"
-            yield f"{names[0]} {more} {where}"
+            further = f"and {len(names) - 1} more leaves of {module} are" if names[1:] else f"of {module} is"
+            yield f"{names[0]} {further} {where}"
     for name, shape in wanted.items():
         leaf = stored[name]
-        if leaf.shape != shape or not same_kind(leaf.dtype, held):
-            yield f"{name} of {module} is {leaf.dtype}{list(leaf.shape)} there and {held}{list(shape)} here"
+        if leaf.shape != shape or not same_kind(leaf.dtype, dtype):
+            yield f"{name} of {module} is {leaf.dtype}{list(leaf.shape)} there and {dtype}{list(shape)} here"
 
 
 def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
@@ -346,12 +348,12 @@ def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[t
     # A projector's shapes follow from its own settings and from those of the two modules that it connects.
     between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
     between += [name for name in config.loras if module == lora_name(name)]
-    own = {module, *between}
-    for name, (there, here) in differences(saved.metadata.config, operative_config(config)).items():
-        found = _SETTING.fullmatch(name)
+    modules = {module, *between}
+    for name, (stored_value, configured) in differences(saved.metadata.config, operative_config(config)).items():
+        match = _SETTING.fullmatch(name)
         without = _WITHOUT_SHAPE if module in map(lora_name, config.loras) else (*_WITHOUT_SHAPE, "Lora")
-        if found and found[1] in own and found[2] not in without:
-            yield name, there, here
+        if match and match[1] in modules and match[2] not in without:
+            yield name, stored_value, configured
 
 
 def _module(leaf: str) -> str:
@@ -360,5 +362,5 @@ def _module(leaf: str) -> str:
 
 def _field(config: Config, module: str) -> str:
     """The setting that names the folder of `module`."""
-    own = config.weights.get(module)
-    return f"{module}/Weights.init_from" if own and own.init_from else "Checkpoint.init_from"
+    weights = config.weights.get(module)
+    return f"{module}/Weights.init_from" if weights and weights.init_from else "Checkpoint.init_from"

@@ -41,8 +41,8 @@ class Throughput:
     def flops(self, batch: StepBatch) -> int:
         """Model FLOPs of a step; real tokens count, padding does not.
 
-        Of a mask of words the pairs in the rows that this process has are counted; in others their share of the causal
-        ones is taken to be the same.
+        For a mask of words the pairs in the rows of this process are counted. In all other rows the same share of the
+        causal pairs is assumed.
         """
         lengths: dict[str, list[int]] = {name: [] for name in self.model.nodes}
         pairs: dict[str, Counter[Mask]] = {name: Counter() for name in self.model.nodes}
@@ -72,14 +72,16 @@ class Throughput:
         }
 
     def _peak_memory(self) -> int | None:
-        own = [self.world.devices[rank] for rank in sorted(self.world.local_ranks)]  # others cannot be asked
-        stats = [device.memory_stats() or {} for device in own]
+        local = [
+            self.world.devices[rank] for rank in sorted(self.world.local_ranks)
+        ]  # those of other processes cannot be read
+        stats = [device.memory_stats() or {} for device in local]
         peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
         return max(peaks) if peaks else None
 
 
 def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
-    """``visible_pairs`` of a microbatch, of which this process may have some rows alone, or none."""
+    """``visible_pairs`` of a microbatch; this process may hold only some of its rows, or none."""
     words = inputs.get("is")
     if not isinstance(words, PartialArray):
         return dict(visible_pairs(module, inputs))
@@ -87,9 +89,14 @@ def _pairs(module: Module, inputs: Mapping[str, Any]) -> dict[Mask, int]:
     if not rows:
         return {}
     names = {"segments", "order", *module.remembers} & inputs.keys()
-    own = {name: np.stack([inputs[name][row : row + 1][0] for row in rows]) for name in names}
-    here, all_rows = (_causal(segment_lengths(segments)) for segments in (own["segments"], inputs["segments"]))
-    return {mask: round(pairs * all_rows / max(here, 1)) for mask, pairs in visible_pairs(module, own).items()}
+    local_inputs = {name: np.stack([inputs[name][row : row + 1][0] for row in rows]) for name in names}
+    local_pairs, all_rows = (
+        _causal(segment_lengths(segments)) for segments in (local_inputs["segments"], inputs["segments"])
+    )
+    return {
+        mask: round(pairs * all_rows / max(local_pairs, 1))
+        for mask, pairs in visible_pairs(module, local_inputs).items()
+    }
 
 
 def _causal(lengths: Iterable[int]) -> int:

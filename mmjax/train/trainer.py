@@ -57,8 +57,8 @@ class Trainer:
 
     Attributes:
       config: the configuration, with the buckets that were chosen.
-      chosen: a line about the buckets of each module that asked for a number of them, if they were chosen now, and
-        about each bucket that had to be added.
+      chosen: lines about the buckets of each module for which a number of them is configured, if they were chosen now,
+        and about each bucket that had to be added.
       data: lines about records that are left out, and about data that have changed since the last checkpoint.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
@@ -118,7 +118,7 @@ class Trainer:
                 )
                 opened.callback(self._checkpointer.close)
             begins = self._checkpointer is None or run_begins(
-                self._files, self._checkpointer, from_scratch, self._report
+                self._files, self._checkpointer, from_scratch=from_scratch, say=self._report
             )
             self._starts = find_starts(config) if begins else Starts()
             if self._checkpointer and (saved := self._checkpointer.steps()):
@@ -147,7 +147,7 @@ class Trainer:
     def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
         """The configuration with buckets chosen where it asks for a number of them, and lines about these."""
         lines: list[str] = []
-        before = recorded(self.run_dir, self.config.allow_code) if self.run_dir else None
+        before = recorded(self.run_dir, allow_code=self.config.allow_code) if self.run_dir else None
         return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
 
     def _start(self) -> None:
@@ -156,7 +156,7 @@ class Trainer:
         frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
         self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
-        if not self.resumed and self._starts.given:
+        if not self.resumed and self._starts.loaded:
             self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
             if leaf := self._soundness.first_unsound():
                 raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
@@ -175,7 +175,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written, and lets others into the run directory."""
+        """Waits for a checkpoint that is being written, and unlocks the run directory."""
         self._opened.close()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -237,23 +237,23 @@ class Trainer:
             try:
                 if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
                     self._following.enter("evaluation", self.step)
-                    self._score(False, progress, result, stop)
+                    self._score(progress, result, stop, draw=False)
                 self._profile.enter(self.step, progress.message)
                 self._clock = time.perf_counter()
                 while self.step < last:
-                    asked = time.perf_counter()
+                    begun = time.perf_counter()
                     self._following.enter("data", self.step + 1)
                     batch = stop.result(reader.submit(next, batches))
                     self._note(batch)
-                    data = {"data_wait_s": time.perf_counter() - asked, "data_origin": batches.origin}
+                    data = {"data_wait_s": time.perf_counter() - begun, "data_origin": batches.origin}
                     dispatched = self._dispatch(batch, data, clock, stop)
                     self._finish(pending, writer, progress, result)
-                    stop.hear(pending and pending.asked)
+                    stop.hear(pending and pending.stop_answer)
                     pending, self.step = dispatched, batch.step + 1
                     self._soundness.require_updates()
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
-                        stop.hear(pending.asked)
+                        stop.hear(pending.stop_answer)
                         pending = None
                         self._visit(last, progress, result, stop)
                         if result.ending:
@@ -297,7 +297,7 @@ class Trainer:
             batch=batch,
             data=data,
             ended=watch_end(out, clock),
-            asked=stop.ask(),
+            stop_answer=stop.ask(),
         )
 
     def _finish(
@@ -335,7 +335,7 @@ class Trainer:
         return bool(self._checkpointer) and self._checkpointer.due(self.step)
 
     def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        """Does what is due between steps: saves a checkpoint, evaluates, ends or begins a profile."""
+        """Acts between steps where it is due: saves a checkpoint, evaluates, ends or begins a profile."""
         final = self.step == last
         self._soundness.require_updates()
         self._profile.leave(self.step, progress.message)
@@ -344,7 +344,7 @@ class Trainer:
             self.save()
         if self.scoring.evaluator and (final or self._evaluation_due()):
             self._following.enter("evaluation", self.step)
-            self._score(final or self._best.is_last_chance, progress, result, stop)
+            self._score(progress, result, stop, draw=final or self._best.is_last_chance)
             result.ending = self._best.ending
             if result.ending:
                 self._following.enter("checkpoint", self.step)
@@ -353,14 +353,14 @@ class Trainer:
             self._profile.enter(self.step, progress.message)
         self._clock = time.perf_counter()
 
-    def _score(self, draw: bool, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        found = self.scoring.attempt(self.executor.states, self.step, draw, stop.check_together)
-        result.take(found)
-        if found.plain:
-            if self._best.add(self.step, figures(found.plain, found.swapped)):
+    def _score(self, progress: Progress, result: TrainResult, stop: StopRequest, *, draw: bool) -> None:
+        scored = self.scoring.attempt(self.executor.states, self.step, draw=draw, check=stop.check_together)
+        result.take(scored)
+        if scored.plain:
+            if self._best.add(self.step, figures(scored.plain, scored.swapped)):
                 self.save()
-            progress.message(f"step {self.step}: {describe(found.plain, found.swapped)}")
-        result.scores_shown = bool(found.plain)
+            progress.message(f"step {self.step}: {describe(scored.plain, scored.swapped)}")
+        result.scores_shown = bool(scored.plain)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -377,9 +377,9 @@ class Trainer:
         Raises:
           ValueError: the configuration has no evaluation samples.
         """
-        found = self.scoring.evaluate(self.executor.states, self.step, draw)
-        assert found.plain
-        return found.plain, dict(found.swapped)
+        scored = self.scoring.evaluate(self.executor.states, self.step, draw=draw)
+        assert scored.plain
+        return scored.plain, dict(scored.swapped)
 
     def _is_evaluated(self) -> bool:
         return self.run_dir is None or self.scoring.is_evaluated(self.step)

@@ -158,15 +158,15 @@ class Initializer:
         trials, self._trials = self._trials, ()
         if not trials:
             return []
-        found = warm_up(trials, self._world, self._config.warm_up_seconds)
+        results = warm_up(trials, self._world, self._config.warm_up_seconds)
         if files:
-            files.write("warm_up.json", json.dumps(found.numbers(), indent=1))
-        return found.lines()
+            files.write("warm_up.json", json.dumps(results.numbers(), indent=1))
+        return results.lines()
 
 
 @contextlib.contextmanager
 def ends_where_down() -> Iterator[None]:
-    """A context for the first step of a command: if a link is down, the process ends with the line that says so."""
+    """A context for the first step of a command: if a link is down, the process ends with a line about it."""
     try:
         yield
     except WarmUpError as error:
@@ -184,8 +184,7 @@ def is_wanted(config: WorldConfig, world: World) -> bool:
 
 
 _numbers = itertools.count()
-"""Numbers warm-ups, alike in all processes: each meeting needs a name of its own, also where several worlds are tried.
-"""
+"""Numbers warm-ups, alike in all processes: each meeting needs a unique name, also where several worlds are tried."""
 
 
 def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp:
@@ -201,19 +200,19 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
     """
     hosts, number = gather_texts(socket.gethostname()), next(_numbers)
     processes = [tuple(_processes(world, end) for end in trial.ends) for trial in trials]
-    found: list[float | None] = []
+    seconds_here: list[float | None] = []
     for index, (trial, ends) in enumerate(zip(trials, processes, strict=True)):
         if world.local_ranks.isdisjoint(trial.ranks):
-            found.append(None)
+            seconds_here.append(None)
             continue
         barrier(f"warm-up/{number}/{index}", {process for end in ends for process in end})
         try:
-            found.append(_within(seconds, lambda trial=trial: _timed(trial)))
+            seconds_here.append(_within(seconds, lambda trial=trial: _timed(trial)))
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             where = _where(trial.ends, ends, hosts)
             raise WarmUpError(f"warm-up: {trial.name}, {where}: {reason}") from error
-    said = [json.loads(answer) for answer in gather_texts(json.dumps(found))]
+    seconds_by_process = [json.loads(answer) for answer in gather_texts(json.dumps(seconds_here))]
     links = [
         Link(
             name=trial.name,
@@ -221,7 +220,7 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
             bytes=trial.bytes,
             ends=trial.ends,
             processes=ends,
-            seconds=max(one[index] for one in said if one[index] is not None),
+            seconds=max(times[index] for times in seconds_by_process if times[index] is not None),
         )
         for index, (trial, ends) in enumerate(zip(trials, processes, strict=True))
     ]
@@ -238,15 +237,16 @@ def compared(links: Sequence[Link]) -> tuple[Link, ...]:
     """The links, each with the median rate of similar ones."""
     result = []
     for link in links:
-        rates = [other.rate for other in links if other is not link and _alike(link, other)]
+        rates = [peer.rate for peer in links if peer is not link and _alike(link, peer)]
         result.append(replace(link, like=statistics.median(rates) if rates else 0.0))
     return tuple(result)
 
 
-def _alike(one: Link, other: Link) -> bool:
-    within = [len({process for end in link.processes for process in end}) == 1 for link in (one, other)]
-    ratio = max(one.bytes, other.bytes) / max(1, min(one.bytes, other.bytes))
-    return one.kind == other.kind and within[0] == within[1] and ratio <= SIZES
+def _alike(first: Link, second: Link) -> bool:
+    """Whether two links are similar, see ``SIZES``."""
+    within = [len({process for end in link.processes for process in end}) == 1 for link in (first, second)]
+    ratio = max(first.bytes, second.bytes) / max(1, min(first.bytes, second.bytes))
+    return first.kind == second.kind and within[0] == within[1] and ratio <= SIZES
 
 
 def _timed(trial: LinkTrial) -> float:
@@ -255,9 +255,9 @@ def _timed(trial: LinkTrial) -> float:
         raise RuntimeError("what arrived is not what was sent")
     best = math.inf
     for _ in range(TIMES):
-        given = jax.block_until_ready(trial.make())
+        payload = jax.block_until_ready(trial.make())
         begin = time.perf_counter()
-        jax.block_until_ready(trial.send(given))
+        jax.block_until_ready(trial.send(payload))
         best = min(best, time.perf_counter() - begin)
     return best
 
@@ -287,7 +287,7 @@ def _within(seconds: float, work: Callable[[], float]) -> float:
     return results[0]
 
 
-# ---- who -------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def _processes(world: World, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -295,17 +295,17 @@ def _processes(world: World, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _where(ends: Sequence[tuple[int, ...]], processes: Sequence[tuple[int, ...]], hosts: Sequence[str]) -> str:
-    """The ranks at each end, and who has them: "rank 0 of process 0 on a to ranks 2–3 of process 1 on b"."""
-    said = []
-    for ranks, own in zip(ends, processes, strict=True):
-        names = ", ".join(f"{process} on {hosts[process]}" for process in own)
-        said.append(f"{_ranks(ranks)} of process{'es' * (len(own) > 1)} {names}")
-    return " to ".join(said)
+    """The ranks at each end with their processes: "rank 0 of process 0 on a to ranks 2–3 of process 1 on b"."""
+    sides = []
+    for ranks, numbers in zip(ends, processes, strict=True):
+        names = ", ".join(f"{process} on {hosts[process]}" for process in numbers)
+        sides.append(f"{_ranks(ranks)} of process{'es' * (len(numbers) > 1)} {names}")
+    return " to ".join(sides)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)}"
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

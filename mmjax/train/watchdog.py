@@ -1,4 +1,4 @@
-"""Notices that a run hangs though all of its processes live, says where, and ends it.
+"""Notices that a run hangs although all of its processes live, reports where, and ends it.
 
 Progress is the ends of ops on the devices, and what the host does: dispatch, compilation, waiting for data, a
 checkpoint, an evaluation. All processes run the ops of one total order, so the one whose place in it is first holds up
@@ -46,7 +46,7 @@ class Note:
 
     Attributes:
       step, number: its first step that has not ended, and the place of the first op in it that has not: even where it
-        is not dispatched, odd where it is. Who has not dispatched an op holds up those that have.
+        is not dispatched, odd where it is. A process that has not dispatched an op holds up those that have.
       phase: "step", or one of `LIMITS`.
       text: the same in words, such as "has not ended F llm.0 microbatch 1 of step 3".
       idle: seconds since it has moved.
@@ -98,8 +98,8 @@ class Watchdog:
           ends: the ops under way.
           number: the place of an op in the schedule.
           board: shared with the other processes.
-          seconds: how long nothing may move in a step; 0 finds it from the steps' times, below 0 there is no limit.
-          data_seconds: how long data may not come, if that is longer than other limits.
+          seconds: the longest time without progress in a step; 0 derives it from the steps' times, below 0 is no limit.
+          data_seconds: the longest wait for data, if that is longer than other limits.
           process, processes: number of this process, and of all.
           measured: given the times of each timed step.
           end: given the process that holds up the run, and the news.
@@ -167,11 +167,11 @@ class Watchdog:
             Program.dispatches,
             sorted(Program.compiling),
         )
-        if state != self._state or late:  # who was stopped itself blames nobody
+        if state != self._state or late:  # a process that was itself stopped blames nobody
             self._state, self._moved = state, now
             self._first_read.clear()
         if self._seconds >= 0:
-            self._tell(self.note(now - self._moved), now)
+            self._pin_and_judge(self.note(now - self._moved), now)
 
     def note(self, idle: float) -> Note:
         """Where this process stands."""
@@ -196,7 +196,8 @@ class Watchdog:
             return min(host, running, key=lambda note: note.place)
         return host
 
-    def _tell(self, note: Note, now: float) -> None:
+    def _pin_and_judge(self, note: Note, now: float) -> None:
+        """Pins a note where it is time, and judges the run where this process has not moved for long."""
         limit = self.limit("step")
         stuck = note.idle > limit / 2
         if stuck or now - self._pinned >= limit / 12:
