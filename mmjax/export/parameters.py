@@ -59,11 +59,7 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lor
         named = {name: jax.device_put(leaf, place) for name, leaf in merged.items()}
     origin = {name: getattr(metadata, name) for name in ("step", "seed", "config", "versions")} | {"extra": {}}
     try:
-<<<<<<< HEAD
-        export(named, out, metadata=about)
-=======
-        export(named, out, about=origin)
->>>>>>> 6e87a9f (Vocabulary of build, eval, viz, generate, export and inspect: names say what they hold, arguments are written out)
+        export(named, out, metadata=origin)
     except OSError as error:
         raise ConfigError(f"--out={str(out)!r}: cannot be written ({error.strerror}); name another path") from None
     return Exported(step, len(named), sum(prod(leaf.shape) for leaf in named.values()))

@@ -144,9 +144,9 @@ class DryRun:
                 f"one program: every device holds {show_bytes(self.most.total)}, blocks that fit any of its stages; "
                 "parameters, gradients and activations are among its temporaries"
             )
-        stages_there = ", ".join(n for n, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
+        names = ", ".join(name for name, stage in self.parts.placed.stages.items() if self.rank in stage.submesh.ranks)
         return (
-            f"most loaded: rank {self.rank} ({stages_there}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
+            f"most loaded: rank {self.rank} ({names}) with {show_bytes(self.most.total)}, each kind at its own peak\n"
             f"fullest moment: {self.peak.op}, rank {self.peak.rank} with {show_bytes(self.peak.bytes)}"
         )
 
