@@ -102,7 +102,7 @@ def compiled_clock(
     config = with_buckets(config, source)
     world, tokenizer = world_for(config), tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    shapes_tried = points(packer, config.train.global_batch // config.train.microbatches, False)[:shapes]
+    shapes_tried = points(packer, config.train.global_batch // config.train.microbatches, quick=False)[:shapes]
     needs: list[Compiled] = []
     for tp in sorted({tp for _, tp in wanted}):
         all_trials = attempts(config, tokenizer, packer, world, tp, shapes_tried, cuts)

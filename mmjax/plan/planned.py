@@ -25,7 +25,7 @@ GIGA = 1e9
 
 
 Known = dict[tuple[object, ...], RowShapes | ConfigError]
-"""Results of packing that are known already: rows, or the error, by the settings that decide over them (`_packs`)."""
+"""A cache of packing results: rows, or the error, by the settings that determine them (`_packing_settings`)."""
 
 
 def planned(config: Config, candidate: Candidate) -> Config:
@@ -51,10 +51,10 @@ def planned(config: Config, candidate: Candidate) -> Config:
     )
     # The same samples in more microbatches.
     ratio = config.train.microbatches / candidate.microbatches
-    given = {name: own.given for name, own in config.packing.items() if own.given and ratio != 1}
+    given_buckets = {name: packing.given for name, packing in config.packing.items() if packing.given and ratio != 1}
     scaled = {
-        name: PackingConfig(buckets=tuple(sorted({(ceil(rows * ratio), width) for rows, width in own})))
-        for name, own in given.items()
+        name: PackingConfig(buckets=tuple(sorted({(ceil(rows * ratio), width) for rows, width in buckets})))
+        for name, buckets in given_buckets.items()
     }
     changed = replace(changed, packing={**changed.packing, **scaled})
     validate(changed)
@@ -65,9 +65,9 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
     """Rows of a microbatch and their width by module, as a run of `config` packs them; `known` is a cache over calls.
 
     Raises:
-      ConfigError: a bucket has no room for the data.
+      ConfigError: a bucket is too small for the data.
     """
-    known, key = {} if known is None else known, _packs(config)
+    known, key = {} if known is None else known, _packing_settings(config)
     if key not in known:
         tokenizer = tokenizer_of(config.data, config.model.media)
         try:
@@ -75,22 +75,24 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
             known[key] = padded_rows(config, packer)
         except ConfigError as error:
             known[key] = error
-    found = known[key]
-    if isinstance(found, ConfigError):
-        raise ConfigError(str(found))
-    return found
+    rows = known[key]
+    if isinstance(rows, ConfigError):
+        raise ConfigError(str(rows))
+    return rows
 
 
-def _packs(config: Config) -> tuple[object, ...]:
-    """The settings that decide over rows, given the model, the data and the global batch."""
-    train, packing = config.train, tuple((name, own.buckets) for name, own in config.packing.items())
-    contexts = tuple((name, own.cp, own.cp_tokens, own.row_multiple) for name, own in config.layouts.items())
-    way = (train.microbatches, cell_count(config.layouts.values()), contexts, one_bucket(config), packing)
-    asked = any(isinstance(own.buckets, int) for own in config.packing.values())
-    if config.data.reorder == "none" or not asked:
-        return way
+def _packing_settings(config: Config) -> tuple[object, ...]:
+    """The settings that determine the rows, given the model, the data and the global batch."""
+    train, buckets = config.train, tuple((name, packing.buckets) for name, packing in config.packing.items())
+    contexts = tuple(
+        (name, layout.cp, layout.cp_tokens, layout.row_multiple) for name, layout in config.layouts.items()
+    )
+    settings = (train.microbatches, cell_count(config.layouts.values()), contexts, one_bucket(config), buckets)
+    chooses_buckets = any(isinstance(packing.buckets, int) for packing in config.packing.values())
+    if config.data.reorder == "none" or not chooses_buckets:
+        return settings
     # Buckets are chosen from microbatches in the order that suits the schedule.
-    return (*way, tuple(config.layouts.items()), train.schedule, train.inner, train.window)
+    return (*settings, tuple(config.layouts.items()), train.schedule, train.inner, train.window)
 
 
 def rows_by_candidate(config: Config, source: Source) -> RowsOf:
@@ -148,8 +150,8 @@ def _where(candidate: Candidate) -> str:
     spans = {
         kind: (min(ranks), max(ranks)) for kind in candidate.used_kinds if kind and (ranks := candidate.ranks(kind))
     }
-    said = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
-    return f": {', '.join(said)}" if said else ""
+    parts = [f"ranks {first}-{last} are {kind}" for kind, (first, last) in spans.items()]
+    return f": {', '.join(parts)}" if parts else ""
 
 
 def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
@@ -157,15 +159,15 @@ def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
 
     A kind's ranks go up to where the next kind begins, so a few at the end of its last node may have nothing to do.
     """
-    candidate, found = estimate.candidate, []
+    candidate, result = estimate.candidate, []
     modules = {
         kind: next(name for name in candidate.layouts if candidate.kinds.get(name, "") == kind)
         for kind in candidate.used_kinds
     }
     starts = [candidate.kind_start(module) for module in modules.values()]
     for (kind, module), start, end in zip(modules.items(), starts, [*starts[1:], candidate.world], strict=True):
-        found.append((kind, end - start, estimate.clock.of(module).node))
-    return found
+        result.append((kind, end - start, estimate.clock.of(module).node))
+    return result
 
 
 def as_json(choice: PlanChoice) -> dict[str, Any]:
@@ -175,8 +177,8 @@ def as_json(choice: PlanChoice) -> dict[str, Any]:
         **({"kinds": dict(choice.kinds)} if choice.kinds else {}),
         "source": choice.best.clock.source,
         "plan": _figures(choice.best),
-        "modes": {mode: _figures(one) for mode, one in choice.by_mode.items()},
-        "simulated": [_figures(one) for one in choice.estimates],
+        "modes": {mode: _figures(estimate) for mode, estimate in choice.by_mode.items()},
+        "simulated": [_figures(estimate) for estimate in choice.estimates],
         "without_a_plan": dict(choice.misses),
         "why": choice.why(),
     }
@@ -214,7 +216,7 @@ def _kinds(candidate: Candidate) -> dict[str, Any]:
         kind: {
             "devices": len(candidate.ranks(kind)),
             "ranks": [min(candidate.ranks(kind)), max(candidate.ranks(kind))],
-            "modules": [name for name, own in candidate.kinds.items() if own == kind],
+            "modules": [name for name, module_kind in candidate.kinds.items() if module_kind == kind],
         }
         for kind in candidate.used_kinds
     }
@@ -222,43 +224,43 @@ def _kinds(candidate: Candidate) -> dict[str, Any]:
 
 def table(choice: PlanChoice) -> Iterator[str]:
     """Lines of text: the best candidate of each mode, runners-up, and the reason for the choice."""
-    alone = dict.fromkeys(one.clock.source for one in choice.estimates if len(one.candidate.used_kinds) == 1)
-    yield from (f"times: {source}" for source in alone or (choice.best.clock.source,))
+    sources = dict.fromkeys(e.clock.source for e in choice.estimates if len(e.candidate.used_kinds) == 1)
+    yield from (f"times: {source}" for source in sources or (choice.best.clock.source,))
     yield ""
     heads = ("step ms", "MFU", "padding", "recompute", "idle", "GB", "devices", "microbatches", "schedule", "slowest")
     yield _row("", *heads)
-    for one in choice.by_mode.values():
-        yield from _entry(one.candidate.mode, one, choice)
+    for estimate in choice.by_mode.values():
+        yield from _entry(estimate.candidate.mode, estimate, choice)
     for mode, reason in choice.misses.items():
         yield f"{mode}: {reason}"
-    others = [one for one in choice.estimates if one not in choice.by_mode.values()]
-    if others:
+    runners_up = [estimate for estimate in choice.estimates if estimate not in choice.by_mode.values()]
+    if runners_up:
         yield ""
         yield "runners-up"
-        for one in others[:5]:
-            yield from _entry(one.candidate.mode, one, choice)
+        for estimate in runners_up[:5]:
+            yield from _entry(estimate.candidate.mode, estimate, choice)
     yield ""
     yield f"plan: {choice.why()}"
     if choice.best.candidate.devices < choice.devices:
         yield f"{used(choice, choice.best.candidate)} are used: no layout that fits is faster with more"
 
 
-def _entry(name: str, one: Estimate, choice: PlanChoice) -> Iterator[str]:
-    candidate = one.candidate
+def _entry(name: str, estimate: Estimate, choice: PlanChoice) -> Iterator[str]:
+    candidate = estimate.candidate
     yield _row(
-        f"{'*' if one is choice.best else ' '} {name}",
-        f"{one.seconds * 1e3:.4g}",
-        "" if one.mfu is None else f"{one.mfu:.1%}",
-        f"{one.padding:.0%}",
-        f"{one.recompute:.0%}",
-        f"{one.bubble:.0%}",
-        f"{one.most / GIGA:.3g}",
+        f"{'*' if estimate is choice.best else ' '} {name}",
+        f"{estimate.seconds * 1e3:.4g}",
+        "" if estimate.mfu is None else f"{estimate.mfu:.1%}",
+        f"{estimate.padding:.0%}",
+        f"{estimate.recompute:.0%}",
+        f"{estimate.bubble:.0%}",
+        f"{estimate.most / GIGA:.3g}",
         str(candidate.devices),
         str(candidate.microbatches),
         f"nested {candidate.inner}" if candidate.traits.nests else candidate.schedule,
-        one.bottleneck,
+        estimate.bottleneck,
     )
-    host = max(need.host for need in one.device_bytes.values())
+    host = max(need.host for need in estimate.device_bytes.values())
     yield f"    {candidate.describe()}" + (f"; {host / GIGA:.3g} GB of host memory a device" if host else "")
 
 

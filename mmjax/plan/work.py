@@ -63,7 +63,7 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     model = build_model(config, tokenizer)
     padded = padded_rows(config, packer)
     tps = {name: legal_tps(config, name) for name in config.layouts}
-    held = _traced(config, model, packer, tps, {name: width for name, (_, width) in padded.items()})
+    memory = _traced(config, model, packer, tps, {name: width for name, (_, width) in padded.items()})
     looked_at = _looked_at(config)
     metas = [source.meta(index) for index in looked_at]
     pairs = mask_pairs(model, packer, source, looked_at)
@@ -74,18 +74,18 @@ def read_work(config: Config, source: Source | None = None) -> Work:
     for name in model.nodes:
         rows, width = padded[name]
         work = module_work(config, model, name, width, shares if name == LLM else None)
-        modules[name] = replace(work, rows=rows / _samples(config), memory=held[name], real=real[name])
+        modules[name] = replace(work, rows=rows / _samples(config), memory=memory[name], real=real[name])
     return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
 
 
 def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
     """Rows of a microbatch and their width by module, in the combination of buckets with the most positions."""
     shapes = max(bucket_shapes(packer, _samples(config)).values(), key=_positions)
-    found: dict[str, tuple[float, int]] = {}
+    result: dict[str, tuple[float, int]] = {}
     for module, inputs in shapes.items():
         rows, width = inputs["segments"].shape
-        found[module] = (rows, width)
-    return found
+        result[module] = (rows, width)
+    return result
 
 
 def _item(config: Config) -> int:
@@ -99,7 +99,7 @@ def _samples(config: Config) -> int:
 
 
 def _positions(inputs: InputShapes) -> int:
-    return sum(math.prod(own["segments"].shape) for own in inputs.values())
+    return sum(math.prod(arrays["segments"].shape) for arrays in inputs.values())
 
 
 def legal_tps(config: Config, module: str) -> tuple[int, ...]:
@@ -123,10 +123,10 @@ def real_work(
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
         name: Real(
-            positions=sum(own) / len(metas),
+            positions=sum(segments) / len(metas),
             flops=sum(counted[part] for part in model.parts_of(name)) / len(metas),
         )
-        for name, own in lengths.items()
+        for name, segments in lengths.items()
     }
 
 
@@ -135,13 +135,15 @@ def mask_pairs(
 ) -> dict[str, dict[Mask, int]]:
     """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""
     module, rules = model.nodes[LLM].module, Rules.parse(packer.mask)
-    found = Counter[Mask]()
+    pairs_by_mask = Counter[Mask]()
     for index in indices if rules.kind == "words" else ():
         sample, length = source.sample(index, media=()), source.meta(index).tokens
         words = sample_words(rules, sample, source.meta(index).grids, packer.encoders)
         places = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
-        found.update(flops.visible_pairs(module, {name: own[None] for name, own in (words | places).items()}))
-    return {LLM: dict(found)} if found else {}
+        pairs_by_mask.update(
+            flops.visible_pairs(module, {name: values[None] for name, values in (words | places).items()})
+        )
+    return {LLM: dict(pairs_by_mask)} if pairs_by_mask else {}
 
 
 def _looked_at(config: Config) -> list[int]:
@@ -163,31 +165,31 @@ def module_work(
     `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
     """
     node = model.nodes[name]
-    own, frozen = node.config, _frozen(config, model)
+    settings, frozen = node.config, _frozen(config, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
     trains = {n: float(n not in frozen) for n in model.parts_of(name)}
     sizes = _sizes(model, name, width, shares or {})
     forward, parameters = (sum(by_module.values(), start=Shares()) for by_module in sizes)
     backward, trained = (
-        sum((own.times(factor[n]) for n, own in by_module.items()), start=Shares())
+        sum((shares_of.times(factor[n]) for n, shares_of in by_module.items()), start=Shares())
         for by_module, factor in zip(sizes, (factors, trains), strict=True)
     )
     recompute = Shares(
-        layer=forward.layer if own.remat == "full" and factors[name] else 0.0,
+        layer=forward.layer if settings.remat == "full" and factors[name] else 0.0,
         # Logits are never kept, whatever remat says.
         last=forward.last if node.module.losses and not node.module.medium and factors[name] else 0.0,
     )
     item = _item(config)
     levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
-    carried = (1 + levels) * width * own.width * item
-    sent = carried
+    carried = (1 + levels) * width * settings.width * item
+    output_bytes = carried
     if node.ends:
         merge = node.module.patches_per_token
-        sent = width // merge * (model.token_width(name) + levels * node.module.merged_width) * item
+        output_bytes = width // merge * (model.token_width(name) + levels * node.module.merged_width) * item
     return ModuleWork(
         name=name,
-        layers=own.layers,
-        model_width=own.width,
+        layers=settings.layers,
+        model_width=settings.width,
         width=width,
         rows=0.0,
         forward=forward,
@@ -198,11 +200,11 @@ def module_work(
         recompute=recompute,
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
-        heads=_heads(own),
-        ring=2 * width * _heads(own)[1] * own.head_width * item,
-        attention=4 * own.heads * own.head_width * _pairs(node.module, width) / own.layers,
+        heads=_heads(settings),
+        ring=2 * width * _heads(settings)[1] * settings.head_width * item,
+        attention=4 * settings.heads * settings.head_width * _pairs(node.module, width) / settings.layers,
         carried=carried,
-        output_bytes=sent,
+        output_bytes=output_bytes,
         together=0 if config.train.lowering == "single" else node.module.patches_per_token,
         blended=node.medium.blended if node.medium else 1,
         after=tuple(edge.source for edge in model.into(name)),
@@ -232,10 +234,10 @@ def _sizes(
     module = model.nodes[name].module
     lengths = {name: [width - (module.medium.special if module.medium else 0)]}
     layers = module.config.layers
-    one, two = model, model.with_settings(name, layers=2 * layers)
+    model_1, model_2 = model, model.with_settings(name, layers=2 * layers)
     pairs = {name: {mask: round(share * width * (width + 1) / 2) for mask, share in shares.items()}}
-    by_flops = flops.forward_flops(one, lengths, pairs), flops.forward_flops(two, lengths, pairs)
-    by_parameters = flops.parameter_count(one), flops.parameter_count(two)
+    by_flops = flops.forward_flops(model_1, lengths, pairs), flops.forward_flops(model_2, lengths, pairs)
+    by_parameters = flops.parameter_count(model_1), flops.parameter_count(model_2)
     # Products outside of layers are the head's in a module with a loss, and the stem's in others.
     stem_flops = 0 if module.losses else 2 * by_flops[0][name] - by_flops[1][name]
     stem = jax.tree.leaves(ModuleSlice(name, (), module.parts(first=True, last=False)).leaves())
@@ -244,39 +246,39 @@ def _sizes(
 
 
 def _split(
-    model: MultimodalModel, name: str, one: Mapping[str, int], two: Mapping[str, int], stem: int
+    model: MultimodalModel, name: str, counts_1: Mapping[str, int], counts_2: Mapping[str, int], stem: int
 ) -> dict[str, Shares]:
     """Counts of each part of a node by where they arise: from counts with its layers and with twice as many.
 
     Layers of several groups count their mean. ``stem`` of the ends' count is before the first layer.
     """
     node, projector = model.nodes[name], projector_name(name)
-    layer = (two[name] - one[name]) / node.config.layers
-    found = {name: Shares(first=stem, layer=layer, last=2 * one[name] - two[name] - stem)}
+    layer = (counts_2[name] - counts_1[name]) / node.config.layers
+    shares = {name: Shares(first=stem, layer=layer, last=2 * counts_1[name] - counts_2[name] - stem)}
     if node.lora.rank:
         adapters = lora_name(name)
-        found[adapters] = Shares(layer=one[adapters] / node.config.layers)
+        shares[adapters] = Shares(layer=counts_1[adapters] / node.config.layers)
     if node.projector:
-        found[projector] = Shares(last=one[projector]) if node.ends else Shares(first=one[projector])
-    return found
+        shares[projector] = Shares(last=counts_1[projector]) if node.ends else Shares(first=counts_1[projector])
+    return shares
 
 
 # ---- bytes, from traces ----------------------------------------------------------------------------------------------
 
 
 def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
-    """Inputs of so many rows of every module, as wide as its largest bucket, rounded up to what ranks of tp share."""
+    """Inputs of `rows` rows of every module, as wide as its largest bucket, rounded up for ranks of tp."""
     shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=_positions)
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
         split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
         width = inputs["segments"].shape[1]
         wider = split.rounded(width)  # some inputs have a place for a token of several patches
-        found[module] = {
+        result[module] = {
             name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
             for name, array in inputs.items()
         }
-    return found
+    return result
 
 
 def _traced(
@@ -296,21 +298,21 @@ def _traced(
         for number in range(max(map(len, tps.values())))
     ]
     few = _stages(config, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
-    shapes = [_rows_of(packer, ROWS, model, own) for own in rounds]
-    many = [_stages(config, model, inputs, own) for inputs, own in zip(shapes, rounds, strict=True)]
-    found: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
+    shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
+    many = [_stages(config, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
+    memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         # Programs give the gradients of all their layers.
         gradient = module_work(config, model, name, 1).trained.layer * _item(config)
-        for own, inputs, stages in zip(rounds, shapes, many, strict=True):
-            shrunk = lowest / own[name]
+        for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
+            shrunk = lowest / round_tps[name]
             rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
-            found[name][own[name]] = _Traced.of(stages, name).held(
-                rows, [size * shrunk for size in fixed], gradient / own[name]
+            memory[name][round_tps[name]] = _Traced.of(stages, name).memory(
+                rows, [size * shrunk for size in fixed], gradient / round_tps[name]
             )
-    return found
+    return memory
 
 
 Stages = Mapping[str, StageFunctions]
@@ -335,8 +337,8 @@ def _stages(
         optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
     )
     placed = PlacedModel(small, layouts, World.planned(offset), settings)
-    whole = placed.trace(inputs).stages
-    return whole, placed.trace(inputs, placed.graph.with_split()).stages if split else whole
+    plain = placed.trace(inputs).stages
+    return plain, placed.trace(inputs, placed.graph.with_split()).stages if split else plain
 
 
 @dataclass(frozen=True)
@@ -344,31 +346,31 @@ class _Traced:
     """Bytes of a module's three stages, of one, two and one layers.
 
     Attributes:
-      kept: residuals, from forward to backward.
+      residuals: bytes from forward to backward.
       deferred: inputs of a split backward's second half.
-      given: inputs from the host.
+      host_inputs: inputs from the host.
       needed: temporaries of the programs.
       needed_split: the same where backwards are split.
     """
 
-    kept: tuple[int, ...]
+    residuals: tuple[int, ...]
     deferred: tuple[int, ...]
-    given: tuple[int, ...]
+    host_inputs: tuple[int, ...]
     needed: tuple[int, ...]
     needed_split: tuple[int, ...]
 
     @classmethod
     def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
-        own, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
+        plain, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
         return cls(
-            kept=tuple(in_flight_bytes(stage) for stage in own),
+            residuals=tuple(in_flight_bytes(stage) for stage in plain),
             deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
-            given=tuple(shard_bytes(stage.forward_avals[1]) for stage in own),
-            needed=tuple(temporary_bytes(stage) for stage in own),
+            host_inputs=tuple(shard_bytes(stage.forward_avals[1]) for stage in plain),
+            needed=tuple(temporary_bytes(stage) for stage in plain),
             needed_split=tuple(temporary_bytes(stage) for stage in split),
         )
 
-    def held(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
+    def memory(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
         """Bytes of one row.
 
         Args:
@@ -376,16 +378,16 @@ class _Traced:
           fixed: bytes of each stage's temporaries that do not depend on rows.
           gradient: the part of `fixed` that each layer adds.
         """
-        each = [max(0.0, needed - own) / rows for needed, own in zip(self.needed, fixed, strict=True)]
-        alone = (max(0.0, own - gradient * layers) for own, layers in zip(fixed, (1, 2, 1), strict=True))
+        each = [max(0.0, needed - constant) / rows for needed, constant in zip(self.needed, fixed, strict=True)]
+        alone = (max(0.0, size - gradient * layers) for size, layers in zip(fixed, (1, 2, 1), strict=True))
         return StageMemory(
-            residuals=_shares(self.kept, rows),
+            residuals=_shares(self.residuals, rows),
             deferred=_shares(self.deferred, rows),
-            inputs=Shares(first=(self.given[0] - self.given[1]) / rows, last=self.given[2] / rows),
+            inputs=Shares(first=(self.host_inputs[0] - self.host_inputs[1]) / rows, last=self.host_inputs[2] / rows),
             temporary=Shares(*each),
             fixed=Shares(*alone),
             fixed_layer=gradient,
-            split=max(split / whole for split, whole in zip(self.needed_split, self.needed, strict=True)),
+            split=max(split / plain for split, plain in zip(self.needed_split, self.needed, strict=True)),
         )
 
 

@@ -34,15 +34,21 @@ def ranks_here(world: World) -> tuple[int, ...]:
 
 def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     """All-gathers over the first ranks: bytes of the result, and seconds."""
-    body = lambda x: jax_compat.all_gather_invariant(x, ("r",), 0)  # noqa: E731
-    return tuple((float(size), _collective(world, ranks, body, size, PartitionSpec())) for size in sizes)
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax_compat.all_gather_invariant(x, ("r",), 0)
+
+    return tuple((float(size), _collective(world, ranks, gather, size, PartitionSpec())) for size in sizes)
 
 
 def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     """All-reduces over the first ranks: bytes on each, and seconds."""
-    body = lambda x: lax.psum(x, "r")  # noqa: E731
+
+    def reduce(x: jax.Array) -> jax.Array:
+        return lax.psum(x, "r")
+
     # Stacked over the ranks, so that each has a block of `size`.
-    return tuple((float(size), _collective(world, ranks, body, size * ranks, PartitionSpec())) for size in sizes)
+    return tuple((float(size), _collective(world, ranks, reduce, size * ranks, PartitionSpec())) for size in sizes)
 
 
 def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, out: PartitionSpec) -> float:
@@ -52,8 +58,8 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
     count = max(1, size // _ITEM // ranks) * ranks
     aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
     program = Program.of("collective", Spmd(body, mesh, PartitionSpec("r"), out), [aval])
-    given = _ones(aval)
-    return shortest(lambda: program(given)).of(ranks)
+    payload = _ones(aval)
+    return shortest(lambda: program(payload)).of(ranks)
 
 
 def moves(world: World, sizes: tuple[int, ...]) -> Samples:
@@ -63,16 +69,16 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
     its own has arrived.
     """
     ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
-    found = []
+    samples = []
     for size in sizes:
         shape = (max(1, size // _ITEM // _COLUMNS), min(_COLUMNS, size // _ITEM))
         aval = jax.ShapeDtypeStruct(shape, np.float32, sharding=ends[0].sharding(PartitionSpec()))
         boundary = Boundary("trial", ends[0], ends[1], aval, world)
         there, back = (boundary_trial("move", way) for way in (boundary.forward, boundary.backward))
-        given = there.make()
-        both = shortest(lambda there=there, back=back, given=given: back.send(there.send(given)))
-        found.append((float(size), both.of(1) / 2))
-    return tuple(found)
+        payload = there.make()
+        both = shortest(lambda there=there, back=back, payload=payload: back.send(there.send(payload)))
+        samples.append((float(size), both.of(1) / 2))
+    return tuple(samples)
 
 
 def copies(world: World, sizes: tuple[int, ...]) -> Samples:
@@ -80,11 +86,11 @@ def copies(world: World, sizes: tuple[int, ...]) -> Samples:
     device = world.devices[min(world.local_ranks)]
     if HOST not in [memory.kind for memory in device.addressable_memories()]:
         return ()
-    found = []
+    samples = []
     for size in sizes:
-        given = jax.device_put(np.ones(max(1, size // _ITEM), np.float32), device)
-        found.append((float(size), shortest(lambda given=given: moved(given, HOST)).of(1)))
-    return tuple(found)
+        payload = jax.device_put(np.ones(max(1, size // _ITEM), np.float32), device)
+        samples.append((float(size), shortest(lambda payload=payload: moved(payload, HOST)).of(1)))
+    return tuple(samples)
 
 
 def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -43,7 +42,7 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
       style: the style of the progress display; see `Progress`.
 
     Raises:
-      ConfigError: a part of the configuration does not fit another.
+      ConfigError: two settings contradict each other.
     """
     source = open_source(config, split="train")
     config = with_buckets(with_steps(config, source), source)
@@ -51,22 +50,22 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     world = world_for(config)
     tokenizer = tokenizer_of(config.data, config.model.media)
     packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    tried = points(packer, config.train.global_batch // config.train.microbatches, quick)
+    tried = points(packer, config.train.global_batch // config.train.microbatches, quick=quick)
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
     for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
-        found = list(attempts(config, tokenizer, packer, world, tp, tried))
+        stages = list(attempts(config, tokenizer, packer, world, tp, tried))
         gather_texts("")  # a process without devices in the last ones has not been waiting in these
-        programs = sum(len(one.programs.programs) for one in found)
+        programs = sum(len(stage.programs.programs) for stage in stages)
         with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
-            compiled(found, lambda *_, progress=progress: progress.advance())
-        needs += [one.compiled() for one in found]
-        found = [one for one in found if one.timed]
-        with Progress(ROUNDS * len(found), f"timing tp {tp}", style=style, log_every=len(found)) as progress:
-            timed, calls = best_trials(found, progress.advance)
+            compiled(stages, lambda *_, progress=progress: progress.advance())
+        needs += [stage.compiled() for stage in stages]
+        stages = [stage for stage in stages if stage.timed]
+        with Progress(ROUNDS * len(stages), f"timing tp {tp}", style=style, log_every=len(stages)) as progress:
+            timed, calls = best_trials(stages, progress.advance)
         trials += timed
     shared = at_a_time(config, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
     sizes, ranks = QUICK if quick else SIZES, ranks_here(world)
-    own = Profile(
+    profile = Profile(
         device=_device(world),
         jax=jax.__version__,
         dtype=config.train.dtype,
@@ -81,14 +80,14 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         op=statistics.median(calls) if calls else 0.0,
         shared=shared if shared < _ALL * world.size else float(world.size),
     )
-    said = broadcast_text(json.dumps(own.as_json()))
-    return own if is_first() else parse_profile(json.loads(said))
+    shared_profile = broadcast_text(json.dumps(profile.as_json()))
+    return profile if is_first() else parse_profile(json.loads(shared_profile))
 
 
 def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
     """Figures of the lengths of samples or media by module, in positions, from the metadata of the first samples."""
     lengths = lengths_of([source.meta(index) for index in range(samples)], config.model.media)
-    return {name: figures_of(own) | {"per_sample": len(own) / samples} for name, own in lengths.items()}
+    return {name: figures_of(values) | {"per_sample": len(values) / samples} for name, values in lengths.items()}
 
 
 def world_for(config: Config) -> World:
@@ -97,25 +96,34 @@ def world_for(config: Config) -> World:
     Raises:
       ConfigError: there are fewer than `World.devices`.
     """
-    whole: Any = {"deterministic": config.train.deterministic}
+    deterministic = config.train.deterministic
     if jax_compat.process_count() > 1:
-        return World.create(config.world, [Layout(dp=config.world.devices or config.devices)], **whole)
+        return World.create(
+            config.world, [Layout(dp=config.world.devices or config.devices)], deterministic=deterministic
+        )
     wanted = config.world.devices or VIRTUAL
     if not jax_compat.backends_are_initialized():
         # A world of one device starts the backend, and with it as many virtual ones as may be wanted.
         jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.values["jax_num_cpu_devices"]))
-    World.create(replace(config.world, devices=1), [Layout()], **whole)
+    World.create(replace(config.world, devices=1), [Layout()], deterministic=deterministic)
     devices = jax.devices(config.world.platform or None)
-    here = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
-    return World.create(replace(config.world, devices=config.world.devices or here), [Layout()], **whole)
+    count = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
+    return World.create(
+        replace(config.world, devices=config.world.devices or count), [Layout()], deterministic=deterministic
+    )
 
 
 def _device(world: World) -> Device:
     device = jax.local_devices(backend=world.platform)[0]
-    held = (device.memory_stats() or {}).get("bytes_limit", 0)
-    memory = float(held or _host_memory() / world.size)
-    about: Any = {"kind": device.device_kind, "platform": device.platform}
-    return Device(**about, count=world.size, memory=memory, processes=world.processes)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    memory = float(limit or _host_memory() / world.size)
+    return Device(
+        kind=device.device_kind,
+        platform=device.platform,
+        count=world.size,
+        memory=memory,
+        processes=world.processes,
+    )
 
 
 def _host_memory() -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -95,7 +96,7 @@ class Folded(World):
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
+def points(packer: Packer, rows: int, *, quick: bool) -> list[Point]:
     """Shapes to try: each module's widest bucket with all rows, one row and a quarter, its narrowest with all and a
     quarter.
 
@@ -104,12 +105,12 @@ def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
       rows: LLM rows of a microbatch.
       quick: only the widest bucket, with all rows and a quarter.
     """
-    tried = {name: _shapes(packer, name, rows, quick) for name in (LLM, *packer.encoders)}
+    tried = {name: _shapes(packer, name, rows, quick=quick) for name in (LLM, *packer.encoders)}
     longest = max(map(len, tried.values()))
     # A module that has fewer shapes than another stays at its first one, which is timed already.
     return [
         Point(
-            shapes={name: own[index] if index < len(own) else own[0] for name, own in tried.items()},
+            shapes={name: shapes[index] if index < len(shapes) else shapes[0] for name, shapes in tried.items()},
             ends=index < 2,
             loops=index < 3,  # a single row says nothing of others, and two of these have more
         )
@@ -117,7 +118,7 @@ def points(packer: Packer, rows: int, quick: bool) -> list[Point]:
     ]
 
 
-def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[int, int]]:
+def _shapes(packer: Packer, module: str, rows: int, *, quick: bool) -> list[tuple[int, int]]:
     """(rows, width) to try for one module, as `points` says; those of its widest bucket come first."""
     most: dict[int, int] = {}
     for per_cell, width in packer.buckets_of(module) or ((-(-rows // packer.cells), packer.sequence_length),):
@@ -125,10 +126,10 @@ def _shapes(packer: Packer, module: str, rows: int, quick: bool) -> list[tuple[i
     widest, narrowest = max(most), min(most)
     all_rows, quarter = most[widest], -(-most[widest] // 4)
     counts = [all_rows, quarter] if quick else [all_rows, 1, quarter]
-    found = [(count, widest) for count in counts]
+    shapes = [(count, widest) for count in counts]
     if narrowest < widest and not quick:
-        found += [(count, narrowest) for count in (most[narrowest], -(-most[narrowest] // 4))]
-    return list(dict.fromkeys(found))
+        shapes += [(count, narrowest) for count in (most[narrowest], -(-most[narrowest] // 4))]
+    return list(dict.fromkeys(shapes))
 
 
 def legal_tps(config: Config, module: str, devices: int) -> tuple[int, ...]:
@@ -143,30 +144,28 @@ def placed_for(
     config: Config, tokenizer: Tokenizer, world: World, cut: Cut, layout: Mapping[str, Layout]
 ) -> PlacedModel:
     """The configuration's model, every module cut in this way, on the first devices."""
-    short = lambda own: replace(own, layers=cut.layers)  # noqa: E731
     changed = replace(
         config,
-        modules={name: short(own) for name, own in config.modules.items()},
-        projectors={name: replace(own, inject=(), levels=()) for name, own in config.projectors.items()},
+        modules={name: replace(settings, layers=cut.layers) for name, settings in config.modules.items()},
+        projectors={name: replace(projector, inject=(), levels=()) for name, projector in config.projectors.items()},
     )
     model = build_model(changed, tokenizer)
-    about: Any = {"total_steps": config.train.steps, "dtype": config.train.dtype}
-    settings = Settings(optimizers=config.optimizers, **about)
-    layouts = {name: replace(own, pp=cut.stages) for name, own in layout.items()}
+    settings = Settings(optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype)
+    layouts = {name: replace(module_layout, pp=cut.stages) for name, module_layout in layout.items()}
     return PlacedModel(model, layouts, Folded(world.devices), settings)
 
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
     """Shapes of the host inputs of every module at a point, with `times` as many rows."""
-    empty, found = replace(packer, lists=False).microbatch([], packer.cells), {}
-    for name, own in empty.inputs.items():
+    empty, shapes = replace(packer, lists=False).microbatch([], packer.cells), {}
+    for name, arrays in empty.inputs.items():
         rows, width = point.shapes[name]
-        had = own["segments"].shape[1]
-        found[name] = {
-            key: jax.ShapeDtypeStruct((rows * times, max(1, a.shape[1] * width // had), *a.shape[2:]), a.dtype)
-            for key, a in own.items()
+        bucket_width = arrays["segments"].shape[1]
+        shapes[name] = {
+            key: jax.ShapeDtypeStruct((rows * times, max(1, a.shape[1] * width // bucket_width), *a.shape[2:]), a.dtype)
+            for key, a in arrays.items()
         }
-    return found
+    return shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,14 +197,14 @@ class Attempt:
         devices = len(self.stage.submesh.ranks)
         ahead, backward = shortest(lambda: self.programs.forward(params, inputs, carry)), 0.0
         if self.programs.backward:
-            _, kept = self.programs.forward(params, inputs, carry)
-            sums, received = (_filled(one) for one in (functions.backward_avals[1], functions.backward_avals[3]))
+            _, residuals = self.programs.forward(params, inputs, carry)
+            sums, received = (_filled(aval) for aval in (functions.backward_avals[1], functions.backward_avals[3]))
             cotangent = _filled(functions.cotangent_aval)
-            program, held = self.programs.backward, [sums]
+            program, sums_in = self.programs.backward, [sums]
 
             def back() -> Any:
-                out = program(params, held.pop(), inputs, received, kept, cotangent)
-                held.append(out[0])  # the sums are overwritten
+                out = program(params, sums_in.pop(), inputs, received, residuals, cotangent)
+                sums_in.append(out[0])  # the sums are overwritten
                 return out
 
             backward = shortest(back).of(devices)
@@ -233,40 +232,47 @@ def attempts(
     cuts: Sequence[Cut] = CUTS,
 ) -> Iterator[Attempt]:
     """All attempts with this tp, each program once, of the modules that can have it."""
-    own = {name: legal_tps(config, name, world.size) for name in config.layouts}
-    layout = {name: Layout(tp=max(one for one in legal if one <= tp)) for name, legal in own.items()}
+    legal_by_module = {name: legal_tps(config, name, world.size) for name in config.layouts}
+    layout = {name: Layout(tp=max(size for size in legal if size <= tp)) for name, legal in legal_by_module.items()}
     for cut in cuts:
-        placed, seen = placed_for(config, tokenizer, world, cut, layout), set[int]()
+        placed, done = placed_for(config, tokenizer, world, cut, layout), set[int]()
         for point in tried:
             if (cut == HALVES and not point.ends) or (cut in LOOPS and not point.loops):
                 continue
             for name, functions in placed.trace(input_shapes(packer, point)).stages.items():
                 stage = placed.stages[name]
-                if id(functions) in seen or tp not in own[stage.model.module] or not stage.submesh.local:
+                if id(functions) in done or tp not in legal_by_module[stage.model.module] or not stage.submesh.local:
                     continue
                 if cut in LOOPS and stage.model.index > 0:
                     continue
-                seen.add(id(functions))
+                done.add(id(functions))
                 rows, width = point.shapes[stage.model.module]
                 programs, part = StagePrograms(name, functions), cut.part(stage.model.index)
-                about: Any = {"stage": stage, "programs": programs, "part": part, "tp": tp}
-                yield Attempt(**about, rows=rows, width=width, timed=cut not in LOOPS)
+                yield Attempt(
+                    stage=stage,
+                    programs=programs,
+                    part=part,
+                    tp=tp,
+                    rows=rows,
+                    width=width,
+                    timed=cut not in LOOPS,
+                )
 
 
-def compiled(found: Sequence[Attempt], report: Callable[[int, int, str], None]) -> None:
+def compiled(stages: Sequence[Attempt], report: Callable[[int, int, str], None]) -> None:
     """Compiles all programs of some attempts."""
-    compile_all([program for one in found for program in one.programs.programs], report)
+    compile_all([program for stage in stages for program in stage.programs.programs], report)
 
 
-def best_trials(found: Sequence[Attempt], done: Callable[[], None]) -> tuple[list[Trial], list[float]]:
+def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[list[Trial], list[float]]:
     """The shortest times of all attempts, and of the host's calls, over `ROUNDS` rounds.
 
     `done` is called after each attempt of each round.
     """
     trials, calls = list[Trial](), list[float]()
     for number in range(ROUNDS):
-        for index, one in enumerate(found):
-            trial, called = one.run()
+        for index, stage in enumerate(stages):
+            trial, called = stage.run()
             done()
             if number == 0:
                 trials.append(trial)
@@ -294,10 +300,12 @@ def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World
         ready.append((StagePrograms(name, functions).forward, _filled(functions.forward_avals)))
         jax.block_until_ready(ready[-1][0](*ready[-1][1]))
     walls = []
-    for program, given in ready:
+    for program, arguments in ready:
         if program is ready[-1][0]:
             gather_texts("")  # all devices at once
-        walls.append(min(shortest(lambda program=program, given=given: program(*given)).wall for _ in range(ROUNDS)))
+        walls.append(
+            min(shortest(lambda program=program, arguments=arguments: program(*arguments)).wall for _ in range(ROUNDS))
+        )
     return min(float(world.size), max(1.0, world.size * walls[0] / walls[-1]))
 
 
@@ -349,12 +357,11 @@ def shortest(run: Callable[[], Any]) -> Took:
 def _filled(avals: Any) -> Any:
     """Arrays of these shapes on their devices: one segment a row, small numbers elsewhere."""
 
-    def one(path: Any, aval: Any) -> jax.Array:
+    def filled(path: Any, aval: Any) -> jax.Array:
         name = str(getattr(path[-1], "key", "")) if path else ""
-        made = lambda index: _values(name, aval, index)  # noqa: E731
-        return jax.make_array_from_callback(aval.shape, aval.sharding, made)
+        return jax.make_array_from_callback(aval.shape, aval.sharding, partial(_values, name, aval))
 
-    return jax.tree_util.tree_map_with_path(one, avals)
+    return jax.tree_util.tree_map_with_path(filled, avals)
 
 
 def _values(name: str, aval: Any, index: tuple[slice, ...]) -> np.ndarray:

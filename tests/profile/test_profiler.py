@@ -40,7 +40,7 @@ def parts_of(config: Config) -> tuple[Any, ...]:
 def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(config: Config) -> None:
     _, packer = parts_of(config)
     rows = config.train.global_batch // config.train.microbatches
-    full, quick = points(packer, rows, False), points(packer, rows, True)
+    full, quick = points(packer, rows, quick=False), points(packer, rows, quick=True)
     assert full[0].shapes == quick[0].shapes
     assert full[0].shapes["llm"] == (rows, config.data.sequence_length)
     per_cell, width = max(packer.buckets_of("vision"), key=lambda bucket: (bucket[1], bucket[0]))
