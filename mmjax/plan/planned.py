@@ -105,7 +105,10 @@ def rows_by_candidate(config: Config, source: Source) -> RowsOf:
 
 
 def gin_text(config: Config, choice: PlanChoice, estimate: Estimate) -> str:
-    """The text of a gin file to load after that of `config`: layouts, microbatches, schedule, buckets and offloads."""
+    """The text of a gin file, to load after the files of `config`.
+
+    It has the plan's layouts, microbatches, schedule, buckets and offloads.
+    """
     changed = planned(config, estimate.candidate)
     lines = [
         f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
