@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -359,7 +358,11 @@ def _filled(avals: Any) -> Any:
 
     def filled(path: Any, aval: Any) -> jax.Array:
         name = str(getattr(path[-1], "key", "")) if path else ""
-        return jax.make_array_from_callback(aval.shape, aval.sharding, partial(_values, name, aval))
+
+        def shard(index: Any) -> np.ndarray:
+            return _values(name, aval, index)
+
+        return jax.make_array_from_callback(aval.shape, aval.sharding, shard)
 
     return jax.tree_util.tree_map_with_path(filled, avals)
 
