@@ -102,7 +102,7 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
     packer = packer_of(line)
     plan = packer.plan_microbatch([meta_of(sample, SPECS) for sample in own], len(own))
     rows = packer.fill(plan, dict(enumerate(own))).inputs["llm"]
-    assert set(llm.inputs(True, True)) <= rows.keys()
+    assert set(llm.inputs(first=True, last=True)) <= rows.keys()
     dense = {False: np.zeros((3, LENGTH, LENGTH), bool), True: np.zeros((3, LENGTH, LENGTH), bool)}
     for (row, start), sample in zip(plan.llm.places, own, strict=True):
         at = np.arange(len(sample.tokens))
