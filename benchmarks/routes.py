@@ -59,7 +59,8 @@ def bench_routes(rounds: int) -> Iterator[Row]:
 
 def _routing(world: World, route: str, source: Layout, target: Layout) -> Routing:
     aval = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16)
-    return make_routing(route, "bench", world.submesh(source, 0), world.submesh(target, 0), aval)
+    stages = world.submesh(source, 0), world.submesh(target, 0)
+    return make_routing(route, name="bench", source=stages[0], target=stages[1], aval=aval)
 
 
 def _busiest(routing: Routing) -> int:
