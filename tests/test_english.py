@@ -23,7 +23,7 @@ VAGUE_NAMES = frozenset(_WORDS.split())
 """Words that could name anything: a variable or parameter needs a noun instead."""
 RIDDLE = re.compile(r"\b(what|of which|of those that|that of)\b", re.IGNORECASE)
 """Words that stand for a noun which the reader has to guess."""
-MOST_VAGUE, MOST_RIDDLES = 0.042, 0.042
+MOST_VAGUE, MOST_RIDDLES = 0.002, 0.002
 """The largest shares of vague names among assigned names and parameters, and of riddles among docstrings."""
 
 
