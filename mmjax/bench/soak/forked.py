@@ -32,7 +32,7 @@ def preload() -> None:
     os.environ.setdefault("MPLBACKEND", "agg")
     jax_compat.compile_cheaply()
     for name in ENTRIES:
-        importlib.import_module(f"mmjax.{name}")
+        importlib.import_module(f"mmjax.{name}.__main__")
     for name in HEAVY:  # entries import them after parsing flags
         importlib.import_module(name)
 
@@ -41,7 +41,7 @@ def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
     """A function that runs ``python -m mmjax.<name>`` with these flags in this process."""
     from mmjax.config.flags import run_command
 
-    main = importlib.import_module(f"mmjax.{name}").main
+    main = importlib.import_module(f"mmjax.{name}.__main__").main
     return lambda: run_command(lambda: main(list(flags)))
 
 
