@@ -317,7 +317,9 @@ class _Generator:
         if isinstance(node, ast.AugAssign):
             name, others = ARITHMETIC[type(node.op)]
             for other in others:
-                yield from self._operator(f"{name}=to{other}", node.target, node.value, re.escape(name) + "=", other + "=")
+                yield from self._operator(
+                    f"{name}=to{other}", node.target, node.value, re.escape(name) + "=", other + "="
+                )
         for target in targets:
             if isinstance(target, ast.Tuple) and not isinstance(node.value, ast.Tuple):
                 yield from self._unpacking(target)
