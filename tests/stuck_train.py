@@ -8,9 +8,8 @@ import os
 import sys
 import time
 
-import jax
-
 from mmjax import jax_compat
+from mmjax.bench.faults.faulty import after_waiting
 from mmjax.config.flags import run_command
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.executor import Executor
@@ -26,30 +25,13 @@ def step(self, microbatches, denominators):
     return plain_step(self, microbatches, denominators)
 
 
-def wait(x):
-    time.sleep(1000 if how == "op" else 0.3)
-    return x
-
-
-def after_waiting(x):
-    """`x`, when its devices have waited."""
-    calls = jax.shard_map(
-        lambda part: jax.pure_callback(wait, part, part),
-        mesh=x.sharding.mesh,
-        in_specs=x.sharding.spec,
-        out_specs=x.sharding.spec,
-        check_vma=False,
-    )
-    return jax.jit(calls)(x)
-
-
 def call(self, *args):
     if jax_compat.process_index() == 1 and self.name == "F vision.0" and steps >= (2 if how == "slow" else 3):
         if how == "host":
             time.sleep(1000)
         if how in ("op", "slow"):
             params, inputs, carry = args
-            args = params, {**inputs, "patches": after_waiting(inputs["patches"])}, carry
+            args = params, {**inputs, "patches": after_waiting(inputs["patches"], 1000 if how == "op" else 0.3)}, carry
         if how == "late" and steps == 3:
             self._compiled = None
     return plain_call(self, *args)

@@ -35,37 +35,29 @@ _FOR_EVER = 10_000.0
 
 def hang() -> None:
     """Installs an op that never returns."""
-    step, dispatch = Executor.step, Walker.dispatch
-
-    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
-        global _begun
-        _begun = _begun or _happens()
-        return step(self, *args, **kwargs)
+    dispatch = Walker.dispatch
 
     def faulty_dispatch(self: Walker, op: Op) -> None:
         if _begun:
             time.sleep(_FOR_EVER)
         dispatch(self, op)
 
-    Executor.step, Walker.dispatch = marked_step, faulty_dispatch
+    _mark_steps()
+    Walker.dispatch = faulty_dispatch
 
 
 def slow() -> None:
     """Installs slow forwards of the encoder on the devices of one process."""
-    step, call = Executor.step, Program.__call__
-
-    def marked_step(self: Executor, *args: Any, **kwargs: Any) -> Any:
-        global _begun
-        _begun = _begun or _happens()
-        return step(self, *args, **kwargs)
+    call = Program.__call__
 
     def slow_call(self: Program, *args: Any) -> Any:
         if _begun and self.name == "F vision.0":
             params, inputs, carry = args
-            return call(self, params, {**inputs, "patches": _after_waiting(inputs["patches"])}, carry)
+            return call(self, params, {**inputs, "patches": after_waiting(inputs["patches"], SLOWNESS)}, carry)
         return call(self, *args)
 
-    Executor.step, Program.__call__ = marked_step, slow_call
+    _mark_steps()
+    Program.__call__ = slow_call
 
 
 def nan() -> None:
@@ -90,6 +82,18 @@ _steps = 0
 _begun = False
 
 
+def _mark_steps() -> None:
+    """Makes each step find out whether the fault has begun."""
+    original_step = Executor.step
+
+    def step(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        global _begun
+        _begun = _begun or _happens()
+        return original_step(self, *args, **kwargs)
+
+    Executor.step = step
+
+
 def _happens() -> bool:
     """Whether the fault happens at this step; true once, in one process."""
     global _steps
@@ -101,11 +105,11 @@ def _happens() -> bool:
     return True
 
 
-def _after_waiting(x: jax.Array) -> jax.Array:
+def after_waiting(x: jax.Array, seconds: float) -> jax.Array:
     """Returns `x` after the devices of this process have waited."""
 
     def wait(part: Any) -> Any:
-        time.sleep(SLOWNESS)
+        time.sleep(seconds)
         return part
 
     assert isinstance(x.sharding, NamedSharding)

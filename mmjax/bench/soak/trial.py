@@ -118,12 +118,10 @@ class SoakTrial:
         """Resumes to the end by the same command; every step and every evaluation must be recorded once."""
         has_trained = bool(_rows(self.run))
         process = self._started_again()
-        try:
+        if has_trained:
+            self._require_accepted(process, {0}, "what has trained is refused when it is to go on")
+        else:  # it was stopped while it started
             self._require_end(process, {0})
-        except Refused as refused:
-            if not has_trained:  # it was stopped while it started
-                raise
-            raise Failure(f"what has trained is refused when it is to go on: {refused}; see {process.log}") from None
         self._require_rows(self.run)
         return "resumed"
 
@@ -166,12 +164,13 @@ class SoakTrial:
             flags.append(f"--gin_file={self.folder / 'other.gin'}")
         process = self._start("eval", flags)
         self._wait(process)
-        try:
-            self._require_end(process, {0})
-        except Refused as refused:
-            if not self.draw.eval_elsewhere:
-                raise Failure(f"a run that evaluates itself cannot be evaluated: {refused}") from None
-            return f"not evaluated under another layout ({refused})"
+        if self.draw.eval_elsewhere:
+            try:
+                self._require_end(process, {0})
+            except Refused as refused:
+                return f"not evaluated under another layout ({refused})"
+        else:
+            self._require_accepted(process, {0}, "a run that evaluates itself cannot be evaluated")
         scores = json.loads(process.text.strip().splitlines()[-1])
         if samples:
             self._require_same_scores(_lines(self.run / "eval.jsonl")[-1], scores, samples)
@@ -182,7 +181,7 @@ class SoakTrial:
         out = self.folder / "exported"
         process = self._start("export", [f"--run_dir={self.run}", f"--out={out}"])
         self._wait(process)
-        self._require_export(process, {0})
+        self._require_accepted(process, {0}, "a run that has trained cannot be exported")
         folder = self._exported_folder() if self.draw.from_folder else None
         compared = self._fork("compare", lambda: compare_export(self.run, out, folder))
         self._wait(compared)
@@ -196,7 +195,9 @@ class SoakTrial:
         flags = [f"--run_dir={self.run}", f"--out={out}", "--format=safetensors", "--allow_code", *merge]
         process = self._start("export", flags)
         self._wait(process)
-        self._require_export(process, {1})  # the encoders are in no folder
+        self._require_accepted(
+            process, {1}, "a run that has trained cannot be exported"
+        )  # the encoders are in no folder
         return out
 
     # ---- commands ----------------------------------------------------------------------------------------------------
@@ -260,12 +261,12 @@ class SoakTrial:
         last = (process.text.strip().splitlines() or ["no output"])[-1]
         raise Failure(f"{process.log.stem}: exit status {process.status}, {last}; see {process.log}")
 
-    def _require_export(self, process: Process, legal: set[int]) -> None:
-        """Requires a legal exit status of an export. An export may not refuse a run that has trained."""
+    def _require_accepted(self, process: Process, legal: set[int], complaint: str) -> None:
+        """Requires a legal exit status of a command that may not be refused; ``complaint`` begins the message."""
         try:
             self._require_end(process, legal)
         except Refused as refused:
-            raise Failure(f"a run that has trained cannot be exported: {refused}; see {process.log}") from None
+            raise Failure(f"{complaint}: {refused}; see {process.log}") from None
 
     def _require_no_traceback(self, process: Process) -> None:
         if "Traceback (most recent call last)" in process.text:

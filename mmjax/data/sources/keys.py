@@ -29,14 +29,14 @@ def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
     """
     for key in MASKS:
         if value.get(key):
-            raise Unusable(f"{key}={_shown(value[key])} says that something is not learned; write weight: 0 for it")
+            raise Unusable(f"{key}={shown(value[key])} says that something is not learned; write weight: 0 for it")
     weights = [_weight(key, value[key]) for key in WEIGHTS if value.get(key) is not None]
     return math.prod(weights) if weights else weight
 
 
 def _weight(key: str, value: object) -> float:
     if not isinstance(value, (bool, int, float)) or not 0 <= value < math.inf:
-        raise Unusable(f"{key}={_shown(value)} must be true, false or a number of 0 or more")
+        raise Unusable(f"{key}={shown(value)} must be true, false or a number of 0 or more")
     return float(value)
 
 
@@ -61,6 +61,7 @@ def named(keys: Iterable[object]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(key)[:40] for key in keys))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as text for messages, at most 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

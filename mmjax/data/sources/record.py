@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmjax import json_files
-from mmjax.data.sources.keys import TURN, require_plain, unread, weight_of
+from mmjax.data.sources.keys import TURN, require_plain, shown, unread, weight_of
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, has_place, is_empty
 from mmjax.data.sources.storage import Unusable
@@ -174,7 +174,7 @@ def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
     key = _caption_key(value)
     names = [name for name in ("image", "images", "audio", "audios") if name in value]
     if key and (question or names):
-        lacks = f"{names[0]}={_shown(value[names[0]])}" if names else "it has no image and no recording"
+        lacks = f"{names[0]}={shown(value[names[0]])}" if names else "it has no image and no recording"
         raise Unusable(f"a {key} without its medium: {lacks}")
 
 
@@ -191,7 +191,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[Any, ...]:
     tools = value.get("tools")
     tools = parse_json(tools.encode(), "tools") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise Unusable(f"tools={_shown(tools)} must be a list of objects")
+        raise Unusable(f"tools={shown(tools)} must be a list of objects")
     return tuple(tools)
 
 
@@ -218,7 +218,7 @@ def _turns(value: Mapping[str, Any], question: str, places: Sequence[Places]) ->
     elif key := _caption_key(value):
         texts = question, _text(value, key)
         if not texts[1].strip():
-            raise Unusable(f"{key}={_shown(texts[1])} says nothing")
+            raise Unusable(f"{key}={shown(texts[1])} says nothing")
     else:
         raise Unusable("has no conversations, messages, question and answer, caption or text")
     for of_kind in places:
@@ -281,12 +281,7 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_
 def _text(value: Mapping[str, Any], key: str) -> str:
     text = value.get(key)
     if not isinstance(text, str):
-        raise Unusable(f"{key}={_shown(text)} must be a string")
+        raise Unusable(f"{key}={shown(text)} must be a string")
     if re.search("[\ud800-\udfff]", text):
         raise Unusable(f"{key} holds half of a surrogate pair")
     return re.sub(_KEPT, "\N{REPLACEMENT CHARACTER}", text)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
