@@ -73,6 +73,43 @@ def test_few_docstrings_are_riddles() -> None:
     assert len(riddles) <= MOST_RIDDLES * len(docs), f"{len(riddles)} of {len(docs)} docstrings: {worst_files(riddles)}"
 
 
+def described_in(docstring: str, section: str) -> Iterator[str]:
+    """The names that a section of a docstring, "Args" or "Attributes", describes."""
+    found = re.search(rf"^{section}:\n((?:  .*\n|\n)+)", f"{docstring}\n", re.MULTILINE)
+    for names in re.findall(r"^  (\w[\w, *]*):(?: |$)", found[1] if found else "", re.MULTILINE):
+        yield from (name.strip(" *") for name in names.split(","))
+
+
+def stale_descriptions(trees: Iterable[tuple[str, ast.Module]]) -> Iterator[str]:
+    """Names that docstrings describe, and that are no parameter of the function or no member of the class."""
+    for path, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                section, known = "Args", {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
+            elif isinstance(node, ast.ClassDef) and not node.bases:
+                section, known = "Attributes", members_of(node)
+            else:
+                continue
+            for name in described_in(ast.get_docstring(node) or "", section):
+                if name not in known:
+                    yield f"{path}:{node.lineno}: {node.name} has no {name!r}"
+
+
+def members_of(node: ast.ClassDef) -> set[str]:
+    """The names that a class defines or sets on itself."""
+    children = list(ast.walk(node))
+    names = {child.id for child in children if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
+    names |= {child.attr for child in children if isinstance(child, ast.Attribute)}
+    return names | {child.name for child in children if isinstance(child, ast.FunctionDef)}
+
+
+def test_docstrings_describe_what_is_there() -> None:
+    assert list(stale_descriptions(package_trees().items())) == []
+    stale = 'class C:\n    """C.\n\n    Attributes:\n      a, b: two.\n    """\n    a: int\n'
+    stale += 'def f(x, *y):\n    """F.\n\n    Args:\n      x: one.\n      *y: more.\n      z: none.\n    """\n'
+    assert list(stale_descriptions([("m.py", ast.parse(stale))])) == ["m.py:1: C has no 'b'", "m.py:8: f has no 'z'"]
+
+
 @pytest.mark.parametrize(
     ("code", "vague"),
     [

@@ -520,6 +520,15 @@ def interrupted(
     return text
 
 
+def assert_goes_on(flags: Sequence[str], saved: int, run: Path, undisturbed: Path, output: Path) -> None:
+    """The same command goes on after step `saved`, and ends with the state and the numbers of an undisturbed run."""
+    again = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], output)
+    assert again.end(600) == 0, again.text()
+    assert f"continuing after step {saved}" in again.text()
+    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
+    assert numbers(run) == numbers(undisturbed)
+
+
 def everywhere(command: Command) -> None:
     """Sends SIGTERM to every process, data workers too, and more than once, as a cluster may."""
     for _ in range(3):
@@ -551,11 +560,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_command_goes_on(
     saved = Checkpointer(run / "checkpoints").latest_step()
     assert saved is not None and 3 <= saved <= 6, text
     assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
-    again = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "again")
-    assert again.end(600) == 0, again.text()
-    assert f"continuing after step {saved}" in again.text()
-    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
-    assert numbers(run) == numbers(undisturbed)
+    assert_goes_on(flags, saved, run, undisturbed, tmp_path / "again")
 
 
 INTERRUPTED = {"Train_eval_samples": 0, "Data_workers": 1, "Checkpoint_every": 0}
@@ -594,11 +599,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(undisturbed: Pat
     own = [*flags, long, f"--gin.Train.eval_every={saved}"]
     text = interrupted(own, tmp_path / "evaluating", lambda command: f"training {saved}/" in command.text())
     assert f"[0] stopped after step {saved}; the same command continues after step {saved}" in text
-    again = Command("launch", ["-n", "2", "-m", "mmjax.train", *flags], tmp_path / "again")
-    assert again.end(600) == 0, again.text()
-    assert f"continuing after step {saved}" in again.text()
-    assert_same_leaves(leaves(run, STEPS), leaves(undisturbed, STEPS))
-    assert numbers(run) == numbers(undisturbed)
+    assert_goes_on(flags, saved, run, undisturbed, tmp_path / "again")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.checkpoint import Checkpointer
+from mmjax.checkpoint import Checkpointer, Metadata
 from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
@@ -20,20 +20,19 @@ DATA = "data"
 """The key of a checkpoint's extra metadata that has the records of each dataset."""
 
 
-def with_known_records(config: Config, checkpointer: Checkpointer) -> Config:
-    """The configuration with the records in a run's newest checkpoint; all processes have to call it.
+def with_known_records(config: Config, newest: Metadata | None) -> Config:
+    """The configuration with the records in the metadata of a run's newest checkpoint; all processes have to call it.
 
     A checkpoint of an earlier version names no records: the run then has those that its data have now.
     """
-    step = checkpointer.latest_step()
-    stored = checkpointer.metadata(step).extra.get(DATA, {}) if step else {}
+    stored = newest.extra.get(DATA, {}) if newest else {}
     records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
     return replace(config, known={name: KnownRecords(**values) for name, values in records.items()})
 
 
 def known_in(config: Config, run_dir: str | Path) -> Config:
     """The configuration with the records in the newest checkpoint of ``run_dir``."""
-    return with_known_records(config, Checkpointer(Path(run_dir) / "checkpoints"))
+    return with_known_records(config, Checkpointer(Path(run_dir) / "checkpoints").latest_metadata())
 
 
 def stored_records(source: Source) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConf
 
 
 def _unfitting(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> dict[str, list[str]]:
-    """By module, the patterns of ``rates`` that fit no parameter."""
+    """The patterns of ``rates`` that fit no parameter, by module."""
     if not any(optimizer.rates for optimizer in optimizers.values()):
         return {}
     names = parameter_names(model)

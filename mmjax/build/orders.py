@@ -15,7 +15,7 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(config: Config) -> dict[str, float]:
-    """By module: the FLOPs of a pair of positions that attend to each other, divided by those of a position."""
+    """The FLOPs of a pair of positions that attend to each other over those of a position, by module."""
     pairs = {}
     for name, module in build_modules(config).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.

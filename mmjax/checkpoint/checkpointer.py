@@ -177,6 +177,11 @@ class Checkpointer:
         """The newest of `steps()`; `None` when there is none."""
         return next((step for step in reversed(self._folder.steps()) if self._is_readable(step)), None)
 
+    def latest_metadata(self) -> Metadata | None:
+        """The metadata of the checkpoint of `latest_step()`."""
+        step = self.latest_step()
+        return None if step is None else self.metadata(step)
+
     def metadata(self, step: int) -> Metadata:
         """Reads the metadata of the checkpoint of `step`; no leaf is read.
 

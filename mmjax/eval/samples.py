@@ -37,7 +37,7 @@ def _source_and_count(config: Config, count: int) -> tuple[Source, int]:
 
 
 def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """By encoder, the samples with that encoder's media exchanged between them.
+    """The samples with one encoder's media exchanged between them, by encoder.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.

@@ -142,7 +142,7 @@ class Lifeline:
                     self._send_all(_BEAT)
 
     def wait_for_peers(self, peer: int = 0) -> None:
-        """In process 0, waits for the others to exit, first for ``peer`` if it has failed.
+        """Waits, in process 0, for the others to exit, first for ``peer`` if it has failed.
 
         JAX's coordination service ends with process 0, and the others would report that as a failure of their own.
         """

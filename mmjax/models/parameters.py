@@ -178,7 +178,7 @@ class ModuleSlice:
       vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
       axes: logical axes of the module's parameters, which take precedence over ``LOGICAL_AXES``.
       depth: the number of the module's layers in all stages.
-      ahead: paths of the parameters of single parts before the layers.
+      before_layers: paths of the parameters of single parts before the layers.
     """
 
     module: str

@@ -57,7 +57,7 @@ COLUMNS = (
 
 
 class Sink(Protocol):
-    """Where numbers go beside the file."""
+    """A receiver of numbers beside the file."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 

@@ -68,10 +68,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Starts:
-    """Where all modules of a run start from.
+    """The origins of the parameters of all modules of a run.
 
     Attributes:
-      given: the modules that start from saved parameters, one entry for each folder.
+      loaded: the modules that start from saved parameters, one entry for each folder.
       fresh: names of the modules with new values.
     """
 
@@ -80,7 +80,7 @@ class Starts:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Where each module starts from; nothing where all have new values."""
+        """The origin of each module's parameters; nothing where all have new values."""
         fresh = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
         return (*(start.describe() for start in self.loaded), *fresh) if self.loaded else ()
 
@@ -152,13 +152,13 @@ class _ReadProgress:
         self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{remaining}")
 
 
-def require_seed(config: Config, checkpointer: Checkpointer, step: int) -> None:
-    """Requires that a checkpoint is of a run with the seed of this one: its data follow from it.
+def require_seed(config: Config, stored: Metadata, run_dir: Path) -> None:
+    """Requires that a checkpoint of the run directory is of a run with the seed of this one: its data follow from it.
 
     Raises:
       ConfigError: it is of a run with another seed.
     """
-    seed, fix = checkpointer.metadata(step).seed, f"the run in {checkpointer.directory.parent} has seed"
+    seed, fix = stored.seed, f"the run in {run_dir} has seed"
     fix += f" {seed}, and with it its data; set it to {seed} or name another --run_dir"
     require(seed == config.train.seed, "Train.seed", config.train.seed, fix)
 
@@ -251,7 +251,7 @@ def frozen_elsewhere(config: Config, restored: Metadata) -> dict[str, LeafInfo]:
 
 
 def find_starts(config: Config) -> Starts:
-    """Where each module of a new run starts from. Reads no leaf, and uses no device.
+    """Finds the origin of each module's parameters in a new run. Reads no leaf, and uses no device.
 
     Raises:
       ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
@@ -281,7 +281,7 @@ def _start(config: Config, saved: SavedParameters | FolderParameters, modules: t
 
 
 def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
-    """By module, the change of parameters that are stored in another dtype than the run holds them in, in words.
+    """The change, in words, of parameters that are stored in another dtype than the run holds them in, by module.
 
     Args:
       config: has the dtype that each module is held in.

@@ -121,10 +121,11 @@ class Trainer:
                 self._files, self._checkpointer, from_scratch=from_scratch, say=self._report
             )
             self._starts = find_starts(config) if begins else Starts()
-            if self._checkpointer and (saved := self._checkpointer.steps()):
-                require_seed(config, self._checkpointer, saved[-1])  # before anything is compiled
-            if self._checkpointer and not begins:
-                self.config = config = with_known_records(config, self._checkpointer)
+            newest = self._checkpointer.latest_metadata() if self._checkpointer else None
+            if self._checkpointer and newest:
+                require_seed(config, newest, self._checkpointer.directory.parent)  # before anything is compiled
+            if not begins:
+                self.config = config = with_known_records(config, newest)
             self._source = open_source(config, split="train", skipped=self._skipped_path)
             self.config = config = with_steps(config, self._source)
             self._records = stored_records(self._source)
@@ -438,7 +439,7 @@ class Trainer:
         restored = checkpointer.restore_latest(targets, group=module_of_moment)
         if restored is None:
             return False
-        require_seed(self.config, checkpointer, restored.step)
+        require_seed(self.config, restored.metadata, checkpointer.directory.parent)
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
         self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
         if not self.config.checkpoint.copy_frozen:

@@ -42,7 +42,7 @@ _LEAVE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """Where a process stands.
+    """The position of a process in its run.
 
     Attributes:
       step, number: its first step that has not ended, and the place of the first op in it that has not: even where it
@@ -65,7 +65,7 @@ class Note:
 
 
 class NoteBoard(Protocol):
-    """Where processes pin their notes."""
+    """A board on which processes pin their notes."""
 
     def pin(self, note: str) -> None: ...
 
@@ -174,7 +174,7 @@ class Watchdog:
             self._pin_and_judge(self.note(now - self._moved), now)
 
     def note(self, idle: float) -> Note:
-        """Where this process stands."""
+        """The position of this process in its run."""
         phase = "compile" if Program.compiling else self._phase
         op, step = self._ends.op, self._step
         number = {"data": _BEFORE, "compile": _BEFORE, "step": _BEFORE}.get(self._phase, _BEHIND + 1)

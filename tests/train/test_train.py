@@ -258,6 +258,9 @@ class _Impatient:
             signal.raise_signal(signal.SIGINT)
         return next(self._batches)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
     def __enter__(self) -> _Impatient:
         return self
 
