@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from mmjax.assembly.assembly import planned_data_spec
 from mmjax.bench.rows import Row, at_least, at_most
-from mmjax.build.assembly import planned_data_spec
 from mmjax.config import load_config
 from mmjax.data.batches import Batches, open_batches
 from mmjax.data.loader import StepMaker

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row, at_most
-from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.types import SampleMeta
+from mmjax.recipe import Recipe
 
 NUMBERS = (1, 3, 6)
 DATA = {
@@ -78,12 +81,12 @@ def plan_all(names: Sequence[str], steps: int) -> Mapping[str, PlanResults]:
     return results
 
 
-def _packers(name: str, config: Config, source: Source) -> Iterator[tuple[str, Packer]]:
-    tokenizer = tokenizer_of(config.data, config.model.media)
+def _packers(name: str, recipe: Recipe, source: Source) -> Iterator[tuple[str, Packer]]:
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
     for number in (None, *NUMBERS):
-        packing = {module: PackingConfig(buckets=number) for module in config.packing} if number else config.packing
-        with_chosen_buckets = with_buckets(replace(config, packing=packing), source)
-        for lowering in ("ops",) if one_bucket(config) else ("ops", "single"):
+        packing = {module: PackingConfig(buckets=number) for module in recipe.model} if number else {}
+        with_chosen_buckets = with_buckets(replace(recipe, model=recipe.model.with_packing(packing)), source)
+        for lowering in ("ops",) if one_bucket(recipe) else ("ops", "single"):
             lowered = replace(with_chosen_buckets, train=replace(with_chosen_buckets.train, lowering=lowering))
             packer = build_packer(lowered, tokenizer, one_bucket=one_bucket(lowered), source=source)
             buckets = f"buckets={number}" if number else "its buckets"

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from benchmarks.steps import ALWAYS, in_turn
+from mmjax.assembly.assembly import place
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row, at_least
-from mmjax.build.assembly import open_source, place
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.eval.evaluator import Evaluator
@@ -33,15 +34,15 @@ class Continuing:
     """A model with prompts, ready to continue them."""
 
     def __init__(self) -> None:
-        config = load_config([CONFIGS / "digits_vlm_one_device.gin"], [*ALWAYS, *CHANGES])
-        parts, source = place(config), open_source(config, split="test")
+        recipe = load_config([CONFIGS / "digits_vlm_one_device.gin"], [*ALWAYS, *CHANGES])
+        parts, source = place(recipe), open_source(recipe, split="test")
         self._evaluator = Evaluator(parts)
         self._predictor = self._evaluator.predictor
         key, stages = jax.random.key(0), parts.placed.local_stages
         self._predictor.load({name: stage.state.initialise(key) for name, stage in stages.items()})
         ((_, self._round),) = self._evaluator.rounds([source.sample(index) for index in range(ROWS)])
         longest = max(int(start.max()) for start in self._round.starts)
-        assert longest + NEW <= config.data.sequence_length, f"prompts of {longest} tokens leave no room for {NEW}"
+        assert longest + NEW <= recipe.data.sequence_length, f"prompts of {longest} tokens leave no room for {NEW}"
         self._predictor.compile()
         assert self.with_cache() == self.without_cache(), "a cache changes the new tokens"
 

@@ -23,10 +23,13 @@ from dataclasses import dataclass, replace
 import jax
 
 from benchmarks.steps import ALWAYS
+from mmjax.assembly.assembly import assemble
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.parts import Assembly
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row, at_least, at_most
-from mmjax.build.assembly import assemble, build_packer, one_bucket, open_source, with_buckets
-from mmjax.build.parts import Assembly
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
@@ -46,6 +49,7 @@ from mmjax.planner.profile_file import Compiled, Device, Profile, model_of
 from mmjax.planner.work import Work
 from mmjax.profile.profiler import world_for
 from mmjax.profile.trials import CUTS, Cut, attempts, compiled, points
+from mmjax.recipe import Recipe
 
 WITHIN = 0.10
 DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"
@@ -87,25 +91,25 @@ class Compared:
 
 
 def compiled_clock(
-    config: Config, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3, cuts: Sequence[Cut] = CUTS
+    recipe: Recipe, layouts: Iterable[Mapping[str, Layout]], shapes: int = 3, cuts: Sequence[Cut] = CUTS
 ) -> MeasuredClock:
     """A clock with temporaries and no times, from the trials of a profile, compiled and not run.
 
     Args:
-      config: configuration of the model and its microbatches.
+      recipe: configuration of the model and its microbatches.
       layouts: layouts by module; each module has trials with each tp that it has there.
       shapes: number of a profile's shapes to try: all rows of a microbatch, one row, a quarter.
       cuts: the cuts of a profile to try.
     """
     wanted = {(name, layout.tp) for by_module in layouts for name, layout in by_module.items()}
-    source = open_source(config, split="train")
-    config = with_buckets(config, source)
-    world, tokenizer = world_for(config), tokenizer_of(config.data, config.model.media)
-    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    shapes_tried = points(packer, config.train.global_batch // config.train.microbatches, quick=False)[:shapes]
+    source = open_source(recipe, split="train")
+    recipe = with_buckets(recipe, source)
+    world, tokenizer = world_for(recipe), tokenizer_of(recipe.data, recipe.model.media)
+    packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+    shapes_tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=False)[:shapes]
     needs: list[Compiled] = []
     for tp in sorted({tp for _, tp in wanted}):
-        all_trials = attempts(config, tokenizer, packer, world, tp, shapes_tried, cuts)
+        all_trials = attempts(recipe, tokenizer, packer, world, tp, shapes_tried, cuts)
         wanted_trials = [trial for trial in all_trials if (trial.stage.model.module, tp) in wanted]
         compiled(wanted_trials, lambda *_: None)
         needs += [trial.compiled() for trial in wanted_trials]
@@ -114,8 +118,8 @@ def compiled_clock(
         profile=Profile(
             device=Device(kind=device.device_kind, platform=device.platform, count=world.size, memory=0.0),
             jax=jax.__version__,
-            dtype=config.train.dtype,
-            model=model_of(config),
+            dtype=recipe.train.dtype,
+            model=model_of(recipe),
             data={},
             trials=(),
             compiled=tuple(needs),
@@ -129,17 +133,17 @@ def compiled_clock(
     )
 
 
-def compare(config: Config, work: Work, clock: Clock) -> dict[str, Compared]:
+def compare(recipe: Recipe, work: Work, clock: Clock) -> dict[str, Compared]:
     """Predicted bytes and bytes of compiled programs, by stage of a configuration's layouts.
 
     The configuration has a program per op (`Train.lowering = 'ops'`), and one forward and one backward at a time.
     """
-    parts = assemble(config)
+    parts = assemble(recipe)
     programs = stage_programs(parts)
-    train, rows = config.train, padded_rows(config, parts.packer)
+    train, rows = recipe.train, padded_rows(recipe, parts.packer)
     candidate = Candidate(
         mode="configured",
-        layouts=config.layouts,
+        layouts=recipe.model.layouts,
         microbatches=train.microbatches,
         schedule=train.schedule,
         window=train.window,
@@ -212,20 +216,20 @@ CASES = (
 
 def digits(cases: Sequence[Case] = CASES, bindings: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Compared]]]:
     """Layouts of the digits model by name, compared by stage."""
-    config = load_config([CONFIGS / DIGITS], [*ALWAYS, "Data.workers=0", *bindings])
-    source = open_source(config, split="train")
-    work, clock = read_work(config, source), compiled_clock(config, [case.layouts for case in cases])
+    recipe = load_config([CONFIGS / DIGITS], [*ALWAYS, "Data.workers=0", *bindings])
+    source = open_source(recipe, split="train")
+    work, clock = read_work(recipe, source), compiled_clock(recipe, [case.layouts for case in cases])
     for case in cases:
         candidate = Candidate(mode="configured", layouts=case.layouts, microbatches=case.microbatches)
-        run = planned(config, candidate)
+        run = planned(recipe, candidate)
         run = replace(run, train=replace(run.train, lowering="ops"))
         yield case.describe(), compare(run, work, clock)
 
 
 def llava(bindings: Sequence[str] = ()) -> dict[str, Compared]:
     """LLaVA-1.5 with few layers, compared by stage."""
-    config = load_config([CONFIGS / LLAVA], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
-    return compare(config, read_work(config), compiled_clock(config, [config.layouts]))
+    recipe = load_config([CONFIGS / LLAVA], [*ALWAYS, *SMALLER, "Data.workers=0", *bindings])
+    return compare(recipe, read_work(recipe), compiled_clock(recipe, [recipe.model.layouts]))
 
 
 def bench_memory(rounds: int) -> Iterator[Row]:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_core import checkout_environment, cores
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row, at_least, at_most
-from mmjax.build.assembly import open_source
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
@@ -35,6 +35,7 @@ from mmjax.planner.choose import PlanChoice
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile_file import Profile, parse_profile
+from mmjax.recipe import Recipe
 
 CONFIGURATION = "digits_vlm_one_device.gin"
 DEVICES = 2
@@ -45,7 +46,7 @@ APART = 1.15
 LEAST_CORRELATION, MOST_OVER_BEST = 0.8, 1.10
 
 
-def configuration() -> Config:
+def configuration() -> Recipe:
     """The configuration of all layouts."""
     return load_config([CONFIGS / CONFIGURATION], BINDINGS)
 

@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.build.assembly import assemble, open_source, signed, step_order
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import assemble, step_order
+from mmjax.assembly.batches import signed
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import StepMaker
+from mmjax.recipe import Recipe
 
 ALWAYS = ("World.devices=8", "Train.eval_samples=0")
 """Bindings of every benchmark of steps."""
@@ -38,7 +41,7 @@ class Stepper:
       compile_seconds: processor time of lowering and compiling its programs, if nothing was cached.
     """
 
-    def __init__(self, configuration: str | Config, bindings: Sequence[str] = ()):
+    def __init__(self, configuration: str | Recipe, bindings: Sequence[str] = ()):
         """Compiles, initialises and runs one step, so that later steps include no compilation.
 
         Args:
@@ -47,7 +50,7 @@ class Stepper:
         """
         config = (
             configuration
-            if isinstance(configuration, Config)
+            if isinstance(configuration, Recipe)
             else load_config([CONFIGS / configuration], [*ALWAYS, *bindings])
         )
         self.parts = assemble(config)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.replay import costs_of
 from benchmarks.simulate import MOST_ERROR, MOST_REPEATS, MS, error, shortest
+from mmjax.assembly.assembly import place
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.orders import order_of
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row, at_least, at_most
-from mmjax.build.assembly import build_packer, open_source, order_of, place, with_buckets
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
@@ -91,12 +94,12 @@ def bench_uneven(rounds: int) -> Iterator[Row]:
 
 def results() -> Mapping[str, Result]:
     """The same steps under each method of reordering, by method."""
-    config = load_config([CONFIGS / "digits_vlm.gin"], UNEVEN)
-    source, size = open_source(config, split="train"), config.train.global_batch
-    tokenizer = tokenizer_of(config.data, config.model.media)
+    recipe = load_config([CONFIGS / "digits_vlm.gin"], UNEVEN)
+    source, size = open_source(recipe, split="train"), recipe.train.global_batch
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
     by_method, parts = dict[str, Result](), None
     for method in METHODS:
-        method_config = with_buckets(replace(config, data=replace(config.data, reorder=method)), source)
+        method_config = with_buckets(replace(recipe, data=replace(recipe.data, reorder=method)), source)
         packer = build_packer(method_config, tokenizer, source=source)
         parts = parts or place(
             method_config, packer, World.planned(method_config.world.devices)

@@ -17,9 +17,8 @@ from mmjax.version import __version__ as __version__
 if TYPE_CHECKING:
     from mmjax.checkpoint.config import CheckpointConfig as CheckpointConfig
     from mmjax.checkpoint.config import WeightsConfig as WeightsConfig
-    from mmjax.config import Config as Config
-    from mmjax.config import TrainConfig as TrainConfig
     from mmjax.config import load_config as load_config
+    from mmjax.config.from_folder import from_hf as from_hf
     from mmjax.configurable import ConfigError as ConfigError
     from mmjax.configurable import divides as divides
     from mmjax.configurable import from_preset as from_preset
@@ -65,11 +64,31 @@ if TYPE_CHECKING:
     from mmjax.models.vit.config import ViTConfig as ViTConfig
     from mmjax.models.whisper.config import WhisperConfig as WhisperConfig
     from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
+    from mmjax.optimizer_config import adamw as adamw
     from mmjax.pipeline.config import OffloadConfig as OffloadConfig
+    from mmjax.recipe import LoraSpec as LoraSpec
+    from mmjax.recipe import ModelSpec as ModelSpec
+    from mmjax.recipe import ModuleSpec as ModuleSpec
+    from mmjax.recipe import ProjectorSpec as ProjectorSpec
+    from mmjax.recipe import Recipe as Recipe
+    from mmjax.recipe import TrainConfig as TrainConfig
+    from mmjax.recipe.datasets import Datasets as Datasets
+    from mmjax.recipe.datasets import messages as messages
+    from mmjax.recipe.datasets import mixture as mixture
+    from mmjax.recipe.schedules import ScheduleConfig as ScheduleConfig
+    from mmjax.recipe.schedules import gpipe as gpipe
+    from mmjax.recipe.schedules import interleaved as interleaved
+    from mmjax.recipe.schedules import nested as nested
+    from mmjax.recipe.schedules import one_f_one_b as one_f_one_b
+    from mmjax.recipe.schedules import three_phase as three_phase
+    from mmjax.recipe.schedules import zb_h1 as zb_h1
+    from mmjax.recipe.specs import encoder as encoder
+    from mmjax.recipe.specs import generator as generator
+    from mmjax.recipe.specs import language_model as language_model
+    from mmjax.run import Run as Run
+    from mmjax.run import build as build
     from mmjax.schedule.dispatch import dispatch_table as dispatch_table
-    from mmjax.schedule.schedules import gpipe as gpipe
     from mmjax.schedule.schedules import make_schedule as make_schedule
-    from mmjax.schedule.schedules import one_f_one_b as one_f_one_b
     from mmjax.schedule.simulate import Costs as Costs
     from mmjax.schedule.simulate import simulate as simulate
     from mmjax.schedule.timeline import draw_timeline as draw_timeline
@@ -84,11 +103,11 @@ __all__ = [
     "Callbacks",
     "CallbacksConfig",
     "CheckpointConfig",
-    "Config",
     "ConfigError",
     "Context",
     "Costs",
     "DataConfig",
+    "Datasets",
     "DecoderConfig",
     "DiTConfig",
     "DigitsConfig",
@@ -99,9 +118,12 @@ __all__ = [
     "LayerGroup",
     "Layout",
     "LoraConfig",
+    "LoraSpec",
     "Loss",
     "ModelConfig",
+    "ModelSpec",
     "Module",
+    "ModuleSpec",
     "MultimodalModel",
     "Node",
     "OffloadConfig",
@@ -109,6 +131,10 @@ __all__ = [
     "PackingConfig",
     "Part",
     "ProjectorConfig",
+    "ProjectorSpec",
+    "Recipe",
+    "Run",
+    "ScheduleConfig",
     "SquarePatches",
     "TrainConfig",
     "TrainResult",
@@ -118,20 +144,30 @@ __all__ = [
     "WhisperConfig",
     "World",
     "WorldConfig",
+    "adamw",
+    "build",
     "column_parallel",
     "dispatch_table",
     "divides",
     "draw_answers",
     "draw_layout",
     "draw_timeline",
+    "encoder",
     "encoder_block",
     "export_run",
+    "from_hf",
     "from_preset",
+    "generator",
     "gpipe",
+    "interleaved",
+    "language_model",
     "linear",
     "load_config",
     "make_schedule",
+    "messages",
+    "mixture",
     "multimodal",
+    "nested",
     "one_f_one_b",
     "parameter_count",
     "positive",
@@ -141,17 +177,20 @@ __all__ = [
     "rotate_2d",
     "row_parallel",
     "simulate",
+    "three_phase",
+    "zb_h1",
 ]
 
 # The imports above, which `__getattr__` makes on first use.
 _NAMES_OF = {
     "mmjax.checkpoint.config": ("CheckpointConfig", "WeightsConfig"),
-    "mmjax.config": ("Config", "TrainConfig", "load_config"),
+    "mmjax.config": ("load_config",),
+    "mmjax.config.from_folder": ("from_hf",),
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
-    "mmjax.export.parameters": ("export_run",),
     "mmjax.data.types": ("EncoderSpec",),
+    "mmjax.export.parameters": ("export_run",),
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.config": ("WorldConfig",),
     "mmjax.mesh.layout": ("Layout",),
@@ -163,20 +202,33 @@ _NAMES_OF = {
     "mmjax.models.dit.config": ("DiTConfig",),
     "mmjax.models.flops": ("parameter_count",),
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
-    "mmjax.models.nodes": ("Edge", "Node"),
-    "mmjax.models.layers": (*("column_parallel", "linear", "residual_init", "rms_norm", "rotate_2d", "row_parallel"),),
-    "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
+    "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rms_norm", "rotate_2d", "row_parallel"),
     "mmjax.models.llama.config": ("DecoderConfig",),
     "mmjax.models.lora.config": ("LoraConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
+    "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),
+    "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
     "mmjax.models.vit.config": ("ViTConfig",),
     "mmjax.models.whisper.config": ("WhisperConfig",),
-    "mmjax.optimizer_config": ("OptimizerConfig",),
+    "mmjax.optimizer_config": ("OptimizerConfig", "adamw"),
     "mmjax.pipeline.config": ("OffloadConfig",),
+    "mmjax.recipe": ("LoraSpec", "ModelSpec", "ModuleSpec", "ProjectorSpec", "Recipe", "TrainConfig"),
+    "mmjax.recipe.datasets": ("Datasets", "messages", "mixture"),
+    "mmjax.recipe.schedules": (
+        "ScheduleConfig",
+        "gpipe",
+        "interleaved",
+        "nested",
+        "one_f_one_b",
+        "three_phase",
+        "zb_h1",
+    ),
+    "mmjax.recipe.specs": ("encoder", "generator", "language_model"),
+    "mmjax.run": ("Run", "build"),
     "mmjax.schedule.dispatch": ("dispatch_table",),
-    "mmjax.schedule.schedules": ("gpipe", "make_schedule", "one_f_one_b"),
+    "mmjax.schedule.schedules": ("make_schedule",),
     "mmjax.schedule.simulate": ("Costs", "simulate"),
     "mmjax.schedule.timeline": ("draw_timeline",),
     "mmjax.train.results": ("TrainResult",),

@@ -22,9 +22,9 @@ from mmjax.config.flags import (
     require_gin_file,
     run_command,
 )
-from mmjax.config.schema import DTYPES
 from mmjax.configurable import ConfigError
 from mmjax.flags import importing
+from mmjax.recipe.train_config import DTYPES
 
 FLAGS = (
     Flag(name="steps", doc="optimizer steps to compare.", default=3),
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (dtype := str(flags.values["dtype"])) not in DTYPES:
             raise ConfigError(f"--dtype={dtype}: must be {' or '.join(DTYPES)}")
         require_gin_file(flags)
-        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
             from mmjax import jax_compat
             from mmjax.mesh.processes import broadcast_text, is_first
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jax_compat.compile_cheaply()
         join_processes(flags)
         with ends_where_down():
-            report = check(config, steps, dtype=dtype, say=_print_change if is_first() else _print_nothing)
+            report = check(recipe, steps, dtype=dtype, say=_print_change if is_first() else _print_nothing)
     ok = broadcast_text(str(int(report.ok)) if report else "") == "1"
     if not report:
         return 0 if ok else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from mmjax.configurable import PROPOSED, configurable, not_negative, one_of, positive, require
 
@@ -94,3 +95,8 @@ class OptimizerConfig:
         """
         rate = next((factor for pattern, factor in self.rates.items() if fnmatchcase(name, pattern)), 1.0)
         return rate * self.layer_decay**from_end
+
+
+def adamw(learning_rate: float, **settings: Any) -> OptimizerConfig:
+    """AdamW with this highest learning rate; ``settings`` are other fields of ``OptimizerConfig``."""
+    return OptimizerConfig(learning_rate=learning_rate, **settings)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
     """Reads flags and data spec in a child process, which itself prints errors and help."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "mmjax.build.serve_flags", f"--answer={write_end}", *argv]
+    command = [sys.executable, "-m", "mmjax.assembly.serve_flags", f"--answer={write_end}", *argv]
     # The child needs no device, and must not allocate the memory of an accelerator by accident.
     child = subprocess.Popen(command, pass_fds=[write_end], env={**os.environ, "JAX_PLATFORMS": "cpu"})
     os.close(write_end)

@@ -4,11 +4,11 @@ import sys
 from dataclasses import replace
 
 from mmjax import jax_compat
-from mmjax.build import assembly
+from mmjax.assembly import batches
 from mmjax.check import main
 from mmjax.config.flags import run_command
 
-plain = assembly.own_rows
+plain = batches.own_rows
 
 
 def lacking(placed, names, microbatches):
@@ -19,6 +19,6 @@ def lacking(placed, names, microbatches):
     return replace(own, cells={**own.cells, "vision": {**vision, "patches": vision["patches"][:-1]}})
 
 
-assembly.own_rows = lacking
+batches.own_rows = lacking
 if __name__ == "__main__":
     sys.exit(run_command(main))

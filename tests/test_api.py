@@ -76,9 +76,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 def test_a_configuration_changed_by_hand_is_checked_again() -> None:
     config = mmjax.load_config([REPOSITORY / "configs" / "digits_vlm.gin"])
-    layouts = {**config.layouts, "llm": mmjax.Layout(tp=3)}
+    layouts = {**config.model.layouts, "llm": mmjax.Layout(tp=3)}
     with pytest.raises(mmjax.ConfigError, match=r"^llm/Layout\.tp=3: must divide llm/Decoder.heads \(4\); use 4"):
-        mmjax.Trainer(replace(config, layouts=layouts))
+        mmjax.Trainer(replace(config, model=config.model.with_layouts(layouts)))
 
 
 @pytest.mark.parametrize("part", ["before a run", pytest.param("all", marks=pytest.mark.slow)])

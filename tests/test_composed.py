@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import signed
-from mmjax.config import Config, load_config
+from mmjax.assembly.batches import signed
+from mmjax.config import load_config
 from mmjax.data.types import Sample
+from mmjax.recipe import Recipe
 from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -39,7 +40,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 FAST = ("siglip_shuffle_qwen2", "one device")
 
 
-def configured(folder: Path, name: str, layout: str) -> Config:
+def configured(folder: Path, name: str, layout: str) -> Recipe:
     path = write_tiny(folder)
     own = ("vision/ViT", "llm/Decoder", "Packing")
     path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith(own)))
@@ -95,7 +96,7 @@ def test_the_first_loss_and_its_gradients_are_those_of_torch(name: str, layout: 
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
         loss, _ = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0}).fetch()
         moments = {own: np.asarray(leaf) for own, leaf in trainer.leaves().items() if own.startswith("adam_m/")}
-        b1 = config.optimizers["vision_projector"].b1
+        b1 = config.model.optimizers["vision_projector"].b1
     assert loss == pytest.approx(float(values[f"{name}/loss"]), rel=2e-6)
     assert given.keys() == fresh.keys() and any(np.any(leaf) for leaf in fresh.values())
     for key in (own for own in values if own.startswith(f"{name}/gradient/")):

@@ -19,10 +19,7 @@ from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
 from mmjax import reference
-from mmjax.config import Config, advise, load_config, operative_config
-from mmjax.config.composed_folder import image_token, small_files
-from mmjax.config.exportable import compose_run
-from mmjax.config.pretrained import folder_parameters
+from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.chat import TEMPLATES
 from mmjax.data.loader import tokenizer_of
@@ -33,6 +30,10 @@ from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.export.folders import export_folders
 from mmjax.models.composed import compose
+from mmjax.recipe import Recipe, advise
+from mmjax.recipe.composed_folder import image_token, small_files
+from mmjax.recipe.exportable import compose_run
+from mmjax.recipe.pretrained import folder_parameters
 from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -54,7 +55,7 @@ def language_model(folder: Path, name: str, words: int) -> Path:
     return made
 
 
-def configured(folder: Path, name: str) -> Config:
+def configured(folder: Path, name: str) -> Recipe:
     tower, llm, layer, words = MODELS[name]
     path, llm_folder = write_tiny(folder), language_model(folder, llm, words)
     own = ("vision/ViT", "llm/Decoder")
@@ -116,8 +117,8 @@ def test_the_folder_has_every_parameter_and_transformers_computes_the_same(name:
         [tmp_path / "tiny.gin"],
         [f"Model.weights={str(out)!r}", f"Data.tokenizer={str(out / 'tokenizer.json')!r}", *DIGITS],
     )
-    assert again.modules["vision"] == trainer.config.modules["vision"]
-    assert again.projectors == trainer.config.projectors
+    assert again.model["vision"].settings == trainer.recipe.model["vision"].settings
+    assert again.model.projectors == trainer.recipe.model.projectors
     rows, vocab = theirs["text_config"]["vocab_size"], held["llm/embed"].shape[0]
     shapes = {n: (rows, *x.shape[1:]) if n == "llm/embed" else x.shape for n, x in held.items()}
     shapes |= {n: (x.shape[0], rows) for n, x in held.items() if n == "llm/head"}
@@ -143,18 +144,20 @@ def test_the_folder_has_every_parameter_and_transformers_computes_the_same(name:
 
 def test_what_llava_has_not_is_named(tmp_path: Path) -> None:
     config = configured(tmp_path, "clip_qwen2")
+    modules = {name: node.settings for name, node in config.model.nodes.items()}
+    projectors = {name: part.settings for name, part in config.model.projectors.items()}
 
     def why(**changes: Any) -> str:
-        given: Any = {"modules": config.modules, "projectors": config.projectors} | changes
+        given: Any = {"modules": modules, "projectors": projectors} | changes
         with pytest.raises(ConfigError) as caught:
-            compose(config.model, given["modules"], given["projectors"], 67, 14)
+            compose(config.model.config, given["modules"], given["projectors"], 67, 14)
         return str(caught.value)
 
-    tower, projector = config.modules["vision"], config.projectors["vision"]
+    tower, projector = config.model["vision"].settings, config.model.projectors["vision"].settings
     for changes, said in (
-        ({"modules": {**config.modules, "vision": replace(tower, merge=2)}}, "vision/ViT.merge=2: LLaVA makes a token"),
-        ({"modules": {**config.modules, "vision": replace(tower, last_norm=True)}}, "name one with Weights.layer"),
-        ({"modules": {**config.modules, "vision": replace(tower, patch_bias=True)}}, "vision: it is no tower of CLIP"),
+        ({"modules": {**modules, "vision": replace(tower, merge=2)}}, "vision/ViT.merge=2: LLaVA makes a token"),
+        ({"modules": {**modules, "vision": replace(tower, last_norm=True)}}, "name one with Weights.layer"),
+        ({"modules": {**modules, "vision": replace(tower, patch_bias=True)}}, "vision: it is no tower of CLIP"),
         ({"projectors": {"vision": replace(projector, kind="linear")}}, "vision/Projector.kind='linear': LLaVA's"),
         ({"projectors": {"vision": replace(projector, hidden=7)}}, "vision/Projector.hidden=7: LLaVA's has the"),
     ):
@@ -199,7 +202,7 @@ def speaking(folder: Path, template: str, *, image: bool = False) -> Path:
     return made
 
 
-def composed(folder: Path, llm: Path, *bindings: str) -> tuple[Config, Path]:
+def composed(folder: Path, llm: Path, *bindings: str) -> tuple[Recipe, Path]:
     """The small files of the folder of a model of CLIP and a language model."""
     path = write_tiny(folder)
     own = ("vision/ViT", "llm/Decoder")

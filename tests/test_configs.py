@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from orbax.checkpoint import v1 as ocp
 from PIL import Image
 from trial_runs import REPOSITORY, SMALL_EARS, SMALL_HANDS, assert_same_leaves, flatten, write_tiny
 
-from mmjax.build.assembly import build_packer
+from mmjax.assembly.buckets import build_packer
 from mmjax.checkpoint import Checkpointer
-from mmjax.config import Config, load_config
-from mmjax.config.validate import advise
+from mmjax.config import load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval.report import evaluate
 from mmjax.export.parameters import export_run
 from mmjax.mesh.layout import Layout
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import advise
 from mmjax.train.metrics import read_metrics
 from mmjax.train.trainer import Trainer
 
@@ -35,8 +37,13 @@ OTHERS = [name for name in LAYOUTS if name != "digits_vlm_one_device"]
 TOLERANCE = 2e-4  # relative, of the loss: fp32 sums in another order
 
 
-def load(name: str, *bindings: str) -> Config:
+def load(name: str, *bindings: str) -> Recipe:
     return load_config([CONFIGS / f"{name}.gin"], bindings)
+
+
+def placed(recipe: Recipe, layouts: Mapping[str, Layout]) -> Recipe:
+    """The recipe under other layouts."""
+    return dataclasses.replace(recipe, model=recipe.model.with_layouts(layouts))
 
 
 def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
@@ -47,7 +54,7 @@ def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
 def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(name)
-    assert config.layouts == LAYOUTS[name]
+    assert config.model.layouts == LAYOUTS[name]
     assert config.devices == (1 if name == "digits_vlm_one_device" else 8)
     assert advise(config) == ()  # no device and no row is wasted
     tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
@@ -59,7 +66,7 @@ def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest
 
 def test_three_modules_in_three_layouts() -> None:
     config = load("digits_valm")
-    assert config.layouts == {
+    assert config.model.layouts == {
         "vision": Layout(dp=2, rank_offset=4),
         "audio": Layout(pp=2, rank_offset=6),
         "llm": Layout(dp=2, pp=2),
@@ -71,7 +78,7 @@ def test_three_modules_in_three_layouts() -> None:
 
 def test_encoders_and_generator_nested_in_the_llm() -> None:
     config, spread = load("digits_draw"), Layout(dp=2, lanes=4)
-    assert config.layouts == {"vision": spread, "audio": spread, "llm": Layout(pp=4, tp=2), "painter": spread}
+    assert config.model.layouts == {"vision": spread, "audio": spread, "llm": Layout(pp=4, tp=2), "painter": spread}
     assert config.train.schedule == "nested" and config.train.microbatches == 2 * spread.lanes and advise(config) == ()
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
     assert all(len(spec.buckets) == 1 for spec in packer.encoders.values())  # each costs every lane its programs
@@ -98,7 +105,11 @@ def test_a_tiny_model_sees_and_hears(tmp_path: Path) -> None:
 def test_a_tiny_model_draws(tmp_path: Path) -> None:
     """Through training, evaluation, a checkpoint, an export of that, and an evaluation on one device."""
     config = load("digits_draw", *SMALL_HANDS)
-    assert config.layouts["painter"] == Layout(dp=4, lanes=2) and config.layouts["llm"].pp == 2 and advise(config) == ()
+    assert (
+        config.model["painter"].layout == Layout(dp=4, lanes=2)
+        and config.model["llm"].layout.pp == 2
+        and advise(config) == ()
+    )
     with Trainer(config, tmp_path, style="silent") as trainer:
         result = trainer.train()
         named = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
@@ -118,7 +129,7 @@ def test_a_tiny_model_draws(tmp_path: Path) -> None:
     with Image.open(tmp_path / "predictions.png") as picture:
         assert min(picture.size) > 200
     plain = dataclasses.replace(config.train, schedule="1f1b")
-    alone = dataclasses.replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=plain)
+    alone = dataclasses.replace(placed(config, dict.fromkeys(config.model, Layout())), train=plain)
     other = evaluate(alone, tmp_path, style="silent").evaluation
     assert other.drawing_accuracy == row["drawing_accuracy"]
     for one, two in zip(result.evaluation.drawings, other.drawings, strict=True):
@@ -129,11 +140,11 @@ def test_a_tiny_model_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_only_layouts_differ(name: str) -> None:
     one = load("digits_vlm_one_device")
-    assert dataclasses.replace(load(name), layouts=one.layouts) == one
+    assert placed(load(name), one.model.layouts) == one
 
 
-def losses(config: Config, steps: int) -> np.ndarray:
-    with Trainer(config, style="silent") as trainer:
+def losses(recipe: Recipe, steps: int) -> np.ndarray:
+    with Trainer(recipe, style="silent") as trainer:
         return np.array(trainer.train(steps).losses)
 
 
@@ -142,7 +153,7 @@ def tiny_losses(name: str, folder: Path) -> np.ndarray:
     """Eight steps of the tiny model on the configuration's layouts."""
     bindings = ["Train.global_batch=16", "Train.steps=8", "Train.eval_samples=0"]
     config = load_config([write_tiny(folder)], bindings)
-    return losses(dataclasses.replace(config, layouts=load(name).layouts), 8)
+    return losses(placed(config, load(name).model.layouts), 8)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +206,7 @@ def state(trainer: Trainer) -> dict[str, np.ndarray]:
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_of_each_configuration_goes_on_under_each(folder: Path) -> None:
     configs = {name: load(name, *SHRUNK) for name in LAYOUTS}
-    assert {name: config.layouts for name, config in configs.items()} == LAYOUTS
+    assert {name: config.model.layouts for name, config in configs.items()} == LAYOUTS
     with Trainer(configs["digits_vlm_one_device"], style="silent") as trainer:
         undisturbed = np.array(trainer.train().losses)
     assert len(undisturbed) == LAST and len(set(undisturbed)) == LAST

@@ -14,8 +14,8 @@ import pytest
 from trial_runs import REPOSITORY, write_tiny
 
 from mmjax.__main__ import COMMANDS
+from mmjax.assembly.buckets import build_packer
 from mmjax.bench import BENCHES
-from mmjax.build.assembly import build_packer
 from mmjax.config import load_config
 from mmjax.data import buckets
 from mmjax.data.tokenizer import make_tokenizer

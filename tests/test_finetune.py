@@ -13,9 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from trial_runs import REPOSITORY
 
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.inspect.sample_text import first_samples
 from mmjax.models.config import projector_name
+from mmjax.recipe import Recipe
 from mmjax.train.__main__ import main as train
 from mmjax.train.metrics import read_metrics
 
@@ -124,8 +125,8 @@ def files(family: str, part: str) -> list[Path]:
     return [first, *([CONFIGS / "finetune" / f"{part}.gin"] if part else [])]
 
 
-def trained(config: Config) -> set[str]:
-    return {name for name, own in config.optimizers.items() if not own.frozen}
+def trained(recipe: Recipe) -> set[str]:
+    return {name for name, own in recipe.model.optimizers.items() if not own.frozen}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -133,8 +134,8 @@ def test_two_settings_are_a_configuration_of_each_part(family: str, part: str, t
     given, own = two_lines(FAMILIES[family]["folder"], tmp_path / "data.json"), files(family, part)
     config = load_config(own, given)
     assert trained(config) == PARTS[part] and config.devices == 8
-    assert all(own.learning_rate <= 1e-3 for own in config.optimizers.values())
-    assert config.modules["llm"].vocab == 264 and config.modules["vision"].width == 16
+    assert all(own.learning_rate <= 1e-3 for own in config.model.optimizers.values())
+    assert config.model["llm"].settings.vocab == 264 and config.model["vision"].settings.width == 16
     alone = load_config([*own, CONFIGS / "finetune" / "one_device.gin"], given)
     assert alone.devices == 1 and trained(alone) == PARTS[part]
     assert alone.train.global_batch // alone.train.microbatches in (1, 2)
@@ -145,11 +146,14 @@ def test_a_second_stage_has_the_settings_of_the_folder_and_the_projector_of_the_
     stage1 = f"vision_projector/Weights.init_from={str(tmp_path / 'stage1')!r}"
     given = [*two_lines(folder, tmp_path / "data.json"), stage1]
     config, first = load_config(files("llava", ""), given), load_config(files("llava", "projector"), given[:-1])
-    assert config.projectors == first.projectors and config.projectors["vision"].activation == "gelu_exact"
+    projector = config.model.projectors["vision"].settings
+    assert projector == first.model.projectors["vision"].settings and projector.activation == "gelu_exact"
     assert config.init_from(projector_name("vision")) == str(tmp_path / "stage1")
-    assert not config.pretrained(projector_name("vision")) and config.pretrained("llm") == str(folder)
+    assert not config.model.folder(projector_name("vision")) and config.model.folder("llm") == str(folder)
     other = load_config(files("llava", ""), [*given, "vision/Projector.activation='quick_gelu'"])
-    assert other.projectors["vision"].activation == "quick_gelu"  # as it may have been in the first stage
+    assert (
+        other.model.projectors["vision"].settings.activation == "quick_gelu"
+    )  # as it may have been in the first stage
 
 
 @pytest.mark.parametrize("messages", [False, True])

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from trial_runs import ALONE, assert_same_leaves, leaves, train_flags, write_tiny
 
-from mmjax.build.assembly import build_packer
+from mmjax.assembly.buckets import build_packer
 from mmjax.checkpoint import Checkpointer, CheckpointError
-from mmjax.config import advise, load_config, load_run_config, operative_config
+from mmjax.config import load_config, load_run_config, operative_config
 from mmjax.config.from_folder import folder_bindings
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import tokenizer_of
@@ -29,6 +29,7 @@ from mmjax.models.llama.weights import rows as entries_of
 from mmjax.models.llama.weights import to_hf_config
 from mmjax.models.module import layer_runs
 from mmjax.models.parameters import ModuleSlice
+from mmjax.recipe import advise
 from mmjax.train.__main__ import main as train
 from mmjax.train.trainer import Trainer
 from mmjax.weights.table import expand
@@ -86,7 +87,7 @@ def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Pat
     """No step: what is written is what was read, bit for bit; padded vocabularies and shards of devices between."""
     own = [f"llm/Weights.path={str(folder)!r}", "llm/Layout.tp=2", "llm/Layout.pp=3", "vision/Layout.rank_offset=6"]
     config = load_config([without_sizes(tmp_path)], [*own, "Train.eval_samples=0"])
-    assert config.modules["llm"].qkv_bias and config.modules["llm"].layers == 3
+    assert config.model["llm"].settings.qkv_bias and config.model["llm"].settings.layers == 3
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"llm: parameters of {folder} (")
         assert trainer.started[1] == "vision, vision_projector: new values"
@@ -104,7 +105,7 @@ def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Pat
             assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     shutil.move(folder, tmp_path / "away")  # the run's own configuration says all, so it can go on without the folder
     try:
-        assert load_run_config(tmp_path / "run").modules == config.modules
+        assert load_run_config(tmp_path / "run").model == config.model
     finally:
         shutil.move(tmp_path / "away", folder)
 
@@ -260,10 +261,8 @@ def test_new_tokens_make_room(tmp_path: Path) -> None:
     path, new = without_sizes(tmp_path), "llm/Weights.new_tokens=('<tool>', '</tool>')"
     for rows, vocab in ((299, 301), (320, 320)):
         config = load_config([path], [f"llm/Weights.path={str(with_tokenizer(tmp_path / str(rows), rows))!r}", new])
-        assert (config.modules["llm"].vocab, config.data.new_tokens) == (vocab, ("<tool>", "</tool>"))
-        frozen = replace(
-            config, optimizers={**config.optimizers, "llm": replace(config.optimizers["llm"], frozen=True)}
-        )
+        assert (config.model["llm"].settings.vocab, config.data.new_tokens) == (vocab, ("<tool>", "</tool>"))
+        frozen = replace(config, model=config.model.replace(llm=config.model.llm.frozen()))
         said = "llm/Optimizer.frozen=True: rows of Data.new_tokens=('<tool>'"
         assert any(line.startswith(said) for line in advise(frozen))
         saved = tmp_path / f"{rows}.gin"
@@ -302,7 +301,7 @@ def test_new_tokens_are_trained_and_come_with_the_export(tmp_path: Path) -> None
         assert 0 < moved.max() < 2e-3 and not np.array_equal(after[key][299], after[key][300])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 301
     again = load_config([tmp_path / "tiny.gin"], [f"llm/Weights.path={str(tmp_path / 'out')!r}", *ALONE, *lengths])
-    assert again.modules["llm"].vocab == 301 and not again.data.new_tokens
+    assert again.model["llm"].settings.vocab == 301 and not again.data.new_tokens
     assert tokenizer_of(again.data, ("vision",)).encode("a<tool>b</tool>")[1::2] == [299, 300]
 
 
@@ -313,7 +312,7 @@ def test_a_frozen_base_stays_in_its_folder(folder: Path, tmp_path: Path) -> None
     shutil.copytree(folder, base)
     own = [f"llm/Weights.path={str(base)!r}", "llm/Optimizer.frozen=True", "Checkpoint.copy_frozen=False"]
     config = load_config([without_sizes(tmp_path)], [*ALONE, *own, "Train.steps=4"])
-    assert config.optimizers["llm"].frozen_dtype == "bfloat16"
+    assert config.model.optimizers["llm"].frozen_dtype == "bfloat16"
     with Trainer(config, run, style="silent") as trainer:
         trainer.train(steps=2)
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
@@ -352,9 +351,9 @@ def test_a_frozen_tower_is_not_rounded_by_a_bf16_run(tmp_path: Path) -> None:
     own = [f"vision/Weights.path={str(TOWER)!r}", "vision/Optimizer.frozen=True", "Train.dtype='bfloat16'"]
     own += ["Data.sequence_length=256", "Train.steps=2"]
     config = load_config([path], [*ALONE, *own])
-    assert config.optimizers["vision"].frozen_dtype == "float32"
+    assert config.model.optimizers["vision"].frozen_dtype == "float32"
     narrow = load_config([path], [*ALONE, *own, "vision/Optimizer.frozen_dtype='bfloat16'"])
-    assert narrow.optimizers["vision"].held_in("float32") == "bfloat16"
+    assert narrow.model.optimizers["vision"].held_in("float32") == "bfloat16"
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"vision: parameters of {TOWER} (")
         assert "rounded" not in trainer.started[0]
@@ -371,7 +370,7 @@ def test_a_frozen_module_is_held_as_its_folder_holds_it(folder: Path, tmp_path: 
     path = without_sizes(tmp_path)
 
     def held(*more: str) -> str:
-        return load_config([path], [*own, *more]).optimizers["llm"].frozen_dtype
+        return load_config([path], [*own, *more]).model.optimizers["llm"].frozen_dtype
 
     assert (held(), held("llm/Optimizer.frozen_dtype='float16'")) == ("bfloat16", "float16")
     assert held("llm/Optimizer.frozen=False") == held("llm/Weights.path=''", "llm/Decoder.layers=1") == ""
@@ -382,7 +381,7 @@ def test_a_frozen_module_is_held_as_its_folder_holds_it(folder: Path, tmp_path: 
     assert held(f"llm/Weights.path={str(mixed)!r}") == "float32"
     saved = tmp_path / "config.gin"
     saved.write_text(operative_config(load_config([path], own)).replace(str(folder), "moved away"))
-    assert load_config([saved]).optimizers["llm"].frozen_dtype == "bfloat16"
+    assert load_config([saved]).model.optimizers["llm"].frozen_dtype == "bfloat16"
     with pytest.raises(
         ConfigError, match=r"llm/Optimizer\.frozen_dtype='int8': legal: 'float32', 'bfloat16', 'float16'"
     ):

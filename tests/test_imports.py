@@ -23,6 +23,7 @@ STANDS_ON = {
     "sigterm": "",
     "version": "",
     "exports": "configurable",
+    "fields": "configurable",
     "flags": "configurable sigterm",
     "json_files": "configurable",
     "attention": "flags jax_compat json_files",
@@ -36,19 +37,20 @@ STANDS_ON = {
     "models": "data weights",
     "reference": "models optimizer_config",
     "pipeline": "models optimizer schedule",
-    "config": "checkpoint data pipeline",
+    "recipe": "checkpoint data fields pipeline",
+    "config": "recipe",
     "restarts": "config",
     "planner": "restarts",
     "progress": "mesh",
-    "build": "config progress",
-    "viz": "build",
+    "assembly": "config progress",
+    "viz": "assembly",
     # Commands with rooms of their own: a folder has the command and what only it does.
     "eval": "viz",
     "train": "eval",
     "generate": "train",
     "export": "train",
     "inspect": "eval",
-    "plan": "build planner",
+    "plan": "assembly planner",
     "profile": "plan",
     "parity": "reference train",
     # Other commands. The first four never import JAX.
@@ -58,7 +60,8 @@ STANDS_ON = {
     "sample_data": "data flags",
     "serve": "data flags",
     "check": "parity",
-    "mmjax": "export train viz",  # mmjax/__init__.py
+    "run": "export generate parity plan",  # a run in Python
+    "mmjax": "run",  # mmjax/__init__.py
     "bench": "launch mmjax parity train",
     # Beside mmjax/.
     "benchmarks": "bench profile",

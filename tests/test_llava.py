@@ -7,14 +7,16 @@ import dataclasses
 import pytest
 from trial_runs import REPOSITORY
 
-from mmjax.build.assembly import open_source, plan
-from mmjax.build.model import build_model, encoder_specs
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import plan
+from mmjax.assembly.model import build_model, encoder_specs
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.layout import Layout
 from mmjax.models.families import module_of
 from mmjax.models.flops import parameter_count
 from mmjax.parity import check
+from mmjax.recipe import Recipe
 
 # What mmjax.plan found on eight H100s; and microbatches, schedule, and how much of the devices' time a step has idle.
 LAYOUTS = {
@@ -29,16 +31,16 @@ RUNS = {
 }
 
 
-def load(name: str) -> Config:
+def load(name: str) -> Recipe:
     return load_config([REPOSITORY / "configs" / f"{name}.gin"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_variants_differ_in_what_is_planned_alone(name: str) -> None:
     config, first = load(name), load("llava15")
-    assert config.layouts == LAYOUTS[name] and config.devices == 8
+    assert config.model.layouts == LAYOUTS[name] and config.devices == 8
     assert (config.train.microbatches, config.train.schedule) == RUNS[name][:2]
-    assert dataclasses.replace(config, layouts=first.layouts, train=first.train) == first
+    assert dataclasses.replace(config, model=config.model.with_layouts(first.model.layouts), train=first.train) == first
     planned = {"microbatches": first.train.microbatches, "schedule": first.train.schedule}
     assert dataclasses.replace(config.train, **planned) == first.train
 
@@ -51,13 +53,13 @@ def test_few_devices_are_idle(name: str) -> None:
 
 def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     config = load("llava15")
-    vision, llm = config.modules["vision"], config.modules["llm"]
+    vision, llm = config.model["vision"].settings, config.model["llm"].settings
     assert module_of(llm).parameters() == 6_738_415_616  # Vicuna-7B
     # CLIP ViT-L/14 at 336 pixels without its last layer and the norm behind that.
     assert (vision.layers, vision.width, vision.patch, vision.grid**2) == (23, 1024, 14, 576)
     assert (vision.class_token, vision.patch_bias, vision.stem_norm, vision.last_norm) == (True, False, True, False)
     assert module_of(vision).parameters() == 303_507_456 - 2 * 1024 - (12 * 1024**2 + 13 * 1024)
-    assert config.projectors["vision"].activation == "gelu_exact"
+    assert config.model.projectors["vision"].settings.activation == "gelu_exact"
     # Every patch is a token, and the projector has two layers with biases, 1024 to 4096 to 4096.
     model, source = build_model(config, make_tokenizer("", ("vision",))), open_source(config, split="train")
     assert parameter_count(model)["vision_projector"] == 20_979_712
@@ -65,10 +67,10 @@ def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     assert specs["vision"].tokens(336, 336) == 576 and source.meta(0).patches == {"vision": (576,)}
     sample = source.sample(0)
     assert sample.placeholders("vision").sum() == 576 and source.worst_case().tokens <= config.data.sequence_length
-    for optimizer in (config.optimizers["llm"], config.optimizers["vision_projector"]):
+    for optimizer in (config.model.optimizers["llm"], config.model.optimizers["vision_projector"]):
         assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup) == (1e-4, 1e-5, 60)
         assert (optimizer.b1, optimizer.b2, optimizer.weight_decay, optimizer.frozen) == (0.9, 0.95, 0.0, False)
-    assert config.optimizers["vision"].frozen
+    assert config.model.optimizers["vision"].frozen
     assert (config.train.global_batch, config.train.dtype, config.train.clip_norm) == (96, "bfloat16", 1.0)
 
 
@@ -78,4 +80,4 @@ def test_trains_as_one_device_does(name: str) -> None:
     report = check(load(name), style="silent")
     assert report
     assert report.ok, report.numbers()
-    assert report.shrunk.config.layouts == LAYOUTS[name]
+    assert report.shrunk.recipe.model.layouts == LAYOUTS[name]

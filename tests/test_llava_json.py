@@ -13,9 +13,10 @@ import pytest
 from trial_runs import REPOSITORY
 
 from mmjax import sample_data
-from mmjax.build import assembly
-from mmjax.build.assembly import build_packer, open_source
-from mmjax.config import Config, load_config
+from mmjax.assembly import assembly, samples
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.identity import difference, identity
@@ -24,6 +25,7 @@ from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval.folder import for_folder
 from mmjax.eval.samples import held_out
+from mmjax.recipe import Recipe
 from mmjax.train import __main__ as train
 
 FILE = REPOSITORY / "configs" / "llava_json.gin"
@@ -55,7 +57,7 @@ def bindings(data: Path, kind: str = "llava") -> list[str]:
     return [*source, f"Data.cache='{data / 'cache'}'"]
 
 
-def config_of(data: Path, kind: str, *more: str) -> Config:
+def config_of(data: Path, kind: str, *more: str) -> Recipe:
     return load_config([FILE], [*bindings(data, kind), *SMALL, *more])
 
 
@@ -79,7 +81,7 @@ def test_a_folder_is_read_as_the_run_reads_its_source(data: Path) -> None:
 
     assert seen >= 3
 
-    def two(*more: str) -> Config:
+    def two(*more: str) -> Recipe:
         other = (f"other/Source.path='{data / 'digits' / PATHS['llava']}'", *(f"other/Source.{b}" for b in own))
         return config_of(data, "llava", *(f"digits/Source.{b}" for b in own), *other, *more)
 
@@ -114,8 +116,8 @@ def test_the_same_batches_in_every_layout(data: Path) -> None:
 def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(data, "llava")
     source = open_source(config, split="train")
-    monkeypatch.setattr(assembly, "gather_texts", lambda own: [own, own])
-    assembly.require_same_data(config, source)
+    monkeypatch.setattr(samples, "gather_texts", lambda own: [own, own])
+    samples.require_same_data(config, source)
     spec = assembly.planned_data_spec(config)
     again = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec and identity(again, again.maker().source) == identity(spec, source)
@@ -130,9 +132,9 @@ def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeyp
     assert told.startswith("digits/Source.template is 'vicuna' here and 'chatml' there")
     next((data / "copy" / "digits" / "llava" / "images").iterdir()).unlink()
     lacking = open_source(copied, split="train")
-    monkeypatch.setattr(assembly, "gather_texts", lambda own: ["another", own])
+    monkeypatch.setattr(samples, "gather_texts", lambda own: ["another", own])
     with pytest.raises(ConfigError, match=r"Data\.sources=.*: process 1 finds other samples than process 0"):
-        assembly.require_same_data(copied, lacking)
+        samples.require_same_data(copied, lacking)
 
 
 def break_some(data: Path) -> None:

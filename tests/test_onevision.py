@@ -19,9 +19,9 @@ from PIL import Image
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import signed
-from mmjax.build.model import build_model
-from mmjax.config import Config, load_config, operative_config
+from mmjax.assembly.batches import signed
+from mmjax.assembly.model import build_model
+from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.tiles import NEWLINE, arrange, token_count
 from mmjax.data.types import EncoderSpec, Sample, Tiled
@@ -32,6 +32,7 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.parity.engine import check
+from mmjax.recipe import Recipe
 from mmjax.reference import sample_logits
 from mmjax.reference.encoders import encode
 from mmjax.reference.tiles import in_rows
@@ -64,7 +65,7 @@ def values() -> dict[str, np.ndarray]:
     return dict(np.load(FOLDER / "values.npz"))
 
 
-def configured(folder: Path, *settings: str) -> Config:
+def configured(folder: Path, *settings: str) -> Recipe:
     path = write_tiny(folder)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
@@ -116,14 +117,14 @@ def sample(values: Mapping[str, np.ndarray], number: int, placeholder: int) -> S
 
 
 def leaves_of(
-    config: Config, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+    recipe: Recipe, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """Torch's gradients by the names of our leaves, through the tables."""
     found = {}
     for module in {name.partition("/")[0] for name in shapes}:
-        own = config.modules.get(module, config.projectors["vision"])
-        table = find_pretrained(dict(config.model.families).get(module, PROJECTOR), read_config(str(FOLDER))).rows(own)
-        matches = match(expand(table, getattr(own, "layers", 0)), tensors)
+        part: Any = recipe.model.parts[module]
+        table = find_pretrained(part.family, read_config(str(FOLDER))).rows(part.settings)
+        matches = match(expand(table, getattr(part.settings, "layers", 0)), tensors)
         assert not matches.missing
         for leaf, (key, view) in matches.places.items():
             shape = shapes[f"{module}/{leaf}"]
@@ -182,7 +183,10 @@ def test_the_reference_gives_the_features_and_logits_of_transformers(
 )
 def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np.ndarray], tmp_path: Path) -> None:
     config = configured(tmp_path, *LAYOUTS[layout])
-    assert config.projectors["vision"].newline and config.projectors["vision"].most_tiles == 3
+    assert (
+        config.model.projectors["vision"].settings.newline
+        and config.model.projectors["vision"].settings.most_tiles == 3
+    )
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         placeholder = trainer.parts.tokenizer.media_token("vision")
         samples = [sample(values, number, placeholder) for number in range(SEQUENCES)]
@@ -191,7 +195,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
         result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.optimizers["llm"].b1
+        b1 = config.model.optimizers["llm"].b1
     assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
     got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
     want = leaves_of(config, dict(np.load(FOLDER / "gradients.npz")), {name: leaf.shape for name, leaf in got.items()})
@@ -236,9 +240,10 @@ def test_keys_of_all_folders_are_known(prefixes: Mapping[str, str], tmp_path: Pa
     for key in load_file(FOLDER / "model.safetensors"):
         prefix = next((old for old in prefixes if key.startswith(old)), None)
         keys.add(key if prefix is None else prefixes[prefix] + key.removeprefix(prefix))
-    for module, own in {**config.modules, "vision_projector": config.projectors["vision"]}.items():
-        found = find_pretrained(dict(config.model.families).get(module, PROJECTOR), theirs)
-        matches = match(expand(found.rows(own), getattr(own, "layers", 0)), keys)
+    parts: dict[str, Any] = dict(config.model.parts)
+    for part in parts.values():
+        pretrained = find_pretrained(part.family, theirs)
+        matches = match(expand(pretrained.rows(part.settings), getattr(part.settings, "layers", 0)), keys)
         assert not matches.missing
         taken |= {key for key, _ in matches.places.values()}
     assert {key for key in keys - taken if "post_layernorm" not in key} == set()

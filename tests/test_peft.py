@@ -17,15 +17,16 @@ from test_composed_export import language_model
 from trial_runs import ALONE, write_tiny
 
 from mmjax import reference
-from mmjax.build.model import build_model
-from mmjax.config import Config, advise, load_config, operative_config
-from mmjax.config.pretrained import adapted_module, folder_parameters, pretrained_folders
+from mmjax.assembly.model import build_model
+from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.export.__main__ import main
 from mmjax.export.adapters import export_adapters
 from mmjax.models.lora.peft import adapter_config, adapter_rows
+from mmjax.recipe import Recipe, advise
+from mmjax.recipe.pretrained import adapted_module, folder_parameters, pretrained_folders
 from mmjax.train.starts import shapes_of_model
 from mmjax.train.trainer import Trainer
 
@@ -34,19 +35,19 @@ PEFT, BASE = ORACLES / "adapters", ORACLES / "llm" / "qwen2"
 ADAPTED = (f"llm/Lora.path={str(PEFT)!r}", "llm/Optimizer.frozen=True")
 
 
-def configured(folder: Path, *bindings: str) -> Config:
+def configured(folder: Path, *bindings: str) -> Recipe:
     path = write_tiny(folder)
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("llm/Decoder")))
     sizes = ("Data.sequence_length=64", "Train.eval_samples=0", *ALONE)
     return load_config([path], [f"llm/Weights.path={str(BASE)!r}", *sizes, *bindings])
 
 
-def leaves_of(config: Config) -> tuple[Any, dict[str, np.ndarray]]:
+def leaves_of(recipe: Recipe) -> tuple[Any, dict[str, np.ndarray]]:
     """The model, and its language model's leaves from the folders."""
-    model, leaves = build_model(config, make_tokenizer("", ("vision",))), dict[str, np.ndarray]()
+    model, leaves = build_model(recipe, make_tokenizer("", ("vision",))), dict[str, np.ndarray]()
     shapes = shapes_of_model(model)
-    for path in pretrained_folders(config):
-        found = folder_parameters(config, path, shapes)
+    for path in pretrained_folders(recipe):
+        found = folder_parameters(recipe, path, shapes)
         for leaf, (key, view) in found.places.items():
             whole = tuple(slice(0, size) for size in shapes[leaf])
             leaves[leaf] = view.read(found.folder.tensor(key), shapes[leaf], whole)
@@ -56,12 +57,12 @@ def leaves_of(config: Config) -> tuple[Any, dict[str, np.ndarray]]:
 def test_a_folder_decides_rank_alpha_and_targets(tmp_path: Path) -> None:
     """And a run's own configuration has all of it, so that it needs the folder no more."""
     config = configured(tmp_path, *ADAPTED)
-    lora = config.lora("llm")
+    lora = config.model["llm"].lora.settings
     assert (lora.rank, lora.alpha, set(lora.targets)) == (3, 5.0, {"attn/q", "attn/v", "mlp/down"})
-    assert config.pretrained("llm_lora") == str(PEFT)
+    assert config.model.folder("llm_lora") == str(PEFT)
     saved = tmp_path / "saved.gin"
     saved.write_text(operative_config(config).replace(str(PEFT), "gone"))
-    assert load_config([saved]).lora("llm").targets == lora.targets
+    assert load_config([saved]).model["llm"].lora.settings.targets == lora.targets
     with pytest.raises(ConfigError, match=r"llm/Lora\.rank=8: .*adapters has 3; leave the setting out"):
         configured(tmp_path, *ADAPTED, "llm/Lora.rank=8")
 
@@ -120,7 +121,7 @@ def test_targets_may_have_the_names_of_hugging_face(tmp_path: Path) -> None:
 
     def targets(*names: str, module: str = "llm") -> tuple[str, ...]:
         given = (f"{module}/Lora.rank=2", f"{module}/Lora.targets={names!r}")
-        return configured(tmp_path, *given).lora(module).targets
+        return configured(tmp_path, *given).model[module].lora.settings.targets
 
     assert targets("q_proj", "v_proj", "down_proj") == ("attn/q", "attn/v", "mlp/down")
     assert targets("self_attn.o_proj", "mlp/up") == ("attn/o", "mlp/up")
@@ -172,5 +173,5 @@ def test_adapters_go_in_and_out_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
     assert main([f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'two'}", "--format=peft"]) == 0
     assert "llm_lora, which PeftModel.from_pretrained adds" in capsys.readouterr().out
     again = configured(tmp_path, f"llm/Lora.path={str(tmp_path / 'out')!r}")
-    assert set(again.lora("llm").targets) == set(config.lora("llm").targets)
-    assert (again.lora("llm").rank, again.lora("llm").alpha) == (3, 5.0)
+    assert set(again.model.llm.lora.settings.targets) == set(config.model["llm"].lora.settings.targets)
+    assert (again.model.llm.lora.settings.rank, again.model.llm.lora.settings.alpha) == (3, 5.0)

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import signed
-from mmjax.config import Config, load_config, operative_config
+from mmjax.assembly.batches import signed
+from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
@@ -39,6 +39,7 @@ from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.stage_model import StageModel
 from mmjax.parity.engine import check
+from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
@@ -355,7 +356,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Config:
+def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
     path = write_tiny(folder)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
@@ -367,7 +368,7 @@ def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Config:
     return load_config([path], [*settings, *layout])
 
 
-def leaves_of_gradients(kind: str, config: Config, shapes: Mapping[str, Any]) -> Arrays:
+def leaves_of_gradients(kind: str, recipe: Recipe, shapes: Mapping[str, Any]) -> Arrays:
     """Torch's gradients by the names of our leaves, through the tables."""
     folder = WeightsFolder.open(str(FOLDERS / kind))
     tensors = {old(key): own for key, own in np.load(FOLDERS / kind / "gradients.npz").items()}
@@ -375,7 +376,7 @@ def leaves_of_gradients(kind: str, config: Config, shapes: Mapping[str, Any]) ->
     found = {}
     for module, shape_of in shapes.items():
         own = find_pretrained(MODULES[module], folder.config)
-        settings = config.modules.get(module, config.projectors["vision"])
+        settings = recipe.model.parts[module].settings
         table = expand(own.rows(settings), getattr(settings, "layers", 0))
         for leaf, (key, view) in find_leaves(
             folder, module, table, shape_of, prefixes=own.key_prefixes, other_prefixes=own.other_prefixes
@@ -403,7 +404,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
         result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.optimizers["llm"].b1
+        b1 = config.model.optimizers["llm"].b1
     assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
     got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
     shapes: dict[str, dict[str, Any]] = {}

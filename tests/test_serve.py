@@ -23,7 +23,7 @@ from data_servers import BentServer
 from pyarrow import flight
 from trial_runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
-from mmjax.build.assembly import planned_data_spec
+from mmjax.assembly.assembly import planned_data_spec
 from mmjax.config import load_config
 from mmjax.data.batch_shape import BatchShape
 from mmjax.data.process_rows import ProcessRows

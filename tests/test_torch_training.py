@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import signed
-from mmjax.config import Config, load_config
-from mmjax.config.pretrained import folder_parameters
+from mmjax.assembly.batches import signed
+from mmjax.config import load_config
 from mmjax.data.types import Sample
+from mmjax.recipe import Recipe
+from mmjax.recipe.pretrained import folder_parameters
 from mmjax.train.trainer import Trainer
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -60,7 +61,7 @@ def oracle(name: str) -> tuple[Arrays, Mapping[str, Any]]:
     return values, json.loads(str(values["settings"]))
 
 
-def configured(folder: Path, name: str, layout: str, settings: Mapping[str, Any]) -> Config:
+def configured(folder: Path, name: str, layout: str, settings: Mapping[str, Any]) -> Recipe:
     path = write_tiny(folder)
     gone = ("vision/ViT", "llm/Decoder", "Packing")
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith(gone)))
@@ -100,10 +101,10 @@ def samples(name: str, tokens: list[np.ndarray], placeholder: int) -> list[Sampl
     return made
 
 
-def train(config: Config, name: str, values: Arrays, steps: int, folder: Path) -> tuple[list[float], Arrays]:
+def train(recipe: Recipe, name: str, values: Arrays, steps: int, folder: Path) -> tuple[list[float], Arrays]:
     """The losses of the first steps, and the parameters behind them."""
     losses = []
-    with Trainer(config, folder / "run", style="silent") as trainer:
+    with Trainer(recipe, folder / "run", style="silent") as trainer:
         placeholder = trainer.parts.tokenizer.media_token("vision")
         for step in range(steps):
             tokens = [values[f"tokens_{number}"][step].astype(np.int32) for number in range(3)]
@@ -115,11 +116,11 @@ def train(config: Config, name: str, values: Arrays, steps: int, folder: Path) -
     return losses, {key.removeprefix("params/"): leaf for key, leaf in held.items()}
 
 
-def torch_leaves(name: str, config: Config, values: Arrays, ours: Arrays) -> dict[str, np.ndarray]:
+def torch_leaves(name: str, recipe: Recipe, values: Arrays, ours: Arrays) -> dict[str, np.ndarray]:
     """Torch's parameters by the names of our leaves, through the tables."""
-    (path,) = config.folders
+    (path,) = recipe.folders
     tensors = {old(name, key.removeprefix("parameter/")): leaf for key, leaf in values.items() if "parameter/" in key}
-    places = folder_parameters(config, path, {name: leaf.shape for name, leaf in ours.items()}).places
+    places = folder_parameters(recipe, path, {name: leaf.shape for name, leaf in ours.items()}).places
     return {
         leaf: view.read(tensors[key], ours[leaf].shape, tuple(slice(0, size) for size in ours[leaf].shape))
         for leaf, (key, view) in places.items()

@@ -47,7 +47,7 @@ def test_a_frozen_whisper_hears_padded_calls_and_stays_as_it_is(tmp_path: Path) 
     own += [f"audio/Weights.path={str(folder)!r}", "audio/Optimizer.frozen=True", "audio/Whisper.merge=5"]
     own += ["audio/Layout.tp=2", "audio/Layout.pp=1", "Train.dtype='bfloat16'", "Train.steps=2", "Train.eval_samples=0"]
     config = load_config([path], own)
-    assert config.modules["audio"].mels == 20 and config.optimizers["audio"].frozen_dtype == "float32"
+    assert config.model["audio"].settings.mels == 20 and config.model.optimizers["audio"].frozen_dtype == "float32"
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         packer = trainer.parts.packer
         assert {width % 50 for _, width in packer.encoders["audio"].buckets} == {0}

@@ -14,13 +14,13 @@ import pytest
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import signed
-from mmjax.config import Config, load_config, operative_config
+from mmjax.assembly.batches import signed
+from mmjax.config import load_config, operative_config
 from mmjax.data.types import Sample
 from mmjax.export.folders import export_folders
-from mmjax.models.families import PROJECTOR
 from mmjax.models.pretrained import find_pretrained
 from mmjax.parity.engine import check
+from mmjax.recipe import Recipe
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import read_config
 from mmjax.weights.table import expand, match
@@ -45,7 +45,7 @@ SETTINGS = (
 )
 
 
-def configured(folder: Path, layout: tuple[str, ...]) -> Config:
+def configured(folder: Path, layout: tuple[str, ...]) -> Recipe:
     path = write_tiny(folder)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
@@ -71,14 +71,13 @@ def samples(values: Mapping[str, np.ndarray], placeholder: int) -> list[Sample]:
     return found
 
 
-def leaves_of_gradients(config: Config, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, Any]) -> dict[str, Any]:
+def leaves_of_gradients(recipe: Recipe, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, Any]) -> dict[str, Any]:
     """Torch's gradients by the names of our leaves, through the tables."""
     found = {}
     for module, shape_of in shapes.items():
-        family = dict(config.model.families).get(module, PROJECTOR)
-        own = config.modules.get(module, config.projectors["vision"])
-        table = find_pretrained(family, read_config(str(FOLDER))).rows(own)
-        matches = match(expand(table, getattr(own, "layers", 0)), tensors)
+        part: Any = recipe.model.parts[module]
+        table = find_pretrained(part.family, read_config(str(FOLDER))).rows(part.settings)
+        matches = match(expand(table, getattr(part.settings, "layers", 0)), tensors)
         assert not matches.missing
         for leaf, (key, view) in matches.places.items():
             shape = shape_of[leaf]
@@ -91,7 +90,7 @@ def leaves_of_gradients(config: Config, tensors: Mapping[str, np.ndarray], shape
 )
 def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, LAYOUTS[layout])
-    assert config.modules["vision"].layers == 2 and config.modules["llm"].width == 24
+    assert config.model["vision"].settings.layers == 2 and config.model["llm"].settings.width == 24
     values, gradients = dict(np.load(FOLDER / "values.npz")), dict(np.load(FOLDER / "gradients.npz"))
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"vision, vision_projector, llm: parameters of {FOLDER} (")
@@ -103,7 +102,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
         result = trainer.executor.step([signed(batch)], divisors)
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.optimizers["llm"].b1
+        b1 = config.model.optimizers["llm"].b1
     assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
     got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
     shapes: dict[str, dict[str, Any]] = {}

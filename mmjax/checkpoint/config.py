@@ -75,3 +75,15 @@ class WeightsConfig:
         fix = "is of a tower's own folder; name that in Weights.path, or leave this 0"
         require(bool(self.path) or not self.layer, "Weights.layer", self.layer, fix)
         require(all(self.new_tokens), "Weights.new_tokens", self.new_tokens, "has an empty text; leave it out")
+
+    def folder(self, whole: str) -> str:
+        """The folder of safetensors that parameters are read from; "" for none.
+
+        Args:
+          whole: a folder of a whole model that has the module; "" for none.
+        """
+        return self.path if self.path or self.init_from else whole
+
+    def folder_setting(self, module: str) -> str:
+        """The gin setting that names the folder of safetensors of ``module``."""
+        return f"{module}/Weights.path" if self.path else "Model.weights"

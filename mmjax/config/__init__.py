@@ -1,4 +1,4 @@
-"""Configuration: gin text and flags become one frozen, checked `Config`."""
+"""Configuration: gin text and flags become one frozen, checked `Recipe`."""
 
 from mmjax.config.load import (
     config_of_values,
@@ -9,13 +9,9 @@ from mmjax.config.load import (
     require_devices,
 )
 from mmjax.config.operative import changed_values, differences, operative_config
-from mmjax.config.schema import Config, TrainConfig, scopes_of
-from mmjax.config.validate import advise, validate
+from mmjax.config.scopes import scopes_of
 
 __all__ = [
-    "Config",
-    "TrainConfig",
-    "advise",
     "changed_values",
     "config_of_values",
     "config_that_fits",
@@ -26,5 +22,4 @@ __all__ = [
     "operative_config",
     "require_devices",
     "scopes_of",
-    "validate",
 ]

@@ -1,4 +1,4 @@
-"""Builds the dataclasses of a `Config` from bindings: finds classes and scopes, checks names and types."""
+"""Builds the dataclasses of a `Recipe` from bindings: finds classes and scopes, checks names and types."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from typing import Any
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import MOVED, Binding, RawText
 from mmjax.config.processor import data_settings, grown_tables, source_settings
-from mmjax.config.schema import Config, TrainConfig, folder_setting, pretrained_folder, scopes_of
-from mmjax.config.types import FieldInfo, Mismatch, convert, fields_of
+from mmjax.config.scopes import scopes_of
+from mmjax.config.types import Mismatch, convert
 from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
+from mmjax.fields import FieldInfo, fields_of
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, family_setting, lora_name, projector_name
-from mmjax.models.families import FAMILIES, PROJECTOR, Family, family_of
+from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, family_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.names import with_native_names
 from mmjax.models.lora.peft import adapter_settings
 from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
+from mmjax.recipe.model_spec import ModelSpec
+from mmjax.recipe.recipe import Recipe
+from mmjax.recipe.specs import LoraSpec, ModuleSpec, ProjectorSpec
+from mmjax.recipe.train_config import TrainConfig
 from mmjax.user_code import names_code, require_allowed
 from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
 
@@ -54,54 +59,29 @@ class ConfigBuilder:
             by_field = self._bound.setdefault(binding.cls, {})
             by_field[binding.scope, binding.field] = dataclasses.replace(binding, value=value)
 
-    def config(self) -> Config:
-        """Builds the `Config`. Each dataclass has checked itself, and every scope exists."""
+    def recipe(self) -> Recipe:
+        """Builds the `Recipe`. Each dataclass has checked itself, and every scope exists."""
         model, data = self._build(ModelConfig), self._build(DataConfig)
-        adapters = {n: adapter_settings(n, self._values(LoraConfig, n), family) for n, family in model.families}
-        loras = {name: self._build(LoraConfig, name, decided) for name, decided in adapters.items()}
+        loras = {name: self._lora(name, family) for name, family in model.families}
         scopes = scopes_of(model, data, [name for name, lora in loras.items() if lora.rank])
         self._check_scopes(scopes)
         weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
-        # Settings come from the folder of a whole model even if a module's parameters come from another run.
-        folders = {
-            name: pretrained_folder(model, dataclasses.replace(start, init_from=""), name)
-            for name, start in weights.items()
-        }
-        tokens = data_settings(self._values(DataConfig, ""), folders[LLM], model.weights, weights)
+        folders = _Folders(model.weights, weights, without=[*model.generators, *map(projector_name, model.generators)])
+        tokens = data_settings(self._values(DataConfig, ""), folders.of_settings(LLM), model.weights, weights)
         data = self._build(DataConfig, "", tokens)
-        families = dict(model.families)
-        modules = {name: self._module(family, name, folders[name], data) for name, family in families.items()}
-        projectors = {name: self._module(PROJECTOR, name, folders[projector_name(name)], data) for name in model.media}
-        settings = modules | {projector_name(name): projector for name, projector in projectors.items()}
-        image_folder = folders.get(data.image_encoder, "")
-        return Config(
+        nodes = {
+            name: self._node(name, kind, role, lora=loras[name], data=data, folders=folders)
+            for name, kind, role in model.roles
+        }
+        image_folder = folders.of_settings(data.image_encoder) if data.image_encoder in weights else ""
+        return Recipe(
+            model=ModelSpec(nodes=nodes, weights=model.weights),
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
             data=data,
-            task=self._build(data.origin.config) if data.origin.config else None,
             checkpoint=self._build(CheckpointConfig),
-            model=model,
-            modules=modules,
-            callbacks={name: self._build(CallbacksConfig, name) for name in scopes[CallbacksConfig]},
-            loras={
-                name: with_native_names(name, lora, families[name], modules[name], folders[name])
-                for name, lora in loras.items()
-            },
-            projectors=projectors,
-            packing={name: self._build(PackingConfig, name) for name in scopes[PackingConfig]},
-            layouts={name: self._build(Layout, name) for name in scopes[Layout]},
-            optimizers={
-                name: self._optimizer(
-                    name,
-                    pretrained_folder(model, weights[name], name),
-                    families.get(name, PROJECTOR),
-                    settings.get(name),
-                )
-                for name in scopes[OptimizerConfig]
-            },
-            offloads={name: self._build(OffloadConfig, name) for name in scopes[OffloadConfig]},
+            task=self._build(data.origin.config) if data.origin.config else None,
             sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
-            weights=weights,
         )
 
     def steps(self) -> int:
@@ -120,6 +100,46 @@ class ConfigBuilder:
         bound = self._bound.get(setting[1], {}) if setting else {}
         binding = (bound.get((scope, setting[2])) or bound.get(("", setting[2]))) if setting else None
         return ConfigError(f"{message} ({binding.where})" if binding else message)
+
+    def _node(
+        self, name: str, kind: str, role: Role, *, lora: LoraConfig, data: DataConfig, folders: _Folders
+    ) -> ModuleSpec:
+        """A node of the model; folders of weights decide some of its settings."""
+        family = family_of(family_setting(name, role), kind, role)
+        settings = self._module(family, name, folders.of_settings(name), data)
+        adapters = with_native_names(name, lora, family, settings, folders.of_settings(name))
+        return ModuleSpec(
+            name=name,
+            kind=kind,
+            role=role,
+            settings=settings,
+            layout=self._build(Layout, name),
+            optimizer=self._optimizer(name, folders.of_parameters(name), family, settings),
+            weights=folders.weights[name],
+            projector=None if role == "llm" else self._projector(name, data, folders),
+            lora=self._adapters(name, adapters, folders),
+            packing=self._build(PackingConfig, name),
+            offload=self._build(OffloadConfig, name),
+            callbacks=self._build(CallbacksConfig, name),
+        )
+
+    def _projector(self, name: str, data: DataConfig, folders: _Folders) -> ProjectorSpec:
+        """The projector of a node."""
+        part = projector_name(name)
+        settings = self._module(PROJECTOR, name, folders.of_settings(part), data)
+        optimizer = self._optimizer(part, folders.of_parameters(part), PROJECTOR, settings)
+        return ProjectorSpec(settings=settings, optimizer=optimizer, weights=folders.weights[part])
+
+    def _lora(self, name: str, family: Family) -> LoraConfig:
+        """The adapters of a module; a folder of adapters decides some of their settings."""
+        return self._build(LoraConfig, name, adapter_settings(name, self._values(LoraConfig, name), family))
+
+    def _adapters(self, name: str, lora: LoraConfig, folders: _Folders) -> LoraSpec:
+        """The adapters of a node, with their optimizer if there are any."""
+        part = lora_name(name)
+        if not lora.rank:
+            return LoraSpec(settings=lora)
+        return LoraSpec(settings=lora, optimizer=self._build(OptimizerConfig, part), weights=folders.weights[part])
 
     def _module(self, family: Family, name: str, folder: str, data: DataConfig) -> Any:
         """The settings of a module, or of its projector; its folder of weights decides some."""
@@ -144,7 +164,7 @@ class ConfigBuilder:
             decided = find_pretrained(family, folder_config, weights.layer).fields()
             decided |= grown_tables(decided, data) if module == LLM else {}
         except ConfigError as error:
-            setting = folder_setting(weights, module)
+            setting = weights.folder_setting(module)
             raise ConfigError(f"{setting}={folder!r}: {error}") from None
         proposed = {field.name for field in dataclasses.fields(cls) if "proposed" in field.metadata}
         for field in (decided.keys() & values.keys()) - proposed:
@@ -159,13 +179,8 @@ class ConfigBuilder:
         optimizer = self._build(OptimizerConfig, name)
         if not (optimizer.frozen and folder) or "frozen_dtype" in self._values(OptimizerConfig, name):
             return optimizer
-        try:
-            dtypes = stored_dtypes(WeightsFolder.open(folder), family, settings)
-        except ConfigError:  # reading the tensors will report the error
-            return optimizer
-        # The one dtype of all tensors; float32, which holds the others exactly, for several and for float64.
-        dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(HELD) else HELD[0]
-        return self._build(OptimizerConfig, name, {"frozen_dtype": dtype})
+        dtype = stored_dtype(folder, family, settings)
+        return self._build(OptimizerConfig, name, {"frozen_dtype": dtype}) if dtype else optimizer
 
     def _source(self, name: str, data: DataConfig, folder: str) -> SourceConfig:
         """A dataset. The tokenizer's folder decides its template, the image encoder's folder its image rules."""
@@ -243,6 +258,43 @@ class ConfigBuilder:
         if binding.text is not None and scoped and scoped[0] and all(scoped):
             fix = f"write --gin.{scoped[0].key}={binding.text}"
             raise ConfigError(f"{binding.where} changes nothing: {scoped[0].key} is set ({scoped[0].where}); {fix}")
+
+
+def stored_dtype(folder: str, family: Family, settings: Any) -> str:
+    """The one dtype of a module's tensors in a folder of safetensors; "" for no folder.
+
+    It is float32, which holds the others exactly, where there are several, and for float64.
+    """
+    if not folder:
+        return ""
+    try:
+        dtypes = stored_dtypes(WeightsFolder.open(folder), family, settings)
+    except ConfigError:  # reading the tensors will report the error
+        return ""
+    return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(HELD) else HELD[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folders:
+    """The folders of safetensors that settings and parameters come from.
+
+    Attributes:
+      whole: the folder of a whole model; "" for none.
+      weights: the start of each part's parameters.
+      without: parts that the whole model does not have.
+    """
+
+    whole: str
+    weights: Mapping[str, WeightsConfig]
+    without: Sequence[str]
+
+    def of_parameters(self, part: str) -> str:
+        """The folder of a part's parameters; "" for none."""
+        return self.weights[part].folder("" if part in self.without else self.whole)
+
+    def of_settings(self, part: str) -> str:
+        """The folder of a part's settings, even if its parameters come from a run; "" for none."""
+        return self.weights[part].path or ("" if part in self.without else self.whole)
 
 
 def _user_classes(model: ModelConfig, *, allow_code: bool) -> Iterator[type[Any]]:

@@ -19,9 +19,10 @@ from mmjax import flags as base_flags
 from mmjax import sigterm
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import scopes_of
-from mmjax.config.types import describe, fields_of
+from mmjax.config.types import describe
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
+from mmjax.fields import fields_of
 from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, WIDTH, Flag, Flags, entry, importing
 from mmjax.mesh import process_group
 from mmjax.models.config import ModelConfig

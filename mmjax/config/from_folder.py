@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from mmjax.config.schema import Config
+import os
+from dataclasses import replace
+
+from mmjax.config.builder import ConfigBuilder, stored_dtype
+from mmjax.config.gin_reader import read_bindings
 from mmjax.configurable import ConfigError
-from mmjax.models.config import LLM
-from mmjax.models.pretrained import COMPOSITES, find_pretrained
+from mmjax.models.config import projector_name
+from mmjax.models.pretrained import COMPOSITES
+from mmjax.recipe import ModelSpec, ModuleSpec
+from mmjax.recipe.datasets import Processor
 from mmjax.weights.folder import read_config
 
 TOKENIZER = "tokenizer.json"
 _MEDIA = ("vision_config", "audio_config")
 """Parts of the ``config.json`` of a whole model."""
-
-
-def positions_of(config: Config) -> int:
-    """The number of positions that the language model's folder states; 0 if it states none."""
-    try:
-        folder_config = read_config(config.pretrained(LLM)) if config.pretrained(LLM) else {}
-        family = dict(config.model.families)[LLM]
-        settings = find_pretrained(family, folder_config).settings if folder_config else {}
-    except ConfigError:  # a run that continues no longer needs its folder
-        return 0
-    return int(settings.get("max_position_embeddings") or 0)
 
 
 def folder_bindings(path: str) -> list[str]:
@@ -38,3 +33,27 @@ def folder_bindings(path: str) -> list[str]:
     if folder_config.get("model_type") in COMPOSITES or any(part in folder_config for part in _MEDIA):
         return [messages, f"Model.weights={path!r}"]
     return [messages, "Model.encoders={}", f"llm/Weights.path={path!r}"]
+
+
+def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
+    """The model of a folder as ``save_pretrained`` writes it, with its parameters, tokenizer and rules for images.
+
+    Args:
+      path: the folder of a whole model, such as LLaVA's or Qwen2-VL's, or of a language model.
+
+    Raises:
+      ConfigError: the folder holds no such model; one line.
+    """
+    recipe = ConfigBuilder(read_bindings([], folder_bindings(os.fspath(path)))).recipe()
+    (source,) = recipe.sources.values()
+    model = recipe.model.map(lambda node: _with_stored_dtypes(recipe.model, node))
+    return replace(model, processor=Processor(tokenizer=recipe.data.tokenizer, source=source))
+
+
+def _with_stored_dtypes(model: ModelSpec, node: ModuleSpec) -> ModuleSpec:
+    """The node, whose parts know the dtype that they are stored in."""
+    node = replace(node, stored_dtype=stored_dtype(model.folder(node.name), node.family, node.settings))
+    if part := node.projector:
+        dtype = stored_dtype(model.folder(projector_name(node.name)), part.family, part.settings)
+        node = replace(node, projector=replace(part, stored_dtype=dtype))
+    return node

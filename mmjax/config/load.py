@@ -1,4 +1,4 @@
-"""Makes one frozen, checked `Config` from gin text, from values by key, or from a run directory.
+"""Makes one frozen, checked `Recipe` from gin text, from values by key, or from a run directory.
 
     config = load_config(["digits_vlm"], ["Train.steps=100", "vision/Layout.dp=2"])
 
@@ -16,11 +16,12 @@ from typing import Any
 
 from mmjax.config.builder import FIELD, ConfigBuilder
 from mmjax.config.gin_reader import Binding, read_bindings, resolve
-from mmjax.config.schema import Config, TrainConfig
 from mmjax.config.shipped import CONFIGS, find_config
 from mmjax.config.steps import fit_to_steps
-from mmjax.config.validate import check_devices, validate
 from mmjax.configurable import ConfigError, near_misses
+from mmjax.recipe.recipe import Recipe
+from mmjax.recipe.train_config import TrainConfig
+from mmjax.recipe.validate import check_devices, validate
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _ORDER = ("schedule", "inner", "window", "lowering")
@@ -33,8 +34,8 @@ _ANY_LAYOUT_SCHEDULE = Binding(
 
 def load_config(
     gin_files: Sequence[str | os.PathLike[str]], bindings: Sequence[str] = (), *, allow_code: bool = False
-) -> Config:
-    """Reads gin files and bindings ("vision/Layout.tp=2", later ones win) into a checked `Config`.
+) -> Recipe:
+    """Reads gin files and bindings ("vision/Layout.tp=2", later ones win) into a checked `Recipe`.
 
     Touches no device, runs nothing and keeps no state, so a notebook may call it again and again.
 
@@ -52,8 +53,8 @@ def load_config(
     )
 
 
-def config_of_values(values: Mapping[str, Any]) -> Config:
-    """A checked `Config` from values by key, {"vision/Layout.tp": 2}; needs no gin text, and no gin-config.
+def config_of_values(values: Mapping[str, Any]) -> Recipe:
+    """A checked `Recipe` from values by key, {"vision/Layout.tp": 2}; needs no gin text, and no gin-config.
 
     Lists count as tuples, so that JSON may hold the values; `changed_values` gives them.
 
@@ -76,7 +77,7 @@ def load_run_config(
     bindings: Sequence[str] = (),
     *,
     allow_code: bool = False,
-) -> Config:
+) -> Recipe:
     """Loads the operative config of a run directory, with other layouts if gin files name some.
 
     Only layouts, `World` and the schedule are taken from `gin_files`, and they replace the run's: a run on eight
@@ -115,7 +116,7 @@ def _load_checked(
     setting_files: Sequence[str | os.PathLike[str]],
     named_files: Sequence[str | os.PathLike[str]],
     allow_code: bool,
-) -> Config:
+) -> Recipe:
     """Builds and checks a configuration.
 
     Args:
@@ -126,7 +127,7 @@ def _load_checked(
     """
     bindings, fitted = fit_to_steps(bindings, lambda: _steps_in(setting_files, allow_code=allow_code))
     builder = ConfigBuilder(bindings, allow_code=allow_code)
-    config = dataclasses.replace(builder.config(), allow_code=allow_code, fitted=fitted)
+    config = dataclasses.replace(builder.recipe(), allow_code=allow_code, fitted=fitted)
     try:
         require_devices(config, config.world.devices or config.devices, named_files)
         validate(config)
@@ -149,14 +150,14 @@ def _runs_beside(run_dir: Path) -> str:
     return f", such as {near[0]!r}" if near else ""
 
 
-def require_devices(config: Config, available: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
+def require_devices(recipe: Recipe, available: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
     """Requires that the number of available devices is enough for the layouts.
 
     Raises:
       ConfigError: it is not; the message names a flag, and a gin file beside `gin_files`, that fit.
     """
-    if available < config.devices:
-        check_devices(config, available, config_that_fits(available, gin_files))
+    if available < recipe.devices:
+        check_devices(recipe, available, config_that_fits(available, gin_files))
 
 
 def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> tuple[Path, int] | None:
@@ -175,7 +176,7 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
     for path in sorted(folder.glob("*.gin")):
         try:
             bindings = read_bindings([path])
-            needed = ConfigBuilder(bindings).config().devices
+            needed = ConfigBuilder(bindings).recipe().devices
         except ConfigError:
             continue
         if any(b.cls == "Layout" for b in bindings) and needed <= devices and (best is None or needed > best[1]):

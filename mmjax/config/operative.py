@@ -1,4 +1,4 @@
-"""The settings of a `Config` as text and as values, and the differences between two such texts."""
+"""The settings of a `Recipe` as text and as values, and the differences between two such texts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from mmjax.config.gin_reader import renamed
 from mmjax.config.processor import DECIDED
-from mmjax.config.schema import Config
-from mmjax.config.types import fields_of
 from mmjax.configurable import gin_name
+from mmjax.fields import fields_of
+from mmjax.recipe.recipe import Recipe
 
 
-def operative_config(config: Config) -> str:
-    """Returns gin text with every field of every module; loading it gives an equal `Config`."""
+def operative_config(recipe: Recipe) -> str:
+    """Returns gin text with every field of every module; loading it gives an equal `Recipe`."""
     blocks = ["# Every setting of the run. Loading this file gives the same configuration."]
-    for prefix, settings in _settings_by_prefix(config):
+    for prefix, settings in _settings_by_prefix(recipe):
         names = [field.name for field in dataclasses.fields(settings)]
         blocks.append("\n".join(f"{prefix}.{name} = {getattr(settings, name)!r}" for name in names))
     return "\n\n".join(blocks) + "\n"
@@ -33,19 +33,19 @@ def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
     return {name: values for name, values in pairs.items() if values[0] != values[1]}
 
 
-def changed_values(config: Config) -> dict[str, Any]:
-    """Returns every value that is not its field's default, by key; `config_of_values` makes an equal `Config`."""
+def changed_values(recipe: Recipe) -> dict[str, Any]:
+    """Returns every value that is not its field's default, by key; `config_of_values` makes an equal `Recipe`."""
     values: dict[str, Any] = {}
-    for prefix, settings in _settings_by_prefix(config):
+    for prefix, settings in _settings_by_prefix(recipe):
         decided = DECIDED.get(type(settings), ())  # a folder would decide these if they were left out
         for name, info in fields_of(type(settings)).items():
-            if (value := getattr(settings, name)) != info.default or (name in decided and config.folders):
+            if (value := getattr(settings, name)) != info.default or (name in decided and recipe.folders):
                 values[f"{prefix}.{name}"] = value
     return values
 
 
-def _settings_by_prefix(config: Config) -> Iterator[tuple[str, Any]]:
+def _settings_by_prefix(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """Yields every configured object with the beginning of its keys, such as "vision/Layout"."""
-    for scope, settings in config.walk():
+    for scope, settings in recipe.walk():
         name = gin_name(type(settings))
         yield (f"{scope}/{name}" if scope else name), settings

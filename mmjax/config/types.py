@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 from mmjax.config.gin_reader import RawText
 
-_EXAMPLES: Mapping[type, object] = {int: 1, float: 0.5, bool: True, str: "text"}
 _NAMES: Mapping[type, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
 
 
 class Mismatch(Exception):
     """The value has the wrong type. The message names the expected one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FieldInfo:
-    """One field of a configurable.
-
-    Attributes:
-      name: the field's name.
-      annotation: its type, resolved.
-      default: its default.
-      example: a legal value for messages: `metadata["example"]`, else the default, else one made from the type.
-      doc: the sentence that the class's docstring has for it.
-    """
-
-    name: str
-    annotation: Any
-    default: object
-    example: object
-    doc: str
-
-
-@lru_cache(maxsize=64)
-def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
-    """The fields of a configurable by name, in order."""
-    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
-    infos = {}
-    for field in dataclasses.fields(cls):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        annotation = hints[field.name]
-        legal = field.metadata.get("example", example(annotation) if default in ((), {}, "") else default)
-        infos[field.name] = FieldInfo(
-            name=field.name, annotation=annotation, default=default, example=legal, doc=docs.get(field.name, "")
-        )
-    return types.MappingProxyType(infos)
 
 
 def convert(value: object, annotation: Any) -> Any:
@@ -128,32 +88,3 @@ def describe(annotation: Any) -> str:
     if origin is not None and issubclass(origin, Mapping):
         return f"a dict from {describe(args[0])} to {describe(args[1])}"
     return str(getattr(annotation, "__name__", annotation))
-
-
-def example(annotation: Any) -> object:
-    """A value that the annotation allows."""
-    if annotation in _EXAMPLES:
-        return _EXAMPLES[annotation]
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return example(args[0])
-    if origin is tuple:
-        return (example(args[0]),) if args[-1] is Ellipsis else tuple(example(item) for item in args)
-    if origin is not None and issubclass(origin, Mapping):
-        return {example(args[0]): example(args[1])}
-    return None
-
-
-def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """Sentences of the class's docstring by field: "name: sentence" or "name, name: sentence for both"."""
-    names = "|".join(re.escape(field.name) for field in dataclasses.fields(cls))
-    text = re.sub(r"\n\s*\n|\n\s*(Attributes|Raises|Source):", " \0", cls.__doc__ or "")
-    # After a sentence or at the start of a line: in "how activations cross between devices: ..." it is a mere word.
-    head = rf"(?:^|[\n\0]|(?<=[.;])\s)\s*((?:{names})(?:, (?:{names}))*):\s"
-    pieces = re.split(head, text)
-    docs: dict[str, str] = {}
-    for group, body in zip(pieces[1::2], pieces[2::2], strict=True):
-        sentence = " ".join(body.split("\0")[0].split()).replace("``", "")
-        for name in group.split(", "):
-            docs[name] = sentence
-    return docs

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, data, count = str(flags.values["run_dir"]), str(flags.values["data"]), int(flags.values["samples"])
         if count < 0:
             raise ConfigError(f"--samples={count}: must be 0 or more, such as {USUAL_SAMPLES}")
-        config = load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        recipe = load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         source = str(flags.values["source"])
         if source and not data:
             raise ConfigError(f"--source={source!r}: only a folder is read like a source; add --data or leave it out")
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             _require_data(Path(data))
         out = _made_folder(str(flags.values["out"])) if flags.values["out"] else None
         join_processes(flags)
-        report = evaluate(config, run_dir, data, count, source=source)
+        report = evaluate(recipe, run_dir, data, count, source=source)
         if out:
             _write(out, report)
         numbers = report.numbers()
         if flags.values["json"]:
             print(json.dumps(numbers))
         else:
-            folder = data or (config.data.folder if config.data.task == "folder" else "")
+            folder = data or (recipe.data.folder if recipe.data.task == "folder" else "")
             samples = f"samples of {folder}" if folder else "held-out samples"
             from mmjax.eval.scores import show
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.build.parts import PlacedRun
+from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
 from mmjax.data.sample import answer_text, loss_weight, prompt_only

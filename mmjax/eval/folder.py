@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from mmjax.build.assembly import build_packer, open_source
-from mmjax.config import Config
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.samples import open_source
 from mmjax.configurable import ConfigError, require
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.config import PackingConfig
@@ -15,58 +15,60 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import folder_as_source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
+from mmjax.recipe import Recipe
 
 
-def for_folder(config: Config, folder: str, source: str = "") -> Config:
+def for_folder(recipe: Recipe, folder: str, source: str = "") -> Recipe:
     """The configuration that reads the samples of `folder` with the template and preprocessing of the run.
 
     The run's shapes, whose programs are compiled already, are kept where the samples fit into them. Otherwise a cell
     holds one sample, and rows and buckets have the size of the largest sample.
 
     Args:
-      config: the run's configuration.
+      recipe: the run's configuration.
       folder: a folder of images with a data.jsonl.
       source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
 
     Raises:
       ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
     """
-    data, sources = folder_as_source(replace(config.data, folder=folder), source_like(config, source))
-    with_folder = replace(config, data=data, sources=sources)
+    data, sources = folder_as_source(replace(recipe.data, folder=folder), source_like(recipe, source))
+    with_folder = replace(recipe, data=data, sources=sources)
     worst = open_source(with_folder, split="test").worst_case()
     length = max(data.sequence_length, worst.tokens)
     with_folder = replace(with_folder, data=replace(data, sequence_length=length))
     try:
-        run = build_packer(config, _tokenizer(config))
+        run = build_packer(recipe, _tokenizer(recipe))
         packing = {
             name: PackingConfig(buckets=per_microbatch(spec.buckets, run.cells)) for name, spec in run.encoders.items()
         }
-        in_shapes_of_run = replace(with_folder, packing={**config.packing, **packing})
-        if build_packer(in_shapes_of_run, _tokenizer(config)).encoders == run.encoders:
+        in_shapes_of_run = replace(with_folder, model=recipe.model.with_packing(packing))
+        if build_packer(in_shapes_of_run, _tokenizer(recipe)).encoders == run.encoders:
             return in_shapes_of_run  # else a bucket had to be added
     except ConfigError:  # an image is beyond the encoder's positions, or the run's own folder is gone
         pass
-    rows = cell_count(config.layouts.values())
-    train = replace(config.train, global_batch=rows, microbatches=1)
-    return replace(with_folder, packing=dict.fromkeys(config.packing, PackingConfig(buckets=())), train=train)
+    rows = cell_count(recipe.model.layouts.values())
+    train = replace(recipe.train, global_batch=rows, microbatches=1)
+    model = recipe.model.map(lambda node: replace(node, packing=PackingConfig(buckets=())))
+    return replace(with_folder, model=model, train=train)
 
 
 _FILES = ("kind", "path", "media", "held_out", "strict", "cut", "preset", "byte_limit", "pixel_limit")
 """Fields of a source that do not change its samples."""
 
 
-def source_like(config: Config, name: str, flag: str = "--data") -> SourceConfig | None:
+def source_like(recipe: Recipe, name: str, flag: str = "--data") -> SourceConfig | None:
     """The source of the run whose settings other samples are read with; `None` for a run without sources.
 
     Args:
-      config: the run's configuration.
+      recipe: the run's configuration.
       name: the source's name; needed where the run's sources differ in preprocessing.
       flag: the flag that names the other samples, for errors.
 
     Raises:
       ConfigError: `name` is none of the run's sources; or it is empty, and the sources differ in preprocessing.
     """
-    sources = {source: config.sources[source] for source in config.data.sources if source in config.sources}
+    sources = {source: recipe.sources[source] for source in recipe.data.sources if source in recipe.sources}
     names = ", ".join(sources)
     if name:
         fix = f"is none of the run's sources; use one of {names}" if sources else "the run has no sources; leave it out"
@@ -85,5 +87,5 @@ def _preprocessing(source: SourceConfig) -> dict[str, Any]:
     return {field.name: getattr(source, field.name) for field in fields(SourceConfig) if field.name not in _FILES}
 
 
-def _tokenizer(config: Config) -> Tokenizer:
-    return tokenizer_of(config.data, config.model.media)
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return tokenizer_of(recipe.data, recipe.model.media)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmjax.config import Config
 from mmjax.flags import importing
+from mmjax.recipe import Recipe
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.data.types import Sample
@@ -41,12 +41,12 @@ class EvalReport:
 
 
 def evaluate(
-    config: Config, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto", source: str = ""
+    recipe: Recipe, run_dir: str | Path, data: str = "", count: int = 0, style: str = "auto", source: str = ""
 ) -> EvalReport:
     """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
 
     Args:
-      config: the run's, under any layout; see `load_run_config`.
+      recipe: the run's, under any layout; see `load_run_config`.
       run_dir: the run's directory.
       data: a folder of images with a data.jsonl; empty for held-out samples.
       count: how many samples; 0 for as many as the run evaluates, or the whole folder.
@@ -58,8 +58,8 @@ def evaluate(
       CheckpointError: the checkpoint is of another model.
     """
     with importing():
-        from mmjax.build.assembly import place
-        from mmjax.build.data_state import known_in
+        from mmjax.assembly.assembly import place
+        from mmjax.assembly.data_state import known_in
         from mmjax.data.sample import meta_of
         from mmjax.eval.evaluator import Evaluator, load_parameters, require_checkpoint, room_for
         from mmjax.eval.folder import for_folder
@@ -69,13 +69,13 @@ def evaluate(
         from mmjax.progress import Progress
 
     require_checkpoint(run_dir)
-    config = known_in(as_evaluated(config), run_dir)
+    recipe = known_in(as_evaluated(recipe), run_dir)
     if data:
-        config = for_folder(config, data, source)
-    samples = held_out(config, count or (sys.maxsize if data else config.train.eval_samples or USUAL_SAMPLES))
-    parts = place(config)
+        recipe = for_folder(recipe, data, source)
+    samples = held_out(recipe, count or (sys.maxsize if data else recipe.train.eval_samples or USUAL_SAMPLES))
+    parts = place(recipe)
     step, states = load_parameters(parts, run_dir)
-    swapped = {} if data else exchanged(config, parts.tokenizer, samples)
+    swapped = {} if data else exchanged(recipe, parts.tokenizer, samples)
     prompts = [*samples, *(sample for variants in swapped.values() for sample in variants)]
     metas = [meta_of(sample, parts.packer.encoders) for sample in prompts]
     evaluator = Evaluator(parts, room=room_for(metas, parts.packer.sequence_length))
@@ -87,7 +87,7 @@ def evaluate(
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
     # First the answers to the samples as they are, then as many for each encoder whose media are exchanged.
     plain, *variants = [answers[at : at + len(samples)] for at in range(0, len(prompts), len(samples))]
-    task = config.data.origin
+    task = recipe.data.origin
     return EvalReport(
         step=step,
         samples=samples,

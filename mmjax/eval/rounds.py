@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.build.assembly import signed
+from mmjax.assembly.batches import signed
 from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.sample import meta_of

@@ -5,49 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import replace
 
-from mmjax.build.assembly import open_source
-from mmjax.build.model import encoder_specs
-from mmjax.config import Config
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.samples import open_source
 from mmjax.data.loader import Source
 from mmjax.data.sample import swap_media
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
+from mmjax.recipe import Recipe
 
 
-def held_out(config: Config, count: int) -> list[Sample]:
+def held_out(recipe: Recipe, count: int) -> list[Sample]:
     """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer.
 
     Samples that cannot be read are left out, since they have nothing to answer, unless there are no others.
     """
-    source, count = _source_and_count(config, count)
+    source, count = _source_and_count(recipe, count)
     samples = [source.sample(index) for index in range(count)]
     return [sample for sample in samples if sample.loss_weights.any()] or samples
 
 
-def held_out_metas(config: Config, count: int) -> list[SampleMeta]:
+def held_out_metas(recipe: Recipe, count: int) -> list[SampleMeta]:
     """Metadata of the first `count` evaluation samples, unreadable ones included; no medium is opened."""
-    source, count = _source_and_count(config, count)
+    source, count = _source_and_count(recipe, count)
     return [source.meta(index) for index in range(count)]
 
 
-def _source_and_count(config: Config, count: int) -> tuple[Source, int]:
+def _source_and_count(recipe: Recipe, count: int) -> tuple[Source, int]:
     """The evaluation data, and `count` or the number of its samples where that is smaller."""
-    source = open_source(config, split="test")
+    source = open_source(recipe, split="test")
     return source, min(count, len(source)) if isinstance(source, Sized) else count
 
 
-def exchanged(config: Config, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """The samples with one encoder's media exchanged between them, by encoder.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.
     """
-    if not config.data.origin.exchanges or len(samples) < 2:
+    if not recipe.data.origin.exchanges or len(samples) < 2:
         return {}
-    specs, names = encoder_specs(config), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
+    specs, names = encoder_specs(recipe), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
     return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
 
 
-def as_evaluated(config: Config) -> Config:
+def as_evaluated(recipe: Recipe) -> Recipe:
     """The configuration without reordering, which only changes how long a training step takes."""
-    return replace(config, data=replace(config.data, reorder="none"))
+    return replace(recipe, data=replace(recipe.data, reorder="none"))

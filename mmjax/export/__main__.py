@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, run_command
-from mmjax.configurable import ConfigError, one_of, require
-from mmjax.export.adapters import export_adapters
+from mmjax.configurable import ConfigError, one_of
 from mmjax.export.checkpoints import best_step
-from mmjax.export.folders import export_folders
-from mmjax.export.parameters import export_run
+from mmjax.export.folders import ExportedFolders
+from mmjax.export.formats import FORMATS, export
 from mmjax.flags import ALLOW_CODE
 from mmjax.models.config import lora_name
 
@@ -40,7 +39,6 @@ FLAGS = (
     Flag(name="merge_lora", doc="whether low-rank adapters are added to the weights that they adapt.", default=False),
     ALLOW_CODE,
 )
-FORMATS = ("orbax", "safetensors", "peft")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,19 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])
         form, merge = str(flags.values["format"]), bool(flags.values["merge_lora"])
         one_of("--format", form, FORMATS)
-        require(not (merge and form == "peft"), "--merge_lora", merge, "--format=peft writes adapters; leave one out")
         if flags.values["best"]:
             if step:
                 raise ConfigError(f"--step={step}: --best chooses the checkpoint; leave one of them out")
             step = best_step(run_dir, allow_code=bool(flags.values[ALLOW_CODE.name]))
-        if form == "peft":
-            for folder, name in export_adapters(run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name])):
+        exported = export(run_dir, out, form, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge)
+        if isinstance(exported, list):
+            for folder, name in exported:
                 print(f"{folder}: {lora_name(name)}, which PeftModel.from_pretrained adds to its model")
             return 0
-        if form == "safetensors":
-            exported = export_folders(
-                run_dir, out, step, allow_code=bool(flags.values[ALLOW_CODE.name]), merge_lora=merge
-            )
+        if isinstance(exported, ExportedFolders):
             for folder, (modules, tensors) in exported.tensors.items():
                 print(f"{folder}: {', '.join(modules)} of step {exported.step} in {tensors} tensors")
             if exported.apart:
@@ -70,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if exported.without:
                 print(f"not written: {', '.join(exported.without)}; --format=orbax has all modules")
             return int(bool(exported.without))
-        done = export_run(run_dir, out, step, merge_lora=merge)
-        print(f"{out}: {done.parameters:,} parameters of step {done.step} in {done.leaves} leaves; to read them:")
+        leaves = f"{exported.parameters:,} parameters of step {exported.step} in {exported.leaves} leaves"
+        print(f"{out}: {leaves}; to read them:")
         print(reading_command(out))
     return 0
 

@@ -28,25 +28,25 @@ def export_adapters(
       CheckpointError: the checkpoint cannot be read.
     """
     require_out(out, step)
-    config = load_run_config(run_dir, allow_code=allow_code)
+    recipe = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
-        from mmjax.config.pretrained import adapted_module
         from mmjax.models.lora.peft import adapter_config, adapter_rows
+        from mmjax.recipe.pretrained import adapted_module
         from mmjax.weights.table import assemble, expand
         from mmjax.weights.write import write_adapters
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     saved = SavedParameters.find(str(checkpointer.directory / f"{chosen_step(checkpointer, run_dir, step):08d}"))
-    names = [name for name in config.layouts if config.lora(name).rank]
+    names = recipe.model.adapted
     require(bool(names), "--format", "peft", "the run has no adapters; use another format")
     folders = []
     for name in names:
-        module, prefix = adapted_module(config, name), f"{lora_name(name)}/"
+        module, prefix = adapted_module(recipe, name), f"{lora_name(name)}/"
         require(bool(module.rows), f"{name}/Lora.rank", module.lora.rank, "no folder of transformers has such a module")
         entries = expand(adapter_rows(module), module.layers)
         leaves = read_leaves(saved, [prefix + entry.leaf for entry in entries])
         tensors = assemble(entries, {leaf.removeprefix(prefix): value for leaf, value in leaves.items()})
         place = Path(out) / name if len(names) > 1 else Path(out)
-        write_adapters(adapter_config(module, config.pretrained(name)), tensors, place)
+        write_adapters(adapter_config(module, recipe.model.folder(name)), tensors, place)
         folders.append((str(place), name))
     return folders

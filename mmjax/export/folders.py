@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmjax.config import Config, load_run_config
-from mmjax.config.exportable import compose_run
+from mmjax.config import load_run_config
 from mmjax.configurable import ConfigError
 from mmjax.export.checkpoints import Read, chosen_step, read_leaves, read_merged, require_out
 from mmjax.flags import importing
 from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import require_adapters
+from mmjax.recipe import Recipe
+from mmjax.recipe.exportable import compose_run
 
 if TYPE_CHECKING:  # see `importing`
     import numpy as np
@@ -56,52 +57,52 @@ def export_folders(
       CheckpointError: the checkpoint cannot be read.
     """
     require_out(out, step)
-    config = load_run_config(run_dir, allow_code=allow_code)
+    recipe = load_run_config(run_dir, allow_code=allow_code)
     with importing():
         from mmjax.checkpoint import Checkpointer, SavedParameters
-        from mmjax.config.composed_folder import grown_files, image_token, write_whole
-        from mmjax.config.pretrained import folder_parameters, pretrained_folders
+        from mmjax.recipe.composed_folder import grown_files, image_token, write_whole
+        from mmjax.recipe.pretrained import folder_parameters, pretrained_folders
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = chosen_step(checkpointer, run_dir, step)
     saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
-    adapters = [lora_name(name) for name in config.layouts if config.lora(name).rank] if merge_lora else []
+    adapters = [lora_name(name) for name in recipe.model.adapted] if merge_lora else []
     require_adapters(adapters, merge=merge_lora)
     read = partial(read_merged, saved) if merge_lora else partial(read_leaves, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
-    loras = [lora_name(name) for name in config.loras]
-    sources = {path: names for path, names in pretrained_folders(config).items() if not set(names) & set(loras)}
-    composed, apart = compose_run(config, saved.leaves[f"{LLM}/embed"].shape[0], image_token(config))
+    loras = [lora_name(name) for name in recipe.model]
+    sources = {path: names for path, names in pretrained_folders(recipe).items() if not set(names) & set(loras)}
+    composed, apart = compose_run(recipe, saved.leaves[f"{LLM}/embed"].shape[0], image_token(recipe))
     if composed:
-        tensors = write_whole(config, composed, read, Path(out))
+        tensors = write_whole(recipe, composed, read, Path(out))
         without = tuple(name for name in saved.modules if name not in (*adapters, *composed.modules))
         return ExportedFolders(step, {str(out): (composed.modules, tensors)}, without)
     written = {}
     for path, modules in sources.items():
         target = Path(out) if len(sources) == 1 else Path(out) / modules[0]
-        original = folder_parameters(config, path, shapes)
-        files = grown_files(config, original.folder.config) if LLM in modules else {}
+        original = folder_parameters(recipe, path, shapes)
+        files = grown_files(recipe, original.folder.config) if LLM in modules else {}
         tensors = rewrite(original.folder, original.places, read, target, copies=original.copies, files=files)
         written[str(target)] = modules, tensors
     copied = [name for names in sources.values() for name in names]
     without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
-        written[str(out)] = (LLM,), _write_new(config, saved, read, Path(out))
+        written[str(out)] = (LLM,), _write_new(recipe, saved, read, Path(out))
         without = tuple(name for name in without if name != LLM)
     if not written:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
     return ExportedFolders(step, written, without, apart)
 
 
-def _write_new(config: Config, saved: SavedParameters, stored: Read, out: Path) -> int:
+def _write_new(recipe: Recipe, saved: SavedParameters, stored: Read, out: Path) -> int:
     """Writes a folder for a language model that started from none, as its family does; returns how many tensors."""
     from mmjax.models.pretrained import family_weights
     from mmjax.weights.table import expand
     from mmjax.weights.write import write
 
-    family = dict(config.model.families)[LLM]
+    family = recipe.model.llm.family
     weights = family_weights(family)
-    settings = replace(config.modules[LLM], vocab=saved.leaves[f"{LLM}/embed"].shape[0])
+    settings = replace(recipe.model.llm.settings, vocab=saved.leaves[f"{LLM}/embed"].shape[0])
     hf_config = weights.to_hf_config(settings)
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmjax.config import Config, load_config, load_run_config
+from mmjax.config import load_config, load_run_config
 from mmjax.config.flags import PROCESS_FLAGS, Flag, Flags, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
@@ -21,6 +21,7 @@ from mmjax.flags import importing
 from mmjax.generate.answers import generate
 from mmjax.mesh import process_group
 from mmjax.pipeline.config import Sampling
+from mmjax.recipe import Recipe
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run; or name --weights."),
@@ -70,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _config(flags: Flags, run_dir: str, weights: str) -> Config:
+def _config(flags: Flags, run_dir: str, weights: str) -> Recipe:
     """The configuration of a run, or of a folder of weights."""
     if bool(run_dir) == bool(weights):
         problem = f"--weights={weights!r} beside --run_dir" if run_dir else "--run_dir and --weights are missing"
         raise ConfigError(f"{problem}: name one, the directory of a run or a folder as save_pretrained writes it")
     if run_dir:
         return load_run_config(run_dir, flags.gin_files, flags.bindings, allow_code=flags.allow_code)
-    config = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
+    recipe = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
     named = any(binding.startswith("Data.tokenizer=") for binding in flags.bindings)  # maybe bytes
     fix = f"has no {TOKENIZER}; name one with --gin.Data.tokenizer=FILE"
-    require(bool(config.data.tokenizer) or named, "--weights", weights, fix)
-    return config
+    require(bool(recipe.data.tokenizer) or named, "--weights", weights, fix)
+    return recipe
 
 
 def _sampling(flags: Flags) -> Sampling:

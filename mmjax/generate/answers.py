@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.messages import Dialogue, write_messages
 from mmjax.flags import importing
 from mmjax.pipeline.config import Sampling
+from mmjax.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Answer:
 
 
 def generate(
-    config: Config,
+    recipe: Recipe,
     run_dir: str | Path,
     dialogues: Sequence[Dialogue],
     *,
@@ -45,7 +45,7 @@ def generate(
     """Answers dialogues; all processes of a run call it.
 
     Args:
-      config: a run's, under any layout, or that of a folder of weights.
+      recipe: a run's, under any layout, or that of a folder of weights.
       run_dir: the run's directory; "" takes the parameters that the configuration names.
       dialogues: see `parse_messages`.
       media: the folder that names of media start from.
@@ -71,7 +71,7 @@ def generate(
         path = Path(folder) / "messages.jsonl"
         write_messages(dialogues, path, media, named)
         try:
-            prompts = for_messages(config, str(path), media=media, cache=folder, limit=limit, source=source)
+            prompts = for_messages(recipe, str(path), media=media, cache=folder, limit=limit, source=source)
             samples = prompts.samples()
             prompts.require_positions(samples)
         except ConfigError as error:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 
-from mmjax.build.assembly import open_source
-from mmjax.config import Config
-from mmjax.config.from_folder import positions_of
+from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source
@@ -16,6 +14,9 @@ from mmjax.data.types import Sample
 from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
+from mmjax.pipeline.config import OffloadConfig
+from mmjax.recipe import Recipe
+from mmjax.recipe.positions import positions_of
 
 _BUCKET = 64
 """Tokens: rows of messages and their answers have a multiple of it, so that few shapes are compiled."""
@@ -28,13 +29,13 @@ class Prompts:
     """Messages that a run's model can answer.
 
     Attributes:
-      config: the run's configuration, with messages as its data and nothing trained.
+      recipe: the run's configuration, with messages as its data and nothing trained.
       source: the messages.
       room: tokens of a row, for prompt and answer.
       limit: the most tokens of an answer.
     """
 
-    config: Config
+    recipe: Recipe
     source: Source
     room: int
     limit: int
@@ -46,7 +47,7 @@ class Prompts:
 
     def require_positions(self, samples: Sequence[Sample]) -> None:
         """Requires that the model has positions for every prompt and its answer. Raises ConfigError."""
-        most = positions_of(self.config)
+        most = positions_of(self.recipe)
         for number, sample in enumerate(samples, 1):
             fix = f"prompt {number} has {sample.prompt} tokens, and the model has positions for {most} tokens"
             most_new = max(1, most - sample.prompt)
@@ -54,11 +55,11 @@ class Prompts:
             require(legal, "--max_tokens", self.limit, f"{fix}; use {most_new}, or a shorter prompt")
 
 
-def for_messages(config: Config, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
+def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
     """Reads messages with the template and preprocessing of the run.
 
     Args:
-      config: the run's configuration.
+      recipe: the run's configuration.
       path: JSONL of dialogues, see `write_messages`.
       media: the folder that names of media start from.
       cache: a directory for the messages' index.
@@ -68,22 +69,23 @@ def for_messages(config: Config, path: str, *, media: str, cache: str, limit: in
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
-    like = source_like(config, source, "--messages") or SourceConfig(max_pixels=config.data.max_pixels, max_patches=0)
+    like = source_like(recipe, source, "--messages") or SourceConfig(max_pixels=recipe.data.max_pixels, max_patches=0)
     reader = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
-    data = replace(config.data, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
-    frozen = {module: replace(optimizer, frozen=True) for module, optimizer in config.optimizers.items()}
-    config = replace(config, data=data, sources={"messages": reader}, optimizers=frozen, offloads={})
-    messages = open_source(config, split="test")
+    data = replace(recipe.data, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
+    frozen = {part: replace(optimizer, frozen=True) for part, optimizer in recipe.model.optimizers.items()}
+    model = recipe.model.with_optimizers(frozen).map(lambda node: replace(node, offload=OffloadConfig()))
+    recipe = replace(recipe, data=data, sources={"messages": reader}, model=model)
+    messages = open_source(recipe, split="test")
     assert isinstance(messages, Sized)
-    count, longest, cells = len(messages), messages.worst_case().tokens, cell_count(config.layouts.values())
+    count, longest, cells = len(messages), messages.worst_case().tokens, cell_count(recipe.model.layouts.values())
     # As many microbatches as fill the language model's pipeline, if there are so many rows.
-    microbatches = max(1, min(config.layouts[LLM].pp, -(-count // cells)))
+    microbatches = max(1, min(recipe.model[LLM].layout.pp, -(-count // cells)))
     rows = cells * min(_ROWS, -(-count // (cells * microbatches)))
-    train = replace(config.train, global_batch=rows * microbatches, microbatches=microbatches)
+    train = replace(recipe.train, global_batch=rows * microbatches, microbatches=microbatches)
     data = replace(data, sequence_length=_rounded(longest))
-    packing = dict.fromkeys(config.packing, PackingConfig(buckets=()))
-    config = replace(config, data=data, packing=packing, train=train)
-    return Prompts(config=config, source=messages, room=_rounded(longest + limit), limit=limit)
+    model = recipe.model.map(lambda node: replace(node, packing=PackingConfig(buckets=())))
+    recipe = replace(recipe, data=data, model=model, train=train)
+    return Prompts(recipe=recipe, source=messages, room=_rounded(longest + limit), limit=limit)
 
 
 def _rounded(tokens: int) -> int:

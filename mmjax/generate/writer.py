@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 
-from mmjax.build.assembly import place
-from mmjax.build.parts import PlacedRun
+from mmjax.assembly.assembly import place
+from mmjax.assembly.parts import PlacedRun
 from mmjax.configurable import ConfigError
 from mmjax.data.sample import answer_text
 from mmjax.data.types import Sample
@@ -41,10 +41,10 @@ class Writer:
           ConfigError: the devices here are too few, or parameters are missing.
           CheckpointError: the checkpoint is of another model.
         """
-        starts = None if run_dir else find_starts(prompts.config)
+        starts = None if run_dir else find_starts(prompts.recipe)
         if starts and starts.fresh:
             raise ConfigError(f"{', '.join(starts.fresh)}: no parameters are given; name a whole model's folder")
-        self.parts = place(prompts.config, source=prompts.source, trained=False)
+        self.parts = place(prompts.recipe, source=prompts.source, trained=False)
         self._evaluator, self._limit = Evaluator(self.parts, room=prompts.room), prompts.limit
         if starts:
             with Progress(1, "reading parameters", style=style) as bar:

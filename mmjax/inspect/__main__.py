@@ -40,22 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if steps < 1:
             raise ConfigError(f"--steps={steps}: must be 1 or more, such as 8")
         require_gin_file(flags)
-        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         if out and Path(out).exists() and not Path(out).is_dir():
             raise ConfigError(f"--out={out!r}: is a file; name a folder")
         with importing():
             from mmjax.inspect.inspection import draw, draw_samples, inspect
             from mmjax.inspect.sample_text import write_samples
             from mmjax.viz.mask import draw_mask, first_row
-        report = inspect(config, steps)
+        report = inspect(recipe, steps)
     print(json.dumps(report.numbers()) if flags.values["json"] else "\n".join(report.describe()))
     if text and not flags.values["json"]:
-        write_samples(config, text)
+        write_samples(recipe, text)
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         draw(report, Path(out) / "data.png")
-        draw_samples(config, Path(out) / "samples.png")
-        draw_mask(first_row(config), Path(out) / "mask.png")
+        draw_samples(recipe, Path(out) / "samples.png")
+        draw_mask(first_row(recipe), Path(out) / "mask.png")
     return MOSTLY_BROKEN if report.mostly_broken else 0
 
 

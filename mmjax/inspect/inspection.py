@@ -14,11 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from mmjax.build.assembly import open_source, plan, with_buckets
-from mmjax.build.epochs import with_steps
-from mmjax.build.orders import order_of
-from mmjax.build.parts import Assembly
-from mmjax.config import Config
+from mmjax.assembly.assembly import plan
+from mmjax.assembly.buckets import with_buckets
+from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.orders import order_of
+from mmjax.assembly.parts import Assembly
+from mmjax.assembly.samples import open_source
 from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.packing import Packer
 from mmjax.data.plan import StepPlan
@@ -27,6 +28,7 @@ from mmjax.data.sources.left_out import LeftOut
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.types import SampleMeta
 from mmjax.models.config import LLM
+from mmjax.recipe import Recipe
 from mmjax.schedule.timeline import shown
 from mmjax.viz.answers import draw_answers
 from mmjax.viz.figures import finished
@@ -173,22 +175,22 @@ class Inspection:
             yield ""
 
 
-def inspect(config: Config, steps: int) -> Inspection:
+def inspect(recipe: Recipe, steps: int) -> Inspection:
     """Computes figures of the first `steps` steps of a run. No device is needed.
 
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.
     """
-    source, chosen = open_source(config, split="train"), list[str]()
-    config = with_buckets(with_steps(config, source), source, say=chosen.append)
-    parts = plan(config, source)
-    size = config.train.global_batch
+    source, chosen = open_source(recipe, split="train"), list[str]()
+    recipe = with_buckets(with_steps(recipe, source), source, say=chosen.append)
+    parts = plan(recipe, source)
+    size = recipe.train.global_batch
     metas_by_step = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
     every = [meta for metas in metas_by_step for meta in metas]
-    lengths = lengths_of(every, config.model.media)
+    lengths = lengths_of(every, recipe.model.media)
     by_method: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
     for method in METHODS:
-        figures = _steps(config, parts, method, metas_by_step)
+        figures = _steps(recipe, parts, method, metas_by_step)
         for name, value in figures.items():
             by_method[name][method] = value
     return Inspection(
@@ -196,19 +198,19 @@ def inspect(config: Config, steps: int) -> Inspection:
         samples=len(every),
         lengths=lengths,
         media={name: [len(meta.grids.get(name, ())) for meta in every] for name in parts.packer.encoders},
-        configured=config.data.reorder,
+        configured=recipe.data.reorder,
         chosen=tuple(chosen),
         left_out=source.left_out() if isinstance(source, Mixture) else (),
-        max_broken=config.data.max_broken,
+        max_broken=recipe.data.max_broken,
         **by_method,
     )
 
 
 def _steps(
-    config: Config, parts: Assembly, method: str, metas_by_step: Sequence[Sequence[SampleMeta]]
+    recipe: Recipe, parts: Assembly, method: str, metas_by_step: Sequence[Sequence[SampleMeta]]
 ) -> dict[str, Any]:
     """Use of buckets, and simulated figures of each step, with samples reordered by `method`."""
-    order, packer = order_of(config, parts, method), parts.packer
+    order, packer = order_of(recipe, parts, method), parts.packer
     plans, makespans, bubbles, imbalances = [], [], [], []
     for step, metas in enumerate(metas_by_step):
         reordered = order(metas, packer)
@@ -314,8 +316,8 @@ def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -
     axes.set_ylim(0, 1.1 * max(axes.get_ylim()[1], 1e-9))
 
 
-def draw_samples(config: Config, path: str | Path | None = None) -> Figure:
+def draw_samples(recipe: Recipe, path: str | Path | None = None) -> Figure:
     """The first training samples with their media, questions and answers."""
-    source = open_source(config, split="train")
-    samples = [source.sample(index) for index in range(min(_SAMPLES, config.train.global_batch))]
+    source = open_source(recipe, split="train")
+    samples = [source.sample(index) for index in range(min(_SAMPLES, recipe.train.global_batch))]
     return draw_answers(samples, None, path, title="training samples")

@@ -10,12 +10,12 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from mmjax.build.assembly import open_source
-from mmjax.build.model import encoder_specs
-from mmjax.config import Config
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.samples import open_source
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample
+from mmjax.recipe import Recipe
 
 LEARNED, MEDIUM, TEXT = "bold green", "cyan", "dim"
 """Styles on a terminal."""
@@ -54,20 +54,20 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
         text_before = text
 
 
-def first_samples(config: Config, count: int) -> Iterator[tuple[Sample, list[Span]]]:
+def first_samples(recipe: Recipe, count: int) -> Iterator[tuple[Sample, list[Span]]]:
     """Yields the first training samples of a configuration, no medium opened, with their spans.
 
     Raises:
       ConfigError: the data cannot be read.
     """
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    source, specs = open_source(config, split="train"), encoder_specs(config)
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    source, specs = open_source(recipe, split="train"), encoder_specs(recipe)
     for index in range(count):
         sample = source.sample(index, media=())
         yield sample, [*spans_of(sample, tokenizer, specs)]
 
 
-def write_samples(config: Config, count: int, file: TextIO | None = None) -> None:
+def write_samples(recipe: Recipe, count: int, file: TextIO | None = None) -> None:
     """Writes the text of the first training samples, to standard output unless to ``file``.
 
     Learned text is green on a terminal, and elsewhere between "[[" and "]]".
@@ -75,7 +75,7 @@ def write_samples(config: Config, count: int, file: TextIO | None = None) -> Non
     console = Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
     marks = "in green" if console.is_terminal else "between [[ and ]]"
     console.print(f"\ntext of the first samples; what the model learns to say is {marks}")
-    for number, (sample, spans) in enumerate(first_samples(config, count)):
+    for number, (sample, spans) in enumerate(first_samples(recipe, count)):
         learned = int((sample.loss_weights > 0).sum())
         console.print(f"\nsample {number}: {learned} of {len(sample.tokens)} tokens are learned")
         console.print(_styled(spans) if console.is_terminal else _marked(spans))

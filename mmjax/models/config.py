@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,13 @@ class ModelConfig:
             if role != "llm":
                 fix = f"must be an identifier other than 'llm', such as {_EXAMPLES[role]!r}"
                 require(name != LLM and name.isidentifier(), f"Model.{role}s", name, fix)
+        for name in self.generators:
+            fix = f"is the name of an encoder; use another, such as '{name}2'"
+            require(name not in self.encoders, "Model.generators", name, fix)
+        for (name, _, role), (owner, _, _) in itertools.permutations(self.roles, 2):
+            for part, kind in ((projector_name(owner), "projector"), (lora_name(owner), "adapters")):
+                fix = f"is the name of {owner}'s {kind}; use another, such as '{name}2'"
+                require(name != part, f"Model.{role}s", name, fix)
 
     @property
     def roles(self) -> Iterator[tuple[str, str, Role]]:

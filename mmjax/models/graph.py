@@ -326,8 +326,19 @@ def multimodal(
             raise ValueError(f"{argument}: no module {unknown[0]!r}; use one of {list(nodes)}")
     nodes |= {name: replace(nodes[name], callbacks=functions) for name, functions in callbacks.items()}
     nodes |= {name: replace(nodes[name], lora=config) for name, config in loras.items()}
-    encoder_edges = (_encoder_edge(name, all_projectors[name]) for name in encoders)
-    return MultimodalModel(nodes, (*encoder_edges, *(Edge(LLM, name, "index") for name in generators)))
+    return MultimodalModel(nodes, star_edges(nodes))
+
+
+def star_edges(nodes: Mapping[str, Node]) -> tuple[Edge, ...]:
+    """The edges of a model whose encoders feed the LLM, which feeds its generators.
+
+    Args:
+      nodes: the LLM, "llm", behind the encoders and before the generators.
+    """
+    places = list(nodes)
+    before, behind = places[: places.index(LLM)], places[places.index(LLM) + 1 :]
+    into_llm = (_encoder_edge(name, nodes[name].projector or ProjectorConfig()) for name in before)
+    return (*into_llm, *(Edge(LLM, name, "index") for name in behind))
 
 
 def _as_module(settings: Any) -> Module:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from mmjax.build.assembly import build_packer, one_bucket, open_source, require_same_data, with_buckets
-from mmjax.build.model import build_model, require_rates
-from mmjax.config import Config
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.model import build_model, require_rates
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.samples import open_source, require_same_data
 from mmjax.configurable import require
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.processes import is_first
@@ -23,6 +24,7 @@ from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import Maker, Samples
 from mmjax.parity.shrink import Shrunk, shrink
 from mmjax.progress import Progress
+from mmjax.recipe import Recipe
 from mmjax.user_code import names_code
 
 Say = Callable[[str], None]
@@ -49,7 +51,7 @@ class CheckReport:
 
     def numbers(self) -> dict[str, Any]:
         """The largest relative differences over the steps, in all and by module, and the configuration that ran."""
-        comparison, config = self.comparison, self.shrunk.config
+        comparison, config = self.comparison, self.shrunk.recipe
         modules = {m: {q: comparison.largest(q, m) for q in comparison.quantities} for m in comparison.modules}
         first = comparison.first_off()
         return {
@@ -59,13 +61,13 @@ class CheckReport:
             "first_off": {"step": first[0], "what": first[1]} if first else None,
             "limits": dict(comparison.limits),
             "steps": config.train.steps,
-            "layouts": {name: layout.describe() for name, layout in config.layouts.items()},
+            "layouts": {name: layout.describe() for name, layout in config.model.layouts.items()},
             "programs": self.programs,
         }
 
 
 def check(
-    config: Config,
+    recipe: Recipe,
     steps: int = 3,
     *,
     dtype: str = "float32",
@@ -79,7 +81,7 @@ def check(
     used before, or with as many CPU devices as the layouts need.
 
     Args:
-      config: a checked configuration; see ``load_config``.
+      recipe: a checked configuration; see ``load_config``.
       steps: optimizer steps.
       dtype: dtype of the layouts, ``float32`` or ``bfloat16``; the reference always computes in fp32.
       say: called with a line for each shrunk part of the run, before anything runs.
@@ -90,18 +92,18 @@ def check(
       ConfigError: the data do not fit the configuration, or there are not enough virtual devices.
     """
     say = say or _say_nothing
-    for line in itertools.chain(_user_modules(config), _user_callbacks(config)):
+    for line in itertools.chain(_user_modules(recipe), _user_callbacks(recipe)):
         say(line)
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    source = open_source(_without_held_out(config), split="train")
-    require_same_data(config, source)
-    config = with_buckets(config, source)
-    build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)  # raises if the data do not fit
-    require_rates(build_model(config, tokenizer), config.optimizers)
-    shrunk = shrink(config, steps, tokenizer.vocab_size, dtype)
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    source = open_source(_without_held_out(recipe), split="train")
+    require_same_data(recipe, source)
+    recipe = with_buckets(recipe, source)
+    build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)  # raises if the data do not fit
+    require_rates(build_model(recipe, tokenizer), recipe.model.optimizers)
+    shrunk = shrink(recipe, steps, tokenizer.vocab_size, dtype)
     for line in shrunk.changes:
         say(line)
-    small, train = shrunk.config, shrunk.config.train
+    small, train = shrunk.recipe, shrunk.recipe.train
     maker = Maker.of(build_model(small, tokenizer), uniform=uniform, repeated=dtype != "float32")
     samples = Samples(maker=maker, sizes=shrunk.sizes, seed=train.seed)
     packer = sample_packer(small, tokenizer, samples)
@@ -118,13 +120,13 @@ def check(
         initial = initial_parameters(small, packer, World(session.parts.world.devices[:1]))
         expected = run_reference(
             session.placed.model,
-            small.optimizers,
+            small.model.optimizers,
             initial,
             samples.steps(steps),
             clip_norm=train.clip_norm,
             report=bar.update,
         )
-    comparison = compare(actual, expected, small.optimizers, clip_norm=train.clip_norm, dtype=dtype)
+    comparison = compare(actual, expected, small.model.optimizers, clip_norm=train.clip_norm, dtype=dtype)
     return CheckReport(comparison=comparison, shrunk=shrunk, programs=programs)
 
 
@@ -132,33 +134,33 @@ def _say_nothing(line: str) -> None:
     del line
 
 
-def _without_held_out(config: Config) -> Config:
+def _without_held_out(recipe: Recipe) -> Recipe:
     """The configuration without held-out records: a check makes its own samples and evaluates nothing."""
-    return replace(config, sources={name: replace(source, held_out=0) for name, source in config.sources.items()})
+    return replace(recipe, sources={name: replace(source, held_out=0) for name, source in recipe.sources.items()})
 
 
-def _user_modules(config: Config) -> Iterator[str]:
+def _user_modules(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each encoder of the user's own, whose code the reference uses too.
 
     Raises:
       ConfigError: an LLM or a generator is the user's own.
     """
-    for name, kind, place in config.model.roles:
-        if names_code(kind):
-            field = family_setting(name, place)
+    for name, node in recipe.model.nodes.items():
+        if names_code(node.kind):
+            field = family_setting(name, node.role)
             fix = "check has a reference for encoders of one's own only; compare losses with a run on one device"
-            require(place == "encoder", field, kind, fix)
-            yield f"{name}: the reference does not know {kind}; its own code on one device takes its place there"
+            require(node.role == "encoder", field, node.kind, fix)
+            yield f"{name}: the reference does not know {node.kind}; its own code on one device takes its place there"
 
 
-def _user_callbacks(config: Config) -> Iterator[str]:
+def _user_callbacks(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each callback, which the reference calls too.
 
     Raises:
       ConfigError: a generator has a callback.
     """
-    for name, callbacks in config.callbacks.items():
-        for place, value in callbacks.names.items():
+    for name, node in recipe.model.nodes.items():
+        for place, value in node.callbacks.names.items():
             fix = "check has no reference for a generator's callbacks; compare losses with a run on one device"
-            require(name not in config.model.generators, f"{name}/Callbacks.{place}", value, fix)
+            require(node.role != "generator", f"{name}/Callbacks.{place}", value, fix)
             yield f"{name}: the reference calls {value} too, on one sample or medium at a time"

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from mmjax.build.assembly import assemble, batch_maker, one_bucket, packer_for, place, signed
-from mmjax.config import Config
+from mmjax.assembly.assembly import assemble, place
+from mmjax.assembly.batches import batch_maker, signed
+from mmjax.assembly.packers import one_bucket, packer_for
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
@@ -27,13 +28,14 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.place import PlacedModel, Stage
 from mmjax.pipeline.world_gather import WorldGather
+from mmjax.recipe import Recipe
 from mmjax.schedule.schedules import ONE_F_ONE_B
 from mmjax.train.warm_up import Initializer
 
 
-def sample_packer(config: Config, tokenizer: Tokenizer, samples: Samples) -> Packer:
+def sample_packer(recipe: Recipe, tokenizer: Tokenizer, samples: Samples) -> Packer:
     """The packer of a check's samples, for a shrunk configuration."""
-    packer = packer_for(config, tokenizer, samples, one_bucket=one_bucket(config))
+    packer = packer_for(recipe, tokenizer, samples, one_bucket=one_bucket(recipe))
     return replace(packer, pad=0)  # the tokenizer's padding id may be outside of the small vocabulary
 
 
@@ -41,25 +43,25 @@ class Session:
     """A configuration that is ready to run as in `Trainer`: placed, traced and, after `start`, compiled.
 
     Attributes:
-      config: the configuration.
+      recipe: the configuration.
       parts: see ``Assembly``.
       placed, schedule, executor: attributes of ``parts``.
       batches: the rows of this process, one batch for each step; empty without samples.
     """
 
-    def __init__(self, config: Config, packer: Packer, source: Source | None = None):
+    def __init__(self, recipe: Recipe, packer: Packer, source: Source | None = None):
         """Assembles, and makes the batches of all steps of ``source``."""
-        self.config, self.parts = config, assemble(config, packer)
+        self.recipe, self.parts = recipe, assemble(recipe, packer)
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
         self.batches: list[StepBatch] = self._batches(source) if source else []
 
     def _batches(self, source: Source) -> list[StepBatch]:
-        _, maker = batch_maker(self.config, self.parts, source)
-        return [maker(step) for step in range(self.config.train.steps)]
+        _, maker = batch_maker(self.recipe, self.parts, source)
+        return [maker(step) for step in range(self.recipe.train.steps)]
 
     @cached_property
     def _initializer(self) -> Initializer:
-        return Initializer(self.config.world, self.parts.world, self.executor)
+        return Initializer(self.recipe.world, self.parts.world, self.executor)
 
     def programs(self) -> list[Program]:
         """All programs of a step and of the initialisation."""
@@ -72,7 +74,7 @@ class Session:
           WarmUpError: a boundary or a collective does not work.
         """
         compile_all(self.programs(), report)
-        self.executor.initialise(self.config.train.seed)
+        self.executor.initialise(self.recipe.train.seed)
         self._initializer(None)
         return self
 
@@ -134,25 +136,25 @@ def _fetch_leaves(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
     return {name: part.reshape(aval.shape) for (name, aval), part in zip(avals.items(), parts, strict=True)}
 
 
-def initial_parameters(config: Config, packer: Packer, world: World | None = None) -> Leaves:
+def initial_parameters(recipe: Recipe, packer: Packer, world: World | None = None) -> Leaves:
     """Initialises the parameters on one device from the configuration's seed.
 
     Parameters of frozen modules are rounded to the dtype in which they are stored.
 
     Args:
-      config: the run's configuration.
+      recipe: the run's configuration.
       packer: the packer of its samples.
       world: the device; by default the first of all.
 
     Returns:
       The parameters by logical name without ``params/``.
     """
-    layouts = dict.fromkeys(config.layouts, Layout())
     train = replace(
-        config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0
+        recipe.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0
     )  # other schedules may need a pipeline
-    one_device = replace(config, layouts=layouts, train=train, offloads=dict.fromkeys(config.offloads, OffloadConfig()))
+    model = recipe.model.map(lambda node: replace(node.at(Layout()), offload=OffloadConfig()))
+    one_device = replace(recipe, model=model, train=train)
     placed = place(one_device, packer, world).placed
-    key = jax.random.key(config.train.seed)
+    key = jax.random.key(recipe.train.seed)
     states = {name: stage.state.initialise(key) for name, stage in placed.stages.items()}
     return of_kind(logical_leaves(placed, states), "params")

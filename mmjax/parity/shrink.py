@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmjax.build.model import build_modules, with_fitting_rates
-from mmjax.config import Config
+from mmjax.assembly.model import with_fitting_rates
 from mmjax.configurable import gin_name
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.sources.config import FOLDER, SourceConfig
@@ -26,6 +25,7 @@ from mmjax.models.nodes import spec_of
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
+from mmjax.recipe import ModuleSpec, Recipe
 
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
@@ -41,87 +41,88 @@ class Shrunk:
     """A configuration that is quick to check.
 
     Attributes:
-      config: the small configuration.
+      recipe: the small configuration.
       sizes: rows and samples of its batches.
       changes: one line for each part of the run that is smaller now.
     """
 
-    config: Config
+    recipe: Recipe
     sizes: BatchSizes
     changes: tuple[str, ...]
 
 
-def shrink(config: Config, steps: int, vocab: int, dtype: str = "float32") -> Shrunk:
+def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Shrunk:
     """Shrinks a configuration for a check of ``steps`` steps.
 
     The result runs on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
 
     Args:
-      config: a legal configuration; the result is legal too.
+      recipe: a legal configuration; the result is legal too.
       steps: steps of the check.
       vocab: the tokenizer's vocabulary size.
       dtype: dtype that the stages compute in.
     """
-    layouts = config.layouts
-    smaller = {name: _layout(config, name) for name in layouts}
+    layouts = recipe.model.layouts
+    smaller = {name: _layout(recipe, name) for name in layouts}
     cells = cell_count(layouts.values())
     many_rows = dtype != "float32"
-    sizes = BatchSizes.of(cells, config.train.microbatches, many=many_rows)
+    sizes = BatchSizes.of(cells, recipe.train.microbatches, many=many_rows)
     tokens = longest(many=many_rows)
-    before = config.modules[LLM]
+    before = recipe.model.llm.settings
     llm = _decoder(before, layouts, before.vocab or vocab)
-    modules = {name: llm if name == LLM else _encoder(c, layouts[name]) for name, c in config.modules.items()}
-    built = build_modules(replace(config, modules=modules))
-    specs = {name: spec_of(built[name].medium, projector) for name, projector in config.projectors.items()}
-    several = {name: len(p.given) > 1 for name, p in config.packing.items()}
+    nodes = {
+        name: replace(node, settings=llm if name == LLM else _encoder(node.settings, node.layout))
+        for name, node in recipe.model.nodes.items()
+    }
     stages = {
-        name: list(zip(layouts[name].runs(c.layers), smaller[name].runs(modules[name].layers), strict=True))
-        for name, c in config.modules.items()
+        name: list(
+            zip(layouts[name].runs(node.settings.layers), smaller[name].runs(nodes[name].settings.layers), strict=True)
+        )
+        for name, node in recipe.model.nodes.items()
     }
-    packed = LLM in config.packing and bool(config.packing[LLM].given)
-    cell_buckets = {
-        name: text_buckets(sizes.per_cell, tokens, several=several[name]) * packed
-        if name == LLM
-        else buckets(specs[name], sizes.per_cell, several=several[name])
-        for name in config.packing
-    }
+    packed = bool(recipe.model.llm.packing.given)
+
+    def buckets_of(node: ModuleSpec) -> tuple[tuple[int, int], ...]:
+        several = len(node.packing.given) > 1
+        if node.projector:
+            return buckets(spec_of(node.module().medium, node.projector.settings), sizes.per_cell, several=several)
+        return text_buckets(sizes.per_cell, tokens, several=several) * packed
+
+    def shrunk(node: ModuleSpec) -> ModuleSpec:
+        node = nodes[node.name]
+        packing = replace(node.packing, buckets=per_microbatch(buckets_of(node), cells))
+        if node.projector:
+            projector = node.projector.settings
+            moved = {
+                "inject": _moved(projector.inject, stages[LLM]),
+                "levels": _moved(projector.levels, stages[node.name]),
+            }
+            settings = _projector(projector, (node.layout, layouts[LLM]), **moved)
+            node = replace(node, projector=replace(node.projector, settings=settings))
+        return replace(node.at(smaller[node.name]), packing=packing)
+
     length = 2 * tokens if packed else tokens
     small = replace(
-        config,
-        train=replace(config.train, steps=steps, global_batch=sizes.per * sizes.microbatches, dtype=dtype),
-        world=replace(config.world, platform="cpu", devices=0, warm_up=_warm_up(config)),
+        recipe,
+        train=replace(recipe.train, steps=steps, global_batch=sizes.per * sizes.microbatches, dtype=dtype),
+        world=replace(recipe.world, platform="cpu", devices=0, warm_up=_warm_up(recipe)),
         data=replace(
-            config.data,
+            recipe.data,
             sequence_length=length,
-            tokenizer="" if llm.vocab else config.data.tokenizer,
+            tokenizer="" if llm.vocab else recipe.data.tokenizer,
             workers=0,
             servers=(),
         ),
-        modules=modules,
-        projectors={
-            name: _projector(
-                projector,
-                (layouts[name], layouts[LLM]),
-                inject=_moved(projector.inject, stages[LLM]),
-                levels=_moved(projector.levels, stages[name]),
-            )
-            for name, projector in config.projectors.items()
-        },
-        packing={
-            name: replace(packing, buckets=per_microbatch(cell_buckets[name], cells))
-            for name, packing in config.packing.items()
-        },
-        layouts=smaller,
-        optimizers=comparable(config.optimizers),
-        sources={name: _source(source) for name, source in config.sources.items()},
+        model=recipe.model.map(shrunk).with_optimizers(comparable(recipe.model.optimizers)),
+        sources={name: _source(source) for name, source in recipe.sources.items()},
     )
     small = with_fitting_rates(small)
-    return Shrunk(config=small, sizes=sizes, changes=tuple(_changes(config, small)))
+    return Shrunk(recipe=small, sizes=sizes, changes=tuple(_changes(recipe, small)))
 
 
-def _warm_up(config: Config) -> str:
+def _warm_up(recipe: Recipe) -> str:
     """``World.warm_up`` of a check: "auto" becomes "on", as on accelerators; it costs little here."""
-    return "on" if config.world.warm_up == "auto" else config.world.warm_up
+    return "on" if recipe.world.warm_up == "auto" else recipe.world.warm_up
 
 
 def _source(source: SourceConfig) -> SourceConfig:
@@ -238,10 +239,10 @@ def _layers(layers: int, layout: Layout) -> int:
     return stages * min(layers // stages, 2 if stages <= 2 else 1) + layers % stages
 
 
-def _layout(config: Config, name: str) -> Layout:
+def _layout(recipe: Recipe, name: str) -> Layout:
     """The layout, with smaller numbers of layers by stage if it sets them and the module has fewer layers."""
-    layout = config.layouts[name]
-    before = config.modules[name].layers
+    layout = recipe.model[name].layout
+    before = recipe.model[name].settings.layers
     is_smaller = layout.layers and _layers(before, layout) < before
     return replace(layout, layers=_stage_layers(layout)) if is_smaller else layout
 
@@ -269,9 +270,9 @@ def _multiple(least: int, factor: int) -> int:
 # ---- what changed ----------------------------------------------------------------------------------------------------
 
 
-def _changes(config: Config, small: Config) -> Iterator[str]:
+def _changes(recipe: Recipe, small: Recipe) -> Iterator[str]:
     run_fields = {"global_batch", "sequence_length"}
-    for (scope, before), (_, after) in zip(config.walk(), small.walk(), strict=True):
+    for (scope, before), (_, after) in zip(recipe.walk(), small.walk(), strict=True):
         if isinstance(before, OptimizerConfig):
             continue
         fields = [f.name for f in dataclasses.fields(before) if scope or f.name in run_fields]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mmjax.configurable import ConfigError, suggest
 from mmjax.flags import Flag, Flags, entry, help_text, importing, one_line_errors, parse_flags, run_plain
-from mmjax.planner.accelerators import ACCELERATORS, Accelerator, accelerator
+from mmjax.planner.accelerators import ACCELERATORS, accelerator
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
@@ -21,12 +21,9 @@ from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
-    from mmjax.config import Config
     from mmjax.data.loader import Source
     from mmjax.planner.choose import PlanChoice
-    from mmjax.planner.clock import Clock
-    from mmjax.planner.profile_file import Profile
-    from mmjax.planner.work import Work
+    from mmjax.recipe import Recipe
 
 FLAGS = (
     Flag(
@@ -118,41 +115,19 @@ def _plan_config(flags: Flags) -> int:
 
     kinds, strategy = read_devices(flags), read_strategy(flags)
     _check_files(flags)
-    config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
-    profile = read_profile(str(flags.values["profile"]), config) if flags.values["profile"] else None
+    recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+    profile = read_profile(str(flags.values["profile"]), recipe) if flags.values["profile"] else None
     with importing():
-        from mmjax.build.assembly import open_source
-        from mmjax.build.epochs import with_steps
+        from mmjax.assembly.epochs import with_steps
+        from mmjax.assembly.samples import open_source
         from mmjax.plan import planned
-        from mmjax.plan.work import read_work
-        from mmjax.planner.choose import choose_on
-        from mmjax.planner.choose_coupled import choose_coupled
-        from mmjax.planner.clock import AnalyticClock
-        from mmjax.planner.fleet import DeviceKind, Fleet
-    source = open_source(config, split="train")
-    config = with_steps(config, source)
+        from mmjax.plan.choice import choose_plan
+    source = open_source(recipe, split="train")
+    recipe = with_steps(recipe, source)
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
-    work, rows_of = read_work(config, source), planned.rows_by_candidate(config, source)
-    if len(kinds) == 1:
-        ((name, devices),) = kinds.items()
-        work, clock = _clock(work, accelerator(name), profile)
-        fleet = {"": DeviceKind(clock=clock, devices=devices or config.devices, memory=clock.memory)}
-    else:
-        accelerators = {name: accelerator(name) for name in kinds}
-        fleet = {
-            name: DeviceKind(
-                clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
-                devices=kinds[name],
-                memory=chip.memory,
-            )
-            for name, chip in accelerators.items()
-        }
-    if strategy:
-        choice = choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
-    else:
-        choice = choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
-    written = list(_written(flags, choice, config, source))
+    choice = choose_plan(recipe, source, kinds, strategy=strategy, profile=profile)
+    written = list(_written(flags, choice, recipe, source))
     if flags.values["json"]:
         print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
     else:
@@ -225,17 +200,7 @@ def _check_files(flags: Flags) -> None:
             raise ConfigError(f"--{name}: starts a run of the plan, which has to be written too; add --out=plan.gin")
 
 
-def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
-    """The clock of a profile, or else of an accelerator, and the work with the tp degrees that the clock has."""
-    from mmjax.planner.clock import AnalyticClock
-    from mmjax.planner.measured import MeasuredClock
-
-    if profile is None:
-        return work, AnalyticClock(work=work, accelerator=kind, process=kind.node)
-    return work.limited(profile.tps), MeasuredClock(profile=profile)
-
-
-def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -> Iterator[str]:
+def _written(flags: Flags, choice: PlanChoice, recipe: Recipe, source: Source) -> Iterator[str]:
     """Writes the files that flags name; yields lines about them."""
     from mmjax.plan import planned
     from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
@@ -243,7 +208,7 @@ def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -
     if not flags.values["out"]:
         return
     out = Path(str(flags.values["out"]))
-    out.write_text(planned.gin_text(config, choice, choice.best), encoding="utf-8")
+    out.write_text(planned.gin_text(recipe, choice, choice.best), encoding="utf-8")
     planned.draw(choice.best, out.with_suffix(".png"))
     files = (*flags.gin_files, str(out))
     command = train_command(files, flags.bindings, allow_code=flags.allow_code)
@@ -255,7 +220,7 @@ def _written(flags: Flags, choice: PlanChoice, config: Config, source: Source) -
             devices=ranks,
             per_node=node,
             command=command,
-            grace=config.checkpoint.grace_seconds,
+            grace=recipe.checkpoint.grace_seconds,
         )
         for kind, ranks, node in planned.blocks(choice.best)
     ]

@@ -8,8 +8,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from mmjax.build.assembly import build_packer, one_bucket
-from mmjax.config import Config, validate
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.packers import one_bucket
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
@@ -18,7 +18,7 @@ from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import PlanChoice, RowShapes, RowsOf
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.needs import HOME
+from mmjax.recipe import Recipe, validate
 from mmjax.schedule.timeline import draw_timeline
 
 GIGA = 1e9
@@ -28,51 +28,54 @@ Known = dict[tuple[object, ...], RowShapes | ConfigError]
 """A cache of packing results: rows, or the error, by the settings that determine them (`_packing_settings`)."""
 
 
-def planned(config: Config, candidate: Candidate) -> Config:
-    """`config` with the candidate's layouts, microbatches, schedule and offload.
+def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
+    """`recipe` with the candidate's layouts, microbatches, schedule and offload.
 
     The rows of given buckets are scaled to the samples of the candidate's microbatches.
 
     Args:
-      config: the configuration that is planned for.
+      recipe: the configuration that is planned for.
       candidate: a candidate of a plan.
 
     Raises:
       ConfigError: the result is not legal.
     """
     chosen = {name: getattr(candidate, name) for name in ("microbatches", "schedule", "inner", "window")}
-    train = replace(config.train, **chosen)
+    train = replace(recipe.train, **chosen)
     changed = replace(
-        config,
+        recipe,
         train=replace(train, lowering="auto"),
-        layouts=dict(candidate.layouts),
-        offloads={name: candidate.offload(name) for name in candidate.layouts},
-        world=replace(config.world, devices=candidate.world if config.world.devices else 0),
+        model=recipe.model.map(
+            lambda node: replace(node.at(candidate.layouts[node.name]), offload=candidate.offload(node.name))
+        ),
+        world=replace(recipe.world, devices=candidate.world if recipe.world.devices else 0),
     )
     # The same samples in more microbatches.
-    ratio = config.train.microbatches / candidate.microbatches
-    given_buckets = {name: packing.given for name, packing in config.packing.items() if packing.given and ratio != 1}
+    ratio = recipe.train.microbatches / candidate.microbatches
+    given_buckets = {
+        name: packing.given for name, packing in recipe.model.packing.items() if packing.given and ratio != 1
+    }
     scaled = {
         name: PackingConfig(buckets=tuple(sorted({(ceil(rows * ratio), width) for rows, width in buckets})))
         for name, buckets in given_buckets.items()
     }
-    changed = replace(changed, packing={**changed.packing, **scaled})
+    changed = replace(changed, model=changed.model.with_packing(scaled))
     validate(changed)
     return changed
 
 
-def exact_rows(config: Config, source: Source, known: Known | None = None) -> RowShapes:
-    """Rows of a microbatch and their width by module, as a run of `config` packs them; `known` is a cache over calls.
+def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> RowShapes:
+    """Rows of a microbatch and their width by module, as a run of `recipe` packs them; `known` is a cache over calls.
 
     Raises:
       ConfigError: a bucket is too small for the data.
     """
-    known, key = {} if known is None else known, _packing_settings(config)
+    known, key = {} if known is None else known, _packing_settings(recipe)
     if key not in known:
-        tokenizer = tokenizer_of(config.data, config.model.media)
+        tokenizer = tokenizer_of(recipe.data, recipe.model.media)
         try:
-            packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-            known[key] = padded_rows(config, packer)
+            packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+            known[key] = padded_rows(recipe, packer)
         except ConfigError as error:
             known[key] = error
     rows = known[key]
@@ -81,48 +84,48 @@ def exact_rows(config: Config, source: Source, known: Known | None = None) -> Ro
     return rows
 
 
-def _packing_settings(config: Config) -> tuple[object, ...]:
+def _packing_settings(recipe: Recipe) -> tuple[object, ...]:
     """The settings that determine the rows, given the model, the data and the global batch."""
-    train, buckets = config.train, tuple((name, packing.buckets) for name, packing in config.packing.items())
+    train, buckets = recipe.train, tuple((name, packing.buckets) for name, packing in recipe.model.packing.items())
     contexts = tuple(
-        (name, layout.cp, layout.cp_tokens, layout.row_multiple) for name, layout in config.layouts.items()
+        (name, layout.cp, layout.cp_tokens, layout.row_multiple) for name, layout in recipe.model.layouts.items()
     )
-    settings = (train.microbatches, cell_count(config.layouts.values()), contexts, one_bucket(config), buckets)
-    chooses_buckets = any(isinstance(packing.buckets, int) for packing in config.packing.values())
-    if config.data.reorder == "none" or not chooses_buckets:
+    settings = (train.microbatches, cell_count(recipe.model.layouts.values()), contexts, one_bucket(recipe), buckets)
+    chooses_buckets = any(isinstance(packing.buckets, int) for packing in recipe.model.packing.values())
+    if recipe.data.reorder == "none" or not chooses_buckets:
         return settings
     # Buckets are chosen from microbatches in the order that suits the schedule.
-    return (*settings, tuple(config.layouts.items()), train.schedule, train.inner, train.window)
+    return (*settings, tuple(recipe.model.layouts.items()), train.schedule, train.inner, train.window)
 
 
-def rows_by_candidate(config: Config, source: Source) -> RowsOf:
+def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
     """A function from a candidate to the rows of its run; candidates with the same packing are packed once."""
     known: Known = {}
-    return lambda candidate: exact_rows(planned(config, candidate), source, known)
+    return lambda candidate: exact_rows(planned(recipe, candidate), source, known)
 
 
 # ---- gin -------------------------------------------------------------------------------------------------------------
 
 
-def gin_text(config: Config, choice: PlanChoice, estimate: Estimate) -> str:
-    """The text of a gin file, to load after the files of `config`.
+def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
+    """The text of a gin file, to load after the files of `recipe`.
 
     It has the plan's layouts, microbatches, schedule, buckets and offloads.
     """
-    changed = planned(config, estimate.candidate)
+    changed = planned(recipe, estimate.candidate)
     lines = [
         f"# {estimate.candidate.mode} on {used(choice, estimate.candidate)}{_where(estimate.candidate)}.",
         f"# A step takes {estimate.seconds:.4g} s, {estimate.most / GIGA:.3g} GB a device; {estimate.clock.source}.",
         f"# {_efficiency(estimate)}.",
     ]
-    for name, layout in changed.layouts.items():
+    for name, layout in changed.model.layouts.items():
         lines += [f"{name}/Layout.{field} = {value!r}" for field, value in asdict(layout).items()]
-    for name, packing in changed.packing.items():
-        if packing != config.packing[name]:
-            lines.append(f"{name}/Packing.buckets = {packing.buckets!r}")
-    for name, offload in changed.offloads.items():
-        if offload != config.offloads.get(name, HOME):
-            lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(offload).items()]
+    for name, node in changed.model.nodes.items():
+        if node.packing != recipe.model[name].packing:
+            lines.append(f"{name}/Packing.buckets = {node.packing.buckets!r}")
+    for name, node in changed.model.nodes.items():
+        if node.offload != recipe.model[name].offload:
+            lines += [f"{name}/Offload.{field} = {value!r}" for field, value in asdict(node.offload).items()]
     chosen = ("microbatches", "schedule", "inner", "window", "lowering")
     lines += [f"Train.{field} = {getattr(changed.train, field)!r}" for field in chosen]
     if changed.world.devices:

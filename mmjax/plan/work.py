@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.model import build_model, split_of
+from mmjax.assembly.packers import bucket_shapes, one_bucket
+from mmjax.assembly.samples import open_source
 from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
-from mmjax.build.assembly import bucket_shapes, build_packer, one_bucket, open_source
-from mmjax.build.model import build_model, split_of
-from mmjax.config import Config
-from mmjax.config.validate import sharded_sizes
 from mmjax.data.lengths import lengths_of
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.mask_words import sample_words
@@ -39,6 +39,8 @@ from mmjax.pipeline.memory import in_flight_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import sharded_sizes
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -47,40 +49,40 @@ SAMPLES = 512
 """How many samples are read to find the share of positions that is no padding; fewer in shorter runs."""
 
 
-def read_work(config: Config, source: Source | None = None) -> Work:
-    """The work of each module for a sample of the data of `config`.
+def read_work(recipe: Recipe, source: Source | None = None) -> Work:
+    """The work of each module for a sample of the data of `recipe`.
 
     Args:
-      config: the run's configuration; its layouts decide only how rows are packed.
+      recipe: the run's configuration; its layouts decide only how rows are packed.
       source: the run's training samples; opened here if not given.
 
     Raises:
       ConfigError: a setting does not fit the data.
     """
-    source = source or open_source(config, split="train")
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    model = build_model(config, tokenizer)
-    padded = padded_rows(config, packer)
-    tps = {name: legal_tps(config, name) for name in config.layouts}
-    memory = _traced(config, model, packer, tps, {name: width for name, (_, width) in padded.items()})
-    looked_at = _looked_at(config)
+    source = source or open_source(recipe, split="train")
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+    model = build_model(recipe, tokenizer)
+    padded = padded_rows(recipe, packer)
+    tps = {name: legal_tps(recipe, name) for name in recipe.model}
+    memory = _traced(recipe, model, packer, tps, {name: width for name, (_, width) in padded.items()})
+    looked_at = _looked_at(recipe)
     metas = [source.meta(index) for index in looked_at]
     pairs = mask_pairs(model, packer, source, looked_at)
-    real = real_work(config, model, metas, pairs)
+    real = real_work(recipe, model, metas, pairs)
     causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
     shares = {mask: count / causal for mask, count in pairs.get(LLM, {}).items()}
     modules = {}
     for name in model.nodes:
         rows, width = padded[name]
-        work = module_work(config, model, name, width, shares if name == LLM else None)
-        modules[name] = replace(work, rows=rows / _samples(config), memory=memory[name], real=real[name])
-    return Work(modules=modules, global_batch=config.train.global_batch, item=_item(config))
+        work = module_work(recipe, model, name, width, shares if name == LLM else None)
+        modules[name] = replace(work, rows=rows / _samples(recipe), memory=memory[name], real=real[name])
+    return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe))
 
 
-def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
+def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
     """Rows of a microbatch and their width by module, in the combination of buckets with the most positions."""
-    shapes = max(bucket_shapes(packer, _samples(config)).values(), key=_positions)
+    shapes = max(bucket_shapes(packer, _samples(recipe)).values(), key=_positions)
     result: dict[str, tuple[float, int]] = {}
     for module, inputs in shapes.items():
         rows, width = inputs["segments"].shape
@@ -88,23 +90,23 @@ def padded_rows(config: Config, packer: Packer) -> dict[str, tuple[float, int]]:
     return result
 
 
-def _item(config: Config) -> int:
+def _item(recipe: Recipe) -> int:
     """Bytes of a number in the dtype of the computation."""
-    return 4 if config.train.dtype == "float32" else 2
+    return 4 if recipe.train.dtype == "float32" else 2
 
 
-def _samples(config: Config) -> int:
+def _samples(recipe: Recipe) -> int:
     """How many samples a microbatch has."""
-    return config.train.global_batch // config.train.microbatches
+    return recipe.train.global_batch // recipe.train.microbatches
 
 
 def _positions(inputs: InputShapes) -> int:
     return sum(math.prod(arrays["segments"].shape) for arrays in inputs.values())
 
 
-def legal_tps(config: Config, module: str) -> tuple[int, ...]:
+def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
     """Every tp of `TPS` that divides the sizes of a module."""
-    common = math.gcd(*sharded_sizes(config, module).values())
+    common = math.gcd(*sharded_sizes(recipe, module).values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
 
@@ -112,14 +114,14 @@ def legal_tps(config: Config, module: str) -> tuple[int, ...]:
 
 
 def real_work(
-    config: Config,
+    recipe: Recipe,
     model: MultimodalModel,
     metas: Sequence[SampleMeta],
     pairs: Mapping[str, flops.Pairs] | None = None,
 ) -> dict[str, Real]:
     """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
     count as their module's. `pairs` are those that masks allow in these samples (see `flops.visible_pairs`)."""
-    lengths, frozen = lengths_of(metas, config.model.media), _frozen(config, model)
+    lengths, frozen = lengths_of(metas, recipe.model.media), _frozen(recipe, model)
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
         name: Real(
@@ -146,26 +148,26 @@ def mask_pairs(
     return {LLM: dict(pairs_by_mask)} if pairs_by_mask else {}
 
 
-def _looked_at(config: Config) -> list[int]:
+def _looked_at(recipe: Recipe) -> list[int]:
     """Numbers of up to `SAMPLES` samples, evenly spaced over the whole run."""
-    every = config.train.steps * config.train.global_batch
+    every = recipe.train.steps * recipe.train.global_batch
     count = min(SAMPLES, every)
     return [number * every // count for number in range(count)]
 
 
-def _frozen(config: Config, model: MultimodalModel) -> set[str]:
-    return {module for module in model.modules if config.optimizers[module].frozen}
+def _frozen(recipe: Recipe, model: MultimodalModel) -> set[str]:
+    return {module for module in model.modules if recipe.model.optimizers[module].frozen}
 
 
 def module_work(
-    config: Config, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
+    recipe: Recipe, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
 ) -> ModuleWork:
     """The work of a module in rows of `width`; `rows`, `memory` and `real` are left for the caller to fill in.
 
     `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
     """
     node = model.nodes[name]
-    settings, frozen = node.config, _frozen(config, model)
+    settings, frozen = node.config, _frozen(recipe, model)
     factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
     trains = {n: float(n not in frozen) for n in model.parts_of(name)}
     sizes = _sizes(model, name, width, shares or {})
@@ -179,7 +181,7 @@ def module_work(
         # Logits are never kept, whatever remat says.
         last=forward.last if node.module.losses and not node.module.medium and factors[name] else 0.0,
     )
-    item = _item(config)
+    item = _item(recipe)
     levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
     carried = (1 + levels) * width * settings.width * item
     output_bytes = carried
@@ -196,7 +198,7 @@ def module_work(
         backward=backward + recompute,
         parameters=parameters,
         trained=trained,
-        frozen=max((_bytes(config.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
+        frozen=max((_bytes(recipe.model.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
         recompute=recompute,
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
@@ -205,7 +207,7 @@ def module_work(
         attention=4 * settings.heads * settings.head_width * _pairs(node.module, width) / settings.layers,
         carried=carried,
         output_bytes=output_bytes,
-        together=0 if config.train.lowering == "single" else node.module.patches_per_token,
+        together=0 if recipe.train.lowering == "single" else node.module.patches_per_token,
         blended=node.medium.blended if node.medium else 1,
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
@@ -282,7 +284,7 @@ def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str
 
 
 def _traced(
-    config: Config,
+    recipe: Recipe,
     model: MultimodalModel,
     packer: Packer,
     tps: Mapping[str, tuple[int, ...]],
@@ -297,15 +299,15 @@ def _traced(
         {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
         for number in range(max(map(len, tps.values())))
     ]
-    few = _stages(config, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
+    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
     shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
-    many = [_stages(config, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
+    many = [_stages(recipe, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
     memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         # Programs give the gradients of all their layers.
-        gradient = module_work(config, model, name, 1).trained.layer * _item(config)
+        gradient = module_work(recipe, model, name, 1).trained.layer * _item(recipe)
         for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
             shrunk = lowest / round_tps[name]
             rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
@@ -319,7 +321,7 @@ Stages = Mapping[str, StageFunctions]
 
 
 def _stages(
-    config: Config, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
+    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
 ) -> tuple[Stages, Stages]:
     """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
 
@@ -334,7 +336,10 @@ def _stages(
     for name in tps:
         small = small.with_settings(name, layers=4).with_inject(name)
     settings = Settings(
-        optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype, transport="device_put"
+        optimizers=recipe.model.optimizers,
+        total_steps=recipe.train.steps,
+        dtype=recipe.train.dtype,
+        transport="device_put",
     )
     placed = PlacedModel(small, layouts, World.planned(offset), settings)
     plain = placed.trace(inputs).stages

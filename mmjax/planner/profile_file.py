@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.lengths import FIGURES
-from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.config import LLM
 from mmjax.planner.json_values import fields, number, read_json, shown, whole_number
 from mmjax.planner.work import StagePart
 
 if TYPE_CHECKING:
-    from mmjax.config import Config
+    from mmjax.recipe import Recipe
 
 FORMAT = "mmjax profile 2"
 _MOST = 1_000_000_000
@@ -223,15 +223,15 @@ def require_writable(path: str | Path) -> None:
         raise ConfigError(f"--out={path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def read_profile(path: str | Path, config: Config | None = None) -> Profile:
-    """Reads a profile; with `config`, requires a profile of its model.
+def read_profile(path: str | Path, recipe: Recipe | None = None) -> Profile:
+    """Reads a profile; with `recipe`, requires a profile of its model.
 
     Raises:
       ConfigError: the file cannot be read, is no profile, or is a profile of another model.
     """
     profile = parse_profile(read_json("--profile", path), f"--profile={path}")
-    if config:
-        require_same_model(profile, config, f"--profile={path}")
+    if recipe:
+        require_same_model(profile, recipe, f"--profile={path}")
     return profile
 
 
@@ -342,14 +342,12 @@ def _text(where: str, data: Any) -> str:
 # ---- the model of a profile ------------------------------------------------------------------------------------------
 
 
-def model_of(config: Config) -> dict[str, dict[str, Any]]:
+def model_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """For each module, the fields that determine the times of its stages: its sizes, and whether it is trained."""
-    projectors = {projector_name(name): projector for name, projector in config.projectors.items()}
-    adapters = {lora_name(name): lora for name, lora in config.loras.items() if lora.rank}
-    modules = {**config.modules, **projectors, **adapters}
-    sizes = {name: _sizes(module) | {"trained": not config.optimizers[name].frozen} for name, module in modules.items()}
-    if not config.modules[LLM].vocab:
-        sizes[LLM]["tokenizer"] = config.data.tokenizer
+    parts = recipe.model.parts.items()
+    sizes = {name: _sizes(part.settings) | {"trained": not part.optimizer.frozen} for name, part in parts}
+    if not recipe.model[LLM].settings.vocab:
+        sizes[LLM]["tokenizer"] = recipe.data.tokenizer
     return sizes
 
 
@@ -358,18 +356,18 @@ def _sizes(module: Any) -> dict[str, Any]:
     return json.loads(json.dumps(sizes))  # as in a file: a tuple becomes a list
 
 
-def require_same_model(profile: Profile, config: Config, where: str = "the profile") -> None:
+def require_same_model(profile: Profile, recipe: Recipe, where: str = "the profile") -> None:
     """Requires a profile of the configuration's model.
 
     Raises:
       ConfigError: it is a profile of another model; the message names the first difference.
     """
     remedy = "make another with mmjax.profile"
-    if profile.dtype != config.train.dtype:
+    if profile.dtype != recipe.train.dtype:
         raise ConfigError(
-            f"{where}: is of Train.dtype={profile.dtype!r}, this run has {config.train.dtype!r}; {remedy}"
+            f"{where}: is of Train.dtype={profile.dtype!r}, this run has {recipe.train.dtype!r}; {remedy}"
         )
-    model = model_of(config)
+    model = model_of(recipe)
     for name in (*model, *profile.model):
         if (name in model) != (name in profile.model):
             has = "has no module" if name in model else "has a module that is not in this model,"

@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("interrupted: no profile was written"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.profile")
         require_gin_file(flags)
-        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         out = str(flags.values["out"])
         require_writable(out)
         with importing():
             from mmjax.mesh.processes import is_first
             from mmjax.profile.profiler import profile_of
         join_processes(flags)
-        profile = profile_of(config, quick=bool(flags.values["quick"]))
+        profile = profile_of(recipe, quick=bool(flags.values["quick"]))
         if not is_first():
             return 0
         write_profile(profile, out)

@@ -10,9 +10,10 @@ from dataclasses import replace
 import jax
 
 from mmjax import jax_compat
-from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
-from mmjax.build.epochs import with_steps
-from mmjax.config import Config
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.samples import open_source
 from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import Layout
@@ -22,6 +23,7 @@ from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_o
 from mmjax.profile.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
 from mmjax.profile.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
 from mmjax.progress import Progress
+from mmjax.recipe import Recipe
 
 VIRTUAL = 8
 """CPU devices of a profile that names no number."""
@@ -30,30 +32,30 @@ _ALL = 0.9
 """If at least this share of the devices works at a time, each device counts as having a processor of its own."""
 
 
-def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> Profile:
+def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> Profile:
     """Measures the configured model on the devices here.
 
     Layouts and numbers of layers of the configuration are not used. `World.devices` says how many devices to measure;
     without it, all accelerators here or eight virtual CPU devices.
 
     Args:
-      config: model, data, batch and buckets.
+      recipe: model, data, batch and buckets.
       quick: fewer shapes and sizes.
       style: the style of the progress display; see `Progress`.
 
     Raises:
       ConfigError: two settings contradict each other.
     """
-    source = open_source(config, split="train")
-    config = with_buckets(with_steps(config, source), source)
-    data = sampled(config, source, _FEW if quick else _SAMPLES)
-    world = world_for(config)
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    packer = build_packer(config, tokenizer, one_bucket=one_bucket(config), source=source)
-    tried = points(packer, config.train.global_batch // config.train.microbatches, quick=quick)
+    source = open_source(recipe, split="train")
+    recipe = with_buckets(with_steps(recipe, source), source)
+    data = sampled(recipe, source, _FEW if quick else _SAMPLES)
+    world = world_for(recipe)
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+    tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=quick)
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()
-    for tp in sorted({tp for name in config.layouts for tp in legal_tps(config, name, world.size)}):
-        stages = list(attempts(config, tokenizer, packer, world, tp, tried))
+    for tp in sorted({tp for name in recipe.model for tp in legal_tps(recipe, name, world.size)}):
+        stages = list(attempts(recipe, tokenizer, packer, world, tp, tried))
         gather_texts("")  # a process without devices in the last ones has not been waiting in these
         programs = sum(len(stage.programs.programs) for stage in stages)
         with Progress(programs, f"compiling for tp {tp}", style=style) as progress:
@@ -63,13 +65,13 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
         with Progress(ROUNDS * len(stages), f"timing tp {tp}", style=style, log_every=len(stages)) as progress:
             timed, calls = best_trials(stages, progress.advance)
         trials += timed
-    shared = at_a_time(config, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
+    shared = at_a_time(recipe, tokenizer, packer, world, tried[0]) if world.size > 1 else 1.0
     sizes, ranks = QUICK if quick else SIZES, ranks_here(world)
     profile = Profile(
         device=_device(world),
         jax=jax.__version__,
-        dtype=config.train.dtype,
-        model=model_of(config),
+        dtype=recipe.train.dtype,
+        model=model_of(recipe),
         data=data,
         trials=tuple(trials),
         compiled=tuple(needs),
@@ -84,32 +86,32 @@ def profile_of(config: Config, *, quick: bool = False, style: str = "auto") -> P
     return profile if is_first() else parse_profile(json.loads(shared_profile))
 
 
-def sampled(config: Config, source: Source, samples: int) -> dict[str, dict[str, float]]:
+def sampled(recipe: Recipe, source: Source, samples: int) -> dict[str, dict[str, float]]:
     """Figures of the lengths of samples or media by module, in positions, from the metadata of the first samples."""
-    lengths = lengths_of([source.meta(index) for index in range(samples)], config.model.media)
+    lengths = lengths_of([source.meta(index) for index in range(samples)], recipe.model.media)
     return {name: figures_of(values) | {"per_sample": len(values) / samples} for name, values in lengths.items()}
 
 
-def world_for(config: Config) -> World:
+def world_for(recipe: Recipe) -> World:
     """The devices here, whatever the layouts need; of several processes as many as they need, as in a run.
 
     Raises:
       ConfigError: there are fewer than `World.devices`.
     """
-    deterministic = config.train.deterministic
+    deterministic = recipe.train.deterministic
     if jax_compat.process_count() > 1:
         return World.create(
-            config.world, [Layout(dp=config.world.devices or config.devices)], deterministic=deterministic
+            recipe.world, [Layout(dp=recipe.world.devices or recipe.devices)], deterministic=deterministic
         )
-    wanted = config.world.devices or VIRTUAL
+    wanted = recipe.world.devices or VIRTUAL
     if not jax_compat.backends_are_initialized():
         # A world of one device starts the backend, and with it as many virtual ones as may be wanted.
         jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.values["jax_num_cpu_devices"]))
-    World.create(replace(config.world, devices=1), [Layout()], deterministic=deterministic)
-    devices = jax.devices(config.world.platform or None)
+    World.create(replace(recipe.world, devices=1), [Layout()], deterministic=deterministic)
+    devices = jax.devices(recipe.world.platform or None)
     count = len(devices) if devices[0].platform != "cpu" else min(wanted, len(devices))
     return World.create(
-        replace(config.world, devices=config.world.devices or count), [Layout()], deterministic=deterministic
+        replace(recipe.world, devices=recipe.world.devices or count), [Layout()], deterministic=deterministic
     )
 
 

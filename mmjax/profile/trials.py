@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax import jax_compat
-from mmjax.build.model import build_model
-from mmjax.config import Config
+from mmjax.assembly.model import build_model
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import Layout
@@ -32,6 +31,7 @@ from mmjax.pipeline.place import InputShapes, PlacedModel, Settings, Stage
 from mmjax.plan import work
 from mmjax.planner.profile_file import Compiled, Trial
 from mmjax.planner.work import StagePart
+from mmjax.recipe import ModuleSpec, Recipe
 
 _SECONDS, _LEAST, _MOST = 0.1, 3, 20
 """A program runs until all its runs took `_SECONDS`, between `_LEAST` and `_MOST` times; the shortest run counts."""
@@ -131,25 +131,25 @@ def _shapes(packer: Packer, module: str, rows: int, *, quick: bool) -> list[tupl
     return list(dict.fromkeys(shapes))
 
 
-def legal_tps(config: Config, module: str, devices: int) -> tuple[int, ...]:
+def legal_tps(recipe: Recipe, module: str, devices: int) -> tuple[int, ...]:
     """Every tp that divides the sizes of a module and needs no more than `devices`."""
-    return tuple(tp for tp in work.legal_tps(config, module) if tp <= devices)
+    return tuple(tp for tp in work.legal_tps(recipe, module) if tp <= devices)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
 def placed_for(
-    config: Config, tokenizer: Tokenizer, world: World, cut: Cut, layout: Mapping[str, Layout]
+    recipe: Recipe, tokenizer: Tokenizer, world: World, cut: Cut, layout: Mapping[str, Layout]
 ) -> PlacedModel:
     """The configuration's model, every module cut in this way, on the first devices."""
-    changed = replace(
-        config,
-        modules={name: replace(settings, layers=cut.layers) for name, settings in config.modules.items()},
-        projectors={name: replace(projector, inject=(), levels=()) for name, projector in config.projectors.items()},
-    )
-    model = build_model(changed, tokenizer)
-    settings = Settings(optimizers=config.optimizers, total_steps=config.train.steps, dtype=config.train.dtype)
+
+    def cut_node(node: ModuleSpec) -> ModuleSpec:
+        node = node.with_settings(layers=cut.layers)
+        return node.with_projector(inject=(), levels=()) if node.projector else node
+
+    model = build_model(replace(recipe, model=recipe.model.map(cut_node)), tokenizer)
+    settings = Settings(optimizers=recipe.model.optimizers, total_steps=recipe.train.steps, dtype=recipe.train.dtype)
     layouts = {name: replace(module_layout, pp=cut.stages) for name, module_layout in layout.items()}
     return PlacedModel(model, layouts, Folded(world.devices), settings)
 
@@ -222,7 +222,7 @@ class Attempt:
 
 
 def attempts(
-    config: Config,
+    recipe: Recipe,
     tokenizer: Tokenizer,
     packer: Packer,
     world: World,
@@ -231,10 +231,10 @@ def attempts(
     cuts: Sequence[Cut] = CUTS,
 ) -> Iterator[Attempt]:
     """All attempts with this tp, each program once, of the modules that can have it."""
-    legal_by_module = {name: legal_tps(config, name, world.size) for name in config.layouts}
+    legal_by_module = {name: legal_tps(recipe, name, world.size) for name in recipe.model}
     layout = {name: Layout(tp=max(size for size in legal if size <= tp)) for name, legal in legal_by_module.items()}
     for cut in cuts:
-        placed, done = placed_for(config, tokenizer, world, cut, layout), set[int]()
+        placed, done = placed_for(recipe, tokenizer, world, cut, layout), set[int]()
         for point in tried:
             if (cut == HALVES and not point.ends) or (cut in LOOPS and not point.loops):
                 continue
@@ -283,15 +283,15 @@ def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[li
     return trials, calls
 
 
-def at_a_time(config: Config, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
+def at_a_time(recipe: Recipe, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
     """How many devices work at a time, from 1 to all; not whole where they share cores.
 
     Compares the time of a forward of the LLM on one device with that of the same forward on all devices at once.
     """
     ready = []
     for dp in (1, world.size):
-        layout = {name: Layout(dp=dp) for name in config.layouts}
-        placed = placed_for(config, tokenizer, world, TWO, layout)
+        layout = {name: Layout(dp=dp) for name in recipe.model}
+        placed = placed_for(recipe, tokenizer, world, TWO, layout)
         name = f"{LLM}.0"
         if not placed.stages[name].submesh.local:
             continue

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mmjax.config import Config, default_run_dir, load_config
+from mmjax.config import default_run_dir, load_config
 from mmjax.config.flags import (
     INCOMPLETE,
     INTERRUPTED,
@@ -18,10 +18,11 @@ from mmjax.config.flags import (
     parse_flags,
     run_command,
 )
-from mmjax.config.validate import advise, require_targets
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
 from mmjax.mesh.process_group import give_up, has_peers
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import advise, require_targets
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.train.trainer import Trainer
@@ -47,24 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, or continues the run that is in the directory; returns the exit status."""
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
-        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
-        require_targets(config)
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        require_targets(recipe)
         run_dir, dry, as_json = str(flags.values["run_dir"]), flags.values["dry_run"], flags.values["json"]
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
-            return _dry_run(config, run_dir, as_json=bool(as_json))
+            return _dry_run(recipe, run_dir, as_json=bool(as_json))
         join_processes(flags)
         again = bool(flags.values["from_scratch"])
-        return _train(config, run_dir or str(default_run_dir(flags.gin_files)), from_scratch=again)
+        return _train(recipe, run_dir or str(default_run_dir(flags.gin_files)), from_scratch=again)
 
 
-def _dry_run(config: Config, run_dir: str, *, as_json: bool) -> int:
+def _dry_run(recipe: Recipe, run_dir: str, *, as_json: bool) -> int:
     with importing():
         from mmjax.train.dry_run import dry_run
         from mmjax.train.files import made_run_dir
 
-    forecast = dry_run(config)
+    forecast = dry_run(recipe)
     if run_dir:
         forecast.draw(made_run_dir(run_dir))
     print(json.dumps(forecast.as_json()) if as_json else forecast.describe())
@@ -73,7 +74,7 @@ def _dry_run(config: Config, run_dir: str, *, as_json: bool) -> int:
     return 0
 
 
-def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
+def _train(recipe: Recipe, run_dir: str, *, from_scratch: bool) -> int:
     with importing():
         from mmjax.data.types import NoBatchError
         from mmjax.eval.scores import describe
@@ -85,21 +86,21 @@ def _train(config: Config, run_dir: str, *, from_scratch: bool) -> int:
 
     say = print if is_first() else lambda line: None
     with announced("building the model and tracing its programs"):
-        opened = Trainer(config, run_dir, from_scratch=from_scratch, watched=True)
+        opened = Trainer(recipe, run_dir, from_scratch=from_scratch, watched=True)
     with opened as trainer:
-        for name, layout in config.layouts.items():
+        for name, layout in recipe.model.layouts.items():
             say(f"{name}: {layout.describe()}")
-        for line in (*advise(config), *trainer.data, *trainer.chosen):
+        for line in (*advise(recipe), *trainer.data, *trainer.chosen):
             say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.programs())
         say(f"{counted(stages, 'stage')}, {counted(programs, 'program')} to compile, run directory {run_dir}")
-        if config.train.debug_nans:
+        if recipe.train.debug_nans:
             say("debug_nans: one program per op, and every op's outputs are waited for and checked; this is slow")
         if trainer.resumed:
             say(f"continuing after step {trainer.step}")
         for line in trainer.started:
             say(line)
-        if trainer.step >= trainer.config.train.steps:
+        if trainer.step >= trainer.recipe.train.steps:
             say(f"already trained for {trainer.step} steps; raise --gin.Train.steps or choose another --run_dir")
         sys.stdout.flush()
         try:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mmjax.config.best import is_lower_better
 from mmjax.mesh.processes import broadcast_text
+from mmjax.recipe.best import is_lower_better
 
 
 class BestEvaluation:

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.build.assembly import open_source, plan
-from mmjax.build.epochs import with_steps
-from mmjax.build.parts import Assembly
-from mmjax.config import Config
-from mmjax.config.validate import advise
+from mmjax.assembly.assembly import plan
+from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.parts import Assembly
+from mmjax.assembly.samples import open_source
 from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
 from mmjax.data.split import busiest_over_mean
@@ -27,6 +26,8 @@ from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
 from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import advise
 from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
@@ -53,7 +54,7 @@ class DryRun:
     """A forecast of a run.
 
     Attributes:
-      config: the run's configuration.
+      recipe: the run's configuration.
       parts: its parts, traced without devices.
       memory: memory of each of a stage's devices, by stage; for a program per op, or one that loops over microbatches.
       rank: the most loaded device.
@@ -65,7 +66,7 @@ class DryRun:
         microbatches.
     """
 
-    config: Config
+    recipe: Recipe
     parts: Assembly
     memory: Mapping[str, Memory]
     rank: int
@@ -80,7 +81,7 @@ class DryRun:
 
         They are CPU times by kind of program, over how many compile at a time, and suppose an empty cache.
         """
-        if self.config.world.platform not in ("", "cpu"):
+        if self.recipe.world.platform not in ("", "cpu"):
             return None
         total = sum(count * COMPILE_SECONDS.get(kind, PLAIN_SECONDS) for kind, count in self.programs.items())
         seconds = total / min(8, os.cpu_count() or 1, max(1, sum(self.programs.values())))
@@ -92,7 +93,7 @@ class DryRun:
         stages, report = self.parts.placed.stages, self.parts.report
         return {
             "devices": self.parts.world.size,
-            "layouts": {name: asdict(layout) for name, layout in self.config.layouts.items()},
+            "layouts": {name: asdict(layout) for name, layout in self.recipe.model.layouts.items()},
             "stages": {
                 name: {
                     "ranks": list(stages[name].submesh.ranks),
@@ -112,19 +113,22 @@ class DryRun:
             "schedule": self.parts.schedule.name,
             "planned_bubble": self.parts.planned.bubble,
             "cp_imbalance": dict(self.imbalance),
-            "advice": list(advise(self.config)),
+            "advice": list(advise(self.recipe)),
         }
 
     def draw(self, folder: str | Path) -> None:
         """Writes layout.png and timeline.png."""
-        draw_layout(self.config.layouts, Path(folder) / "layout.png")
+        draw_layout(self.recipe.model.layouts, Path(folder) / "layout.png")
         source, unit = "planned with nominal costs", "forwards of the costliest stage"
         draw_timeline(self.parts.planned, Path(folder) / "timeline.png", source=source, unit=unit)
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """Everything as text for a terminal."""
-        lines = [f"{name}: {layout.describe()}" for name, layout in self.config.layouts.items()]
-        lines += [*advise(self.config), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
+        lines = [f"{name}: {layout.describe()}" for name, layout in self.recipe.model.layouts.items()]
+        lines += [*advise(self.recipe), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]
         lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble(), *self._shared()]
         return "\n".join(lines)
@@ -193,15 +197,15 @@ class DryRun:
         )
 
 
-def dry_run(config: Config) -> DryRun:
+def dry_run(recipe: Recipe) -> DryRun:
     """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
 
     Raises:
       ConfigError: a part of the configuration does not fit another.
     """
-    source = open_source(config, split="train")
-    config = with_steps(config, source)
-    parts = plan(config, source)
+    source = open_source(recipe, split="train")
+    recipe = with_steps(recipe, source)
+    parts = plan(recipe, source)
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     if isinstance(parts.executor, SingleExecutor):
         rank, most = parts.schedule.graph.ranks[0], parts.executor.memory()
@@ -210,25 +214,25 @@ def dry_run(config: Config) -> DryRun:
         rank, most = most_loaded(parts.placed, memory)
         peak = fullest(parts.placed, parts.schedule, parts.shapes.values())
     programs = [*parts.executor.programs()]
-    if config.train.eval_samples:
+    if recipe.train.eval_samples:
         programs += Evaluator(parts).predictor.programs()
     return DryRun(
-        config=config,
+        recipe=recipe,
         parts=parts,
         memory=memory,
         rank=rank,
         most=most,
         peak=peak,
         programs=count_kinds(programs),
-        imbalance=_imbalance(config, parts.packer, source),
+        imbalance=_imbalance(recipe, parts.packer, source),
     )
 
 
-def _imbalance(config: Config, packer: Packer, source: Source) -> dict[str, float]:
+def _imbalance(recipe: Recipe, packer: Packer, source: Source) -> dict[str, float]:
     """Work of attention of the fullest rank of cp over the mean, by module, in the first step's first microbatches."""
     if all(split.ranks == 1 for split in packer.splits.values()):
         return {}
-    metas = [source.meta(index) for index in range(config.train.global_batch)]
+    metas = [source.meta(index) for index in range(recipe.train.global_batch)]
     works = [packer.context_work(plan) for plan in packer.plan(0, metas).microbatches[:_LOOKED_AT]]
     return {name: busiest_over_mean(np.concatenate([work[name] for work in works])) for name in works[0]}
 

@@ -16,10 +16,11 @@ from typing import Any
 
 from mmjax.checkpoint.folder import Folder
 from mmjax.checkpoint.journal import Journal
-from mmjax.config import Config, differences, load_run_config, operative_config
+from mmjax.config import differences, load_run_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.skipped import reason_of
 from mmjax.json_files import is_there, read_text
+from mmjax.recipe import Recipe
 from mmjax.schedule import timeline
 from mmjax.schedule.simulate import Timeline
 from mmjax.train.metrics import MetricsWriter, read_metrics, repair
@@ -29,7 +30,7 @@ _NAMES = ("config.gin", "metrics.jsonl", "eval.jsonl", "skipped.jsonl", "commits
 _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
 
-def recorded(run_dir: Path, *, allow_code: bool = False) -> Config | None:
+def recorded(run_dir: Path, *, allow_code: bool = False) -> Recipe | None:
     """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal."""
     with contextlib.suppress(ConfigError):
         return load_run_config(run_dir, allow_code=allow_code)
@@ -78,7 +79,7 @@ class RunFiles:
         metrics = self._metrics.unwritten if self._metrics else ""
         return (*filter(None, [metrics]), *(f"{name} ({cause})" for name, cause in self._failed.items()))
 
-    def begin(self, config: Config, planned: Timeline, step: int) -> None:
+    def begin(self, recipe: Recipe, planned: Timeline, step: int) -> None:
         """Writes ``config.gin``, the journal and the planned timeline of a run that goes on after ``step``.
 
         If the configuration has changed, the earlier one is kept as ``config-until-<step>.gin``, and the difference is
@@ -88,7 +89,7 @@ class RunFiles:
           ConfigError: the disk is full, or the directory cannot be written to.
         """
         with self._needed():
-            self._keep_config(config, step)
+            self._keep_config(recipe, step)
             if not step:
                 self.journal.begin()
             elif saved := Folder(self.run_dir / "checkpoints").steps():
@@ -149,8 +150,8 @@ class RunFiles:
             finally:
                 new.unlink(missing_ok=True)
 
-    def _keep_config(self, config: Config, step: int) -> None:
-        path, text = self.run_dir / "config.gin", operative_config(config)
+    def _keep_config(self, recipe: Recipe, step: int) -> None:
+        path, text = self.run_dir / "config.gin", operative_config(recipe)
         before = self._config_at(step)
         earlier = path.with_name(f"config-until-{step}.gin")
         if step and before and differences(before, text):

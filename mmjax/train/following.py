@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from mmjax import jax_compat
-from mmjax.config import Config
 from mmjax.mesh import stacks
 from mmjax.mesh.processes import Board
 from mmjax.pipeline.ends import Ends, numbers_of
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.recipe import Recipe
 from mmjax.train.busy import BusyTimes
 from mmjax.train.watchdog import Watchdog
 
@@ -28,7 +28,7 @@ class Following:
     def __init__(
         self,
         executor: Executor | OneProgramExecutor,
-        config: Config,
+        recipe: Recipe,
         report: Callable[[str], None],
         run_dir: Path | None,
         *,
@@ -38,13 +38,13 @@ class Following:
 
         Args:
           executor: runs the steps.
-          config: says when nothing has moved for too long, and the ops of which steps are timed.
+          recipe: says when nothing has moved for too long, and the ops of which steps are timed.
           report: receives lines about slow ranks, in any thread.
           run_dir: where stacks are written if the run hangs; nowhere for `None`.
           watched: whether a run that hangs is ended, and this process with it.
         """
         world, process = executor.placed.world, jax_compat.process_index()
-        self._executor, self._every = executor, max(config.train.log_every, LEAST_EVERY)
+        self._executor, self._every = executor, max(recipe.train.log_every, LEAST_EVERY)
         self._ends = Ends({world.devices[rank]: rank for rank in world.local_ranks})
         side_by_side = world.platform != "cpu" or world.processes > 1
         self._busy = BusyTimes(executor.schedule, Board("busy"), world.processes, report, names_slow=side_by_side)
@@ -52,8 +52,8 @@ class Following:
             self._ends,
             numbers_of(executor.schedule.ops),
             Board("progress"),
-            seconds=config.world.hang_seconds if watched else -1.0,
-            data_seconds=2 * config.data.patience,  # data servers may be away for so long, and then it is reported
+            seconds=recipe.world.hang_seconds if watched else -1.0,
+            data_seconds=2 * recipe.data.patience,  # data servers may be away for so long, and then it is reported
             process=process,
             processes=world.processes,
             measured=self._busy.add,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.build.parts import Assembly
+from mmjax.assembly.parts import Assembly
 from mmjax.data.types import StepBatch
 from mmjax.eval.scores import Evaluation
 from mmjax.pipeline.executor import StepResult

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmjax.build.parts import PlacedRun
-from mmjax.config import Config
+from mmjax.assembly.parts import PlacedRun
 from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator, Meet, room_for
 from mmjax.eval.samples import exchanged, held_out, held_out_metas
@@ -16,6 +15,7 @@ from mmjax.eval.scores import Evaluation, figures
 from mmjax.mesh.processes import broadcast_text
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.stage_state import State
+from mmjax.recipe import Recipe
 from mmjax.train.attempt import GivenUp, attempt
 from mmjax.train.files import RunFiles
 from mmjax.viz.answers import draw_answers
@@ -45,11 +45,11 @@ class Scoring:
       evaluator: ``None`` where ``Train.eval_samples`` is 0.
     """
 
-    def __init__(self, config: Config, parts: PlacedRun, files: RunFiles | None, say: Callable[[str], None]):
+    def __init__(self, recipe: Recipe, parts: PlacedRun, files: RunFiles | None, say: Callable[[str], None]):
         """Traces the programs of evaluation.
 
         Args:
-          config: the run's configuration.
+          recipe: the run's configuration.
           parts: its model on its devices.
           files: the run directory's files, in the process that writes them.
           say: called with a line where an evaluation failed, once for each reason.
@@ -57,14 +57,14 @@ class Scoring:
         Raises:
           ConfigError: a held-out sample is too long for the shapes of the run.
         """
-        self.config, self.parts, self._files, self._say = config, parts, files, say
+        self.recipe, self.parts, self._files, self._say = recipe, parts, files, say
         self._said: set[str] = set()
         self.evaluator = None
-        if config.train.eval_samples:
-            metas = held_out_metas(config, config.train.eval_samples)
+        if recipe.train.eval_samples:
+            metas = held_out_metas(recipe, recipe.train.eval_samples)
             # Samples with exchanged media may be longer than any held-out sample.
-            room = 0 if config.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
-            self.evaluator = Evaluator(parts, config.data.origin, room)
+            room = 0 if recipe.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
+            self.evaluator = Evaluator(parts, recipe.data.origin, room)
             self.evaluator.rounds.require_room(metas)
 
     def programs(self) -> list[Program]:
@@ -73,7 +73,7 @@ class Scoring:
 
     def samples(self) -> list[Sample]:
         """The held-out samples, the same in every run of a configuration."""
-        return held_out(self.config, self.config.train.eval_samples)
+        return held_out(self.recipe, self.recipe.train.eval_samples)
 
     def evaluate(
         self, states: Mapping[str, State], step: int, *, draw: bool = False, meet: Meet = lambda: None
@@ -92,11 +92,11 @@ class Scoring:
         if self.evaluator is None:
             raise ValueError("Train.eval_samples=0: there is nothing to evaluate; set it to 180")
         samples = self.samples()
-        variants = exchanged(self.config, self.parts.tokenizer, samples)
+        variants = exchanged(self.recipe, self.parts.tokenizer, samples)
         plain = self.evaluator.evaluate(states, samples, meet, loss=True)
         swapped = {name: self.evaluator.evaluate(states, variant, meet) for name, variant in variants.items()}
         if self._files:
-            if draw and self.config.train.predictions:
+            if draw and self.recipe.train.predictions:
                 self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
             # After the picture: a row says that the evaluation is complete.
             self._files.add_evaluation({"step": step} | figures(plain, swapped))
@@ -135,5 +135,5 @@ class Scoring:
         return self.evaluator is None or broadcast_text(str(int(scored))) == "1"
 
     def _draw(self, samples: Sequence[Sample], evaluation: Evaluation, path: Path) -> None:
-        count = self.config.train.predictions
+        count = self.recipe.train.predictions
         draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])

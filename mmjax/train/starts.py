@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from mmjax.build.model import build_model
+from mmjax.assembly.model import build_model
 from mmjax.checkpoint import (
     FRESH,
     PARAMETERS,
@@ -27,16 +27,17 @@ from mmjax.checkpoint import (
     find_parameters,
 )
 from mmjax.checkpoint.leaves import same_kind
-from mmjax.config import Config, differences, operative_config
-from mmjax.config.pretrained import folder_parameters, pretrained_folders
+from mmjax.config import differences, operative_config
 from mmjax.configurable import ConfigError, require
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import broadcast_text, is_first
-from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.config import LLM
 from mmjax.models.graph import MultimodalModel
 from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.state_shapes import module_of_moment
+from mmjax.recipe import Recipe
+from mmjax.recipe.pretrained import folder_parameters, pretrained_folders
 from mmjax.train.files import RunFiles
 from mmjax.weights.parameters import FolderParameters
 
@@ -152,7 +153,7 @@ class _ReadProgress:
         self._say(f"{self._name}: read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e9:.2f} GB/s{remaining}")
 
 
-def require_seed(config: Config, stored: Metadata, run_dir: Path) -> None:
+def require_seed(recipe: Recipe, stored: Metadata, run_dir: Path) -> None:
     """Requires that a checkpoint of the run directory is of a run with the seed of this one: its data follow from it.
 
     Raises:
@@ -160,7 +161,7 @@ def require_seed(config: Config, stored: Metadata, run_dir: Path) -> None:
     """
     seed, fix = stored.seed, f"the run in {run_dir} has seed"
     fix += f" {seed}, and with it its data; set it to {seed} or name another --run_dir"
-    require(seed == config.train.seed, "Train.seed", config.train.seed, fix)
+    require(seed == recipe.train.seed, "Train.seed", recipe.train.seed, fix)
 
 
 def run_begins(
@@ -202,11 +203,11 @@ def run_begins(
     return empty
 
 
-def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
+def moments_since(recipe: Recipe, restored: Metadata, updates: int) -> tuple[dict[str, int], tuple[str, ...]]:
     """Finds the age of each module's moments in a continued run.
 
     Args:
-      config: says which modules are trained now.
+      recipe: says which modules are trained now.
       restored: the checkpoint's metadata.
       updates: how many updates the run has done.
 
@@ -215,27 +216,27 @@ def moments_since(config: Config, restored: Metadata, updates: int) -> tuple[dic
       and a line about moments that are new or dropped and parameters that are held in another dtype, if there are any.
     """
     with_moments, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
-    trained = [module for module, optimizer in config.optimizers.items() if not optimizer.frozen]
+    trained = [module for module, optimizer in recipe.model.optimizers.items() if not optimizer.frozen]
     since = {module: before.get(module, 0) if module in with_moments else updates for module in trained}
-    changes = "; ".join(_changes(config, with_moments, restored))
+    changes = "; ".join(_changes(recipe, with_moments, restored))
     line = (f"from step {restored.step} on, {changes}",) if changes else ()
     return {module: first for module, first in since.items() if first}, line
 
 
-def _changes(config: Config, with_moments: Collection[str], restored: Metadata) -> Iterator[str]:
+def _changes(recipe: Recipe, with_moments: Collection[str], restored: Metadata) -> Iterator[str]:
     """Yields the changes of modules since the checkpoint: newly trained, newly frozen, or in another dtype.
 
     Args:
-      config: the configuration that continues the run.
+      recipe: the configuration that continues the run.
       with_moments: modules that have moments in the checkpoint.
       restored: the checkpoint's metadata.
     """
     leaves = restored.leaves.items()
     stored = {name.removeprefix(PARAMETERS): leaf.dtype for name, leaf in leaves if name.startswith(PARAMETERS)}
-    converted = _conversions(config, config.optimizers, stored)
+    converted = _conversions(recipe, recipe.model.optimizers, stored)
     groups: dict[str, list[str]] = {" (frozen before): new moments": [], " (frozen now): moments dropped": []}
     new, gone = groups
-    for module, optimizer in config.optimizers.items():
+    for module, optimizer in recipe.model.optimizers.items():
         why = "" if optimizer.frozen != (module in with_moments) else gone if optimizer.frozen else new
         if module in converted:
             why += f"{', ' if why else ': '}{converted[module]}"
@@ -243,48 +244,50 @@ def _changes(config: Config, with_moments: Collection[str], restored: Metadata) 
     yield from (f"{', '.join(modules)}{why}" for why, modules in groups.items() if why and modules)
 
 
-def frozen_elsewhere(config: Config, restored: Metadata) -> dict[str, LeafInfo]:
+def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
     """The leaves in a run's checkpoint that refer to another folder's bytes, of the modules that are frozen now."""
-    frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+    frozen = {module for module, optimizer in recipe.model.optimizers.items() if optimizer.frozen}
     away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
     return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}
 
 
-def find_starts(config: Config) -> Starts:
+def find_starts(recipe: Recipe) -> Starts:
     """Finds the origin of each module's parameters in a new run. Reads no leaf, and uses no device.
 
     Raises:
       ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
         leaf and fix.
     """
-    folders = {module: folder for module in config.optimizers if (folder := config.init_from(module))}
-    pretrained = pretrained_folders(config)
-    fresh = tuple(module for module in config.optimizers if not folders.get(module) and not config.pretrained(module))
+    folders = {module: folder for module in recipe.model.optimizers if (folder := recipe.init_from(module))}
+    pretrained = pretrained_folders(recipe)
+    fresh = tuple(
+        module for module in recipe.model.optimizers if not folders.get(module) and not recipe.model.folder(module)
+    )
     if not folders and not pretrained:
         return Starts(fresh=fresh)
-    wanted = shapes_of_model(build_model(config, tokenizer_of(config.data, config.model.media)))
-    starts = [_start(config, folder_parameters(config, path, wanted), modules) for path, modules in pretrained.items()]
+    wanted = shapes_of_model(build_model(recipe, tokenizer_of(recipe.data, recipe.model.media)))
+    starts = [_start(recipe, folder_parameters(recipe, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, origin in folders.items() if origin == folder)
         try:
             saved = find_parameters([folder])[folder]
         except CheckpointError as error:
-            raise ConfigError(f"{_field(config, modules[0])}={folder!r}: {error}") from None
+            raise ConfigError(f"{_field(recipe, modules[0])}={folder!r}: {error}") from None
         for module in modules:
-            _require_fit(config, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
-        starts.append(_start(config, saved, modules))
+            _require_fit(recipe, module, {n: s for n, s in wanted.items() if _module(n) == module}, saved)
+        starts.append(_start(recipe, saved, modules))
     return Starts(loaded=tuple(starts), fresh=fresh)
 
 
-def _start(config: Config, saved: SavedParameters | FolderParameters, modules: tuple[str, ...]) -> Start:
-    return Start(saved=saved, modules=modules, converted=_conversions(config, modules, saved.dtypes))
+def _start(recipe: Recipe, saved: SavedParameters | FolderParameters, modules: tuple[str, ...]) -> Start:
+    return Start(saved=saved, modules=modules, converted=_conversions(recipe, modules, saved.dtypes))
 
 
-def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
+def _conversions(recipe: Recipe, modules: Iterable[str], dtypes: Mapping[str, str]) -> dict[str, str]:
     """The change, in words, of parameters that are stored in another dtype than the run holds them in, by module.
 
     Args:
-      config: has the dtype that each module is held in.
+      recipe: has the dtype that each module is held in.
       modules: the modules that take stored parameters.
       dtypes: the dtype of each stored parameter, by name such as "llm/embed".
     """
@@ -293,7 +296,7 @@ def _conversions(config: Config, modules: Iterable[str], dtypes: Mapping[str, st
         stored.setdefault(_module(name), {})[dtype] = None
     result = {}
     for module in (module for module in modules if module in stored):
-        target = config.optimizers[module].held_in(config.train.dtype)
+        target = recipe.model.optimizers[module].held_in(recipe.train.dtype)
         if different := [dtype for dtype in stored[module] if dtype != target]:
             how = "widened" if target == "float32" and "float64" not in different else "rounded"
             result[module] = f"{', '.join(different)} {how} to {target}"
@@ -307,19 +310,19 @@ def shapes_of_model(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
     return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
 
 
-def _require_fit(config: Config, module: str, wanted: Mapping[str, tuple[int, ...]], saved: SavedParameters) -> None:
-    setting, new = f"{_field(config, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
+def _require_fit(recipe: Recipe, module: str, wanted: Mapping[str, tuple[int, ...]], saved: SavedParameters) -> None:
+    setting, new = f"{_field(recipe, module)}={saved.folder!r}", f"{module}/Weights.init_from={FRESH!r} for new values"
     if module not in saved.modules:
         has = ", ".join(saved.modules) or "nothing"
         raise ConfigError(f"{setting}: it has {has} and no module {module!r}; name another folder, or set {new}")
     stored = {name: leaf for name, leaf in saved.leaves.items() if _module(name) == module}
-    dtype = config.optimizers[module].held_in(config.train.dtype)
+    dtype = recipe.model.optimizers[module].held_in(recipe.train.dtype)
     problem = next(_problems(module, wanted, stored, dtype), "")
     if not problem:
         return
     settings = [
         f"{name} = {stored_value} there, {configured} here"
-        for name, stored_value, configured in _settings(config, module, saved)
+        for name, stored_value, configured in _settings(recipe, module, saved)
     ]
     fix = f"make equal what is {'; '.join(settings[:3])}" if settings else f"configure {module} as it is there"
     raise ConfigError(f"{setting}: {problem}; {fix}; or set {new}")
@@ -343,15 +346,14 @@ def _problems(
             yield f"{name} of {module} is {leaf.dtype}{list(leaf.shape)} there and {dtype}{list(shape)} here"
 
 
-def _settings(config: Config, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
+def _settings(recipe: Recipe, module: str, saved: SavedParameters) -> Iterator[tuple[str, str, str]]:
     """Settings that differ and may explain different shapes of `module`: name, value in the folder, value here."""
     # A projector's shapes follow from its own settings and from those of the two modules that it connects.
-    between = next(([name, LLM] for name in config.projectors if module == projector_name(name)), [])
-    between += [name for name in config.loras if module == lora_name(name)]
-    modules = {module, *between}
-    for name, (stored_value, configured) in differences(saved.metadata.config, operative_config(config)).items():
+    part, node = recipe.model.parts[module], recipe.model.node_of(module)
+    modules = {module, node.name, *([LLM] if part is node.projector else [])}
+    for name, (stored_value, configured) in differences(saved.metadata.config, operative_config(recipe)).items():
         match = _SETTING.fullmatch(name)
-        without = _WITHOUT_SHAPE if module in map(lora_name, config.loras) else (*_WITHOUT_SHAPE, "Lora")
+        without = _WITHOUT_SHAPE if part is node.lora else (*_WITHOUT_SHAPE, "Lora")
         if match and match[1] in modules and match[2] not in without:
             yield name, stored_value, configured
 
@@ -360,7 +362,7 @@ def _module(leaf: str) -> str:
     return leaf.partition("/")[0]
 
 
-def _field(config: Config, module: str) -> str:
+def _field(recipe: Recipe, module: str) -> str:
     """The setting that names the folder of `module`."""
-    weights = config.weights.get(module)
-    return f"{module}/Weights.init_from" if weights and weights.init_from else "Checkpoint.init_from"
+    weights = recipe.model.parts[module].weights
+    return f"{module}/Weights.init_from" if weights.init_from else "Checkpoint.init_from"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +15,14 @@ from typing import Any
 import jax
 
 from mmjax import sigterm
-from mmjax.build.assembly import added_buckets, assemble, batch_maker, open_source, signed, with_buckets
-from mmjax.build.data_state import describe_data, stored_records, with_known_records
-from mmjax.build.epochs import describe_epochs, with_steps
+from mmjax.assembly.assembly import assemble
+from mmjax.assembly.batches import batch_maker, signed
+from mmjax.assembly.buckets import added_buckets, with_buckets
+from mmjax.assembly.data_state import describe_data, stored_records, with_known_records
+from mmjax.assembly.epochs import describe_epochs, with_steps
+from mmjax.assembly.samples import open_source
 from mmjax.checkpoint import Checkpointer
-from mmjax.config import Config, operative_config, validate
+from mmjax.config import operative_config
 from mmjax.configurable import ConfigError, require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
@@ -34,6 +37,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
 from mmjax.pipeline.state_shapes import module_of_moment
 from mmjax.progress import Progress
+from mmjax.recipe import Recipe, validate
 from mmjax.train.best import BestEvaluation
 from mmjax.train.files import RunFiles, recorded
 from mmjax.train.following import Following
@@ -51,12 +55,15 @@ from mmjax.viz.curves import draw_curves
 
 _logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, Mapping[str, Any]], None]
+"""Called after each step with its number and its figures, by the names of ``metrics.jsonl``."""
+
 
 class Trainer:
     """One run in one directory. Use it as a context manager, or call ``close``.
 
     Attributes:
-      config: the configuration, with the buckets that were chosen.
+      recipe: the configuration, with the buckets that were chosen.
       chosen: lines about the buckets of each module for which a number of them is configured, if they were chosen now,
         and about each bucket that had to be added.
       data: lines about records that are left out, and about data that have changed since the last checkpoint.
@@ -68,21 +75,23 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        recipe: Recipe,
         run_dir: str | Path | None = None,
         style: str = "auto",
         *,
         from_scratch: bool = False,
         watched: bool = False,
+        callbacks: Sequence[OnStep] = (),
     ):
         """Places the model, and restores the last checkpoint of ``run_dir`` if there is one. Compiles nothing.
 
         Args:
-          config: see ``load_config``.
+          recipe: see ``load_config``.
           run_dir: made if missing.
           style: the style of the progress display; see ``Progress``.
           from_scratch: begins again where the directory has the steps of a run and no checkpoint.
           watched: whether this process is ended where training hangs; see ``World.hang_seconds``.
+          callbacks: functions that are called after each step.
 
         Raises:
           ConfigError: the configuration does not fit the devices here or the run that is in the directory, or the
@@ -90,14 +99,15 @@ class Trainer:
             cannot start from the folder that it is to start from.
           CheckpointError: the run directory holds a checkpoint of another model.
         """
-        self.config, self.style = config, style
-        validate(config)  # it may have been changed by hand since it was loaded
-        require_sinks(config.train.sinks)
-        require_access(config.data)
-        sigterm.within(config.checkpoint.grace_seconds)
+        self.recipe, self.style = recipe, style
+        validate(recipe)  # it may have been changed by hand since it was loaded
+        require_sinks(recipe.train.sinks)
+        require_access(recipe.data)
+        sigterm.within(recipe.checkpoint.grace_seconds)
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
         self.run_dir = Path(run_dir) if run_dir else None
+        self._callbacks = callbacks
         self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
         self._broken = Skipped(path=self._skipped_path)
         self.step = self.skipped = 0
@@ -111,7 +121,7 @@ class Trainer:
                 note = self._files.journal.add if self._files else lambda step: None
                 self._checkpointer = Checkpointer(
                     self.run_dir / "checkpoints",
-                    config.checkpoint,
+                    recipe.checkpoint,
                     report=self._report,
                     committed=note,
                     best=lambda steps: self._best.step_among(steps),
@@ -120,41 +130,41 @@ class Trainer:
             begins = self._checkpointer is None or run_begins(
                 self._files, self._checkpointer, from_scratch=from_scratch, say=self._report
             )
-            self._starts = find_starts(config) if begins else Starts()
+            self._starts = find_starts(recipe) if begins else Starts()
             newest = self._checkpointer.latest_metadata() if self._checkpointer else None
             if self._checkpointer and newest:
-                require_seed(config, newest, self._checkpointer.directory.parent)  # before anything is compiled
+                require_seed(recipe, newest, self._checkpointer.directory.parent)  # before anything is compiled
             if not begins:
-                self.config = config = with_known_records(config, newest)
-            self._source = open_source(config, split="train", skipped=self._skipped_path)
-            self.config = config = with_steps(config, self._source)
+                self.recipe = recipe = with_known_records(recipe, newest)
+            self._source = open_source(recipe, split="train", skipped=self._skipped_path)
+            self.recipe = recipe = with_steps(recipe, self._source)
             self._records = stored_records(self._source)
-            self.data = (*describe_data(config, self._source), *describe_epochs(config, self._source))
-            self.config, self.chosen = self._with_buckets()
-            self.parts = assemble(self.config, source=self._source)
-            self.chosen += tuple(added_buckets(self.config, self.parts.packer))
+            self.data = (*describe_data(recipe, self._source), *describe_epochs(recipe, self._source))
+            self.recipe, self.chosen = self._with_buckets()
+            self.parts = assemble(self.recipe, source=self._source)
+            self.chosen += tuple(added_buckets(self.recipe, self.parts.packer))
             self.executor = self.parts.executor
-            self._initializer = Initializer(config.world, self.parts.world, self.executor)
-            self.scoring = Scoring(self.config, self.parts, self._files, self._report)
-            self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, config.train.max_skipped)
+            self._initializer = Initializer(recipe.world, self.parts.world, self.executor)
+            self.scoring = Scoring(self.recipe, self.parts, self._files, self._report)
+            self._soundness = Soundness(self.parts.placed, lambda: self.executor.states, recipe.train.max_skipped)
             self._profile = self._profile_window()
-            self._following = Following(self.executor, config, self._report, self.run_dir, watched=watched)
-            if config.train.debug_nans:
+            self._following = Following(self.executor, recipe, self._report, self.run_dir, watched=watched)
+            if recipe.train.debug_nans:
                 assert isinstance(self.executor, Executor)
                 opened.enter_context(finite_ops(self.executor))
             self._start()
             self._opened = opened.pop_all()
 
-    def _with_buckets(self) -> tuple[Config, tuple[str, ...]]:
+    def _with_buckets(self) -> tuple[Recipe, tuple[str, ...]]:
         """The configuration with buckets chosen where it asks for a number of them, and lines about these."""
         lines: list[str] = []
-        before = recorded(self.run_dir, allow_code=self.config.allow_code) if self.run_dir else None
-        return with_buckets(self.config, self._source, say=lines.append, before=before), tuple(lines)
+        before = recorded(self.run_dir, allow_code=self.recipe.allow_code) if self.run_dir else None
+        return with_buckets(self.recipe, self._source, say=lines.append, before=before), tuple(lines)
 
     def _start(self) -> None:
         """Sets the state: from the last checkpoint, from given parameters, or to new values."""
-        config, self.started = self.config, self._starts.lines
-        frozen = {module for module, optimizer in config.optimizers.items() if optimizer.frozen}
+        config, self.started = self.recipe, self._starts.lines
+        frozen = {module for module, optimizer in config.model.optimizers.items() if optimizer.frozen}
         self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.loaded:
@@ -193,13 +203,13 @@ class Trainer:
           NonFiniteError: ``Train.max_skipped`` updates in a row were skipped, or a parameter or moment is not finite
             where a checkpoint is due, which is not saved.
         """
-        train, result = self.config.train, TrainResult(step=self.step, skipped=self.skipped)
+        train, result = self.recipe.train, TrainResult(step=self.step, skipped=self.skipped)
         last = train.steps if steps is None else min(steps, train.steps)
         if ending := self._best.ending:
             result.ending, last = ending, min(self.step, last)
         if self.step < last:
             if self._files:
-                self._files.begin(self.config, self.parts.planned, self.step)
+                self._files.begin(self.recipe, self.parts.planned, self.step)
             # The loader's processes start while programs are compiled.
             with self._loader(last) as batches, self._following:
                 self.compile()
@@ -213,7 +223,7 @@ class Trainer:
         return result
 
     def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
-        log_every = self.config.train.log_every
+        log_every = self.recipe.train.log_every
         writer = self._open_metrics()
         progress = Progress(last, "training", start=self.step, log_every=log_every, style=self.style)
         self._progress = progress
@@ -323,13 +333,15 @@ class Trainer:
         row |= self._following.columns()
         if writer:
             writer.write(row)
+        for on_step in self._callbacks:
+            on_step(pending.step, row)
         progress.update(pending.step, loss=row["loss"], tokens_per_s=row["tokens_per_s"])
 
     def _due(self, last: int) -> bool:
         return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
 
     def _evaluation_due(self) -> bool:
-        every = self.config.train.eval_every
+        every = self.recipe.train.eval_every
         return bool(every and self.step) and self.step % every == 0
 
     def _checkpoint_due(self) -> bool:
@@ -415,13 +427,13 @@ class Trainer:
         """
         if self._checkpointer and self.step:
             self._soundness.require_finite(self.step)
-            train = self.config.train
+            train = self.recipe.train
             self._checkpointer.save(
                 self.step,
                 {name: leaf for name, leaf in self.leaves().items() if name not in self._elsewhere},
                 elsewhere=self._elsewhere,
                 seed=train.seed,
-                config=operative_config(self.config),
+                config=operative_config(self.recipe),
                 extra={"skipped": self.skipped, "moments_since": self._since, **self._records},
             )
 
@@ -439,11 +451,11 @@ class Trainer:
         restored = checkpointer.restore_latest(targets, group=module_of_moment)
         if restored is None:
             return False
-        require_seed(self.config, restored.metadata, checkpointer.directory.parent)
+        require_seed(self.recipe, restored.metadata, checkpointer.directory.parent)
         self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
-        self._since, self.started = moments_since(self.config, restored.metadata, self.step - self.skipped)
-        if not self.config.checkpoint.copy_frozen:
-            self._elsewhere = frozen_elsewhere(self.config, restored.metadata)
+        self._since, self.started = moments_since(self.recipe, restored.metadata, self.step - self.skipped)
+        if not self.recipe.checkpoint.copy_frozen:
+            self._elsewhere = frozen_elsewhere(self.recipe, restored.metadata)
         self._take(restored.leaves)
         return True
 
@@ -456,7 +468,7 @@ class Trainer:
     # ---- small parts -------------------------------------------------------------------------------------------------
 
     def _profile_window(self) -> ProfileWindow:
-        steps = self.config.train.profile_steps
+        steps = self.recipe.train.profile_steps
         require(bool(self.run_dir) or not steps, "Train.profile_steps", steps, "needs a run directory; set it to ()")
         return ProfileWindow(steps, (self.run_dir or Path()) / "profile", self.executor)
 
@@ -483,17 +495,17 @@ class Trainer:
             _logger.warning(text)
 
     def _loader(self, last: int) -> Batches:
-        spec, maker = batch_maker(self.config, self.parts, self._source)
+        spec, maker = batch_maker(self.recipe, self.parts, self._source)
         return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
 
     def _open_metrics(self) -> MetricsWriter | None:
-        return self._files.open_metrics(self.step, self.config.train.sinks) if self._files else None
+        return self._files.open_metrics(self.step, self.recipe.train.sinks) if self._files else None
 
     def _draw_curves(self) -> None:
         assert self._files
         steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
-        task = self.config.task
-        marks = task.changes(self.config.train.global_batch) if hasattr(task, "changes") else {}
+        task = self.recipe.task
+        marks = task.changes(self.recipe.train.global_batch) if hasattr(task, "changes") else {}
         self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path, marks=marks))
 
     def _unwritten(self) -> tuple[str, ...]:

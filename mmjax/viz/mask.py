@@ -16,12 +16,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mmjax.assembly.assembly import plan
+from mmjax.assembly.buckets import with_buckets
+from mmjax.assembly.model import build_modules
+from mmjax.assembly.samples import open_source
 from mmjax.attention.language import PRESETS, WORDS
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
-from mmjax.build.assembly import open_source, plan, with_buckets
-from mmjax.build.model import build_modules
-from mmjax.config import Config
 from mmjax.configurable import gin_name
 from mmjax.data.mask_words import token_kinds
 from mmjax.data.packing import Packer
@@ -29,6 +30,7 @@ from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.types import Sample
 from mmjax.models.config import LLM
+from mmjax.recipe import Recipe
 from mmjax.schedule.timeline import set_title, shown
 from mmjax.viz.figures import finished
 
@@ -57,16 +59,16 @@ class MaskedRow:
     field: str
 
 
-def first_row(config: Config) -> MaskedRow:
+def first_row(recipe: Recipe) -> MaskedRow:
     """The row of the first training sample, as it is packed in the first microbatch; no medium is opened.
 
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.
     """
-    source = open_source(config, split="train")
-    config = with_buckets(config, source)
-    packer, module = plan(config, source).packer, build_modules(config)[LLM]
-    metas = [source.meta(index) for index in range(config.train.global_batch)]
+    source = open_source(recipe, split="train")
+    recipe = with_buckets(recipe, source)
+    packer, module = plan(recipe, source).packer, build_modules(recipe)[LLM]
+    metas = [source.meta(index) for index in range(recipe.train.global_batch)]
     part = packer.plan(0, metas).microbatches[0]
     samples = {index: source.sample(index, media=()) for index in range(len(part.metas))}
     read = ("segments", "positions", "order", *WORDS)

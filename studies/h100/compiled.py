@@ -14,13 +14,13 @@ import jax
 from jax.experimental import topologies
 
 from mmjax import jax_compat
+from mmjax.assembly.assembly import Assembly, assemble
 from mmjax.attention.blockwise import BLOCK
-from mmjax.build.assembly import Assembly, assemble
-from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
+from mmjax.recipe import Recipe
 from mmjax.schedule.simulate import Costs, simulate
 from studies.h100.hlo import Module
 from studies.h100.roofline import H100, Rates, Work, work_of
@@ -87,16 +87,16 @@ class Compiled:
 class Programs:
     """Forward, backward and weights' programs of a configuration's stages."""
 
-    def __init__(self, config: Config):
+    def __init__(self, recipe: Recipe):
         """Traces the configuration for as many H100s as its layouts need.
 
         Raises:
           ConfigError: JAX has no CUDA compiler here, or the configuration is wrong.
         """
-        train = replace(config.train, lowering="ops")  # a program for each op, also where one would do
-        config = replace(config, world=replace(config.world, transport="device_put"), train=train)
-        self.config, self._made = config, dict[str, tuple[Module, int]]()
-        self.assembly: Assembly = assemble(config, world=World(devices(config.devices)))
+        train = replace(recipe.train, lowering="ops")  # a program for each op, also where one would do
+        recipe = replace(recipe, world=replace(recipe.world, transport="device_put"), train=train)
+        self.recipe, self._made = recipe, dict[str, tuple[Module, int]]()
+        self.assembly: Assembly = assemble(recipe, world=World(devices(recipe.devices)))
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from stand_ins import H100, stand_in
 
 from mmjax import jax_compat
+from mmjax.assembly.assembly import assemble
 from mmjax.attention import cudnn
 from mmjax.attention.backends import KERNELS, XLA_BACKENDS, Backend
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
@@ -22,7 +23,6 @@ from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.settings import AUTO, BACKENDS, LIBRARIES
 from mmjax.attention.tokens import Tokens
-from mmjax.build.assembly import assemble
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.models.dit.config import DiTConfig
@@ -125,7 +125,7 @@ def test_a_platform_without_the_kernel_is_refused_before_devices() -> None:
     given = ["llm/Decoder.attention='cudnn'", "Train.dtype='bfloat16'", "World.platform='cpu'"]
     with pytest.raises(ConfigError, match=r"llm/Decoder.attention='cudnn': .*World.platform is 'cpu'; use 'cuda'"):
         load_config([], given)
-    assert load_config([], given[:2]).modules["llm"].attention == "cudnn"
+    assert load_config([], given[:2]).model["llm"].settings.attention == "cudnn"
 
 
 def test_a_stage_for_other_devices_is_refused_when_it_is_built() -> None:

@@ -241,7 +241,7 @@ def test_a_kernel_that_fits_is_accepted() -> None:
         "vision/Layout.rank_offset=2",
     ]
     config = load_config([], [*given, "Train.dtype='bfloat16'"])
-    assert config.layouts["llm"].cp_way == "all-to-all"
+    assert config.model["llm"].layout.cp_way == "all-to-all"
 
 
 # ---- kernels by themselves: here plain ones, and libraries' on a GPU -------------------------------------------------

@@ -225,10 +225,10 @@ def test_the_real_shapes_are_those_of_llava():
     job = Job(Path("unused"), small=False)
     config = vlm.job_config(job, 32)
     assert (
-        config.modules["llm"].width,
-        config.modules["llm"].mlp,
-        config.modules["llm"].vocab,
-        config.modules["vision"].width,
+        config.model["llm"].settings.width,
+        config.model["llm"].settings.mlp,
+        config.model["llm"].settings.vocab,
+        config.model["vision"].settings.width,
     ) == (
         *(4096, 11008, 32000),
         1024,
@@ -324,4 +324,4 @@ def test_a_started_gpu_without_the_flags_refuses_to_be_deterministic(monkeypatch
     config = config_of_values(next(iter(kept.kept()["parity"].values()))["config"])
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     with pytest.raises(ConfigError, match=re.escape("Train.deterministic=True: JAX started before mmjax")):
-        World.create(config.world, config.layouts.values(), deterministic=True)
+        World.create(config.world, config.model.layouts.values(), deterministic=True)

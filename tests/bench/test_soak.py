@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from mmjax.assembly.buckets import build_packer, with_buckets
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.samples import open_source
 from mmjax.bench.soak.draws import Draw, make_draw
 from mmjax.bench.soak.forked import CRASHED, Process, program
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
-from mmjax.build.assembly import build_packer, one_bucket, open_source, with_buckets
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.writers import write_all

@@ -11,7 +11,7 @@ import pytest
 from trial_runs import write_tiny
 
 from benchmarks import memory as bench
-from mmjax.build.assembly import assemble
+from mmjax.assembly.assembly import assemble
 from mmjax.config import load_config
 from mmjax.plan.work import padded_rows
 from mmjax.planner.work import StagePart
@@ -34,12 +34,12 @@ def test_trials_have_the_temporaries_of_the_programs_that_train(tmp_path: Path) 
     """On one device as in dp, by tp and rows of a replica; the figures between trials are tested by the slow ones."""
     config = load_config([str(write_tiny(tmp_path))], ["Train.lowering='ops'"])
     parts = assemble(config)
-    clock = bench.compiled_clock(config, [config.layouts], shapes=1, cuts=(ONE, TWO))
+    clock = bench.compiled_clock(config, [config.model.layouts], shapes=1, cuts=(ONE, TWO))
     rows = padded_rows(config, parts.packer)
     for name, programs in bench.stage_programs(parts).items():
         stage = parts.placed.stages[name]
         layout, (count, width) = stage.submesh.layout, rows[stage.model.module]
-        whole = StagePart(layers=config.modules[stage.model.module].layers, first=True, last=True)
+        whole = StagePart(layers=config.model[stage.model.module].settings.layers, first=True, last=True)
         shape: Any = {"rows": count / layout.dp, "width": width}
         needed = clock.temporaries(stage.model.module, whole, tp=layout.tp, **shape)
         # A profile's rows are those of a whole microbatch; vision's are cut over a dp of 2.

@@ -111,7 +111,7 @@ def test_every_case_trains_on_the_same_batches() -> None:
     assert all(config.train.clip_norm == 1.0 for config in configs)
     same = {replace(config.train, dtype="float32") for config in configs}
     assert len(same) == 1 and all(config.data == configs[0].data for config in configs)
-    assert len({tuple(config.layouts.items()) for config in configs}) == 4
+    assert len({tuple(config.model.layouts.items()) for config in configs}) == 4
 
 
 @pytest.mark.slow

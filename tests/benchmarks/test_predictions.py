@@ -11,8 +11,8 @@ import pytest
 from benchmarks import measured_layouts, predictions
 from benchmarks.predictions import DEVICES, candidates, configuration, rank_correlation
 from benchmarks.steps import Stepper
+from mmjax.assembly.samples import open_source
 from mmjax.bench.rows import Row
-from mmjax.build.assembly import open_source
 from mmjax.configurable import ConfigError
 from mmjax.plan.planned import exact_rows, planned
 from mmjax.planner.candidates import MODES
@@ -39,7 +39,7 @@ def test_every_layout_is_one_that_a_run_takes_in_one_bucket() -> None:
     assert {candidate.devices for candidate in found.values()} == {1, DEVICES}
     for candidate in found.values():
         run = planned(config, candidate)
-        assert len(run.packing["vision"].given) == 1
+        assert len(run.model["vision"].packing.given) == 1
         rows = exact_rows(run, source)
         assert rows["llm"][0] * candidate.microbatches >= config.train.global_batch
         assert rows["vision"][1] == 168

@@ -13,9 +13,9 @@ import pytest
 from mmjax.checkpoint.config import CheckpointError
 from mmjax.config import load_config, scopes_of
 from mmjax.config.flags import INTERRUPTED, Flag, Flags, one_line_errors, parse_flags, run_command
-from mmjax.config.types import fields_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
+from mmjax.fields import fields_of
 from mmjax.models.config import ModelConfig
 
 FLAGS = (

@@ -11,12 +11,12 @@ import pytest
 from trial_runs import REPOSITORY
 
 from mmjax.config import load_config
-from mmjax.config.schema import scopes_of
-from mmjax.config.types import fields_of
-from mmjax.config.validate import advise
+from mmjax.config.scopes import scopes_of
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
+from mmjax.fields import fields_of
 from mmjax.models.config import ModelConfig
+from mmjax.recipe.validate import advise
 
 BASE = REPOSITORY / "configs/digits_vlm.gin"
 Bindings = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""gin text to `Config`: what loads, what is refused and in which words, and the operative config's round trip."""
+"""gin text to `Recipe`: what loads, what is refused and in which words, and the operative config's round trip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.config import (
-    Config,
     changed_values,
     config_of_values,
     config_that_fits,
@@ -25,14 +24,16 @@ from mmjax.config import (
     require_devices,
     scopes_of,
 )
-from mmjax.config.types import Mismatch, convert, describe, example, fields_of
-from mmjax.config.validate import advise, validate
+from mmjax.config.types import Mismatch, convert, describe
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
 from mmjax.data.tasks.digits.config import DigitsConfig
+from mmjax.fields import example, fields_of
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import ModelConfig
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import advise, validate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # LLM on ranks 0-3, vision on ranks 4-7.
@@ -60,8 +61,8 @@ def refusal(files: list[Path], bindings: list[str]) -> str:
 
 def test_defaults_are_legal() -> None:
     config = load_config([])
-    assert config.layouts == {"vision": Layout(), "llm": Layout()}
-    assert set(config.optimizers) == {"vision", "vision_projector", "llm"}
+    assert config.model.layouts == {"vision": Layout(), "llm": Layout()}
+    assert set(config.model.optimizers) == {"vision", "vision_projector", "llm"}
     assert config.devices == 1
 
 
@@ -73,11 +74,11 @@ def test_scoped_and_unscoped_bindings(tmp_path: Path) -> None:
         "Decoder.layers = 3\nllm/Layout.tp = 2\nLayout.rank_offset = 2\nllm/Layout.rank_offset = 0\n",
     )
     config = load_config([file])
-    rates = {name: optimizer.learning_rate for name, optimizer in config.optimizers.items()}
+    rates = {name: optimizer.learning_rate for name, optimizer in config.model.optimizers.items()}
     assert rates == {"vision": 0.5, "vision_projector": 0.25, "llm": 0.25}
-    assert {optimizer.weight_decay for optimizer in config.optimizers.values()} == {0.125}
-    assert config.modules["llm"].layers == 3
-    assert config.layouts == {"vision": Layout(rank_offset=2), "llm": Layout(tp=2)}
+    assert {optimizer.weight_decay for optimizer in config.model.optimizers.values()} == {0.125}
+    assert config.model["llm"].settings.layers == 3
+    assert config.model.layouts == {"vision": Layout(rank_offset=2), "llm": Layout(tp=2)}
 
 
 def test_later_bindings_win(tmp_path: Path) -> None:
@@ -95,13 +96,13 @@ def test_includes_macros_and_blocks(tmp_path: Path) -> None:
     main = write(tmp_path, "main.gin", "include 'parts/base.gin'\nDEGREE = 2  # replaces the included value\n")
     config = load_config([main])
     assert config.train.steps == 7
-    assert config.layouts["llm"] == Layout(tp=2, pp=2)
+    assert config.model["llm"].layout == Layout(tp=2, pp=2)
     assert load_config([main], ["STEPS=9"]).train.steps == 9
 
 
 def test_macros_inside_containers(tmp_path: Path) -> None:
     file = write(tmp_path, "a.gin", "WIDE = 32\nPAIR = (2, %WIDE)\nvision/Packing.buckets = [(1, %WIDE), %PAIR]\n")
-    assert load_config([file]).packing["vision"].buckets == ((1, 32), (2, 32))
+    assert load_config([file]).model["vision"].packing.buckets == ((1, 32), (2, 32))
 
 
 def test_includes_look_in_the_working_directory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,23 +125,21 @@ def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
 
 
 def test_presets_are_defaults_that_any_binding_overrides() -> None:
-    llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).modules["llm"]
+    llm = load_config([], ["llm/Decoder.layers=5", "llm/Decoder.preset=llama3-8b"]).model["llm"].settings
     assert (llm.layers, llm.width, llm.kv_heads, llm.rope_theta) == (5, 4096, 8, 500000.0)
     both = ["Model.encoders={'left': 'vit', 'right': 'vit'}", "Data.image_encoder=left"]
-    encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).modules
-    assert (encoders["left"].width, encoders["right"].width) == (1280, 64)
+    encoders = load_config([], [*both, "ViT.preset=vit-h14", "right/ViT.preset=tiny"]).model
+    assert (encoders["left"].settings.width, encoders["right"].settings.width) == (1280, 64)
 
 
 def test_several_encoders_have_scopes_of_their_own() -> None:
     names = ["Model.encoders={'image': 'vit', 'depth': 'vit'}", "Data.image_encoder=image"]
     config = load_config([], [*names, "depth/ViT.channels=3", "depth_projector/Optimizer.frozen=True", "ViT.patch=2"])
-    assert {name: (c.channels, c.patch) for name, c in config.modules.items() if name != "llm"} == {
-        "image": (1, 2),
-        "depth": (3, 2),
-    }
-    frozen = {name: optimizer.frozen for name, optimizer in config.optimizers.items()}
+    media = {name: config.model[name].settings for name in config.model.encoders}
+    assert {name: (c.channels, c.patch) for name, c in media.items()} == {"image": (1, 2), "depth": (3, 2)}
+    frozen = {name: optimizer.frozen for name, optimizer in config.model.optimizers.items()}
     assert [name for name, is_frozen in frozen.items() if is_frozen] == ["depth_projector"]
-    assert set(config.layouts) == {"image", "depth", "llm"}
+    assert set(config.model.layouts) == {"image", "depth", "llm"}
 
 
 def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -> None:
@@ -161,10 +160,10 @@ def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -
     assert differences(old_text(want), other) == {"Digits.read": ("0.5", "1.0")}
 
 
-def old_text(config: Config) -> str:
+def old_text(recipe: Recipe) -> str:
     """The operative config as earlier versions wrote it."""
-    text = operative_config(dataclasses.replace(config, data=dataclasses.replace(config.data, sources={})))
-    data = f"Data.sources = {config.data.sources!r}\n"
+    text = operative_config(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sources={})))
+    data = f"Data.sources = {recipe.data.sources!r}\n"
     return text.replace("Digits.", "Data.").replace("Data.sources = {}\n", data)
 
 
@@ -322,8 +321,8 @@ def test_a_flag_that_changes_nothing(tmp_path: Path) -> None:
     fix = "write --gin.vision/ViT.width=64"
     assert message == f"--gin.ViT.width=64 changes nothing: vision/ViT.width is set ({file}:1); {fix}"
     config = load_config([file], ["Optimizer.b1=0.75", "Optimizer.learning_rate=0.25"])  # these do
-    assert (config.optimizers["vision"].b1, config.optimizers["llm"].b1) == (0.75, 0.5)
-    assert config.optimizers["llm"].learning_rate == 0.25
+    assert (config.model.optimizers["vision"].b1, config.model.optimizers["llm"].b1) == (0.75, 0.5)
+    assert config.model.optimizers["llm"].learning_rate == 0.25
 
 
 def test_the_config_of_a_run(tmp_path: Path) -> None:
@@ -335,7 +334,7 @@ def test_the_config_of_a_run(tmp_path: Path) -> None:
     write(run, "config.gin", operative_config(config))
     assert load_run_config(run) == config
     placed = load_run_config(run, [other], ["Train.steps=5"])
-    assert placed.layouts == {"vision": Layout(dp=2), "llm": Layout(tp=2)}  # the file's, and none of the run's
+    assert placed.model.layouts == {"vision": Layout(dp=2), "llm": Layout(tp=2)}  # the file's, and none of the run's
     assert (placed.train.seed, placed.train.steps, placed.world.devices) == (3, 5, 0)
     with pytest.raises(ConfigError) as error:
         load_run_config(tmp_path / "rum")
@@ -349,7 +348,7 @@ def test_a_nested_run_can_be_placed_anywhere(tmp_path: Path) -> None:
     assert load_run_config(run) == nested
     assert load_run_config(run, [write(tmp_path, "one.gin", "llm/Layout.tp = 1\n")]).devices == 1
     spread = write(tmp_path, "spread.gin", "llm/Layout.pp = 3\nvision/Layout.lanes = 3\n")
-    assert load_run_config(run, [spread]).layouts["vision"].lanes == 3
+    assert load_run_config(run, [spread]).model["vision"].layout.lanes == 3
     whole = write(tmp_path, "whole.gin", "llm/Layout.pp = 2\nvision/Layout.lanes = 2\nTrain.schedule = 'nested'\n")
     assert load_run_config(run, [whole]).train.inner == "1f1b"
 
@@ -421,7 +420,7 @@ def test_no_encoder_for_the_images() -> None:
 
 def test_ranks_that_share_key_and_value_heads() -> None:
     given = ["llm/Layout.tp=4", "llm/Layout.pp=1", "vision/Layout.dp=4"]
-    assert load_config([], given).layouts["llm"].tp == 4  # twice as many as there are such heads
+    assert load_config([], given).model["llm"].layout.tp == 4  # twice as many as there are such heads
     message = refusal([], [*given, "Decoder.width=48", "Decoder.heads=12", "Decoder.kv_heads=6"])
     assert message.startswith("llm/Layout.tp=4: must divide llm/Decoder.kv_heads (6); use 3")
 
@@ -468,7 +467,7 @@ def layouts(vision: Layout, llm: Layout) -> list[str]:
 )
 def test_rank_sets_that_are_legal(vision: Layout, llm: Layout) -> None:
     config = load_config([], layouts(vision, llm))
-    assert config.layouts == {"vision": vision, "llm": llm}
+    assert config.model.layouts == {"vision": vision, "llm": llm}
 
 
 @pytest.mark.parametrize(
@@ -487,7 +486,7 @@ def test_rank_sets_that_are_refused(vision: Layout, llm: Layout, shared: str, us
     assert f" share {shared};" in message
     advised = int(message.partition(": use ")[2].partition(" ")[0])
     moved = dataclasses.replace(vision, rank_offset=advised)
-    assert load_config([], layouts(moved, llm)).layouts["vision"] == moved
+    assert load_config([], layouts(moved, llm)).model["vision"].layout == moved
     assert advised == use or len({*moved.ranks, *llm.ranks}) <= len({*llm.ranks, *range(use, use + vision.size)})
 
 
@@ -604,31 +603,20 @@ def test_operative_config_is_what_it_was(tmp_path: Path) -> None:
     text = operative_config(load_config([], [*DISJOINT, "Train.schedule=gpipe", "Train.steps=3"]))
     head = "# Every setting of the run. Loading this file gives the same configuration."
     assert text.startswith(f"{head}\n\n{GOLDEN_TRAIN}")
-    assert f"\n\n{GOLDEN_LAYOUTS}\n" in text
+    assert all(f"\n\n{layout.strip()}\n\n" in text for layout in GOLDEN_LAYOUTS.split("\n\n"))
     bound = [line.partition(".")[0] for line in text.splitlines() if "=" in line]
     assert list(dict.fromkeys(bound)) == [
         *("Train", "World", "Data", "Digits", "Checkpoint", "Model"),
-        *(
-            "vision/ViT",
-            "llm/Decoder",
-            "vision/Callbacks",
-            "llm/Callbacks",
-            "vision/Lora",
-            "llm/Lora",
-            "vision/Projector",
-            "vision/Packing",
-            "llm/Packing",
-            "vision/Layout",
-            "llm/Layout",
-        ),
-        *("vision/Offload", "llm/Offload"),
-        *("vision/Optimizer", "vision_projector/Optimizer", "llm/Optimizer"),
-        *("vision/Weights", "vision_projector/Weights", "llm/Weights"),
+        *("vision/ViT", "vision/Layout", "vision/Projector", "vision/Packing", "vision/Lora", "vision/Offload"),
+        *("vision/Callbacks", "vision/Optimizer", "vision/Weights"),
+        *("vision_projector/Optimizer", "vision_projector/Weights"),
+        *("llm/Decoder", "llm/Layout", "llm/Packing", "llm/Lora", "llm/Offload", "llm/Callbacks"),
+        *("llm/Optimizer", "llm/Weights"),
     ]
 
 
-def round_trip(config: Config, folder: Path) -> Config:
-    return load_config([write(folder, "config.gin", operative_config(config))])
+def round_trip(recipe: Recipe, folder: Path) -> Recipe:
+    return load_config([write(folder, "config.gin", operative_config(recipe))])
 
 
 def test_operative_config_loads_back(tmp_path: Path) -> None:
@@ -665,7 +653,9 @@ def test_any_value_survives_the_round_trip(
         config,
         train=dataclasses.replace(config.train, clip_norm=clip, seed=seed),
         data=dataclasses.replace(config.data, folder=folder),
-        optimizers={**config.optimizers, "llm": dataclasses.replace(config.optimizers["llm"], learning_rate=rate)},
+        model=config.model.with_optimizers(
+            {"llm": dataclasses.replace(config.model.llm.optimizer, learning_rate=rate)}
+        ),
     )
     assert round_trip(config, tmp_path_factory.mktemp("round")) == config
 
@@ -673,7 +663,7 @@ def test_any_value_survives_the_round_trip(
 def test_a_config_made_by_hand_is_checked(tmp_path: Path) -> None:
     config = load_config([], list(DISJOINT))
     validate(config)
-    moved = dataclasses.replace(config, layouts={**config.layouts, "vision": Layout(dp=4, rank_offset=1)})
+    moved = dataclasses.replace(config, model=config.model.with_layouts({"vision": Layout(dp=4, rank_offset=1)}))
     with pytest.raises(ConfigError, match=r"^vision/Layout\.rank_offset=1: .* use 0$"):
         validate(moved)
 

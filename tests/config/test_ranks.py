@@ -10,9 +10,9 @@ import pytest
 from trial_runs import REPOSITORY
 
 from mmjax.config import load_config
-from mmjax.config.validate import _compatible, _free_offset
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
+from mmjax.recipe.validate import _compatible, _free_offset
 
 
 def may_share(one: Layout, other: Layout) -> bool:

@@ -38,7 +38,7 @@ def test_a_file_that_is_there_comes_first(elsewhere: Path) -> None:
 def test_a_file_of_ones_own_includes_one_by_name(elsewhere: Path) -> None:
     (elsewhere / "mine.gin").write_text("include 'digits_vlm'\nTrain.seed = 7\n")
     mine = load_config(["mine.gin"])
-    assert mine.train.seed == 7 and mine.layouts == load_config(["digits_vlm"]).layouts
+    assert mine.train.seed == 7 and mine.model.layouts == load_config(["digits_vlm"]).model.layouts
 
 
 def test_what_fits_is_named_as_the_given_one_was(elsewhere: Path) -> None:

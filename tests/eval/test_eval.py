@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from trial_runs import ONE_DEVICE, STEPS, leaves
 
-from mmjax.build.assembly import build_packer
-from mmjax.build.model import build_model
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.model import build_model
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.data.tasks.digits.source import load_digits
@@ -194,7 +194,7 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path) -> None:
     (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
     config = load_run_config(babbling_run, [tmp_path / "one.gin"])
-    assert (config.devices, config.modules["vision"].width) == (1, 16)
+    assert (config.devices, config.model["vision"].settings.width) == (1, 16)
     pipelined = load_run_config(
         babbling_run, [], ["llm/Layout.pp=2", "vision/Layout.dp=4", "vision/Layout.rank_offset=4"]
     )
@@ -211,7 +211,7 @@ def test_what_was_made_for_training_under_another_layout_does_not_matter(tiny_ru
     given, reorder = "vision/Packing.buckets=((4, 16),)", "Data.reorder=best"
     config = load_run_config(tiny_run, [], ["vision/Layout.dp=1", given, reorder])
     room = as_evaluated(config)
-    assert room.packing == config.packing and room.layouts == config.layouts
+    assert room.model.packing == config.model.packing and room.model.layouts == config.model.layouts
     assert build_packer(room, make_tokenizer("", ("vision",))).encoders["vision"].buckets == ((4, 16),)
     kept = load_run_config(tiny_run, [], [given])
     assert as_evaluated(kept) == kept == as_evaluated(load_run_config(tiny_run, [], [given, reorder]))
@@ -280,14 +280,14 @@ def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> No
     config = load_run_config(tiny_run)
     # The run's own rows and buckets hold two images of two digits; three digits do not fit into them.
     wide = for_folder(config, str(folder))
-    assert (wide.train.global_batch, wide.train.microbatches, wide.packing["vision"].buckets) == (2, 1, ())
+    assert (wide.train.global_batch, wide.train.microbatches, wide.model["vision"].packing.buckets) == (2, 1, ())
     lines = (folder / "data.jsonl").read_text().splitlines()
     small = Path(shutil.copytree(folder, tmp_path / "small"))
     (small / "data.jsonl").write_text("\n".join(lines[:2]))
     same = for_folder(config, str(small))
     assert (same.train, same.data.sequence_length) == (config.train, config.data.sequence_length)
     # Two cells of two rows, each with up to two images of 2 x 4 patches.
-    assert same.packing["vision"].buckets == ((8, 8),)
+    assert same.model["vision"].packing.buckets == ((8, 8),)
 
 
 def test_an_image_far_larger_than_any_in_training(tiny_run: Path, tmp_path: Path) -> None:
@@ -337,7 +337,9 @@ def test_images_beyond_learned_positions_are_refused(tiny_run: Path, tmp_path: P
     Image.new("L", (80, 8)).save(tmp_path / "long.png")
     (tmp_path / "data.jsonl").write_text(json.dumps({"images": ["long.png"], "question": "read", "answer": "1"}))
     config = load_run_config(tiny_run)
-    vit = dataclasses.replace(config.modules["vision"], positions="learned2d", grid=16)
-    config = dataclasses.replace(config, modules={**config.modules, "vision": vit})
+    vit = dataclasses.replace(config.model["vision"].settings, positions="learned2d", grid=16)
+    config = dataclasses.replace(
+        config, model=config.model.replace(vision=dataclasses.replace(config.model["vision"], settings=vit))
+    )
     with pytest.raises(ValueError, match=r"^vision/ViT.grid=16: an image may be 20 patches long, beyond the learned"):
         evaluate(config, tiny_run, str(tmp_path), style="silent")

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import open_source
-from mmjax.build.model import encoder_specs
-from mmjax.config import Config, load_config
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.reorder import METHODS
 from mmjax.data.tokenizer import FileTokenizer
 from mmjax.data.types import Sample
 from mmjax.inspect.__main__ import main
 from mmjax.inspect.inspection import inspect
 from mmjax.inspect.sample_text import first_samples, spans_of, write_samples
+from mmjax.recipe import Recipe
 from mmjax.viz.mask import draw_mask, first_row, seen_shares
 
 UNEVEN = (
@@ -122,9 +123,9 @@ def test_what_is_learned_is_set_apart(tmp_path: Path) -> None:
     assert texts == ["<bos>one", "<image \u00d73>", " two", " three<eos>"]
 
 
-def drawn(config: Config, sample: Sample) -> list[np.ndarray]:
+def drawn(recipe: Recipe, sample: Sample) -> list[np.ndarray]:
     """The images of the sample of this question among the first ones."""
-    source = open_source(config, split="train")
+    source = open_source(recipe, split="train")
     return next(
         [*own.media.get("vision", ())]
         for own in (source.sample(index) for index in range(2))

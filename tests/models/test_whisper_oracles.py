@@ -205,10 +205,11 @@ def test_a_folder_proposes_the_padding_and_decides_the_rest(tmp_path: Path) -> N
     own = ["Model.encoders={'vision': 'vit', 'audio': 'whisper'}", f"audio/Weights.path={str(FOLDER)!r}"]
     own += ["audio/Layout.rank_offset=4", "audio/Whisper.merge=5"]
     config = load_config([path], own)
-    assert config.modules["audio"] == replace(configured(), merge=5)
-    assert not load_config([path], [*own, "audio/Whisper.pad=False"]).modules["audio"].pad
+    assert config.model["audio"].settings == replace(configured(), merge=5)
+    assert not load_config([path], [*own, "audio/Whisper.pad=False"]).model["audio"].settings.pad
     with pytest.raises(ConfigError, match=r"audio/Whisper\.edges='silent': .* has 'reflected'; leave the setting out"):
         load_config([path], [*own, "audio/Whisper.edges='silent'"])
     saved = tmp_path / "config.gin"
     saved.write_text(operative_config(config).replace(str(FOLDER), "moved away"))
-    assert load_config([saved]).modules == config.modules
+    again = load_config([saved])
+    assert all(again.model[name].settings == node.settings for name, node in config.model.nodes.items())

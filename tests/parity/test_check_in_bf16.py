@@ -11,7 +11,7 @@ import pytest
 from tiny import four, tiny
 
 from mmjax import jax_compat
-from mmjax.build.assembly import place
+from mmjax.assembly.assembly import place
 from mmjax.pipeline.stage import StageFunctions
 
 # Whatever a stage may have: learned positions of both encoders, features that enter a layer again, a tied embedding on

@@ -17,8 +17,8 @@ from jax import lax
 from tiny import FAN_IN, bindings, tiny
 from trial_runs import REPOSITORY
 
-from mmjax.build import assembly
-from mmjax.build.assembly import open_source
+from mmjax.assembly import batches
+from mmjax.assembly.samples import open_source
 from mmjax.check import main, table
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
@@ -119,7 +119,7 @@ def test_a_gradient_that_crosses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bf16_is_near_the_reference_in_fp32() -> None:
     report = check(tiny(**FAN_IN), 1, dtype="bfloat16", style="silent")
     assert report and report.ok, report and report.numbers()
-    assert report.shrunk.config.train.dtype == "bfloat16" and report.comparison.largest("grad") > 1e-4
+    assert report.shrunk.recipe.train.dtype == "bfloat16" and report.comparison.largest("grad") > 1e-4
     assert all("leaf" in found for found in report.numbers()["modules"].values())
 
 
@@ -241,7 +241,7 @@ def test_rows_that_a_process_does_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         cells = {module: dict.fromkeys(own, (0, 1)) for module, own in inputs.items()}
         return ProcessRows(cells={**cells, "vision": {**cells["vision"], "patches": (0,)}})
 
-    monkeypatch.setattr(assembly, "own_rows", lacking)
+    monkeypatch.setattr(batches, "own_rows", lacking)
     with pytest.raises(Exception, match="PartialArray"):  # of one process all rows are put on devices at once
         check(tiny(**FAN_IN, **PACKED), 1, style="silent")
 

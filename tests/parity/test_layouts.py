@@ -194,10 +194,14 @@ def assert_equal(changes: Changes) -> None:
     assert report
     numbers = report.numbers()
     assert report.ok, numbers
-    assert numbers["modules"].keys() == config.optimizers.keys()
-    assert numbers["layouts"] == {name: layout.describe() for name, layout in config.layouts.items()}
-    one_program = len({layout.ranks for layout in config.layouts.values()}) == 1 and config.layouts["llm"].pp == 1
-    one_program &= config.train.schedule == "1f1b" and not any(o.optimizer for o in config.offloads.values())
+    assert numbers["modules"].keys() == config.model.optimizers.keys()
+    assert numbers["layouts"] == {name: layout.describe() for name, layout in config.model.layouts.items()}
+    one_program = (
+        len({layout.ranks for layout in config.model.layouts.values()}) == 1 and config.model["llm"].layout.pp == 1
+    )
+    one_program &= config.train.schedule == "1f1b" and not any(
+        node.offload.optimizer for node in config.model.nodes.values()
+    )
     assert (numbers["programs"] == 1) == one_program
 
 

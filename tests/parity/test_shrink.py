@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAN_IN, tiny
 
-from mmjax.config import Config, load_config
-from mmjax.config.validate import validate
+from mmjax.config import load_config
 from mmjax.mesh.layout import split_layers
 from mmjax.parity.shrink import SMALL, Shrunk, shrink
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import validate
 
 LARGE = (
     "Model.encoders={'vision': 'vit', 'audio': 'vit'}",
@@ -36,15 +37,18 @@ LARGE = (
 )
 
 
-def shrunk(config: Config, vocab: int = 260) -> Shrunk:
-    return shrink(config, 3, vocab)
+def shrunk(recipe: Recipe, vocab: int = 260) -> Shrunk:
+    return shrink(recipe, 3, vocab)
 
 
 def test_a_small_model_stays_as_it_is() -> None:
     config = tiny(**FAN_IN)
     small = shrunk(config)
-    for name in ("modules", "projectors", "layouts", "model"):
-        assert getattr(small.config, name) == getattr(config, name)
+    assert small.recipe.model.config == config.model.config and small.recipe.model.layouts == config.model.layouts
+    for name, node in config.model.nodes.items():
+        assert small.recipe.model[name].settings == node.settings
+        projector = small.recipe.model[name].projector
+        assert (projector and projector.settings) == (node.projector and node.projector.settings)
     assert small.changes == ("Train: global_batch 48 → 14", "Data: sequence_length 128 → 20")
 
 
@@ -59,15 +63,15 @@ def test_what_is_shrunk_is_said() -> None:
 def test_several_buckets_stay_several(lowering: str) -> None:
     """However a step is lowered."""
     buckets = {"vision/Packing.buckets": ((4, 64), (16, 64)), "llm/Packing.buckets": ((4, 128), (16, 128))}
-    small = shrunk(tiny(**buckets, **{"vision/Layout.rank_offset": 0, "Train.lowering": lowering})).config
-    assert [len(small.packing[name].given) for name in ("vision", "llm")] == [2, 2]
+    small = shrunk(tiny(**buckets, **{"vision/Layout.rank_offset": 0, "Train.lowering": lowering})).recipe
+    assert [len(small.model[name].packing.given) for name in ("vision", "llm")] == [2, 2]
 
 
-def kept(config: Config) -> dict[str, Any]:
+def kept(recipe: Recipe) -> dict[str, Any]:
     """The properties of a configuration that shrinking must keep, because a layout has to get them right."""
     found = {}
-    for name, c in config.modules.items():
-        layout = config.layouts[name]
+    for name, c in ((name, node.settings) for name, node in recipe.model.nodes.items()):
+        layout = recipe.model[name].layout
         counts = [len(run) for run in split_layers(c.layers, layout.pp)]
         found[name] = {
             "layout": layout,
@@ -76,15 +80,15 @@ def kept(config: Config) -> dict[str, Any]:
             "heads a rank": c.heads % layout.tp == 0 and c.heads // layout.tp >= 1,
             "mlp": c.mlp % layout.tp == 0,
         }
-    for name in config.model.encoders:
-        c = config.modules[name]
+    for name in recipe.model.encoders:
+        c = recipe.model[name].settings
         found[name] |= {"merge": c.merge, "positions": c.positions, "activation": c.activation, "channels": c.channels}
-    llm = config.modules["llm"]
+    llm = recipe.model["llm"].settings
     found["llm"] |= {"group": llm.heads // llm.kv_heads, "tied": llm.tied, "theta": llm.rope_theta}
-    train = config.train
-    found["run"] = [train.microbatches, train.schedule, train.clip_norm, train.seed, config.world.transport]
-    found["frozen"] = [name for name, optimizer in config.optimizers.items() if optimizer.frozen]
-    rates = [optimizer.learning_rate for optimizer in config.optimizers.values()]
+    train = recipe.train
+    found["run"] = [train.microbatches, train.schedule, train.clip_norm, train.seed, recipe.world.transport]
+    found["frozen"] = [name for name, optimizer in recipe.model.optimizers.items() if optimizer.frozen]
+    rates = [optimizer.learning_rate for optimizer in recipe.model.optimizers.values()]
     found["rates"] = [sorted(set(rates)).index(rate) for rate in rates]
     return found
 
@@ -93,16 +97,16 @@ def test_an_audio_encoder_becomes_small_too() -> None:
     names = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Whisper.preset=whisper-large-v3")
     rest = ("audio/Layout.tp=4", "audio/Layout.pp=3", "audio/Layout.rank_offset=1", "vision/Layout.rank_offset=13")
     config = load_config([], (*names, *rest, "audio/Whisper.positions=learned"))
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
-    audio = small.modules["audio"]
+    audio = small.model["audio"].settings
     assert (audio.layers, audio.heads, audio.width, audio.mlp, audio.mels, audio.length) == (5, 4, 32, 40, 16, 64)
     assert (audio.merge, audio.positions, audio.window, audio.hop) == (4, "learned", 400, 160)
-    ((rows, width),) = small.packing["audio"].given
+    ((rows, width),) = small.model["audio"].packing.given
     assert rows > 0 and width % audio.merge == 0
     # Padded recordings stay whole LLM tokens.
     config = load_config([], (*names, *rest, "audio/Whisper.pad=True", "audio/Whisper.merge=5"))
-    assert shrunk(config).config.modules["audio"].length == 65
+    assert shrunk(config).recipe.model["audio"].settings.length == 65
 
 
 def test_a_generator_becomes_small_too() -> None:
@@ -114,13 +118,13 @@ def test_a_generator_becomes_small_too() -> None:
         "painter/Projector.hidden=512",
     )
     config = load_config([], (*names, *rest, "vision/Layout.rank_offset=13"))
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
-    painter = small.modules["painter"]
+    painter = small.model["painter"].settings
     assert (painter.layers, painter.heads, painter.width, painter.mlp) == (4, 4, 32, 40)
     assert (painter.patch, painter.merge, painter.channels, painter.loss_weight) == (2, 2, 4, 0.5)
-    assert small.projectors["painter"].hidden == 40 and small.layouts == config.layouts
-    ((rows, width),) = small.packing["painter"].given
+    assert small.model.projectors["painter"].settings.hidden == 40 and small.model.layouts == config.model.layouts
+    ((rows, width),) = small.model["painter"].packing.given
     assert rows > 0 and width % painter.merge**2 == 0
 
 
@@ -128,16 +132,16 @@ def test_a_generator_becomes_small_too() -> None:
 def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, small: int) -> None:
     own = ("llm/Decoder.preset=mistral-7b", "llm/Decoder.layers=23", "llm/Decoder.qk_norm=True", "llm/Layout.pp=3")
     config = load_config([], (*own, f"llm/Decoder.full_layers={full_layers}", "vision/Layout.rank_offset=3"))
-    found = shrunk(config).config
+    found = shrunk(config).recipe
     validate(found)
-    llm = found.modules["llm"]
+    llm = found.model["llm"].settings
     assert (llm.layers, llm.window, llm.full_layers, llm.qk_norm) == (5, 8, small, True)
-    assert llm.window < found.data.sequence_length and shrunk(found).config == found
+    assert llm.window < found.data.sequence_length and shrunk(found).recipe == found
 
 
 def test_chunks_and_every_so_manieth_layer_stay() -> None:
     own = ("llm/Decoder.layers=24", "llm/Decoder.chunk=64", "llm/Decoder.full_every=6", "llm/Decoder.mask='gemma3'")
-    llm = shrunk(load_config([], own)).config.modules["llm"]
+    llm = shrunk(load_config([], own)).recipe.model["llm"].settings
     assert (llm.chunk, llm.mask, llm.full_every) == (8, "gemma3", llm.layers) and len(llm.runs) == 2
 
 
@@ -145,39 +149,41 @@ def test_chunks_and_every_so_manieth_layer_stay() -> None:
 def test_windows_of_images_stay_smaller_than_images_and_in_some_layers(stages: int, full_at: tuple[int, ...]) -> None:
     """And M-RoPE keeps its three sections, some of them larger than others."""
     own = ("vision/ViT.preset=qwen2.5-vl-7b", f"vision/Layout.pp={stages}", "llm/Decoder.preset=qwen2.5-vl-7b")
-    found = shrunk(load_config([], (*own, "llm/Layout.tp=4", "vision/Layout.rank_offset=4"))).config
+    found = shrunk(load_config([], (*own, "llm/Layout.tp=4", "vision/Layout.rank_offset=4"))).recipe
     validate(found)
-    vit, llm = found.modules["vision"], found.modules["llm"]
+    vit, llm = found.model["vision"].settings, found.model["llm"].settings
     assert (vit.window, vit.norm, vit.gated, vit.frames, vit.positions) == (4, "rms", True, 2, "axial")
     assert vit.full_at == full_at and max(full_at) < vit.layers
-    assert (llm.head_width, llm.rope_sections) == (8, (1, 1, 2)) and shrunk(found).config == found
+    assert (llm.head_width, llm.rope_sections) == (8, (1, 1, 2)) and shrunk(found).recipe == found
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_features_enter_the_same_stages(stages: int) -> None:
     changes = {"llm/Layout.pp": stages, "llm/Decoder.layers": 23, "vision/Layout.rank_offset": stages}
     config = tiny(**changes, **{"vision/Projector.inject": (0, 1, 9, 22), "vision/Projector.hidden": 512})
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
 
-    def entered(c: Config) -> set[int]:
-        runs = split_layers(c.modules["llm"].layers, stages)
-        return {stage for stage, run in enumerate(runs) for at in c.projectors["vision"].inject if at in run}
+    def entered(c: Recipe) -> set[int]:
+        runs = split_layers(c.model.llm.settings.layers, stages)
+        return {
+            stage for stage, run in enumerate(runs) for at in c.model.projectors["vision"].settings.inject if at in run
+        }
 
-    assert entered(small) == entered(config) and len(small.projectors["vision"].inject) >= stages
+    assert entered(small) == entered(config) and len(small.model.projectors["vision"].settings.inject) >= stages
 
 
 def test_levels_stay_in_their_stages_beside_their_injections() -> None:
     changes = {"llm/Layout.pp": 2, "llm/Decoder.layers": 20, "vision/ViT.layers": 20, "vision/Layout.pp": 2}
     both = {"vision/Projector.inject": (0, 12, 19), "vision/Projector.levels": (3, 11, 19)}
     config = tiny(**changes, **both, **{"vision/Layout.rank_offset": 2})
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
-    depth, own = small.modules["vision"].layers, small.projectors["vision"]
+    depth, own = small.model["vision"].settings.layers, small.model.projectors["vision"].settings
     assert len(own.levels) == len(own.inject) >= 2 and max(own.levels) < depth < 20
     half = depth // 2
     assert own.levels[0] < half <= own.levels[-1]
-    assert shrunk(small).config == small
+    assert shrunk(small).recipe == small
 
 
 @pytest.mark.parametrize(
@@ -196,34 +202,40 @@ def test_given_layers_stay_uneven(layers: tuple[int, ...], small: tuple[int, ...
     changes = {"llm/Layout.pp": len(layers), "llm/Decoder.layers": sum(layers), "llm/Layout.layers": layers}
     inject = {"vision/Projector.inject": (0, sum(layers) - 1), "vision/Layout.rank_offset": len(layers)}
     config = tiny(**changes, **inject)
-    found = shrunk(config).config
+    found = shrunk(config).recipe
     validate(found)
-    assert (found.layouts["llm"].layers, found.modules["llm"].layers) == (small, sum(small))
-    assert found.layouts == {**config.layouts, "llm": dataclasses.replace(config.layouts["llm"], layers=small)}
-    assert found.projectors["vision"].inject == (0, sum(small) - 1)  # the first stage's first, the last one's last
-    assert shrunk(found).config == found
+    assert (found.model.llm.layout.layers, found.model["llm"].settings.layers) == (small, sum(small))
+    assert found.model.layouts == {
+        **config.model.layouts,
+        "llm": dataclasses.replace(config.model["llm"].layout, layers=small),
+    }
+    assert found.model.projectors["vision"].settings.inject == (
+        0,
+        sum(small) - 1,
+    )  # the first stage's first, the last one's last
+    assert shrunk(found).recipe == found
 
 
-def assert_small(config: Config) -> None:
-    for c in config.modules.values():
+def assert_small(recipe: Recipe) -> None:
+    for c in (node.settings for node in recipe.model.nodes.values()):
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]
-    assert config.modules["llm"].vocab <= SMALL["vocab"] and config.data.sequence_length == 20
-    assert config.train.global_batch <= 200 and config.train.dtype == "float32"
+    assert recipe.model["llm"].settings.vocab <= SMALL["vocab"] and recipe.data.sequence_length == 20
+    assert recipe.train.global_batch <= 200 and recipe.train.dtype == "float32"
 
 
 def test_a_large_model_becomes_small_and_stays_legal() -> None:
     config = load_config([], LARGE)
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
     assert_small(small)
     assert kept(small) == kept(config)
     assert (
-        small.modules["llm"].layers,
-        small.modules["llm"].heads,
-        small.modules["llm"].kv_heads,
-        small.modules["llm"].head_width,
+        small.model["llm"].settings.layers,
+        small.model["llm"].settings.heads,
+        small.model["llm"].settings.kv_heads,
+        small.model["llm"].settings.head_width,
     ) == (5, 64, 8, 8)
-    assert small.modules["audio"].layers == 7  # 32 in five stages: two have one more
+    assert small.model["audio"].settings.layers == 7  # 32 in five stages: two have one more
     assert (small.world.platform, small.world.devices, small.train.steps) == ("cpu", 0, 3)
 
 
@@ -271,20 +283,20 @@ def test_any_model(
             "vision/ViT.positions": positions,
         }
     )
-    small = shrunk(config).config
+    small = shrunk(config).recipe
     validate(small)
     assert_small(small)
     assert kept(small) == kept(config)
-    assert (small.modules["llm"].vocab % tp == 0) == (vocab % tp == 0)
-    assert small.modules["llm"].layers <= max(4, 2 * pp) + pp
-    assert shrunk(small).config == dataclasses.replace(small, train=small.train)  # nothing is left to shrink
+    assert (small.model["llm"].settings.vocab % tp == 0) == (vocab % tp == 0)
+    assert small.model["llm"].settings.layers <= max(4, 2 * pp) + pp
+    assert shrunk(small).recipe == dataclasses.replace(small, train=small.train)  # nothing is left to shrink
 
 
 def test_updates_can_be_compared() -> None:
     rates = {"vision": 1e-6, "vision_projector": 1e-4, "llm": 1e-5}
     changes = {f"{name}/Optimizer.learning_rate": rate for name, rate in rates.items()}
     config = tiny(**changes, **{"Optimizer.warmup": 5, "Optimizer.b1": 0.99, "Optimizer.schedule": "cosine"})
-    made = shrunk(config).config.optimizers
+    made = shrunk(config).recipe.model.optimizers
     assert [made[name].learning_rate for name in ("vision", "llm", "vision_projector")] == [2e-3, 4e-3, 8e-3]
     for optimizer in made.values():
         assert optimizer.final_learning_rate >= 1e-3 and optimizer.eps >= 1e-4
@@ -294,8 +306,8 @@ def test_updates_can_be_compared() -> None:
 @pytest.mark.parametrize(("pp", "chunks"), [*((pp, 1) for pp in range(1, 7)), (2, 2), (2, 3), (3, 2), (4, 3)])
 def test_every_stage_keeps_a_layer(pp: int, chunks: int) -> None:
     changes = {"llm/Layout.pp": pp, "llm/Layout.chunks": chunks, "llm/Decoder.layers": 23}
-    small = shrunk(tiny(**changes, **{"vision/Layout.rank_offset": pp})).config
-    assert min(len(run) for run in split_layers(small.modules["llm"].layers, pp * chunks)) >= 1
+    small = shrunk(tiny(**changes, **{"vision/Layout.rank_offset": pp})).recipe
+    assert min(len(run) for run in split_layers(small.model["llm"].settings.layers, pp * chunks)) >= 1
 
 
 def test_what_hangs_on_a_folder_or_on_a_single_layer_is_left_out() -> None:
@@ -304,9 +316,9 @@ def test_what_hangs_on_a_folder_or_on_a_single_layer_is_left_out() -> None:
     sources = ("Data.sources={'a': 1.0}", "a/Source.path='a.json'", "a/Source.template='chatml'")
     config = load_config([], [*LARGE, rates, *sources])
     folder = {name: dataclasses.replace(own, template="folder") for name, own in config.sources.items()}
-    small = shrunk(dataclasses.replace(config, sources=folder)).config
+    small = shrunk(dataclasses.replace(config, sources=folder)).recipe
     validate(small)
     assert small.sources["a"].template == "plain"
-    assert dict(small.optimizers["llm"].rates) == {"layers/*/attn/*": 0.25}
-    kept = shrunk(config).config
-    assert kept.sources["a"].template == "chatml" and small.modules["llm"].layers < 50
+    assert dict(small.model.optimizers["llm"].rates) == {"layers/*/attn/*": 0.25}
+    kept = shrunk(config).recipe
+    assert kept.sources["a"].template == "chatml" and small.model["llm"].settings.layers < 50

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
+from mmjax.recipe import Recipe
 
 # Heads, hidden units and widths divide by 1, 2 and 4; the vocabulary by none, so that tp pads it. With four layers
 # three stages are uneven.
@@ -43,7 +44,7 @@ def bindings(**changes: Any) -> list[str]:
     return [f"{name}={value}" for name, value in (lines | {k: repr(v) for k, v in changes.items()}).items()]
 
 
-def tiny(**changes: Any) -> Config:
+def tiny(**changes: Any) -> Recipe:
     """The tiny configuration."""
     return load_config([], bindings(**changes))
 

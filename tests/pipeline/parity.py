@@ -18,24 +18,24 @@ from unittest import mock
 import marks
 import numpy as np
 
-from mmjax.build import assembly
-from mmjax.build.assembly import assemble, signed
-from mmjax.build.model import splits_of
-from mmjax.build.parts import Assembly
+from mmjax.assembly import assembly
+from mmjax.assembly.assembly import assemble
+from mmjax.assembly.batches import signed
+from mmjax.assembly.model import splits_of
+from mmjax.assembly.parts import Assembly
 from mmjax.checkpoint import CheckpointConfig
-from mmjax.config import Config
-from mmjax.config.schema import TrainConfig
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.packing import Packer
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.world import World
 from mmjax.models.callbacks import Callbacks
-from mmjax.models.config import ModelConfig
+from mmjax.models.config import CallbacksConfig, lora_name, projector_name
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.lora.config import LoraConfig
+from mmjax.models.nodes import Node
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -48,6 +48,7 @@ from mmjax.pipeline import zero
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
+from mmjax.recipe import LoraSpec, ModelSpec, ModuleSpec, ProjectorSpec, Recipe, TrainConfig
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.schedules import make_schedule
@@ -182,13 +183,10 @@ class Case:
         """Samples of a microbatch."""
         return math.ceil(self.samples / self.microbatches)
 
-    def config(self) -> Config:
+    def config(self) -> Recipe:
         """The case as a configuration."""
         model = MODELS[self.model]
-        behind = {name: self.painter if name == "painter" else self.llm for name in model.generators}
-        layouts = {**dict.fromkeys(model.encoders, self.vision), "llm": self.llm, **behind}
-        media = {**model.encoders, **model.generators}
-        return Config(
+        return Recipe(
             train=TrainConfig(
                 steps=STEPS,
                 global_batch=self.per * self.microbatches,
@@ -204,18 +202,28 @@ class Case:
             world=WorldConfig(devices=DEVICES, platform="cpu", transport=self.transport, route=self.route),
             data=DataConfig(sequence_length=LENGTH),
             checkpoint=CheckpointConfig(),
-            model=ModelConfig(
-                encoders=dict.fromkeys(model.encoders, "vit"), generators=dict.fromkeys(model.generators, "dit")
-            ),
-            modules={name: replace(node.config, remat=self.remat) for name, node in model.nodes.items()},
-            callbacks={name: marks.named(name) for name, node in model.nodes.items() if node.callbacks.by_place},
-            loras={name: node.lora for name, node in model.nodes.items()},
+            model=ModelSpec(nodes={name: self._node(name, node) for name, node in model.nodes.items()}),
             allow_code=True,
-            projectors={name: own.projector for name, own in media.items() if own.projector},
-            packing=dict.fromkeys(media, PackingConfig(buckets=self.buckets)),
-            layouts=layouts,
-            offloads={"vision": OffloadConfig(activations=True)} if self.stash else {},
-            optimizers=optimizers(self),
+        )
+
+    def _node(self, name: str, node: Node) -> ModuleSpec:
+        """The settings of a node of the model."""
+        model, by_part = MODELS[self.model], optimizers(self)
+        is_encoder, is_generator = name in model.encoders, name in model.generators
+        projector = node.projector and ProjectorSpec(settings=node.projector, optimizer=by_part[projector_name(name)])
+        adapters = LoraSpec(settings=node.lora, optimizer=by_part.get(lora_name(name), OptimizerConfig()))
+        return ModuleSpec(
+            name=name,
+            kind="vit" if is_encoder else "dit" if is_generator else "llama",
+            role="encoder" if is_encoder else "generator" if is_generator else "llm",
+            settings=replace(node.config, remat=self.remat),
+            layout=self.vision if is_encoder else self.painter if name == "painter" else self.llm,
+            optimizer=by_part[name],
+            projector=projector,
+            lora=adapters,
+            packing=PackingConfig(buckets=self.buckets if name != "llm" else ()),
+            offload=OffloadConfig(activations=self.stash and name == "vision"),
+            callbacks=marks.named(name) if node.callbacks.by_place else CallbacksConfig(),
         )
 
 
@@ -281,9 +289,9 @@ def _assembled(case: Case, small: int) -> Assembly:
     """A case placed and traced; ``small`` is what ``zero.SMALL`` was then."""
     config = case.config()
     # A configuration that trains nothing is refused; the executors take it, and are tested with it.
-    legal = not set(config.optimizers) <= set(case.frozen)
-    with contextlib.nullcontext() if legal else mock.patch.object(assembly, "validate_config"):
-        return assemble(config, make_packer(case, cell_count(config.layouts.values())))
+    legal = not set(config.model.optimizers) <= set(case.frozen)
+    with contextlib.nullcontext() if legal else mock.patch.object(assembly, "validate_recipe"):
+        return assemble(config, make_packer(case, cell_count(config.model.layouts.values())))
 
 
 def _parts(case: Case) -> Assembly:
@@ -292,7 +300,7 @@ def _parts(case: Case) -> Assembly:
     Cases with the same stages share what is placed, traced and compiled: a program per op is the same in every schedule
     that splits no backward, and for any number of microbatches of a size.
     """
-    lanes = max(layout.lanes for layout in case.config().layouts.values())
+    lanes = max(layout.lanes for layout in case.config().model.layouts.values())
     plain = "zb-h1" if "zb-h1" in (case.schedule, case.inner) else "1f1b"
     if case.schedule == "nested":
         order = {"schedule": "nested", "inner": plain}
@@ -305,7 +313,7 @@ def _parts(case: Case) -> Assembly:
         shared = _assembled(case, zero.SMALL)
         return replace(shared, executor=copy.copy(shared.executor))
     costs = shared.placed.nominal_costs(next(iter(shared.shapes.values())))
-    stashing = [name for name, own in case.config().offloads.items() if own.activations]
+    stashing = [name for name, node in case.config().model.nodes.items() if node.offload.activations]
     stages = (replace(node, stash=node.module in stashing) for node in shared.placed.graph.stages)
     graph = replace(shared.placed.graph, stages=tuple(stages))
     schedule = make_schedule(case.schedule, graph, case.microbatches, costs, inner=case.inner)
@@ -337,7 +345,7 @@ class Session(product.Session):
     """A case ready to run; see ``_parts`` for what sessions share."""
 
     def __init__(self, case: Case):
-        self.case, self.config, self.parts = case, case.config(), _parts(case)
+        self.case, self.recipe, self.parts = case, case.config(), _parts(case)
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
         packer = make_packer(case, self.placed.cells)
         samples = step_samples(case.samples, case.model, case.text_only)

@@ -10,7 +10,7 @@ import pytest
 from parity import Case
 from test_parity import assert_equal_to_reference
 
-from mmjax.build.assembly import own_rows
+from mmjax.assembly.batches import own_rows
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
@@ -82,7 +82,7 @@ def test_every_copy_reads_all_rows_and_is_shown() -> None:
 
 def test_a_copy_works_as_long_as_the_encoder_would_on_its_ranks() -> None:
     case = COPIES.config()
-    inputs = {name: {"segments": np.zeros((4, 8), np.int32)} for name in case.layouts}
+    inputs = {name: {"segments": np.zeros((4, 8), np.int32)} for name in case.model}
     placed = [
         PlacedModel(
             parity.MODELS["plain"],

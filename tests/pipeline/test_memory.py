@@ -12,7 +12,7 @@ import pytest
 from parity import Case, Session
 
 from mmjax import jax_compat
-from mmjax.build.assembly import assemble
+from mmjax.assembly.assembly import assemble
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program

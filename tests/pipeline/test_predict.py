@@ -87,7 +87,7 @@ def moved_adapters(model: str) -> dict[str, np.ndarray]:
 
 def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[Any], list[np.ndarray], dict[str, Any]]:
     """A predictor, its microbatches, where their rows' prompts end, and fresh states."""
-    layouts = case.config().layouts
+    layouts = case.config().model.layouts
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, transport=case.transport, dtype=case.dtype)
     model = replace(parity.MODELS[case.model], unroll=case.unroll)
     placed = PlacedModel(model, layouts, parity.world(), settings)

@@ -9,8 +9,8 @@ import pytest
 from trial_runs import write_tiny
 
 from mmjax import reference
-from mmjax.build.assembly import place
-from mmjax.build.model import build_model, with_fitting_rates
+from mmjax.assembly.assembly import place
+from mmjax.assembly.model import build_model, with_fitting_rates
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.tokenizer import make_tokenizer
@@ -42,7 +42,7 @@ def factors(model: MultimodalModel, optimizers: dict, layouts: dict[str, Layout]
 def test_factors_do_not_depend_on_the_layout(unroll: bool, tmp_path: Path) -> None:
     rates = RATES.replace(", 'head': 0.25", ", 'embed': 0.25")  # the head is tied
     config = load_config([write_tiny(tmp_path)], [rates, *DECAYS, f"Train.unroll={unroll}", "llm/Layout.tp=1"])
-    model, optimizers = build_model(config, make_tokenizer("", ("vision",))), dict(config.optimizers)
+    model, optimizers = build_model(config, make_tokenizer("", ("vision",))), dict(config.model.optimizers)
     alone = factors(model, optimizers, dict.fromkeys(model.nodes, Layout()))
     cut = {"llm": Layout(pp=2, layers=(1, 2)), "vision": Layout()}
     assert factors(model, optimizers, cut) == alone
@@ -68,4 +68,4 @@ def test_a_pattern_that_fits_nothing_is_named_with_near_ones(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=said):
         place(config)
     left = with_fitting_rates(config)
-    assert dict(left.optimizers["llm"].rates) == {"head": 0.25} and not left.optimizers["vision"].rates
+    assert dict(left.model.optimizers["llm"].rates) == {"head": 0.25} and not left.model.optimizers["vision"].rates

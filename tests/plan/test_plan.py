@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trial_runs import REPOSITORY, write_tiny
 
-from mmjax.build.assembly import open_source
+from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
@@ -205,9 +205,9 @@ def test_what_a_plan_may_have_equals_one_device(
     one = Estimate(work=work, clock=AnalyticClock(work=work, accelerator=H100), candidate=candidate, rows=rows)
     out.write_text(gin_text(config, PlanChoice(devices=8, estimates=[one]), one))
     written = load_config((str(tiny), str(out)), more)
-    assert written.layouts == candidate.layouts
+    assert written.model.layouts == candidate.layouts
     assert (written.train.schedule, written.train.inner) == (schedule, candidate.inner)
-    assert {name: own for name, own in written.offloads.items() if own != OffloadConfig()} == offloads
+    assert {n.name: n.offload for n in written.model.nodes.values() if n.offload != OffloadConfig()} == offloads
     report = check(written, steps=2, style="silent")
     assert report is not None and report.ok, report
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.build.assembly import open_source
-from mmjax.config import Config, load_config
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
 from mmjax.mesh.layout import Layout
@@ -21,6 +21,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import PlanChoice
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
+from mmjax.recipe import Recipe
 
 
 def candidate(llm: Layout, vision: Layout, microbatches: int = 2, schedule: str = "1f1b") -> Candidate:
@@ -28,12 +29,12 @@ def candidate(llm: Layout, vision: Layout, microbatches: int = 2, schedule: str 
     return Candidate(mode="any", layouts=layouts, microbatches=microbatches, schedule=schedule)
 
 
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *bindings: str) -> tuple[Config, Source, list[Config]]:
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *bindings: str) -> tuple[Recipe, Source, list[Recipe]]:
     """A configuration, its data, and a list that grows with every packer that is made."""
     from mmjax.plan import planned as module
 
     config = load_config((str(write_tiny(tmp_path)),), bindings)
-    made: list[Config] = []
+    made: list[Recipe] = []
     build: Callable = module.build_packer
     monkeypatch.setattr(
         module, "build_packer", lambda config, *a, **k: (made.append(config), build(config, *a, **k))[1]
@@ -96,4 +97,4 @@ def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytes
     out.write_text(gin_text(config, PlanChoice(devices=6, estimates=[one]), one))
     assert "llm/Layout.cp = 2" in out.read_text() and "llm/Layout.cp_way = 'ring'" in out.read_text()
     again = load_config((str(tmp_path / "tiny.gin"), str(out)), ("Data.sequence_length=51",))
-    assert again.layouts == spread.layouts
+    assert again.model.layouts == spread.layouts

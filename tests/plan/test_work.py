@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.build.assembly import build_packer, open_source, plan
-from mmjax.build.model import build_model
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import plan
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.model import build_model
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.loader import StepMaker
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.tokenizer import make_tokenizer
@@ -24,6 +26,7 @@ from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Work
+from mmjax.recipe import Recipe
 from mmjax.train.throughput import Throughput
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -31,31 +34,31 @@ SMALL = ("Data.workers=0", "llm/Decoder.remat='full'", "Train.dtype='bfloat16'")
 
 
 @cache
-def read(name: str, *bindings: str) -> tuple[Config, Work]:
+def read(name: str, *bindings: str) -> tuple[Recipe, Work]:
     config = load_config((str(CONFIGS / name),), bindings)
     return config, read_work(config)
 
 
-def estimate(config: Config, work: Work) -> tuple[Estimate, dict, Peak]:
-    parts = plan(config)
+def estimate(recipe: Recipe, work: Work) -> tuple[Estimate, dict, Peak]:
+    parts = plan(recipe)
     candidate = Candidate(
         mode="configured",
-        layouts=config.layouts,
-        microbatches=config.train.microbatches,
-        schedule=config.train.schedule,
-        inner=config.train.inner,
-        window=config.train.window,
-        offloads=config.offloads,
+        layouts=recipe.model.layouts,
+        microbatches=recipe.train.microbatches,
+        schedule=recipe.train.schedule,
+        inner=recipe.train.inner,
+        window=recipe.train.window,
+        offloads={name: node.offload for name, node in recipe.model.nodes.items()},
     )
     clock = AnalyticClock(work=work, accelerator=H100)
-    one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(config, parts.packer))
+    one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(recipe, parts.packer))
     assert one.graph == parts.placed.graph
     held = (parts.placed, parts.schedule, parts.shapes.values())
     return one, memory_by_stage(*held), fullest(*held)
 
 
-def assert_bytes_of_the_run(config: Config, work: Work, within: float) -> None:
-    one, run, peak = estimate(config, work)
+def assert_bytes_of_the_run(recipe: Recipe, work: Work, within: float) -> None:
+    one, run, peak = estimate(recipe, work)
     if any(need.host for need in one.device_bytes.values()):
         assert one.most == pytest.approx(peak.bytes, rel=within)
     for stage, memory in run.items():
@@ -153,8 +156,8 @@ def test_graph_and_bytes_are_the_runs() -> None:
 @pytest.mark.slow
 def test_bytes_of_another_tp() -> None:
     config, work = read("digits_vlm.gin", *SMALL)
-    layouts = {"llm": replace(config.layouts["llm"], pp=1), "vision": replace(config.layouts["vision"], tp=2)}
-    assert_bytes_of_the_run(replace(config, layouts=layouts), work, within=0.1)
+    layouts = {"llm": replace(config.model["llm"].layout, pp=1), "vision": replace(config.model["vision"].layout, tp=2)}
+    assert_bytes_of_the_run(replace(config, model=config.model.with_layouts(layouts)), work, within=0.1)
 
 
 @pytest.mark.slow

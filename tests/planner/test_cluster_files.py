@@ -175,7 +175,7 @@ def test_the_command_is_one_that_train_reads() -> None:
     assert (python, dash, module, flags[-1]) == ("python", "-m", "mmjax.train", "--run_dir=/shared/runs/a b")
     read = parse_flags(flags[:-1], (), "python -m mmjax.train")
     config = load_config(read.gin_files, read.bindings)
-    assert config.layouts["llm"].layers == (2, 1) and tuple(read.gin_files) == (CONFIG,)
+    assert config.model["llm"].layout.layers == (2, 1) and tuple(read.gin_files) == (CONFIG,)
     assert train_command(["a.gin", "b.gin"])[3:] == ("--gin_file=a.gin", "--gin_file=b.gin")
     assert train_command(["a.gin"], allow_code=True)[3:] == ("--gin_file=a.gin", "--allow_code")
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from trial_runs import REPOSITORY, write_tiny
 
-from mmjax.build.assembly import build_packer, open_source
-from mmjax.config import Config, load_config
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.planner.measured import MeasuredClock
@@ -25,24 +26,25 @@ from mmjax.planner.work import StagePart
 from mmjax.profile import __main__ as command
 from mmjax.profile.profiler import sampled, world_for
 from mmjax.profile.trials import Point, attempts, best_trials, compiled, legal_tps, points
+from mmjax.recipe import Recipe
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path: Path) -> Recipe:
     return load_config([str(write_tiny(tmp_path))], ["World.devices=4"])
 
 
-def parts_of(config: Config) -> tuple[Any, ...]:
-    tokenizer = make_tokenizer(config.data.tokenizer, config.model.media)
-    return tokenizer, build_packer(config, tokenizer)
+def parts_of(recipe: Recipe) -> tuple[Any, ...]:
+    tokenizer = make_tokenizer(recipe.data.tokenizer, recipe.model.media)
+    return tokenizer, build_packer(recipe, tokenizer)
 
 
-def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(config: Config) -> None:
-    _, packer = parts_of(config)
-    rows = config.train.global_batch // config.train.microbatches
+def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(recipe: Recipe) -> None:
+    _, packer = parts_of(recipe)
+    rows = recipe.train.global_batch // recipe.train.microbatches
     full, quick = points(packer, rows, quick=False), points(packer, rows, quick=True)
     assert full[0].shapes == quick[0].shapes
-    assert full[0].shapes["llm"] == (rows, config.data.sequence_length)
+    assert full[0].shapes["llm"] == (rows, recipe.data.sequence_length)
     per_cell, width = max(packer.buckets_of("vision"), key=lambda bucket: (bucket[1], bucket[0]))
     assert full[0].shapes["vision"] == (per_cell * packer.cells, width)
     assert full[1].shapes["llm"][0] == full[1].shapes["vision"][0] == 1
@@ -53,15 +55,15 @@ def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(config: 
     assert sum(point.shapes["llm"][0] > 1 for point in full if point.loops) == 2
 
 
-def test_tp_divides_the_sizes_of_a_module_and_fits_the_devices(config: Config) -> None:
-    heads = config.modules["llm"].kv_heads
-    assert legal_tps(config, "llm", 8) == tuple(tp for tp in (1, 2, 4, 8) if heads % tp == 0)
-    assert legal_tps(config, "llm", 1) == (1,)
+def test_tp_divides_the_sizes_of_a_module_and_fits_the_devices(recipe: Recipe) -> None:
+    heads = recipe.model["llm"].settings.kv_heads
+    assert legal_tps(recipe, "llm", 8) == tuple(tp for tp in (1, 2, 4, 8) if heads % tp == 0)
+    assert legal_tps(recipe, "llm", 1) == (1,)
 
 
-def test_the_data_are_looked_at_through_their_metadata(config: Config) -> None:
-    source = open_source(config, split="train")
-    found = sampled(config, source, 32)
+def test_the_data_are_looked_at_through_their_metadata(recipe: Recipe) -> None:
+    source = open_source(recipe, split="train")
+    found = sampled(recipe, source, 32)
     lengths = [source.meta(index).tokens for index in range(32)]
     assert found["llm"]["mean"] == pytest.approx(sum(lengths) / 32)
     assert found["llm"]["most"] == max(lengths)
@@ -69,13 +71,13 @@ def test_the_data_are_looked_at_through_their_metadata(config: Config) -> None:
 
 
 @pytest.mark.long
-def test_a_trial_times_the_forward_and_the_backward_of_a_stage(config: Config) -> None:
-    tokenizer, packer = parts_of(config)
-    world = world_for(config)
+def test_a_trial_times_the_forward_and_the_backward_of_a_stage(recipe: Recipe) -> None:
+    tokenizer, packer = parts_of(recipe)
+    world = world_for(recipe)
     assert isinstance(world, World)
     assert world.size == 4
-    point = Point(shapes={"llm": (2, config.data.sequence_length), "vision": (1, packer.buckets_of("vision")[0][1])})
-    every = attempts(config, tokenizer, packer, world, 1, [point])
+    point = Point(shapes={"llm": (2, recipe.data.sequence_length), "vision": (1, packer.buckets_of("vision")[0][1])})
+    every = attempts(recipe, tokenizer, packer, world, 1, [point])
     found = list(itertools.islice(every, 2))
     compiled(found, lambda *_: None)
     count = []

@@ -9,11 +9,12 @@ import pytest
 from trial_runs import ALONE, write_tiny
 
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.eval.scores import Evaluation, figures
 from mmjax.export.__main__ import main as export_command
 from mmjax.export.checkpoints import best_step
+from mmjax.recipe import Recipe
 from mmjax.train.__main__ import main
 from mmjax.train.best import BestEvaluation
 from mmjax.train.scoring import Scored, Scoring
@@ -88,7 +89,7 @@ def scored(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[tu
     return made
 
 
-def configured(folder: Path, *more: str) -> Config:
+def configured(folder: Path, *more: str) -> Recipe:
     bindings = (*ALONE, "Train.eval_samples=2", "Train.eval_every=2", "Checkpoint.every=3", "Checkpoint.keep=1")
     return load_config([write_tiny(folder)], [*bindings, "Checkpoint.best='loss'", *more])
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from trial_runs import REPOSITORY, write_tiny
 
-from mmjax.build.assembly import assemble
+from mmjax.assembly.assembly import assemble
 from mmjax.config import load_config
 from mmjax.eval.evaluator import Evaluator
 from mmjax.schedule.dispatch import dispatch_table
@@ -167,7 +167,7 @@ def test_programs_are_those_of_the_run(tmp_path: Path, changes: dict) -> None:
     if config.train.eval_samples:
         programs = [*programs, *Evaluator(parts).predictor.programs()]
     found = dry_run(config)
-    cuda = replace(found, config=replace(config, world=replace(config.world, platform="cuda")))
+    cuda = replace(found, recipe=replace(config, world=replace(config.world, platform="cuda")))
     assert cuda.compile_seconds is None and "compile time: unknown (" in cuda.describe()
     assert found.programs == count_kinds(programs)
     assert str(dispatch_table(parts.schedule)) in found.describe()

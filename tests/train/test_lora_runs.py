@@ -10,18 +10,19 @@ import pytest
 from trial_runs import ALONE, STEPS, assert_same_leaves, leaves, write_tiny
 
 from mmjax.checkpoint import Checkpointer, CheckpointError
-from mmjax.config import Config, load_config
-from mmjax.config.validate import advise
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.export.parameters import export_run
 from mmjax.parity.compare import of_kind, of_module
+from mmjax.recipe import Recipe
+from mmjax.recipe.validate import advise
 from mmjax.train.starts import find_starts
 from mmjax.train.trainer import Trainer
 
 BASE = ("vision", "vision_projector", "llm")
 
 
-def adapting(folder: Path, base: Path, *more: str) -> Config:
+def adapting(folder: Path, base: Path, *more: str) -> Recipe:
     """Adapters of the LLM, everything else frozen and from another run."""
     return load_config(
         [write_tiny(folder)],

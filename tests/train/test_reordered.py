@@ -13,21 +13,15 @@ import numpy as np
 import pytest
 from trial_runs import Command, assert_same_training, train_flags, write_tiny
 
-from mmjax.build.assembly import (
-    Assembly,
-    build_packer,
-    data_spec,
-    encoder_specs,
-    one_bucket,
-    open_source,
-    order_of,
-    pair_costs,
-    place,
-    plan,
-    planned_data_spec,
-    step_order,
-)
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import place, plan, planned_data_spec
+from mmjax.assembly.batches import data_spec
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.orders import order_of, pair_costs, step_order
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.parts import Assembly
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import METHODS
@@ -41,6 +35,7 @@ from mmjax.parity.dense import run_reference
 from mmjax.parity.engine import check
 from mmjax.parity.product import Session, initial_parameters
 from mmjax.pipeline.executor import StepResult
+from mmjax.recipe import Recipe
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.train.metrics import read_metrics
 from mmjax.train.results import PendingStep
@@ -66,7 +61,7 @@ SPLIT = ("llm/Layout.pp=2", "llm/Layout.tp=1", "Train.schedule='zb-h1'")
 SHARED = ("vision/Layout.rank_offset=0", "llm/Layout.tp=1", "llm/Layout.dp=2")
 
 
-def uneven(folder: Path, *more: str) -> Config:
+def uneven(folder: Path, *more: str) -> Recipe:
     return load_config([write_tiny(folder)], [*UNEVEN, *more])
 
 
@@ -78,11 +73,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return Session(config, packer)
 
 
-def maker(config: Config, parts: Assembly, method: str) -> StepMaker:
-    specs = encoder_specs(config)
-    source = make_source(config.data, specs, seed=config.train.seed, split="train", task=config.task)
-    order = step_order(replace(config, data=replace(config.data, reorder=method)), parts)
-    return StepMaker(source=source, packer=parts.packer, global_batch=config.train.global_batch, order=order)
+def maker(recipe: Recipe, parts: Assembly, method: str) -> StepMaker:
+    specs = encoder_specs(recipe)
+    source = make_source(recipe.data, specs, seed=recipe.train.seed, split="train", task=recipe.task)
+    order = step_order(replace(recipe, data=replace(recipe.data, reorder=method)), parts)
+    return StepMaker(source=source, packer=parts.packer, global_batch=recipe.train.global_batch, order=order)
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +86,9 @@ def runs(session: Session) -> tuple[dict[str, Run], dict[str, list[StepBatch]]]:
     session.executor.compile()
     found, batches = {}, {}
     for method in METHODS:
-        make = maker(session.config, session.parts, method)
+        make = maker(session.recipe, session.parts, method)
         session.batches = batches[method] = [make(step) for step in range(STEPS)]
-        session.executor.initialise(session.config.train.seed)
+        session.executor.initialise(session.recipe.train.seed)
         found[method] = session.run()
     return found, batches
 
@@ -134,7 +129,7 @@ def test_a_perturbed_neighbour_changes_nothing_bit_for_bit(session, runs):
                 changed += shift * len(tokens)
             microbatches.append(replace(part, inputs={"llm": llm, "vision": vision}))
         session.batches = [replace(batch, microbatches=tuple(microbatches))]
-        session.executor.initialise(session.config.train.seed)
+        session.executor.initialise(session.recipe.train.seed)
         outcomes.append(session.run())
     plain, perturbed = outcomes
     assert changed > 20 and plain.losses == perturbed.losses and plain.norms == perturbed.norms
@@ -145,18 +140,18 @@ def test_a_perturbed_neighbour_changes_nothing_bit_for_bit(session, runs):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_they_are_those_of_the_dense_reference(session, runs):
-    config, source = session.config, maker(session.config, session.parts, "none").source
+    config, source = session.recipe, maker(session.recipe, session.parts, "none").source
     samples = tuple(tuple(source.sample(16 * step + i) for i in range(16)) for step in range(STEPS))
     initial = initial_parameters(config, session.parts.packer)
-    want = run_reference(session.placed.model, config.optimizers, initial, samples, config.train.clip_norm)
+    want = run_reference(session.placed.model, config.model.optimizers, initial, samples, config.train.clip_norm)
     for method in METHODS:
-        found = compare(runs[0][method], want, config.optimizers, clip_norm=config.train.clip_norm)
+        found = compare(runs[0][method], want, config.model.optimizers, clip_norm=config.train.clip_norm)
         assert found.ok, (method, {quantity: found.largest(quantity) for quantity in found.limits})
 
 
 def test_every_worker_and_process_finds_the_same_order(session):
     """A worker is sent the order's maker before it has ordered anything, or after."""
-    make = maker(session.config, session.parts, "best")
+    make = maker(session.recipe, session.parts, "best")
     assert make.order is not None
     metas = [make.source.meta(i) for i in range(16)]
     sent = pickle.loads(pickle.dumps(make.order))
@@ -198,7 +193,7 @@ def test_a_simulated_step_never_takes_longer(tmp_path, more):
 
 def test_microbatches_take_the_time_of_their_buckets(session):
     """Simulated anew: every microbatch of a stage with the seconds of its bucket."""
-    make = maker(session.config, session.parts, "disttrain")
+    make = maker(session.recipe, session.parts, "disttrain")
     assert make.order is not None
     batch, packer, overrides = make(0), session.parts.packer, {}
     assert set(make.order.modules) == {"vision", "llm"}
@@ -227,7 +222,7 @@ def cells_of(order):
 
 def test_a_process_fills_the_rows_of_the_batch_that_all_have_planned(session):
     """Each of two halves, and a loader that starts at the second step, as after a resume."""
-    make = maker(session.config, session.parts, "best")
+    make = maker(session.recipe, session.parts, "best")
     whole = make(1)
     inputs = {module: tuple(arrays) for module, arrays in whole.microbatches[0].inputs.items()}
     for cell in range(2):
@@ -280,7 +275,7 @@ def test_two_processes_and_a_resumed_run_take_the_same_orders(tmp_path, monkeypa
 def test_check_packs_the_llm_s_rows_where_the_configuration_does(tmp_path):
     report = check(uneven(tmp_path, "llm/Packing.buckets=((2, 160), (2, 320))"), steps=2, style="silent")
     assert report is not None and report.ok, report
-    assert report.shrunk.config.packing["llm"].buckets == ((2, 40), (4, 40))
+    assert report.shrunk.recipe.model["llm"].packing.buckets == ((2, 40), (4, 40))
 
 
 def run_command(name: str, flags: list[str], output: Path) -> None:
@@ -293,10 +288,10 @@ def run_command(name: str, flags: list[str], output: Path) -> None:
 
 def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     """A full bucket costs what it costs nominally; pairs weigh as in the FLOPs of the encoder."""
-    config, parts = session.config, session.parts
+    config, parts = session.recipe, session.parts
     order = step_order(replace(config, data=replace(config.data, reorder="best")), parts)
     assert order is not None
-    vit = config.modules["vision"]
+    vit = config.model["vision"].settings
     attention = 4 * vit.layers * vit.width
     rest = vit.layers * 2 * (4 * vit.width**2 + 2 * vit.width * vit.mlp) + 2 * vit.patch**2 * vit.channels * vit.width
     cost = order.modules["vision"]
@@ -342,7 +337,7 @@ def test_a_generator_has_costs_of_its_own(tmp_path):
 @pytest.mark.long
 def test_a_data_server_finds_the_order_of_the_run(session):
     """From the configuration alone, in a process without the run's devices, however these pass activations on."""
-    config = replace(session.config, data=replace(session.config.data, reorder="best"))
+    config = replace(session.recipe, data=replace(session.recipe.data, reorder="best"))
     own = data_spec(config, session.parts.packer, step_order(config, session.parts))
     met = replace(config, world=replace(config.world, transport="collective"))
     assert {edge.kind for edge in plan(met).placed.graph.edges} == {"rendezvous"}

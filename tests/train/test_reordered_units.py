@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from trial_runs import assert_same_training, write_tiny
 
-from mmjax.build.assembly import build_packer, encoder_specs, open_source, order_of, place, step_order
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import place
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.orders import order_of, step_order
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data.loader import StepMaker, make_source
 from mmjax.data.reorder import METHODS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.parity.product import Session
+from mmjax.recipe import Recipe
 
 STEPS = 2
 # An encoder on both ranks of an LLM of two stages, four samples a microbatch, all in LLM rows of their own.
@@ -29,7 +34,7 @@ NESTED = (
 )
 
 
-def nested(folder: Path, *more: str) -> Config:
+def nested(folder: Path, *more: str) -> Recipe:
     return load_config([write_tiny(folder)], [*NESTED, *more])
 
 

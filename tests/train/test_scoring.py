@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from trial_runs import train_flags, write_tiny
 
-from mmjax.build.assembly import build_packer
-from mmjax.config import Config, load_config
+from mmjax.assembly.buckets import build_packer
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.sample import meta_of, prompt_only
@@ -20,6 +20,7 @@ from mmjax.data.types import SampleMeta
 from mmjax.eval.evaluator import room_for
 from mmjax.eval.rounds import Rounds
 from mmjax.eval.samples import held_out
+from mmjax.recipe import Recipe
 from mmjax.train import scoring
 from mmjax.train.__main__ import main
 from mmjax.train.metrics import read_metrics
@@ -28,8 +29,8 @@ from mmjax.train.metrics import read_metrics
 WIDE = ("llm/Packing.buckets=((4, 30), (10, 36))", "vision/Packing.buckets=((8, 8),)")
 
 
-def packer_of(config: Config) -> Packer:
-    return build_packer(config, make_tokenizer(config.data.tokenizer, config.model.media))
+def packer_of(recipe: Recipe) -> Packer:
+    return build_packer(recipe, make_tokenizer(recipe.data.tokenizer, recipe.model.media))
 
 
 @pytest.mark.parametrize("more", [WIDE, (), ("llm/Packing.buckets=((2, 72), (8, 36))", "Data.sequence_length=72")])

@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_a_module_newly_frozen_and_newly_trained(tiny_run: Pa
         assert not any(got[name].any() for name in anew)
         trainer.train(steps=STEPS + 3)
     # Of the first update Adam's correction is that of one update, while the learning rate is that of the run's step.
-    after, optimizer = leaves(run, STEPS + 2), trained.optimizers["vision"]
+    after, optimizer = leaves(run, STEPS + 2), trained.model.optimizers["vision"]
     rate = read_metrics(run / "metrics.jsonl")[STEPS + 1]["vision/learning_rate"]
     assert rate == pytest.approx(0.01 * (16 - 13) / 14)
     for name, old in of("vision", start).items():

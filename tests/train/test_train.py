@@ -345,12 +345,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, monkey
     rows = read_metrics(runs[0] / "metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 1]
     assert [row["loss"] is None for row in rows] == [False, False, True, False, False] and rows[2]["grad_norm"] is None
-    rate = learning_rate(config.optimizers["llm"], 16)
+    rate = learning_rate(config.model.optimizers["llm"], 16)
     assert [row["llm/learning_rate"] for row in rows] == [
         float(np.asarray(rate(updates))) for updates in (0, 1, 2, 2, 3)
     ]
     measured = {"step_time_s", "tokens_per_s", "media_per_s", "tflops_per_device", "data_wait_s", "imbalance"}
-    measured |= {f"{module}/busy_s" for module in config.layouts}
+    measured |= {f"{module}/busy_s" for module in config.model.layouts}
     exact = [
         [{k: x for k, x in row.items() if k not in measured} for row in read_metrics(r / "metrics.jsonl")] for r in runs
     ]
@@ -461,7 +461,9 @@ def test_a_tied_run_goes_on_with_its_table_on_another_number_of_stages(tmp_path:
         assert (node.name, node.src, node.dst) == ("llm/embed", "llm.0", "llm.1")
     for config, last in ((two, 2), (one, 4), (two, 6)):
         with Trainer(config, tmp_path / "moved", style="silent") as trainer:
-            assert trainer.step == last - 2 and len(trainer.parts.schedule.graph.ties) == config.layouts["llm"].pp - 1
+            assert (
+                trainer.step == last - 2 and len(trainer.parts.schedule.graph.ties) == config.model["llm"].layout.pp - 1
+            )
             moved = trainer.train(steps=last)
     assert [loss for _, loss in losses(tmp_path / "moved")] == pytest.approx(stayed.losses, rel=1e-4)
     assert moved.evaluation is not None and moved.evaluation == stayed.evaluation

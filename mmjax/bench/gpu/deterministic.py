@@ -45,9 +45,9 @@ def train(job: Job) -> None:
     from mmjax.bench.gpu.parity import session
     from mmjax.config import config_of_values
 
-    config = config_of_values(next(iter(kept()["parity"].values()))["config"])
-    config = replace(config, world=replace(config.world, compilation_cache="none"))
-    traced = session(config, "bfloat16", deterministic=True).start()
+    recipe = config_of_values(next(iter(kept()["parity"].values()))["config"])
+    recipe = replace(recipe, world=replace(recipe.world, compilation_cache="none"))
+    traced = session(recipe, "bfloat16", deterministic=True).start()
     outcome = traced.run()
     digest = hashlib.sha256()
     for name, leaf in sorted(outcome.leaves[-1].items()):

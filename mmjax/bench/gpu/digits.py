@@ -10,8 +10,9 @@ from typing import Any
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.kept import kept, values_of
 from mmjax.bench.gpu.parity import matmul_precision
-from mmjax.config import Config, config_of_values, load_config
+from mmjax.config import config_of_values, load_config
 from mmjax.config.shipped import CONFIGS
+from mmjax.recipe import Recipe
 from mmjax.train.trainer import Trainer
 
 FILE = "digits_vlm_one_device.gin"
@@ -23,7 +24,7 @@ LIMITS = {FEW: 1e-4, STEPS: 2e-2}
 def run(job: Job) -> None:
     """Trains with products in fp32, whose losses have to agree, and as XLA chooses, which is TF32 on a GPU."""
     expected = kept()["digits"]
-    config = config_of_values(expected["config"])
+    recipe = config_of_values(expected["config"])
     steps = 2 if job.small else STEPS
     last_seconds = 0.0
     for precision in ("highest",) if job.small else ("highest", ""):
@@ -31,7 +32,7 @@ def run(job: Job) -> None:
         if not job.has_time(precision or "as XLA chooses", 1.2 * last_seconds):
             break
         with matmul_precision(precision):
-            losses, timings = train(config, steps)
+            losses, timings = train(recipe, steps)
         last_seconds = time.perf_counter() - start
         gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=False)]
         within = {str(few): max(gaps[:few]) for few in LIMITS if few <= steps}
@@ -42,10 +43,10 @@ def run(job: Job) -> None:
                 job.check(f"losses of {min(few, steps)} steps", max(gaps[:few]) <= limit)
 
 
-def train(config: Config, steps: int) -> tuple[list[float], dict[str, float]]:
+def train(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, float]]:
     """Trains; returns losses, and the seconds of the first step, compilation included, and of a later one."""
     start, ends = time.perf_counter(), list[float]()
-    with Trainer(config, style="silent") as trainer:
+    with Trainer(recipe, style="silent") as trainer:
         losses = list[float]()
         for step in (1, steps):
             losses += trainer.train(step).losses
@@ -60,12 +61,12 @@ def expected() -> dict[str, Any]:
     return {"config": values_of(config), "losses": train(config, STEPS)[0]}
 
 
-def trained_config() -> Config:
+def trained_config() -> Recipe:
     """The configuration of the file, without evaluation, on one device of any platform."""
-    config = load_config([CONFIGS / FILE])
+    recipe = load_config([CONFIGS / FILE])
     return replace(
-        config,
-        train=replace(config.train, eval_samples=0, eval_every=0),
-        data=replace(config.data, workers=0),
-        world=replace(config.world, platform="", devices=1),
+        recipe,
+        train=replace(recipe.train, eval_samples=0, eval_every=0),
+        data=replace(recipe.data, workers=0),
+        world=replace(recipe.world, platform="", devices=1),
     )

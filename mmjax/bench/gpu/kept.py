@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config import Config, changed_values
+from mmjax.config import changed_values
+from mmjax.recipe import Recipe
 
 KEPT = Path(__file__).with_name("kept.json")
 PROJECTIONS = 8
@@ -31,9 +32,9 @@ def kept() -> dict[str, Any]:
     return json.loads(KEPT.read_text(encoding="utf-8"))
 
 
-def values_of(config: Config) -> dict[str, Any]:
+def values_of(recipe: Recipe) -> dict[str, Any]:
     """The values of a configuration in the file's form: no platform, one device."""
-    return changed_values(replace(config, world=replace(config.world, platform="", devices=1)))
+    return changed_values(replace(recipe, world=replace(recipe.world, platform="", devices=1)))
 
 
 def digest(name: str, array: np.ndarray) -> Digest:

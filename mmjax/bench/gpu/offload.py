@@ -13,10 +13,11 @@ import numpy as np
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.kept import kept
 from mmjax.bench.gpu.parity import session
-from mmjax.config import Config, config_of_values
+from mmjax.config import config_of_values
 from mmjax.parity.compare import Run
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.offload import DEVICE, HOST, moved, require_host_memory
+from mmjax.recipe import Recipe
 
 DTYPES = ("float32", "bfloat16", "int32")
 
@@ -44,9 +45,9 @@ def run(job: Job) -> None:
         }
         job.note(rates=rates)
         job.check(f"{dtype} there and back", same)
-    config = config_of_values(next(iter(kept()["parity"].values()))["config"])
-    offloads = {name: OffloadConfig(optimizer=True) for name in config.layouts}
-    plain, offloaded = _trained(config), _trained(replace(config, offloads=offloads))
+    recipe = config_of_values(next(iter(kept()["parity"].values()))["config"])
+    model = recipe.model.map(lambda node: replace(node, offload=OffloadConfig(optimizer=True)))
+    plain, offloaded = _trained(recipe), _trained(replace(recipe, model=model))
     job.note(losses=plain.losses, losses_offloaded=offloaded.losses)
     job.check("training with the optimizer offloaded", _same(plain, offloaded))
 
@@ -62,9 +63,9 @@ def _timed(array: jax.Array, kind: str) -> tuple[jax.Array, float]:
     return copy, time.perf_counter() - start
 
 
-def _trained(config: Config) -> Run:
+def _trained(recipe: Recipe) -> Run:
     """Trains with a program per op, so that runs differ only in their offloading."""
-    return session(config, "float32", lowering="ops").start().run()
+    return session(recipe, "float32", lowering="ops").start().run()
 
 
 def _same(run: Run, reference: Run) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mmjax.assembly.model import build_model
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.kept import Digests, digests, kept, of_module, relative, values_of
-from mmjax.build.model import build_model
-from mmjax.config import Config, config_of_values, load_config
+from mmjax.config import config_of_values, load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
@@ -31,6 +31,7 @@ from mmjax.parity.product import Session, initial_parameters, sample_packer
 from mmjax.parity.samples import BatchSizes, Maker, Samples
 from mmjax.parity.shrink import shrink
 from mmjax.pipeline.compile import compile_all
+from mmjax.recipe import ModuleSpec, Recipe
 from mmjax.schedule.schedules import ONE_F_ONE_B
 
 CASES = {
@@ -82,10 +83,10 @@ def _check(job: Job, way: str, name: str, *, gaps: Mapping[str, float], case: Ma
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def samples_of(config: Config) -> tuple[Samples, int]:
+def samples_of(recipe: Recipe) -> tuple[Samples, int]:
     """The samples of a configuration, and a checksum of those of all steps."""
-    maker = Maker.of(build_model(config, tokenizer_of(config.data, config.model.media)))
-    samples = Samples(maker=maker, sizes=BatchSizes.of(1, config.train.microbatches), seed=config.train.seed)
+    maker = Maker.of(build_model(recipe, tokenizer_of(recipe.data, recipe.model.media)))
+    samples = Samples(maker=maker, sizes=BatchSizes.of(1, recipe.train.microbatches), seed=recipe.train.seed)
     steps = samples.steps(STEPS)
     arrays = (a for step in steps for s in step for a in (s.tokens, s.loss_weights, *sum(s.media.values(), ())))
     checksum = 0
@@ -94,11 +95,11 @@ def samples_of(config: Config) -> tuple[Samples, int]:
     return samples, checksum
 
 
-def session(config: Config, dtype: str, **train: Any) -> Session:
+def session(recipe: Recipe, dtype: str, **train: Any) -> Session:
     """A traced run on one device. Its batches are packed here, since a run's loader needs Grain."""
-    config = replace(config, train=replace(config.train, dtype=dtype, **train))
-    samples = samples_of(config)[0]
-    traced = Session(config, sample_packer(config, tokenizer_of(config.data, config.model.media), samples))
+    recipe = replace(recipe, train=replace(recipe.train, dtype=dtype, **train))
+    samples = samples_of(recipe)[0]
+    traced = Session(recipe, sample_packer(recipe, tokenizer_of(recipe.data, recipe.model.media), samples))
     traced.batches = [traced.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
     for program in traced.executor.programs():
         program.lower()  # here, where the precision is set
@@ -107,9 +108,9 @@ def session(config: Config, dtype: str, **train: Any) -> Session:
 
 def outcome(traced: Session) -> dict[str, Any]:
     """Runs it: losses, norms by module, and digests of the first gradients and of the update by all steps."""
-    traced.executor.initialise(traced.config.train.seed)
+    traced.executor.initialise(traced.recipe.train.seed)
     run = traced.run()
-    gradients = recovered_gradients(run, traced.config.optimizers, traced.config.train.clip_norm)
+    gradients = recovered_gradients(run, traced.recipe.model.optimizers, traced.recipe.train.clip_norm)
     return _outcome(run.losses, run.norms, gradients[0], run.leaves)
 
 
@@ -171,29 +172,32 @@ def expected() -> dict[str, Any]:
     return {name: _expected(small_config(file)) for name, file in CASES.items()}
 
 
-def small_config(file: str) -> Config:
+def small_config(file: str) -> Recipe:
     """A shipped configuration as ``mmjax.check`` shrinks it, on one device."""
-    config = load_config([CONFIGS / file])
-    alone = replace(config.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
-    config = replace(config, layouts=dict.fromkeys(config.layouts, Layout()), train=alone)
-    small = shrink(config, STEPS, tokenizer_of(config.data, config.model.media).vocab_size).config
-    packing = {
-        name: replace(packing, buckets=packing.given[-1:]) for name, packing in small.packing.items()
-    }  # one program
-    return replace(small, packing=packing, world=replace(small.world, platform="", devices=1))
+    recipe = load_config([CONFIGS / file])
+    alone = replace(recipe.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
+    recipe = replace(recipe, model=recipe.model.map(lambda node: node.at(Layout())), train=alone)
+    small = shrink(recipe, STEPS, tokenizer_of(recipe.data, recipe.model.media).vocab_size).recipe
+    model = small.model.map(_with_one_bucket)  # one program
+    return replace(small, model=model, world=replace(small.world, platform="", devices=1))
 
 
-def _expected(config: Config) -> dict[str, Any]:
-    samples, checksum = samples_of(config)
-    packer = sample_packer(config, tokenizer_of(config.data, config.model.media), samples)
-    initial = initial_parameters(config, packer, World(jax.devices()[:1]))
-    model = build_model(config, tokenizer_of(config.data, config.model.media))
-    steps, clip_norm = samples.steps(STEPS), config.train.clip_norm
-    reference = run_reference(model, config.optimizers, initial, steps, clip_norm)
+def _with_one_bucket(node: ModuleSpec) -> ModuleSpec:
+    """The node with the largest of its buckets."""
+    return replace(node, packing=replace(node.packing, buckets=node.packing.given[-1:]))
+
+
+def _expected(recipe: Recipe) -> dict[str, Any]:
+    samples, checksum = samples_of(recipe)
+    packer = sample_packer(recipe, tokenizer_of(recipe.data, recipe.model.media), samples)
+    initial = initial_parameters(recipe, packer, World(jax.devices()[:1]))
+    model = build_model(recipe, tokenizer_of(recipe.data, recipe.model.media))
+    steps, clip_norm = samples.steps(STEPS), recipe.train.clip_norm
+    reference = run_reference(model, recipe.model.optimizers, initial, steps, clip_norm)
     results = _outcome(reference.losses, reference.norms, reference.gradients[0], reference.leaves)
-    coarse = distances(outcome(session(config, "bfloat16")), results)
+    coarse = distances(outcome(session(recipe, "bfloat16")), results)
     return {
-        "config": values_of(config),
+        "config": values_of(recipe),
         "samples": checksum,
         "results": results,
         "bfloat16": {quantity: coarse[quantity] for quantity in LIMITS},

@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from mmjax.assembly.assembly import assemble
+from mmjax.assembly.batches import signed
+from mmjax.assembly.model import encoder_specs
+from mmjax.assembly.parts import Assembly
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.trace import draw_profile, kernels_of, most, traced_events
-from mmjax.build.assembly import assemble, signed
-from mmjax.build.model import encoder_specs
-from mmjax.build.parts import Assembly
-from mmjax.config import Config, config_of_values
+from mmjax.config import config_of_values
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ from mmjax.models.flops import parameter_count
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import memory_by_stage, most_loaded
 from mmjax.pipeline.watch import watched
+from mmjax.recipe import Recipe
 from mmjax.schedule.ops import Op
 from mmjax.train.throughput import Throughput
 
@@ -144,7 +146,7 @@ def _fits(job: Job, layers: int) -> bool:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def job_config(job: Job, layers: int, **train: Any) -> Config:
+def job_config(job: Job, layers: int, **train: Any) -> Recipe:
     """The configuration with ``layers`` LLM layers."""
     shape = SMALL if job.small else REAL
     rows, per = sum(map(len, shape.texts)), len(shape.texts)
@@ -161,9 +163,9 @@ def job_config(job: Job, layers: int, **train: Any) -> Config:
     return config_of_values(values)
 
 
-def make_packer(job: Job, config: Config, tokenizer: Tokenizer) -> Packer:
+def make_packer(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> Packer:
     """A packer in which every image is a row of its own, and a microbatch's samples fill the LLM's rows."""
-    shape, (name, spec) = SMALL if job.small else REAL, next(iter(encoder_specs(config).items()))
+    shape, (name, spec) = SMALL if job.small else REAL, next(iter(encoder_specs(recipe).items()))
     bucket = (len(shape.texts[0]), spec.patches(shape.image, shape.image))
     return Packer(
         encoders={name: replace(spec, buckets=(bucket,))},
@@ -176,7 +178,7 @@ def make_packer(job: Job, config: Config, tokenizer: Tokenizer) -> Packer:
     )
 
 
-def make_batch(job: Job, config: Config, packer: Packer, tokenizer: Tokenizer) -> StepBatch:
+def make_batch(job: Job, recipe: Recipe, packer: Packer, tokenizer: Tokenizer) -> StepBatch:
     """A batch of random images and tokens: an image is in the middle of its text, whose later half is learned."""
     shape, rng = SMALL if job.small else REAL, np.random.default_rng(0)
     lengths = [length for texts in shape.texts for length in texts]
@@ -202,11 +204,11 @@ def _sample(packer: Packer, tokenizer: Tokenizer, rng: np.random.Generator, *, s
     )
 
 
-def placed(job: Job, config: Config, world: World | None = None) -> tuple[Assembly, StepBatch]:
+def placed(job: Job, recipe: Recipe, world: World | None = None) -> tuple[Assembly, StepBatch]:
     """The traced run, and its one batch."""
-    tokenizer = tokenizer_of(config.data, config.model.media)
-    packer = make_packer(job, config, tokenizer)
-    return assemble(config, packer, world), make_batch(job, config, packer, tokenizer)
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    packer = make_packer(job, recipe, tokenizer)
+    return assemble(recipe, packer, world), make_batch(job, recipe, packer, tokenizer)
 
 
 def estimated_bytes(parts: Assembly) -> dict[str, int]:
@@ -288,9 +290,9 @@ def _planned(parts: Assembly) -> dict[str, int]:
     return sizes | {"total": sizes["arguments"] + sizes["results"] - sizes["shared"] + sizes["temporaries"]}
 
 
-def _time_ops(job: Job, config: Config, world: World) -> None:
+def _time_ops(job: Job, recipe: Recipe, world: World) -> None:
     """Notes seconds of every op of a step, each waited for; by op and stage, and by module."""
-    parts, batch = placed(job, config, world)
+    parts, batch = placed(job, recipe, world)
     executor = parts.executor
     assert isinstance(executor, Executor)
     start = time.perf_counter()

@@ -136,7 +136,10 @@ class SourceConfig:
         """The settings without effect, given the others, each with the reason."""
         read = set(_READ[self.resize]) - ({"edge"} if self.fit not in ("crop", "square") else set())
         names = {name for fields in _READ.values() for name in fields}
-        return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read}
+        limits = {
+            name for name in ("max_pixels", "min_pixels", "max_patches") if not getattr(self, name)
+        }  # 0: no limit
+        return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
         """The template, with `pieces` in place of its own; `tokenizer`: Data.tokenizer. Raises ConfigError."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from mmjax.build.model import build_modules
-from mmjax.build.parts import PlacedRun
-from mmjax.config import Config
+from mmjax.assembly.model import build_modules
+from mmjax.assembly.parts import PlacedRun
 from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.data.split import UNSPLIT
 from mmjax.models.config import LLM
+from mmjax.recipe import Recipe
 from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
-def pair_costs(config: Config) -> dict[str, float]:
+def pair_costs(recipe: Recipe) -> dict[str, float]:
     """The FLOPs of a pair of positions that attend to each other over those of a position, by module."""
     pairs = {}
-    for name, module in build_modules(config).items():
+    for name, module in build_modules(recipe).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.
         sized = replace(module, config=replace(module.config, vocab=1)) if name == LLM else module
         flops_1, flops_2, flops_3 = (sized.forward_flops([n]) for n in (1, 2, 3))
@@ -27,20 +27,20 @@ def pair_costs(config: Config) -> dict[str, float]:
     return pairs
 
 
-def step_order(config: Config, parts: PlacedRun) -> StepOrder | None:
+def step_order(recipe: Recipe, parts: PlacedRun) -> StepOrder | None:
     """How the samples of a step are reordered; ``None`` where they keep the order of the data.
 
     The cost of a stage is its ``nominal_costs``, spread over the positions of their bucket, plus the attention of its
     module, by FLOPs. Where ranks of cp have parts of a row, it is the cost of the fullest rank. The LLM's costs vary
     where its rows are packed.
     """
-    return None if config.data.reorder == "none" else order_of(config, parts, config.data.reorder)
+    return None if recipe.data.reorder == "none" else order_of(recipe, parts, recipe.data.reorder)
 
 
-def order_of(config: Config, parts: PlacedRun, method: str) -> StepOrder:
+def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
     """The order of samples by ``method`` instead of the configured one."""
-    inputs, train, packer = next(iter(parts.shapes.values())), config.train, parts.packer
-    costs, length = parts.placed.nominal_costs(inputs), config.data.sequence_length
+    inputs, train, packer = next(iter(parts.shapes.values())), recipe.train, parts.packer
+    costs, length = parts.placed.nominal_costs(inputs), recipe.data.sequence_length
     widths = {name: arrays["segments"].shape[1] for name, arrays in inputs.items()}
     pairs = {
         name: cost * packer.splits.get(name, UNSPLIT).imbalance(widths[name]) for name, cost in packer.pairs.items()

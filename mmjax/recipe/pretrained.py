@@ -6,50 +6,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmjax.config.schema import Config, folder_setting, pretrained_folder
 from mmjax.configurable import ConfigError
-from mmjax.models.config import LLM, lora_name, projector_name
-from mmjax.models.families import PROJECTOR
+from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.names import layer_rows
 from mmjax.models.lora.peft import AdaptedModule, adapter_rows
 from mmjax.models.pretrained import TABLES, Pretrained, find_pretrained
+from mmjax.recipe.recipe import Recipe
+from mmjax.recipe.specs import ModuleSpec, ProjectorSpec
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
 from mmjax.weights.table import Shape, View, expand, match
 
 
-def pretrained_folders(config: Config) -> dict[str, tuple[str, ...]]:
+def pretrained_folders(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """Groups the modules by the folder of safetensors that they start from."""
     folders: dict[str, list[str]] = {}
-    for module in config.optimizers:
-        if folder := config.pretrained(module):
+    for module in recipe.model.parts:
+        if folder := recipe.model.folder(module):
             folders.setdefault(folder, []).append(module)
     return {folder: tuple(modules) for folder, modules in folders.items()}
 
 
-def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:
+def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) -> FolderParameters:
     """Finds the tensors for the leaves of all modules that start from a folder.
 
     Args:
-      config: the run's.
+      recipe: the run's.
       path: the folder; a key of ``pretrained_folders``.
       shapes: shapes of all leaves, by name such as "llm/embed".
 
     Raises:
       ConfigError: the folder cannot be used, or does not fit; one line.
     """
-    modules, families = pretrained_folders(config)[path], dict(config.model.families)
-    if adapted := [name for name in config.loras if lora_name(name) in modules]:
-        return _adapters(config, path, adapted, shapes)
-    projectors = {projector_name(name): projector for name, projector in config.projectors.items()}
+    modules = pretrained_folders(recipe)[path]
+    if adapted := [name for name in recipe.model.adapted if lora_name(name) in modules]:
+        return _adapters(recipe, path, adapted, shapes)
     places: dict[str, tuple[str, View]] = {}
     copies: dict[str, tuple[str, View]] = {}
     try:
         folder = WeightsFolder.open(path)
         for module in modules:
-            pretrained = find_pretrained(families.get(module, PROJECTOR), folder.config)
-            settings = config.modules[module] if module in families else projectors[module]
-            if module == LLM and config.data.new_tokens:
+            part = recipe.model.parts[module]
+            assert isinstance(part, ModuleSpec | ProjectorSpec)
+            pretrained, settings = find_pretrained(part.family, folder.config), part.settings
+            if module == LLM and recipe.data.new_tokens:
                 folder = _with_token_rows(folder, pretrained, settings)
             entries = expand(pretrained.rows(settings), getattr(settings, "layers", 0))
             prefix = f"{module}/"
@@ -64,24 +64,24 @@ def folder_parameters(config: Config, path: str, shapes: Mapping[str, Shape]) ->
             )
             copies |= find_copies(folder, module, entries, places)
     except ConfigError as error:
-        setting = folder_setting(config.weights[modules[0]], modules[0])
+        setting = recipe.model.parts[modules[0]].weights.folder_setting(modules[0])
         raise ConfigError(f"{setting}={path!r}: {error}") from None
     return FolderParameters(folder=folder, places=places, copies=copies)
 
 
-def adapted_module(config: Config, name: str) -> AdaptedModule:
+def adapted_module(recipe: Recipe, name: str) -> AdaptedModule:
     """A module with adapters, with the names that folders of PEFT give its weights."""
-    settings, family = config.modules[name], dict(config.model.families)[name]
+    node = recipe.model[name]
     return AdaptedModule(
         name=name,
-        layers=settings.layers,
-        rows=layer_rows(family, settings, pretrained_folder(config.model, config.weights[name], name)),
-        lora=config.lora(name),
-        medium=getattr(family.config, "medium", ""),
+        layers=node.settings.layers,
+        rows=layer_rows(node.family, node.settings, recipe.model.folder(name)),
+        lora=node.lora.settings,
+        medium=getattr(node.family.config, "medium", ""),
     )
 
 
-def _adapters(config: Config, path: str, names: Sequence[str], shapes: Mapping[str, Shape]) -> FolderParameters:
+def _adapters(recipe: Recipe, path: str, names: Sequence[str], shapes: Mapping[str, Shape]) -> FolderParameters:
     """Finds the adapters of these modules in a folder of PEFT, which must have no others."""
     places: dict[str, tuple[str, View]] = {}
     try:
@@ -89,7 +89,7 @@ def _adapters(config: Config, path: str, names: Sequence[str], shapes: Mapping[s
         entries = [
             replace(entry, leaf=f"{lora_name(name)}/{entry.leaf}")
             for name in names
-            for entry in expand(adapter_rows(adapted_module(config, name)), config.modules[name].layers)
+            for entry in expand(adapter_rows(adapted_module(recipe, name)), recipe.model[name].settings.layers)
         ]
         adapter_shapes = {entry.leaf: shapes[entry.leaf] for entry in entries}
         places = find_leaves(folder, "", entries, adapter_shapes)

@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.checkpoint import Checkpointer, Metadata
-from mmjax.config import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import Source
 from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import broadcast_text
+from mmjax.recipe import Recipe
 
 DATA = "data"
 """The key of a checkpoint's extra metadata that has the records of each dataset."""
 
 
-def with_known_records(config: Config, newest: Metadata | None) -> Config:
+def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
     """The configuration with the records in the metadata of a run's newest checkpoint; all processes have to call it.
 
     A checkpoint of an earlier version names no records: the run then has those that its data have now.
     """
     stored = newest.extra.get(DATA, {}) if newest else {}
     records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
-    return replace(config, known={name: KnownRecords(**values) for name, values in records.items()})
+    return replace(recipe, known={name: KnownRecords(**values) for name, values in records.items()})
 
 
-def known_in(config: Config, run_dir: str | Path) -> Config:
+def known_in(recipe: Recipe, run_dir: str | Path) -> Recipe:
     """The configuration with the records in the newest checkpoint of ``run_dir``."""
-    return with_known_records(config, Checkpointer(Path(run_dir) / "checkpoints").latest_metadata())
+    return with_known_records(recipe, Checkpointer(Path(run_dir) / "checkpoints").latest_metadata())
 
 
 def stored_records(source: Source) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def stored_records(source: Source) -> dict[str, Any]:
     return {DATA: {name: asdict(known) for name, known in source.known().items()}}
 
 
-def describe_data(config: Config, source: Source) -> tuple[str, ...]:
+def describe_data(recipe: Recipe, source: Source) -> tuple[str, ...]:
     """Lines about records that are left out and about datasets that have changed since the run's last checkpoint.
 
     Raises:
@@ -52,14 +52,14 @@ def describe_data(config: Config, source: Source) -> tuple[str, ...]:
         return ()
     left_out = source.left_out()
     for records in left_out:
-        records.require_few(config.data.max_broken)
+        records.require_few(recipe.data.max_broken)
     broken = (f"{records.source}: {records.describe()}; they are left out" for records in left_out)
-    return (*broken, *_changes(config, source))
+    return (*broken, *_changes(recipe, source))
 
 
-def _changes(config: Config, source: Mixture) -> Iterator[str]:
+def _changes(recipe: Recipe, source: Mixture) -> Iterator[str]:
     for name, change in source.changes().items():
-        if config.data.require_same:
+        if recipe.data.require_same:
             fix = "put the records back, or set it to False to go on with them"
             raise ConfigError(
                 f"Data.require_same=True: the records of {name} have changed since the last checkpoint: {change}; {fix}"

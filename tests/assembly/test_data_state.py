@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import pytest
 from trial_runs import ALONE, write_tiny
 
-from mmjax.build.assembly import open_source
-from mmjax.build.data_state import describe_data, known_in, stored_records
-from mmjax.build.serve_flags import main as serve_flags
+from mmjax.assembly.data_state import describe_data, known_in, stored_records
+from mmjax.assembly.samples import open_source
+from mmjax.assembly.serve_flags import main as serve_flags
 from mmjax.checkpoint import Checkpointer
-from mmjax.config import Config, load_config
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.loader import make_source
 from mmjax.data.spec import DataSpec
 from mmjax.eval.__main__ import main as evaluation_command
 from mmjax.inspect.__main__ import main as inspect_command
 from mmjax.inspect.inspection import inspect
+from mmjax.recipe import Recipe
 from mmjax.train.trainer import Trainer
 
 RECORDS = 31
@@ -43,12 +44,12 @@ def bindings(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def configured(folder: Path, *more: str) -> Config:
+def configured(folder: Path, *more: str) -> Recipe:
     return load_config([write_tiny(folder)], bindings(folder, *more))
 
 
-def answers(config: Config, split: str) -> set[str]:
-    source = open_source(config, split=split)
+def answers(recipe: Recipe, split: str) -> set[str]:
+    source = open_source(recipe, split=split)
     return {source.sample(index).answer for index in range(len(source))}  # type: ignore[arg-type]
 
 

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError
 from mmjax.models.composed import Composed, compose
 from mmjax.models.config import projector_name
+from mmjax.recipe.recipe import Recipe
 
 _ANY_ROWS = 2**20
 """A placeholder for the rows of the embedding table: whether a folder can be made does not depend on them."""
 
 
-def compose_run(config: Config, vocab: int, image_token: int) -> tuple[Composed | None, str]:
+def compose_run(recipe: Recipe, vocab: int, image_token: int) -> tuple[Composed | None, str]:
     """Composes the folder of a whole model from a run's modules.
 
     Args:
-      config: the run's.
+      recipe: the run's.
       vocab: rows of the language model's embedding table.
       image_token: id of the token that stands for an image's.
 
     Returns:
       The folder and "", or None and the reason: "" if the modules come from one whole model's folder already.
     """
-    if config.model.weights and all(config.pretrained(name) == config.model.weights for name in _modules(config)):
+    if recipe.model.weights and all(recipe.model.folder(name) == recipe.model.weights for name in _modules(recipe)):
         return None, ""
     try:
-        return compose(config.model, config.modules, config.projectors, vocab, image_token), ""
+        settings = {name: node.settings for name, node in recipe.model.nodes.items()}
+        projectors = {name: projector.settings for name, projector in recipe.model.projectors.items()}
+        return compose(recipe.model.config, settings, projectors, vocab, image_token), ""
     except ConfigError as error:
         return None, str(error)
 
 
-def export_advice(config: Config) -> tuple[str, ...]:
+def export_advice(recipe: Recipe) -> tuple[str, ...]:
     """A line that says why a run with modules from folders cannot be exported as one folder; () if it can."""
-    unwritten = [name for name in _modules(config) if not config.pretrained(name)]
-    if len(unwritten) == len(_modules(config)):
+    unwritten = [name for name in _modules(recipe) if not recipe.model.folder(name)]
+    if len(unwritten) == len(_modules(recipe)):
         return ()
-    _, reason = compose_run(config, _ANY_ROWS, 0)
+    _, reason = compose_run(recipe, _ANY_ROWS, 0)
     if not reason:
         return ()
     left_out = f"--format=safetensors leaves {', '.join(unwritten)} out"
@@ -43,5 +45,5 @@ def export_advice(config: Config) -> tuple[str, ...]:
     return (f"an export is not one folder of a whole model, and {consequence}: {reason}",)
 
 
-def _modules(config: Config) -> list[str]:
-    return [*config.modules, *map(projector_name, config.projectors)]
+def _modules(recipe: Recipe) -> list[str]:
+    return [*recipe.model.nodes, *map(projector_name, recipe.model.projectors)]

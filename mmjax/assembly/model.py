@@ -1,4 +1,4 @@
-"""Builds the module graph from a ``Config``, and the specs of encoders and generators for the data side."""
+"""Builds the module graph from a ``Recipe``, and the specs of encoders and generators for the data side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from mmjax.config import Config
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.packing import Packer
@@ -19,40 +18,36 @@ from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.callbacks import Callbacks
-from mmjax.models.config import LLM
-from mmjax.models.graph import MultimodalModel, cp_tokens, multimodal
+from mmjax.models.graph import MultimodalModel, cp_tokens, star_edges
 from mmjax.models.module import Module
-from mmjax.models.nodes import spec_of
+from mmjax.models.nodes import Node, spec_of
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.recipe import ModuleSpec, Recipe
 from mmjax.user_code import import_named
 
 
-def build_model(config: Config, tokenizer: Tokenizer) -> MultimodalModel:
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
     """The module graph; where the configuration leaves the vocabulary open, it is the tokenizer's."""
-    modules = build_modules(config)
-    encoders, generators = (
-        {name: modules[name] for name in names} for names in (config.model.encoders, config.model.generators)
+    nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
+    model = MultimodalModel(nodes, star_edges(nodes))
+    return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll)
+
+
+def _node(spec: ModuleSpec) -> Node:
+    """The node of the graph with these settings; imports the code of its callbacks."""
+    names = spec.callbacks.names.items()
+    return Node(
+        spec.module(),
+        projector=spec.projector and spec.projector.settings,
+        projects="start" if spec.role == "generator" else "end",
+        callbacks=Callbacks(**{place: import_named(f"{spec.name}/Callbacks.{place}", path) for place, path in names}),
+        lora=spec.lora.settings,
     )
-    callbacks = build_callbacks(config)
-    loras = {name: lora for name, lora in config.loras.items() if lora.rank}
-    model = multimodal(encoders, modules[LLM], generators, config.projectors, callbacks, loras)
-    return replace(model.with_vocab(tokenizer.vocab_size), unroll=config.train.unroll)
 
 
-def build_modules(config: Config) -> dict[str, Any]:
+def build_modules(recipe: Recipe) -> dict[str, Any]:
     """The ``Module`` of each encoder, the LLM and each generator, by name."""
-    return {name: family.module(config.modules[name]) for name, family in config.model.families}
-
-
-def build_callbacks(config: Config) -> dict[str, Callbacks]:
-    """The callbacks of each module that has some; imports their code."""
-    paths = {name: callbacks.names for name, callbacks in config.callbacks.items() if callbacks.names}
-    return {
-        name: Callbacks(
-            **{place: import_named(f"{name}/Callbacks.{place}", path) for place, path in paths_by_place.items()}
-        )
-        for name, paths_by_place in paths.items()
-    }
+    return {name: node.module() for name, node in recipe.model.nodes.items()}
 
 
 def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
@@ -64,18 +59,18 @@ def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
     return names
 
 
-def with_fitting_rates(config: Config) -> Config:
+def with_fitting_rates(recipe: Recipe) -> Recipe:
     """The configuration without patterns of ``Optimizer.rates`` that fit nothing, as in a model of fewer layers."""
-    if not any(optimizer.rates for optimizer in config.optimizers.values()):
-        return config
-    unfitting = _unfitting(build_model(config, make_tokenizer("", config.model.media)), config.optimizers)
+    if not any(optimizer.rates for optimizer in recipe.model.optimizers.values()):
+        return recipe
+    unfitting = _unfitting(build_model(recipe, make_tokenizer("", recipe.model.media)), recipe.model.optimizers)
     optimizers = {}
-    for name, optimizer in config.optimizers.items():
+    for name, optimizer in recipe.model.optimizers.items():
         rates = {
             pattern: factor for pattern, factor in optimizer.rates.items() if pattern not in unfitting.get(name, ())
         }
         optimizers[name] = replace(optimizer, rates=rates)
-    return replace(config, optimizers=optimizers)
+    return replace(recipe, model=recipe.model.with_optimizers(optimizers))
 
 
 def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> None:
@@ -116,11 +111,11 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
                 require(name in packer.inputs[module], f"{module}/Callbacks.{place}: reads", name, fix)
 
 
-def splits_of(config: Config) -> dict[str, Split]:
+def splits_of(recipe: Recipe) -> dict[str, Split]:
     """How the rows of each module are split over ranks, for the data side; modules with whole rows are left out."""
     splits = {}
-    for name, module in build_modules(config).items():
-        layout = config.layouts[name]
+    for name, module in build_modules(recipe).items():
+        layout = recipe.model[name].layout
         if layout.row_multiple > 1:
             splits[name] = split_of(module, layout)
     return splits
@@ -133,9 +128,11 @@ def split_of(module: Module, layout: Layout) -> Split:
     return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
 
 
-def encoder_specs(config: Config) -> dict[str, EncoderSpec]:
+def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
     """The specs of all encoders and generators by name, for the data side."""
-    cells = cell_count(config.layouts.values())
-    modules, projectors = build_modules(config), config.projectors
-    media = {name: spec_of(modules[name].medium, projectors[name]) for name in config.model.media}
-    return {name: replace(spec, buckets=per_cell(config.packing[name].given, cells)) for name, spec in media.items()}
+    cells = cell_count(recipe.model.layouts.values())
+    modules, projectors = build_modules(recipe), recipe.model.projectors
+    media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in recipe.model.media}
+    return {
+        name: replace(spec, buckets=per_cell(recipe.model[name].packing.given, cells)) for name, spec in media.items()
+    }

@@ -9,25 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmjax.config.schema import Config
-from mmjax.config.types import fields_of
 from mmjax.configurable import gin_name, preset_values
+from mmjax.fields import fields_of
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, lora_name, projector_name
+from mmjax.models.config import LLM
+from mmjax.recipe.recipe import Recipe
+from mmjax.recipe.specs import ProjectorSpec
 from mmjax.schedule.schedules import NESTING, WINDOWED
 
 Reasons = Mapping[str, str]
 """The reason why nothing reads a setting, by field of a dataclass."""
 
 
-def idle_lines(config: Config) -> Iterator[str]:
+def idle_lines(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each setting that changes nothing.
 
     A value that several modules share was set for all of them, so it is reported only if no module reads it.
     """
     places_of: dict[tuple[type[Any], str, str], list[tuple[str, str]]] = {}
-    for scope, values in config.walk():
-        cls, reasons = type(values), _reasons(config, scope, values)
+    for scope, values in recipe.walk():
+        cls, reasons = type(values), _reasons(recipe, scope, values)
         preset = preset_values(cls, getattr(values, "preset", ""))
         for name, info in fields_of(cls).items():
             value = getattr(values, name)
@@ -39,9 +40,9 @@ def idle_lines(config: Config) -> Iterator[str]:
             yield f"{scope}/{gin_name(cls)}.{name}={value} changes nothing: {reason}".removeprefix("/")
 
 
-def _reasons(config: Config, scope: str, values: Any) -> Reasons:
+def _reasons(recipe: Recipe, scope: str, values: Any) -> Reasons:
     """The settings of one object that nothing reads."""
-    if scope and _folder(config, scope):  # the settings come from a folder of weights
+    if scope and _folder(recipe, scope):  # the settings come from a folder of weights
         return {}
     within = values.idle() if hasattr(values, "idle") else {}
     between = {
@@ -55,36 +56,35 @@ def _reasons(config: Config, scope: str, values: Any) -> Reasons:
         "Source": _of_source,
     }
     find = between.get(gin_name(type(values)))
-    return {**within, **(find(config, scope) if find else {})}
+    return {**within, **(find(recipe, scope) if find else {})}
 
 
-def _folder(config: Config, scope: str) -> str:
+def _folder(recipe: Recipe, scope: str) -> str:
     """The folder of weights that settings of a module come from; "" for none."""
-    return config.pretrained(scope) if scope in config.modules else ""
+    return recipe.model.folder(scope) if scope in recipe.model.nodes else ""
 
 
-def _frozen(config: Config, module: str) -> bool:
+def _frozen(recipe: Recipe, module: str) -> bool:
     """Whether a module, its projector and its adapters are all frozen."""
-    parts = (module, projector_name(module), lora_name(module))
-    return all(config.optimizers[part].frozen for part in parts if part in config.optimizers)
+    return all(part.optimizer.frozen for part in recipe.model.parts_of(module).values())
 
 
-def _of_train(config: Config, _: str) -> Reasons:
-    train, reasons = config.train, dict[str, str]()
+def _of_train(recipe: Recipe, _: str) -> Reasons:
+    train, reasons = recipe.train, dict[str, str]()
     if train.schedule not in NESTING:
         reasons["inner"] = f"Train.schedule={train.schedule!r} nests none; it belongs to {NESTING[0]!r}"
     if train.schedule not in WINDOWED:
         reasons["window"] = f"Train.schedule={train.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
     if not train.eval_samples:
         reasons |= dict.fromkeys(("eval_every", "predictions"), "Train.eval_samples=0 skips evaluation")
-    if config.world.platform == "cpu":
+    if recipe.world.platform == "cpu":
         reasons["deterministic"] = "the kernels of World.platform='cpu' repeat bit for bit in any case"
     return reasons
 
 
-def _of_world(config: Config, _: str) -> Reasons:
-    layouts, reasons = config.layouts.values(), dict[str, str]()
-    if config.world.warm_up == "off":
+def _of_world(recipe: Recipe, _: str) -> Reasons:
+    layouts, reasons = recipe.model.layouts.values(), dict[str, str]()
+    if recipe.world.warm_up == "off":
         reasons["warm_up_seconds"] = "World.warm_up='off' tries nothing"
     if len({layout.ranks for layout in layouts}) == 1 == max(layout.pp for layout in layouts):
         reasons["transport"] = "all modules share their ranks, and nothing crosses to others"
@@ -93,8 +93,8 @@ def _of_world(config: Config, _: str) -> Reasons:
     return reasons
 
 
-def _of_data(config: Config, _: str) -> Reasons:
-    data, reasons = config.data, dict[str, str]()
+def _of_data(recipe: Recipe, _: str) -> Reasons:
+    data, reasons = recipe.data, dict[str, str]()
     if not data.workers:
         reasons["prefetch"] = "Data.workers=0 prepares batches in this process, one at a time"
     if data.servers and data.fallback == "error":
@@ -114,28 +114,27 @@ def _of_data(config: Config, _: str) -> Reasons:
     return reasons
 
 
-def _of_checkpoint(config: Config, _: str) -> Reasons:
-    starts = (config.init_from(module) or config.pretrained(module) for module in config.optimizers)
-    frozen = (module for module, optimizer in config.optimizers.items() if optimizer.frozen)
-    if any(start for start in starts) and any(True for _ in frozen):
+def _of_checkpoint(recipe: Recipe, _: str) -> Reasons:
+    starts = (recipe.init_from(part) or recipe.model.folder(part) for part in recipe.model.parts)
+    if any(start for start in starts) and recipe.model.frozen:
         return {}
     return {"copy_frozen": "no frozen module starts with parameters of a folder"}
 
 
-def _of_layout(config: Config, module: str) -> Reasons:
-    layout: Layout = config.layouts[module]
-    if layout.optimizer_instances > 1 and _frozen(config, module):
+def _of_layout(recipe: Recipe, module: str) -> Reasons:
+    layout: Layout = recipe.model[module].layout
+    if layout.optimizer_instances > 1 and _frozen(recipe, module):
         return {"optimizer_instances": f"{module} is frozen, and has neither masters nor moments"}
     return {}
 
 
-def _of_optimizer(config: Config, module: str) -> Reasons:
-    projectors = map(projector_name, config.model.media)
-    return {"layer_decay": "a projector has no layers"} if module in projectors else {}
+def _of_optimizer(recipe: Recipe, module: str) -> Reasons:
+    is_projector = isinstance(recipe.model.parts[module], ProjectorSpec)
+    return {"layer_decay": "a projector has no layers"} if is_projector else {}
 
 
-def _of_offload(config: Config, module: str) -> Reasons:
-    if not _frozen(config, module):
+def _of_offload(recipe: Recipe, module: str) -> Reasons:
+    if not _frozen(recipe, module):
         return {}
     reasons = {"optimizer": f"{module} is frozen, and has neither masters nor moments"}
     if module != LLM:
@@ -143,6 +142,6 @@ def _of_offload(config: Config, module: str) -> Reasons:
     return reasons
 
 
-def _of_source(config: Config, _: str) -> Reasons:
-    media = {config.modules[name].medium for name in config.model.media}
+def _of_source(recipe: Recipe, _: str) -> Reasons:
+    media = {recipe.model[name].settings.medium for name in recipe.model.media}
     return {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmjax.config.schema import Config
 from mmjax.configurable import ConfigError
 from mmjax.data.chat import EOS, TEXT, Template
 from mmjax.data.processor.files import find_chat_template, read_json
@@ -18,6 +17,7 @@ from mmjax.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
 from mmjax.data.turns import ASSISTANT, SYSTEM, USER
 from mmjax.models.composed import Composed, Read
 from mmjax.models.config import LLM
+from mmjax.recipe.recipe import Recipe
 from mmjax.weights.folder import CONFIG
 from mmjax.weights.write import write
 
@@ -28,7 +28,7 @@ _IMAGE = "<image>"
 _WIDEST, _NARROW = "float32", ("bfloat16", "float16")
 
 
-def write_whole(config: Config, model: Composed, read: Read, out: Path) -> int:
+def write_whole(recipe: Recipe, model: Composed, read: Read, out: Path) -> int:
     """Writes the folder.
 
     Its tensors have the dtype of the modules' folders, or float32 if these differ. The tokenizer's files come from
@@ -36,7 +36,7 @@ def write_whole(config: Config, model: Composed, read: Read, out: Path) -> int:
     not exist are left out.
 
     Args:
-      config: the run's.
+      recipe: the run's.
       model: the folder's content.
       read: returns whole leaves by name, such as "llm/embed".
       out: the directory to make.
@@ -44,9 +44,9 @@ def write_whole(config: Config, model: Composed, read: Read, out: Path) -> int:
     Returns:
       The number of tensors written.
     """
-    dtypes = {_dtype(config.pretrained(module)) for module in model.modules if config.pretrained(module)}
+    dtypes = {_dtype(recipe.model.folder(module)) for module in model.modules if recipe.model.folder(module)}
     dtype = dtypes.pop() if len(dtypes) == 1 else _WIDEST
-    return write(model.config, model.entries, model.reader(read), out, dtype=dtype, files=small_files(config, model))
+    return write(model.config, model.entries, model.reader(read), out, dtype=dtype, files=small_files(recipe, model))
 
 
 def _dtype(folder: str) -> str:
@@ -56,27 +56,27 @@ def _dtype(folder: str) -> str:
     return dtype if dtype in _NARROW else _WIDEST
 
 
-def image_token(config: Config) -> int:
+def image_token(recipe: Recipe) -> int:
     """The id of the token that stands for an image in the folder of a whole model; 0 for a model without media.
 
     The tokenizer's "<image>", if it has that token and none under the run's own id; else the run's own id.
     """
-    if not config.model.media:
+    if not recipe.model.media:
         return 0
-    number = _tokenizer(config).media_token(config.model.media[0])
-    if not _text_folder(config):
+    number = _tokenizer(recipe).media_token(recipe.model.media[0])
+    if not _text_folder(recipe):
         return number
-    loaded = read_tokenizer(config.data.tokenizer, config.data.new_tokens)
+    loaded = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens)
     image_id = loaded.token_to_id(_IMAGE) if loaded.id_to_token(number) is None else None
     return number if image_id is None else image_id
 
 
-def small_files(config: Config, model: Composed) -> dict[str, bytes]:
+def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
     """The files of the folder without weights, by name: for the tokenizer, the template and images."""
-    text, tower = _text_folder(config), config.pretrained(model.modules[0])
+    text, tower = _text_folder(recipe), recipe.model.folder(model.modules[0])
     files = {name: (text / name).read_bytes() for name in _TEXT_FILES if text and (text / name).is_file()}
     if text:
-        files[_TOKENIZER], image = _with_image(config, model.config["image_token_index"])
+        files[_TOKENIZER], image = _with_image(recipe, model.config["image_token_index"])
         vision = model.config["vision_config"]
         has_class_token = model.config["vision_feature_select_strategy"] == "default"
         processor = {
@@ -87,28 +87,28 @@ def small_files(config: Config, model: Composed) -> dict[str, bytes]:
             "vision_feature_select_strategy": model.config["vision_feature_select_strategy"],
         }
         files[_PROCESSOR] = json.dumps(processor, indent=2).encode()
-        files |= _text_files(config, text, image)
+        files |= _text_files(recipe, text, image)
     if tower and (Path(tower) / _IMAGES).is_file():
         files[_IMAGES] = (Path(tower) / _IMAGES).read_bytes()
     return files
 
 
-def grown_files(config: Config, folder_config: Mapping[str, Any]) -> dict[str, bytes]:
+def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, bytes]:
     """The small files of a language model's folder that new tokens change, by name; {} without new tokens.
 
     Args:
-      config: the run's.
+      recipe: the run's.
       folder_config: the folder's ``config.json``.
     """
-    if not config.data.new_tokens:
+    if not recipe.data.new_tokens:
         return {}
-    rows = {"vocab_size": config.modules[LLM].vocab}
+    rows = {"vocab_size": recipe.model[LLM].settings.vocab}
     changed = {**folder_config, **(rows if "vocab_size" in folder_config or "text_config" not in folder_config else {})}
     if "text_config" in folder_config:
         changed["text_config"] = {**folder_config["text_config"], **rows}
     files = {CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
-    if folder := _text_folder(config):
-        loaded = read_tokenizer(config.data.tokenizer, config.data.new_tokens)
+    if folder := _text_folder(recipe):
+        loaded = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens)
         files |= {_TOKENIZER: loaded.to_str().encode(), **_tokenizer_config(folder, "added_tokens_decoder")}
     return files
 
@@ -119,15 +119,15 @@ def _tokenizer_config(folder: Path, *without: str) -> dict[str, bytes]:
     return {_TOKENIZER_CONFIG: json.dumps(settings, indent=2).encode()} if settings else {}
 
 
-def _text_files(config: Config, folder: Path, image: str) -> dict[str, bytes]:
+def _text_files(recipe: Recipe, folder: Path, image: str) -> dict[str, bytes]:
     """The tokenizer's settings, and the chat template with places for images."""
     files = _tokenizer_config(folder, "added_tokens_decoder", "chat_template")
-    templates = {json.dumps([source.template, dict(source.pieces)]): source for source in config.sources.values()}
+    templates = {json.dumps([source.template, dict(source.pieces)]): source for source in recipe.sources.values()}
     source, _ = find_chat_template(str(folder))
     if len(templates) == 1 and (only := next(iter(templates.values()))).template != FOLDER:
-        chat = only.chat(config.data.tokenizer)
+        chat = only.chat(recipe.data.tokenizer)
         assert isinstance(chat, Template)
-        files[_TEMPLATE] = with_inline_images(_jinja(chat, _tokenizer(config)), image, ()).encode()
+        files[_TEMPLATE] = with_inline_images(_jinja(chat, _tokenizer(recipe)), image, ()).encode()
     elif source:
         chat = read_template(str(folder))
         parts = [role for role in (USER, ASSISTANT, SYSTEM) if chat.takes_parts(role)]
@@ -143,14 +143,14 @@ def _jinja(template: Template, tokenizer: Tokenizer) -> str:
     return jinja_of(template, bos, eos, "" if stops else eos)
 
 
-def _text_folder(config: Config) -> Path | None:
+def _text_folder(recipe: Recipe) -> Path | None:
     """The folder with the tokenizer; ``None`` without one."""
-    path = Path(config.data.tokenizer)
+    path = Path(recipe.data.tokenizer)
     folder = path if path.is_dir() else path.parent
-    return folder if config.data.tokenizer and (folder / _TOKENIZER).is_file() else None
+    return folder if recipe.data.tokenizer and (folder / _TOKENIZER).is_file() else None
 
 
-def _with_image(config: Config, image_id: int) -> tuple[bytes, str]:
+def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
     """A ``tokenizer.json`` in which the token of this id stands for images, and that token's text.
 
     Special tokens that a run added behind the file's vocabulary, such as an end token, keep their ids.
@@ -160,7 +160,7 @@ def _with_image(config: Config, image_id: int) -> tuple[bytes, str]:
     """
     from tokenizers import AddedToken
 
-    loaded, tokenizer = read_tokenizer(config.data.tokenizer, config.data.new_tokens), _tokenizer(config)
+    loaded, tokenizer = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens), _tokenizer(recipe)
     size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)
     names = (
         [str(loaded.id_to_token(image_id))]
@@ -170,10 +170,10 @@ def _with_image(config: Config, image_id: int) -> tuple[bytes, str]:
     loaded.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     if loaded.token_to_id(names[-1]) != image_id:
         raise ConfigError(
-            f"Data.tokenizer={config.data.tokenizer!r} has gaps between its ids; save_pretrained it again"
+            f"Data.tokenizer={recipe.data.tokenizer!r} has gaps between its ids; save_pretrained it again"
         )
     return loaded.to_str().encode(), names[-1]
 
 
-def _tokenizer(config: Config) -> Tokenizer:
-    return make_tokenizer(config.data.tokenizer, config.model.media, config.data.image_encoder, config.data.new_tokens)
+def _tokenizer(recipe: Recipe) -> Tokenizer:
+    return make_tokenizer(recipe.data.tokenizer, recipe.model.media, recipe.data.image_encoder, recipe.data.new_tokens)

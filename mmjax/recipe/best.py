@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mmjax.config.schema import Config
 from mmjax.configurable import one_of, require
+from mmjax.recipe.recipe import Recipe
 
 _LOWER = ("loss", "perplexity")
 
@@ -13,13 +13,13 @@ def is_lower_better(metric: str) -> bool:
     return metric in _LOWER
 
 
-def check_best(config: Config) -> None:
+def check_best(recipe: Recipe) -> None:
     """Checks ``Checkpoint.best`` and ``Train.patience``. Raises ``ConfigError``."""
-    train, best, task = config.train, config.checkpoint.best, config.data.origin
+    train, best, task = recipe.train, recipe.checkpoint.best, recipe.data.origin
     if best:
         unit = f"{task.unit}_accuracy"
-        swapped = [f"swapped_{encoder}_{unit}" for encoder in config.model.encoders] if task.exchanges else []
-        drawn = ["drawing_accuracy"] if task.reader and config.model.generators else []
+        swapped = [f"swapped_{encoder}_{unit}" for encoder in recipe.model.encoders] if task.exchanges else []
+        drawn = ["drawing_accuracy"] if task.reader and recipe.model.generators else []
         one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn))
         fix = "nothing is evaluated; set Train.eval_samples to 180, or this to ''"
         require(bool(train.eval_samples), "Checkpoint.best", best, fix)

@@ -7,12 +7,12 @@ from collections.abc import Sized
 from dataclasses import replace
 from fractions import Fraction
 
-from mmjax.config import Config, validate
 from mmjax.configurable import require
 from mmjax.data.loader import Source
+from mmjax.recipe import Recipe, validate
 
 
-def with_steps(config: Config, source: Source) -> Config:
+def with_steps(recipe: Recipe, source: Source) -> Recipe:
     """The configuration with ``Train.steps`` computed from ``Train.epochs``; unchanged where ``Train.epochs`` is 0.
 
     An epoch is as many samples as ``source`` has training records. A step has ``Train.global_batch`` samples, however
@@ -21,21 +21,21 @@ def with_steps(config: Config, source: Source) -> Config:
     Raises:
       ConfigError: the source has no end, or a setting does not fit the number of steps.
     """
-    train = config.train
+    train = recipe.train
     if not train.epochs:
-        return config
-    fix = f"the samples of Data.task={config.data.task!r} have no end; set this to 0 and Train.steps to a number"
+        return recipe
+    fix = f"the samples of Data.task={recipe.data.task!r} have no end; set this to 0 and Train.steps to a number"
     require(isinstance(source, Sized), "Train.epochs", train.epochs, fix)
     assert isinstance(source, Sized)
     steps = max(1, math.ceil(Fraction(repr(float(train.epochs))) * len(source) / train.global_batch))
     # Validated with epochs=0: settings in steps are compared only where the number of steps is known.
-    validate(replace(config, train=replace(train, steps=steps, epochs=0.0)))
-    return replace(config, train=replace(train, steps=steps))
+    validate(replace(recipe, train=replace(train, steps=steps, epochs=0.0)))
+    return replace(recipe, train=replace(train, steps=steps))
 
 
-def describe_epochs(config: Config, source: Source) -> tuple[str, ...]:
+def describe_epochs(recipe: Recipe, source: Source) -> tuple[str, ...]:
     """A line about the steps of a configuration that is given in epochs."""
-    train = config.train
+    train = recipe.train
     if not train.epochs:
         return ()
     assert isinstance(source, Sized)

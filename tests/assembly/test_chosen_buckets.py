@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from trial_runs import assert_same_training, write_tiny
 
-from mmjax.build.assembly import added_buckets, build_packer, open_source, pair_costs, planned_data_spec, with_buckets
-from mmjax.config import Config, load_config
+from mmjax.assembly.assembly import planned_data_spec
+from mmjax.assembly.buckets import added_buckets, build_packer, with_buckets
+from mmjax.assembly.orders import pair_costs
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.data import buckets
 from mmjax.data.buckets import compute, per_microbatch
 from mmjax.data.config import PackingConfig
@@ -21,6 +24,7 @@ from mmjax.data.tokenizer import make_tokenizer
 from mmjax.inspect.inspection import inspect
 from mmjax.parity.compare import Run
 from mmjax.parity.product import Session
+from mmjax.recipe import Recipe
 from mmjax.train.files import recorded
 from mmjax.train.trainer import Trainer
 
@@ -41,7 +45,7 @@ PADDED = ("vision_patches_padded", "llm_tokens_padded")
 TWO = ("vision/Packing.buckets=2", "llm/Packing.buckets=2")
 
 
-def uneven(folder: Path, *more: str) -> Config:
+def uneven(folder: Path, *more: str) -> Recipe:
     return load_config([write_tiny(folder)], [*UNEVEN, *more])
 
 
@@ -65,14 +69,14 @@ def fewer_steps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config(fewer_steps, tmp_path_factory: pytest.TempPathFactory) -> Config:
+def config(fewer_steps, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return uneven(tmp_path_factory.mktemp("buckets"), *TWO)
 
 
 @pytest.fixture(scope="module")
-def session(config: Config) -> Session:
-    own = with_buckets(config)
-    packer = build_packer(own, make_tokenizer("", tuple(config.model.encoders)))
+def session(recipe: Recipe) -> Session:
+    own = with_buckets(recipe)
+    packer = build_packer(own, make_tokenizer("", tuple(recipe.model.encoders)))
     return Session(own, packer)
 
 
@@ -131,24 +135,24 @@ def test_a_run_keeps_its_buckets(tmp_path):
     for lines in (1, 0):
         with Trainer(config, run_dir, style="silent") as trainer:
             assert trainer._files and len(trainer.chosen) == lines
-            trainer._files.begin(trainer.config, trainer.parts.planned, trainer.step)
+            trainer._files.begin(trainer.recipe, trainer.parts.planned, trainer.step)
             own = trainer.parts.packer.buckets_of("vision")
-            assert trainer.config.packing["vision"].buckets == per_microbatch(own, 2) and len(own) == 2
+            assert trainer.recipe.model["vision"].packing.buckets == per_microbatch(own, 2) and len(own) == 2
     before = recorded(run_dir)
     own = per_microbatch(own, 2)
-    assert before and before.packing["vision"].buckets == own
+    assert before and before.model["vision"].packing.buckets == own
     # A sign that they are those of the file, and not chosen again.
     marked = (*own, (9, 64))
-    before = replace(before, packing={**before.packing, "vision": PackingConfig(buckets=marked)})
-    train, three = config.train, {**config.packing, "vision": PackingConfig(buckets=3)}
-    config = replace(config, packing=three)
+    before = replace(before, model=before.model.with_packing({"vision": PackingConfig(buckets=marked)}))
+    train, three = config.train, config.model.with_packing({"vision": PackingConfig(buckets=3)})
+    config = replace(config, model=three)
     for asked, recorded_, kept in (
         (replace(config, train=replace(train, steps=7), data=replace(config.data, workers=3)), before, True),
         (replace(config, train=replace(train, microbatches=8)), before, False),
         (replace(config, task=replace(config.task, scale=(1.0, 1.5))), before, False),
-        (replace(config, packing={**three, "vision": PackingConfig(buckets=2)}), before, False),
+        (replace(config, model=three.with_packing({"vision": PackingConfig(buckets=2)})), before, False),
     ):
-        found = with_buckets(asked, before=recorded_).packing["vision"].buckets
+        found = with_buckets(asked, before=recorded_).model["vision"].packing.buckets
         assert (found == marked) is kept
     assert recorded(tmp_path / "nowhere") is None
 
@@ -194,7 +198,7 @@ def test_rows_that_cp_rounds_up_are_chosen_given_and_recorded_as_they_are_allowe
     cp = ("Data.sequence_length=34", "Digits.images=(1, 2)", "Digits.digits=(1, 2)", "Digits.scale=(1.0, 1.0)")
     cp += ("llm/Layout.tp=1", "llm/Layout.cp=3", "vision/Layout.rank_offset=4")
     found = with_buckets(uneven(tmp_path, *cp, "llm/Packing.buckets=3"))
-    chosen = found.packing["llm"].given
+    chosen = found.model.llm.packing.given
     assert max(width for _, width in chosen) == 34
     packer = build_packer(found, make_tokenizer("", found.model.media))
     assert max(width for _, width in packer.buckets_of("llm")) == 36 and len(packer.buckets_of("llm")) == len(chosen)
@@ -207,5 +211,5 @@ def test_one_program_shares_a_step_s_largest_bucket(tmp_path):
     least = []
     for layouts in ((), shared):
         config = with_buckets(uneven(tmp_path, "vision/Packing.buckets=2", *layouts))
-        least.append(min(rows * width for rows, width in config.packing["vision"].given))
+        least.append(min(rows * width for rows, width in config.model["vision"].packing.given))
     assert least[0] < least[1]

@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(arguments, FLAGS, USAGE)
         require_gin_file(flags, "the trainer's")
         _check(flags.values)
-        config = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
-            from mmjax.build.assembly import planned_data_spec
-            from mmjax.build.data_state import known_in
+            from mmjax.assembly.assembly import planned_data_spec
+            from mmjax.assembly.data_state import known_in
         if run_dir := str(flags.values["run_dir"]):
-            config = known_in(config, run_dir)
-        spec = planned_data_spec(config)
+            recipe = known_in(recipe, run_dir)
+        spec = planned_data_spec(recipe)
         spec.maker()  # the data can be read
     if answer:
         with open(int(answer), "w") as file:

@@ -6,8 +6,9 @@ import pytest
 from trial_runs import write_tiny
 
 from mmjax import jax_compat
-from mmjax.build.assembly import assemble, own_rows, place
-from mmjax.build.model import build_modules, splits_of
+from mmjax.assembly.assembly import assemble, place
+from mmjax.assembly.batches import own_rows
+from mmjax.assembly.model import build_modules, splits_of
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from trial_runs import ALONE, write_tiny
 
-from mmjax.build.assembly import open_source
-from mmjax.build.epochs import describe_epochs, with_steps
+from mmjax.assembly.epochs import describe_epochs, with_steps
+from mmjax.assembly.samples import open_source
 from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.train.dry_run import dry_run

@@ -1,0 +1,1 @@
+"""Assembles a run from a ``Recipe``: model, data, devices, schedule and executor."""

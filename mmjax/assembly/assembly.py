@@ -1,0 +1,122 @@
+"""Assembles a run: mesh, model, data, schedule and executor, one after another."""
+
+from __future__ import annotations
+
+from mmjax.assembly.batches import data_spec
+from mmjax.assembly.buckets import build_packer
+from mmjax.assembly.orders import step_order
+from mmjax.assembly.packers import one_bucket
+from mmjax.assembly.parts import Assembly, PlacedRun
+from mmjax.assembly.placing import place_model, planned_world, require_pipeline_in_one_process
+from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.packing import Packer
+from mmjax.data.reorder import train_schedule
+from mmjax.data.spec import DataSpec
+from mmjax.mesh.world import World
+from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.memory import deferred_bytes, residual_bytes
+from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.place import InputShapes, PlacedModel
+from mmjax.pipeline.single.executor import SingleExecutor
+from mmjax.pipeline.straight import StraightExecutor
+from mmjax.pipeline.walker import Signature
+from mmjax.recipe import Recipe
+from mmjax.recipe import validate as validate_recipe
+from mmjax.schedule.ops import Schedule
+from mmjax.schedule.simulate import simulate
+from mmjax.schedule.validate import validate
+
+
+def assemble(
+    recipe: Recipe,
+    packer: Packer | None = None,
+    world: World | None = None,
+    source: Source | None = None,
+) -> Assembly:
+    """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
+
+    Args:
+      recipe: the run's configuration.
+      packer: see ``place``.
+      world: see ``place``.
+      source: see ``place``.
+
+    Raises:
+      ConfigError: there are too few devices, two settings contradict each other, or one program is to be a pipeline
+        of several processes.
+    """
+    require_pipeline_in_one_process(recipe)
+    parts = place(recipe, packer, world, source)  # data, then mesh and model
+    placed, shapes, train = parts.placed, parts.shapes, recipe.train
+
+    costs = placed.nominal_costs(next(iter(shapes.values())))
+    schedule = train_schedule(train.schedule, placed.graph, train.microbatches, costs, train.window, train.inner)
+    residuals = residual_bytes(placed, shapes.values(), schedule.graph)
+    report = validate(schedule, residuals, deferred_bytes(placed, shapes.values(), schedule.graph))
+
+    executor = _executor(placed, schedule, shapes, "ops" if train.debug_nans else train.lowering)
+    planned = simulate(schedule, costs)
+    return Assembly(**vars(parts), schedule=schedule, report=report, planned=planned, executor=executor)
+
+
+def place(
+    recipe: Recipe,
+    packer: Packer | None = None,
+    world: World | None = None,
+    source: Source | None = None,
+    *,
+    trained: bool = True,
+) -> PlacedRun:
+    """Puts the model on its devices; no program is traced and no parameter exists yet.
+
+    Args:
+      recipe: the run's configuration.
+      packer: the packer, for samples that are not the configured data's; by default the configuration's.
+      world: the run's devices; started here if not given.
+      source: the run's training samples, where they are open already.
+      trained: whether something is to be trained.
+
+    Raises:
+      ConfigError: there are too few devices, or two settings contradict each other.
+    """
+    validate_recipe(recipe, trained=trained)  # it may have been changed by hand since it was loaded
+    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    packer = packer or build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+    return place_model(recipe, packer, tokenizer, world)
+
+
+def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
+    """``assemble`` without devices: no backend is started, and the result cannot be run.
+
+    All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
+
+    Raises:
+      ConfigError: two settings contradict each other.
+    """
+    planned, world = planned_world(recipe)
+    return assemble(planned, world=world, source=source)
+
+
+def planned_data_spec(recipe: Recipe) -> DataSpec:
+    """The ``data_spec`` of a configuration, made without a run and without its devices."""
+    if recipe.data.reorder == "none":
+        tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+        return data_spec(recipe, build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe)), None)
+    parts = plan(recipe)
+    return data_spec(recipe, parts.packer, step_order(recipe, parts))
+
+
+def _executor(
+    placed: PlacedModel, schedule: Schedule, shapes: dict[Signature, InputShapes], lowering: str
+) -> Executor | OneProgramExecutor:
+    """The executor for ``Train.lowering`` ``lowering``.
+
+    Where all stages share their devices and each microbatch ends before the next begins, one program loops over the
+    microbatches and is not unrolled.
+    """
+    straight = placed.straight_line and not placed.offloads
+    straight = straight and not any(stage.split for stage in schedule.graph.stages)
+    straight = straight and all(schedule.bound(name) == 1 for name in placed.stages)
+    if lowering == "ops" or (lowering == "auto" and not straight):
+        return Executor(placed, schedule, shapes)
+    return (StraightExecutor if straight else SingleExecutor)(placed, schedule, shapes)

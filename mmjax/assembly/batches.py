@@ -1,0 +1,87 @@
+"""The batches of a run: their spec, and the rows that this process reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from mmjax.assembly.orders import step_order
+from mmjax.assembly.parts import PlacedRun
+from mmjax.assembly.samples import require_same_data
+from mmjax.data.loader import Source, StepMaker
+from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
+from mmjax.data.reorder import StepOrder
+from mmjax.data.spec import DataSpec
+from mmjax.data.types import Microbatch
+from mmjax.pipeline.place import InputShapes, PlacedModel
+from mmjax.pipeline.walker import Signature
+from mmjax.recipe import Recipe
+
+
+def data_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> DataSpec:
+    """The spec from which the batches of a run are made; ``order`` is its ``step_order``."""
+    return DataSpec(
+        data=recipe.data,
+        task=recipe.task,
+        sources=recipe.sources,
+        known=recipe.known,
+        packer=packer,
+        order=order,
+        seed=recipe.train.seed,
+        global_batch=recipe.train.global_batch,
+    )
+
+
+def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
+    """The spec of a run's batches, and the maker of this process's rows of them. All processes have to call it.
+
+    Raises:
+      ConfigError: the processes have found different samples.
+    """
+    require_same_data(recipe, source)
+    spec = data_spec(recipe, parts.packer, step_order(recipe, parts))
+    return spec, spec.maker(source, own_rows(parts.placed, parts.packer.inputs, recipe.train.microbatches))
+
+
+def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> ProcessRows | None:
+    """The rows of a step's microbatches that this process's devices read; ``None`` for all, in a run of one process.
+
+    Args:
+      placed: the model on its devices.
+      names: the names of each module's host inputs.
+      microbatches: microbatches of a step.
+    """
+    if placed.world.processes == 1:
+        return None
+    count = math.lcm(*(layout.lanes for layout in placed.layouts.values()))
+    return ProcessRows.in_turns([_rows_of(placed, names, microbatch) for microbatch in range(min(count, microbatches))])
+
+
+def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> ProcessRows:
+    """The rows of a microbatch that this process's devices read."""
+    cells: dict[str, dict[str, set[int]]] = {}
+    for stage in (placed.places[node.lane_name(microbatch)] for node in placed.graph.stages):
+        if not stage.submesh.local:
+            continue
+        layout, cells_of_inputs = stage.submesh.layout, cells.setdefault(stage.model.module, {})
+        local = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
+        read = {cell for i in local for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
+        for name in stage.model.read(names[stage.model.module]):
+            cells_of_inputs.setdefault(name, set()).update(read)
+    return ProcessRows(
+        cells={
+            module: {name: tuple(sorted(numbers)) for name, numbers in inputs.items()}
+            for module, inputs in cells.items()
+        }
+    )
+
+
+def _cells(shard: int, dp: int, cells: int) -> range:
+    """The cells of one dp shard."""
+    return range(shard * cells // dp, (shard + 1) * cells // dp)
+
+
+def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
+    """The bucket signature and the inputs of a microbatch, as the executor takes them."""
+    return tuple(sorted(microbatch.bucket.items())), microbatch.inputs

@@ -1,0 +1,92 @@
+"""Packers of a run, and the shapes of their microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmjax.assembly.model import build_modules, encoder_specs, splits_of
+from mmjax.assembly.orders import pair_costs
+from mmjax.configurable import ConfigError
+from mmjax.data.buckets import per_cell
+from mmjax.data.loader import Source, make_packer
+from mmjax.data.packing import Packer
+from mmjax.data.send_lists import list_shapes
+from mmjax.data.tokenizer import Tokenizer
+from mmjax.mesh.layout import cell_count
+from mmjax.models.config import LLM
+from mmjax.pipeline.place import InputShapes
+from mmjax.pipeline.walker import Signature
+from mmjax.recipe import Recipe
+
+
+def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_bucket: bool = False) -> Packer:
+    """``build_packer`` without a check of the vocabulary, and without a choice of buckets.
+
+    Raises:
+      ConfigError: a bucket is too small for the samples.
+    """
+    cells = cell_count(recipe.model.layouts.values())
+    llm = build_modules(recipe)[LLM]
+    packer = make_packer(
+        recipe.data,
+        encoder_specs(recipe),
+        source,
+        tokenizer,
+        global_batch=recipe.train.global_batch,
+        microbatches=recipe.train.microbatches,
+        cells=cells,
+        one_bucket=one_bucket,
+        text=per_cell(recipe.model.llm.packing.given, cells),
+        pairs=pair_costs(recipe),
+        axes=llm.position_axes,
+        mask=llm.sees,
+    )
+    # The lowering of all stages into one program has no lists of sends: whole shards go from lane to lane.
+    packer = packer.split_over(splits_of(recipe), lists=recipe.train.lowering != "single")
+    _check_reorder(recipe, packer)
+    return packer
+
+
+def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
+    """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the media's buckets."""
+    empty = replace(packer, lists=False).microbatch([], rows)
+    counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
+    for buckets in itertools.product(*map(range, counts.values())):
+        inputs: dict[str, Any] = dict(empty.inputs)
+        for name, bucket in zip(counts, buckets, strict=True):
+            rows_per_cell, width = packer.buckets_of(name)[bucket]
+            arrays, rows = empty.inputs[name], rows_per_cell * packer.cells
+            scaled = {k: a.shape[1] * width // arrays["segments"].shape[1] for k, a in arrays.items()}
+            inputs[name] = {
+                k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in arrays.items()
+            }
+        for module, (name, shape) in list_shapes(packer.listed, inputs, packer.splits, packer.cells).items():
+            inputs[module] = {**inputs[module], name: jax.ShapeDtypeStruct(shape, np.int32)}
+        shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
+    return shapes
+
+
+def one_bucket(recipe: Recipe) -> bool:
+    """Whether a step's microbatches share a bucket: where one program runs it, or all stages have the same devices."""
+    if recipe.train.lowering == "single":
+        return True
+    return not is_pipelined(recipe)
+
+
+def is_pipelined(recipe: Recipe) -> bool:
+    """Whether there is more than one stage submesh."""
+    layouts = [layout.lane(k) for layout in recipe.model.layouts.values() for k in range(layout.lanes)]
+    return len({layout.stage_ranks(stage) for layout in layouts for stage in range(layout.pp)}) > 1
+
+
+def _check_reorder(recipe: Recipe, packer: Packer) -> None:
+    """Requires a module with several buckets: with one alone, all microbatches take the same time in any order."""
+    if recipe.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
+        return
+    name, why = next(iter(packer.encoders)), "in their one bucket all microbatches take the same time"
+    raise ConfigError(f"Data.reorder={recipe.data.reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")

@@ -1,0 +1,49 @@
+"""The samples of a run, and whether all processes have the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmjax.assembly.model import encoder_specs
+from mmjax.configurable import require
+from mmjax.data.loader import Source, make_source
+from mmjax.data.sources.mixture import Mixture
+from mmjax.mesh.processes import gather_texts
+from mmjax.progress import IndexProgress
+from mmjax.recipe import Recipe
+
+
+def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> Source:
+    """The data of a run, for ``split`` "train" or "test".
+
+    Args:
+      recipe: the run's configuration.
+      split: "train" or "test".
+      skipped: a file for the names of samples that cannot be read.
+
+    Raises:
+      ConfigError: a setting does not fit the data, or the data cannot be read.
+    """
+    return make_source(
+        recipe.data,
+        encoder_specs(recipe),
+        seed=recipe.train.seed,
+        split=split,
+        task=recipe.task,
+        sources=recipe.sources,
+        observer=IndexProgress(),
+        skipped=skipped,
+        known=recipe.known,
+    )
+
+
+def require_same_data(recipe: Recipe, source: Source) -> None:
+    """Requires that all processes have found the same samples; all of them have to call it.
+
+    Raises:
+      ConfigError: some process has other files, or lacks some.
+    """
+    identities = gather_texts(source.identity) if isinstance(source, Mixture) else []
+    differing = [str(process) for process, identity in enumerate(identities) if identity != identities[0]]
+    fix = f"process {', '.join(differing)} finds other samples than process 0; give all of them the same files"
+    require(not differing, "Data.sources", dict(recipe.data.sources), fix)

@@ -1,1 +1,0 @@
-"""Assembles a run from a ``Config``: model, data, devices, schedule and executor."""

@@ -1,0 +1,45 @@
+"""The scopes that settings take in gin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
+from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.tasks.registry import TASK_CONFIGS
+from mmjax.mesh.config import WorldConfig
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name
+from mmjax.models.families import FAMILIES
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
+from mmjax.recipe.train_config import TrainConfig
+
+
+def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ()) -> dict[type[Any], tuple[str, ...]]:
+    """The scopes that each class takes; () for a class of the whole run.
+
+    Args:
+      model: the modules.
+      data: the datasets.
+      adapted: names of the modules with low-rank adapters.
+    """
+    media, modules = model.media, tuple(name for name, _, _ in model.roles)
+    scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
+        (TrainConfig, WorldConfig, DataConfig, *TASK_CONFIGS, CheckpointConfig, ModelConfig), ()
+    )
+    for family in FAMILIES.values():
+        scopes[family.config] = ()
+    for name, family in model.families:
+        scopes[family.config] = (*scopes.get(family.config, ()), name)
+    scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
+    scopes[CallbacksConfig] = scopes[LoraConfig] = modules
+    scopes[SourceConfig] = tuple(data.sources)
+    scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)
+    scopes[OptimizerConfig] += tuple(map(lora_name, adapted))
+    scopes[WeightsConfig] = scopes[OptimizerConfig]
+    return scopes

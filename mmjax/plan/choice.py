@@ -1,0 +1,101 @@
+"""The best layouts of a recipe on some devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.samples import open_source
+from mmjax.data.loader import Source
+from mmjax.plan import planned
+from mmjax.plan.work import read_work
+from mmjax.planner.accelerators import Accelerator, accelerator
+from mmjax.planner.candidates import MODES
+from mmjax.planner.choose import PlanChoice, choose_on
+from mmjax.planner.choose_coupled import choose_coupled
+from mmjax.planner.clock import AnalyticClock, Clock
+from mmjax.planner.fleet import DeviceKind, Fleet
+from mmjax.planner.measured import MeasuredClock
+from mmjax.planner.profile_file import Profile
+from mmjax.planner.work import Work
+from mmjax.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlannedRecipe:
+    """A recipe under the best layouts; ``str`` gives the table of ``mmjax.plan``.
+
+    Attributes:
+      recipe: the recipe with the best layouts, microbatches, schedule and offloads.
+      choice: all estimates.
+    """
+
+    recipe: Recipe
+    choice: PlanChoice
+
+    def __str__(self) -> str:
+        return "\n".join(planned.table(self.choice))
+
+
+def plan_recipe(recipe: Recipe, kinds: Mapping[str, int]) -> PlannedRecipe:
+    """Plans a recipe, with times that follow from a datasheet.
+
+    Args:
+      recipe: a checked recipe.
+      kinds: the number of devices of each kind, such as {"h100": 64}; 0 for as many as the recipe's layouts need.
+
+    Raises:
+      ConfigError: no layout fits the devices' memory, or a kind is unknown.
+    """
+    source = open_source(recipe, split="train")
+    recipe = with_steps(recipe, source)
+    choice = choose_plan(recipe, source, kinds)
+    return PlannedRecipe(planned.planned(recipe, choice.best.candidate), choice)
+
+
+def choose_plan(
+    recipe: Recipe,
+    source: Source,
+    kinds: Mapping[str, int],
+    *,
+    strategy: Sequence[str] = MODES,
+    profile: Profile | None = None,
+) -> PlanChoice:
+    """Estimates the layouts of a recipe on some devices.
+
+    Args:
+      recipe: a checked recipe with a known number of steps.
+      source: its training samples.
+      kinds: the number of devices of each kind; 0, for one kind, for as many as the recipe's layouts need.
+      strategy: ways to place modules, as ``mmjax.plan --strategy`` has them; () for loosely coupled modules.
+      profile: measured times in place of a datasheet's, for devices of one kind.
+
+    Raises:
+      ConfigError: no layout fits the devices' memory, or a kind is unknown.
+    """
+    work, rows_of = read_work(recipe, source), planned.rows_by_candidate(recipe, source)
+    if len(kinds) == 1:
+        ((name, devices),) = kinds.items()
+        work, clock = _clock(work, accelerator(name), profile)
+        fleet = {"": DeviceKind(clock=clock, devices=devices or recipe.devices, memory=clock.memory)}
+    else:
+        accelerators = {name: accelerator(name) for name in kinds}
+        fleet = {
+            name: DeviceKind(
+                clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
+                devices=kinds[name],
+                memory=chip.memory,
+            )
+            for name, chip in accelerators.items()
+        }
+    if strategy:
+        return choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
+    return choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
+
+
+def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
+    """The clock of a profile, or else of an accelerator, and the work with the tp degrees that the clock has."""
+    if profile is None:
+        return work, AnalyticClock(work=work, accelerator=kind, process=kind.node)
+    return work.limited(profile.tps), MeasuredClock(profile=profile)

@@ -1,0 +1,200 @@
+"""The settings of a whole model: its nodes, each with settings of its own. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from mmjax.data.config import PackingConfig
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM, ModelConfig, lora_name, projector_name
+from mmjax.models.families import Role
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.recipe.datasets import Processor
+from mmjax.recipe.specs import Change, LoraSpec, ModuleSpec, PartSpec, ProjectorSpec
+
+ROLES: tuple[Role, ...] = ("encoder", "llm", "generator")
+P = TypeVar("P", bound=PartSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: encoders that feed one LLM, which feeds generators.
+
+    ``model["vision"]`` is a node's settings.
+
+    Attributes:
+      nodes: the settings of each encoder, the LLM ("llm") and each generator by name, sources before users.
+      weights: a folder of a whole model, from which parameters of the encoders, their projectors and the LLM are read;
+        "" for none. ``ModuleSpec.weights`` names the folder of one module.
+      processor: the tokenizer, the chat template and the rules for images that the folder brings.
+    """
+
+    nodes: Mapping[str, ModuleSpec]
+    weights: str = ""
+    processor: Processor = field(default_factory=Processor, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, node in self.nodes.items():
+            if node.name != name:
+                raise ValueError(f"node {name!r} has settings of {node.name!r}; give it the name {name!r}")
+
+    @classmethod
+    def of(cls, *nodes: ModuleSpec) -> ModelSpec:
+        """A model of these nodes, sources before users: encoders, the LLM, generators."""
+        return cls(nodes={node.name: node for node in nodes})
+
+    def __getitem__(self, name: str) -> ModuleSpec:
+        return self.nodes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.nodes)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Names and families of the nodes, as gin has them."""
+        families = {role: {n.name: n.kind for n in self.nodes.values() if n.role == role} for role in ROLES}
+        return ModelConfig(
+            encoders=families["encoder"],
+            llm=self.llm.kind,
+            generators=families["generator"],
+            weights=self.weights,
+        )
+
+    # ---- nodes by role -----------------------------------------------------------------------------------------------
+
+    @property
+    def llm(self) -> ModuleSpec:
+        """The node that reads text."""
+        return self.nodes[LLM]
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of the encoders."""
+        return self._with_role("encoder")
+
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """Names of the generators."""
+        return self._with_role("generator")
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Names of the nodes whose media have placeholders in the LLM's rows: encoders, then generators."""
+        return (*self.encoders, *self.generators)
+
+    @property
+    def projectors(self) -> dict[str, ProjectorSpec]:
+        """The projectors, by the name of their node."""
+        return {name: node.projector for name, node in self.nodes.items() if node.projector}
+
+    def _with_role(self, role: Role) -> tuple[str, ...]:
+        return tuple(name for name, node in self.nodes.items() if node.role == role)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> dict[str, PartSpec]:
+        """What has parameters of its own: each node, its adapters and its projector.
+
+        The keys are the first words of the names of parameters, and scopes in gin: "vision", "vision_projector",
+        "llm_lora".
+        """
+        parts: dict[str, PartSpec] = {}
+        for name, node in self.nodes.items():
+            parts[name] = node
+            if node.lora.settings.rank:
+                parts[lora_name(name)] = node.lora
+            if node.projector:
+                parts[projector_name(name)] = node.projector
+        return parts
+
+    def parts_of(self, name: str) -> dict[str, PartSpec]:
+        """The parts of one node."""
+        return {part: spec for part, spec in self.parts.items() if self.node_of(part) is self.nodes[name]}
+
+    def node_of(self, part: str) -> ModuleSpec:
+        """The node of a part: that of "vision" for "vision_projector"."""
+        owners = {name: (name, lora_name(name), projector_name(name)) for name in self.nodes}
+        return next(self.nodes[name] for name, parts in owners.items() if part in parts)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Names of the nodes with low-rank adapters."""
+        return tuple(name for name, node in self.nodes.items() if node.lora.settings.rank)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each node."""
+        return {name: node.layout for name, node in self.nodes.items()}
+
+    @property
+    def packing(self) -> dict[str, PackingConfig]:
+        """The buckets of each node's rows."""
+        return {name: node.packing for name, node in self.nodes.items()}
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """The optimizer of each part."""
+        return {name: part.optimizer for name, part in self.parts.items()}
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parts that are not trained."""
+        return frozenset(name for name, optimizer in self.optimizers.items() if optimizer.frozen)
+
+    def folder(self, part: str) -> str:
+        """The folder of safetensors that a part's parameters are read from; "" for none."""
+        spec = self.parts[part]
+        if isinstance(spec, LoraSpec):
+            return "" if spec.weights.init_from else spec.settings.path
+        return spec.weights.folder("" if self.node_of(part).role == "generator" else self.weights)
+
+    # ---- modified copies ---------------------------------------------------------------------------------------------
+
+    def replace(self, **nodes: ModuleSpec) -> ModelSpec:
+        """A copy with other settings of some nodes.
+
+        Raises:
+          ValueError: the model has no node of that name.
+        """
+        if unknown := sorted(nodes.keys() - self.nodes.keys()):
+            raise ValueError(f"no module {unknown[0]!r}; use one of {', '.join(self.nodes)}")
+        return replace(self, nodes={**self.nodes, **nodes})
+
+    def map(self, change: Change) -> ModelSpec:
+        """A copy in which all nodes are changed."""
+        return replace(self, nodes={name: change(node) for name, node in self.nodes.items()})
+
+    def with_layouts(self, layouts: Mapping[str, Layout]) -> ModelSpec:
+        """A copy with other layouts of some nodes."""
+        return self.replace(**{name: self.nodes[name].at(layout) for name, layout in layouts.items()})
+
+    def with_packing(self, packing: Mapping[str, PackingConfig]) -> ModelSpec:
+        """A copy with other buckets of some nodes' rows."""
+        return self.replace(**{name: replace(self.nodes[name], packing=buckets) for name, buckets in packing.items()})
+
+    def with_optimizers(self, optimizers: Mapping[str, OptimizerConfig]) -> ModelSpec:
+        """A copy with other optimizers of some parts."""
+
+        def changed(name: str, part: P) -> P:
+            return replace(part, optimizer=optimizers.get(name, part.optimizer))
+
+        def with_parts(node: ModuleSpec) -> ModuleSpec:
+            projector = node.projector and changed(projector_name(node.name), node.projector)
+            return replace(changed(node.name, node), projector=projector, lora=changed(lora_name(node.name), node.lora))
+
+        return self.map(with_parts)
+
+    def with_default_optimizer(self, optimizer: OptimizerConfig) -> ModelSpec:
+        """A copy in which every part whose optimizer is not set has this one; frozen parts stay frozen."""
+        optimizers = {}
+        for name, part in self.parts.items():
+            frozen = {"frozen": part.optimizer.frozen, "frozen_dtype": part.optimizer.frozen_dtype}
+            if part.optimizer == OptimizerConfig(**frozen):
+                optimizers[name] = replace(optimizer, **frozen)
+        return self.with_optimizers(optimizers)
+
+
+ROLES: tuple[Role, ...] = ("encoder", "llm", "generator")

@@ -1,0 +1,135 @@
+"""The settings of a run: a model, its data and its training. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmjax.checkpoint.config import FRESH, CheckpointConfig
+from mmjax.data.config import DataConfig
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.known_records import KnownRecords
+from mmjax.mesh.config import WorldConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.recipe.datasets import Datasets
+from mmjax.recipe.model_spec import ModelSpec
+from mmjax.recipe.schedules import ScheduleConfig
+from mmjax.recipe.specs import ModuleSpec
+from mmjax.recipe.train_config import TrainConfig
+
+
+@dataclass(frozen=True, init=False)
+class Recipe:
+    """All settings of a run: a pure value. ``load_config`` makes one from gin, and ``validate`` checks it.
+
+    Attributes:
+      model: the nodes, each with its settings, layout and optimizer.
+      train, world, data, checkpoint: settings of the whole run.
+      task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
+        without settings, or where `data.sources` takes its place.
+      sources: by the names in `data.sources`.
+      allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. A flag
+        of commands, not a setting.
+      fitted: a line for each setting that was changed to fit the steps of a flag; not a setting either.
+      known: the records that a continued run has stored, by dataset; not a setting either.
+    """
+
+    model: ModelSpec
+    train: TrainConfig
+    world: WorldConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    task: Any
+    sources: Mapping[str, SourceConfig]
+    allow_code: bool = field(compare=False)
+    fitted: tuple[str, ...] = field(compare=False)
+    known: Mapping[str, KnownRecords] = field(compare=False)
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        data: DataConfig | Datasets | None = None,
+        schedule: ScheduleConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        train: TrainConfig | None = None,
+        world: WorldConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        task: Any = None,
+        sources: Mapping[str, SourceConfig] | None = None,
+        allow_code: bool = False,
+        fitted: tuple[str, ...] = (),
+        known: Mapping[str, KnownRecords] | None = None,
+    ):
+        """Settings that are left out have their defaults.
+
+        Args:
+          model, train, world, checkpoint, sources, allow_code, fitted, known: see the attributes.
+          data: the settings of the data; or datasets, such as ``messages(…)``, whose template and rules for images are
+            those of the model's folder, and whose batch takes the place of that of ``train``.
+          schedule: takes the place of the schedule and the microbatches of ``train``.
+          optimizer: trains every part whose own optimizer is not set; frozen parts stay frozen.
+          task: see the attributes; left out, it has the task's defaults.
+        """
+        train = train or TrainConfig()
+        if isinstance(data, Datasets):
+            train, sources = replace(train, global_batch=data.batch), data.sources(model.processor)
+            data = data.config(model.processor)
+        data = data or DataConfig()
+        if schedule:
+            order = {"schedule": schedule.name, "inner": schedule.inner, "window": schedule.window}
+            train = replace(train, microbatches=schedule.microbatches, **order)
+        if task is None and data.origin.config:
+            task = data.origin.config()
+        values = {
+            "model": model.with_default_optimizer(optimizer) if optimizer else model,
+            "train": train,
+            "world": world or WorldConfig(),
+            "data": data,
+            "checkpoint": checkpoint or CheckpointConfig(),
+            "task": task,
+            "sources": sources or {},
+            "allow_code": allow_code,
+            "fitted": fitted,
+            "known": known or {},
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def init_from(self, part: str) -> str:
+        """The run, checkpoint or export that a part's parameters start from; "" for none."""
+        if self.model.folder(part):
+            return ""
+        folder = self.model.parts[part].weights.init_from or self.checkpoint.init_from
+        return "" if folder == FRESH else folder
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of safetensors that parts start from."""
+        return tuple(dict.fromkeys(filter(None, map(self.model.folder, self.model.parts))))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the layouts need."""
+        return max(layout.rank_offset + layout.size for layout in self.model.layouts.values())
+
+    def walk(self) -> Iterator[tuple[str, Any]]:
+        """Every configurable object with its scope in gin, "" for the run's own."""
+        task = self.data.origin.settings(self.task)
+        for settings in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model.config)):
+            yield "", settings
+        for name, node in self.model.nodes.items():
+            yield from ((name, settings) for settings in _settings_of(node))
+            for part_name, part in self.model.parts_of(name).items():
+                yield from ((part_name, settings) for settings in (part.optimizer, part.weights))
+        yield from self.sources.items()
+
+
+def _settings_of(node: ModuleSpec) -> Iterator[Any]:
+    """The settings of a node whose scope is its name."""
+    yield node.settings
+    yield node.layout
+    if node.projector:
+        yield node.projector.settings
+    yield from (node.packing, node.lora.settings, node.offload, node.callbacks)

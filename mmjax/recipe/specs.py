@@ -1,0 +1,182 @@
+"""The settings of one node of a model: a module with its projector and its adapters. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mmjax.checkpoint.config import WeightsConfig
+from mmjax.data.config import PackingConfig
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM, CallbacksConfig, family_setting
+from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSpec:
+    """Something with parameters, an optimizer and initial weights of its own.
+
+    Attributes:
+      settings: of the class that its gin settings have, such as ``ViTConfig``.
+      optimizer: trains the part, or freezes it.
+      weights: the parameters that a new run starts with.
+      stored_dtype: the dtype of its tensors in the folder that it starts from, which it keeps where it is frozen; "" if
+        there is none.
+    """
+
+    settings: Any
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    stored_dtype: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorSpec(PartSpec):
+    """The projector between a node and the LLM.
+
+    Attributes:
+      settings: its kind and sizes.
+    """
+
+    settings: ProjectorConfig = field(default_factory=ProjectorConfig)
+
+    @property
+    def family(self) -> Family:
+        """The family of projectors."""
+        return PROJECTOR
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec(PartSpec):
+    """Low-rank adapters of a module.
+
+    Attributes:
+      settings: their rank and the weights that they adapt; a rank of 0 adds none.
+    """
+
+    settings: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSpec(PartSpec):
+    """A node of a model: a module under a layout of its own, with its projector and its adapters.
+
+    Attributes:
+      name: its name in the model, the scope of its settings in gin.
+      kind: its family, such as "vit", or a user's class, "package.module:Class".
+      role: its role in the model, "encoder", "llm" or "generator".
+      settings: of its family's class, such as ``ViTConfig`` for "vit".
+      layout: its ranks, and how they share its work.
+      projector: between it and the LLM; ``None`` for the LLM.
+      lora: its low-rank adapters.
+      packing: buckets of its rows.
+      offload: the state that waits in host memory.
+      callbacks: a user's own functions between its parts.
+    """
+
+    name: str
+    kind: str
+    role: Role
+    layout: Layout = field(default_factory=Layout)
+    projector: ProjectorSpec | None = None
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+
+    @property
+    def family(self) -> Family:
+        """The module's family; imports the code of a user's module."""
+        return family_of(family_setting(self.name, self.role), self.kind, self.role)
+
+    def module(self) -> Any:
+        """The ``Module`` with these settings."""
+        return self.family.module(self.settings)
+
+    # ---- modified copies ---------------------------------------------------------------------------------------------
+
+    def at(self, layout: Layout) -> ModuleSpec:
+        """A copy under another layout."""
+        return replace(self, layout=layout)
+
+    def frozen(self) -> ModuleSpec:
+        """A copy whose module is not trained; its projector and its adapters are as before."""
+        dtype = self.optimizer.frozen_dtype or self.stored_dtype
+        return replace(self, optimizer=replace(self.optimizer, frozen=True, frozen_dtype=dtype))
+
+    def trained(self, optimizer: OptimizerConfig | None = None) -> ModuleSpec:
+        """A copy whose module is trained, by ``optimizer`` if it is given; else by its own."""
+        return replace(self, optimizer=replace(optimizer or self.optimizer, frozen=False, frozen_dtype=""))
+
+    def with_settings(self, **changes: Any) -> ModuleSpec:
+        """A copy with other settings of the module, such as ``layers=2``."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def with_projector(self, **changes: Any) -> ModuleSpec:
+        """A copy with other settings of its projector, such as ``hidden=4096``.
+
+        Raises:
+          ValueError: it has no projector.
+        """
+        if self.projector is None:
+            raise ValueError(f"{self.name}: it has no projector")
+        settings = replace(self.projector.settings, **changes)
+        return replace(self, projector=replace(self.projector, settings=settings))
+
+    def with_lora(self, optimizer: OptimizerConfig | None = None, **changes: Any) -> ModuleSpec:
+        """A copy with low-rank adapters that are trained in place of the module, which is frozen.
+
+        Args:
+          optimizer: trains the adapters; by default the module's own does.
+          changes: settings of the adapters, such as ``rank=16``.
+        """
+        adapters = replace(
+            self.lora,
+            settings=replace(self.lora.settings, **changes),
+            optimizer=optimizer or replace(self.optimizer, frozen=False, frozen_dtype=""),
+        )
+        return replace(self.frozen(), lora=adapters)
+
+
+Change = Callable[[ModuleSpec], ModuleSpec]
+"""Makes a modified copy of a node's settings."""
+
+
+def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) -> ModuleSpec:
+    """A node that turns media into tokens of the LLM.
+
+    Args:
+      name: its name in the model, such as "vision".
+      settings: of a family of encoders, such as ``ViTConfig``.
+      projector: the projector at its end; by default one with the defaults.
+    """
+    return _node(name, "encoder", settings, projector or ProjectorConfig())
+
+
+def generator(name: str, settings: Any, projector: ProjectorConfig | None = None) -> ModuleSpec:
+    """A node that draws from the LLM's features; arguments as those of ``encoder``, settings such as ``DiTConfig``."""
+    return _node(name, "generator", settings, projector or ProjectorConfig())
+
+
+def language_model(settings: Any) -> ModuleSpec:
+    """The node that reads text, with settings such as ``DecoderConfig``."""
+    return _node(LLM, "llm", settings, None)
+
+
+def _node(name: str, role: Role, settings: Any, projector: ProjectorConfig | None) -> ModuleSpec:
+    """A node of a family of mmjax.
+
+    Raises:
+      ValueError: the settings are of no family with this role.
+    """
+    kinds = [kind for kind in families_for(role) if FAMILIES[kind].config is type(settings)]
+    if not kinds:
+        legal = ", ".join(FAMILIES[kind].config.__name__ for kind in families_for(role))
+        raise ValueError(f"{name}: {type(settings).__name__} is no settings of {role}s; use {legal}")
+    part = projector and ProjectorSpec(settings=projector)
+    return ModuleSpec(name=name, kind=kinds[0], role=role, settings=settings, projector=part)
