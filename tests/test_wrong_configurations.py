@@ -16,6 +16,7 @@ import pytest
 from trial_runs import REPOSITORY
 
 SECONDS, EARLY_SECONDS = 20.0, 1.5
+SERVE = "assembly.serve_flags"
 NAMES = (
     "train",
     "check",
@@ -26,7 +27,7 @@ NAMES = (
     "plan",
     "profile",
     "inspect",
-    "assembly.serve_flags",
+    SERVE,
     "launch",
 )
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}  # commands run elsewhere: some make runs/ before they end
@@ -405,31 +406,31 @@ CASES = [
         "train", GIVEN, "--gin.Data.servers=grpc+tls://cpu1:1", "--gin.Data.tls_ca={d}/text",
         named="Data.tls_ca='{d}/text': holds no certificate", legal="name the servers' authority (PEM)",
     ),
-    command("assembly.serve_flags", named="--gin_file is missing", legal="such as --gin_file=digits_vlm"),
-    command("assembly.serve_flags", GIVEN, "--port=-1", named="--port=-1: must be 0 to 65535", legal="such as 8815"),
-    command("assembly.serve_flags", GIVEN, "--port=http", named="--port=http: must be an integer", legal="such as 8815"),
-    command("assembly.serve_flags", GIVEN, "--workers=-1", named="--workers=-1: must be 0 to 1024", legal="such as 0"),
-    command("assembly.serve_flags", GIVEN, "--worker=1", named="--worker=1: no flag", legal="did you mean '--workers'?"),
-    command("assembly.serve_flags", GIVEN, "--token=x", named="--token=x: no flag", legal="did you mean '--token_file'?"),
+    command(SERVE, named="--gin_file is missing", legal="such as --gin_file=digits_vlm"),
+    command(SERVE, GIVEN, "--port=-1", named="--port=-1: must be 0 to 65535", legal="such as 8815"),
+    command(SERVE, GIVEN, "--port=http", named="--port=http: must be an integer", legal="such as 8815"),
+    command(SERVE, GIVEN, "--workers=-1", named="--workers=-1: must be 0 to 1024", legal="such as 0"),
+    command(SERVE, GIVEN, "--worker=1", named="--worker=1: no flag", legal="did you mean '--workers'?"),
+    command(SERVE, GIVEN, "--token=x", named="--token=x: no flag", legal="did you mean '--token_file'?"),
     command(
-        "assembly.serve_flags", GIVEN, "--host=::",
+        SERVE, GIVEN, "--host=::",
         named="--host='::': can be reached", legal="add --token_file=FILE",
     ),
-    command("assembly.serve_flags", GIVEN, "--tls_cert={d}/text", named="--tls_cert='{d}/text': needs", legal="--tls_key"),
-    command("assembly.serve_flags", GIVEN, "--tls_key=x", named="--tls_key='x': needs the", legal="add --tls_cert=FILE"),
+    command(SERVE, GIVEN, "--tls_cert={d}/text", named="--tls_cert='{d}/text': needs", legal="--tls_key"),
+    command(SERVE, GIVEN, "--tls_key=x", named="--tls_key='x': needs the", legal="add --tls_cert=FILE"),
     command(
-        "assembly.serve_flags", GIVEN, "--tls_key=x", "--tls_cert={d}/none",
+        SERVE, GIVEN, "--tls_key=x", "--tls_cert={d}/none",
         named="--tls_cert='{d}/none': cannot be read", legal="name the certificate (PEM)",
     ),
     command(
-        "assembly.serve_flags", GIVEN, "--tls_key={d}/text", "--tls_cert={d}/text",
+        SERVE, GIVEN, "--tls_key={d}/text", "--tls_cert={d}/text",
         named="--tls_cert='{d}/text': does not go with --tls_key='{d}/text'", legal="name a certificate (PEM)",
     ),
     command(
-        "assembly.serve_flags", GIVEN, "--token_file={d}/none",
+        SERVE, GIVEN, "--token_file={d}/none",
         named="--token_file='{d}/none': cannot be read", legal="name a file that holds the token alone",
     ),
-    command("assembly.serve_flags", GIVEN, "--gin.Digits.digits=(1, 7)", named="Digits.digits=(1, 7)", legal="1 to 6"),
+    command(SERVE, GIVEN, "--gin.Digits.digits=(1, 7)", named="Digits.digits=(1, 7)", legal="1 to 6"),
     # files and flags
     command("train", "--gin_file={d}/digit.gin", named="--gin_file={d}/digit.gin: no such", legal="'{d}/digits.gin'?"),
     command("train", "--gin_file={d}", named="--gin_file={d}: that is a directory", legal="use '"),
@@ -478,7 +479,7 @@ CASES = [
     *(
         command(name, *flags, named="a/Source.kind='spy:Reader': names code that", legal="{d}/coded/config.gin")
         for name, flags in {
-            **dict.fromkeys(("check", "plan", "inspect", "assembly.serve_flags"), (CODED,)),
+            **dict.fromkeys(("check", "plan", "inspect", SERVE), (CODED,)),
             "profile": (CODED, "--out={d}/profile.json"),
             "eval": ("--run_dir={d}/coded",),
             "generate": ("--run_dir={d}/coded", ASKED),
@@ -526,7 +527,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "scipy", "cvxpy
 # Runs every case in one process, so that the start of Python and JAX is paid once: those first that need no JAX.
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
-names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", "assembly.serve_flags")
+names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", SERVE)
 def main_of(name):
     module = importlib.import_module(f"mmjax.{name}")
     return (importlib.import_module(f"mmjax.{name}.__main__") if hasattr(module, "__path__") else module).main

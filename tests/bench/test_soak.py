@@ -18,6 +18,7 @@ from mmjax.assembly.buckets import build_packer, with_buckets
 from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.samples import open_source
 from mmjax.bench.soak.draws import Draw, make_draw
+from mmjax.bench.soak.files import held_out_records
 from mmjax.bench.soak.forked import CRASHED, Process, program
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
 from mmjax.config import load_config
@@ -163,6 +164,18 @@ def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> N
         with pytest.raises(Failure, match=f"^step {step} under another layout"):
             trial._require_same_losses(one, other, 0)
         trial._require_same_losses(one, other, step)  # it went on from a later checkpoint
+
+
+def test_held_out_records_stay_so_when_data_grow(tmp_path: Path) -> None:
+    trial = SoakTrial(dataclasses.replace(DRAW, data_grow=True), tmp_path)
+    trial._held_out = {"mine": "0123456789abcdef"}
+    trial._require_held_out({"mine": "0123456789abcdef", "new": ""})
+    with pytest.raises(Failure, match="mine: other records are held out since the data grew"):
+        trial._require_held_out({"mine": "fedcba9876543210"})
+    checkpoint = tmp_path / "run" / "checkpoints" / "00000002" / "mmjax"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "data.json").write_text(json.dumps({"extra": {"data": {"mine": {"held_out": "ab"}}}}))
+    assert held_out_records(checkpoint.parent) == {"mine": "ab"}
 
 
 def test_scores_are_those_of_the_run(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ def grow(folder: Path) -> None:
     path.write_text(json.dumps([*records, *new]))
 
 
+def held_out_records(checkpoint: Path) -> dict[str, str]:
+    """Keys of the records that a checkpoint keeps held out, by dataset; {} where no records are known."""
+    metadata = json.loads((checkpoint / "mmjax" / "data.json").read_text())
+    return {name: known["held_out"] for name, known in metadata["extra"].get("data", {}).items()}
+
+
 def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
     """Compares an export with the newest checkpoint's parameters; returns exit status 0 if they are equal bit for bit.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.bench.soak.draws import Draw
-from mmjax.bench.soak.files import compare_export, grow, with_copied_data
+from mmjax.bench.soak.files import compare_export, grow, held_out_records, with_copied_data
 from mmjax.bench.soak.forked import Process, entry, program
 from mmjax.flags import INTERRUPTED
 
@@ -57,6 +57,7 @@ class SoakTrial:
         """Writes the draw's configuration into ``folder``."""
         self.draw, self.folder, self.run = draw, folder, folder / "run"
         self._steps_before_growth: int | None = None
+        self._held_out: dict[str, str] = {}  # when data grew
         shared = with_copied_data(draw.shared, folder) if draw.data_grow else draw.shared
         for name, bindings in (("draw", shared), ("layout", draw.layout), ("other", draw.other_layout)):
             (folder / f"{name}.gin").write_text("".join(f"{line.replace('=', ' = ', 1)}\n" for line in bindings))
@@ -95,6 +96,7 @@ class SoakTrial:
         steps = len(_rows(self.run))
         if draw.data_grow:
             self._steps_before_growth = steps
+            self._held_out = _held_out(self.run)
             grow(self.folder)
         stopped = "trained" if process.status == 0 else f"stopped by {draw.ending} after step {steps}"
         return f"{stopped}, data grew" if draw.data_grow else stopped
@@ -123,6 +125,7 @@ class SoakTrial:
         else:  # it was stopped while it started
             self._require_end(process, {0})
         self._require_rows(self.run)
+        self._require_held_out(_held_out(self.run))
         return "resumed"
 
     def _started_again(self) -> Process:
@@ -304,6 +307,12 @@ class SoakTrial:
             if any(row[name] != elsewhere.get(name) for name in rates):
                 raise Failure(f"step {row['step']} under another layout: other learning rates")
 
+    def _require_held_out(self, keys: Mapping[str, str]) -> None:
+        """Requires that records which were held out when data grew still are, and no others."""
+        for name, before in self._held_out.items():
+            if keys.get(name) != before:
+                raise Failure(f"{name}: other records are held out since the data grew")
+
     def _require_same_scores(self, row: dict[str, Any], scores: dict[str, Any], samples: int) -> None:
         """Requires the scores of the run's last evaluation. Another layout may round one tie differently."""
         for name, value in row.items():
@@ -314,6 +323,12 @@ class SoakTrial:
                 limit = 0
             if abs(value - scores[name]) > limit:
                 raise Failure(f"mmjax.eval says {name} {scores[name]}, the run {value}")
+
+
+def _held_out(run_dir: Path) -> dict[str, str]:
+    """Keys of the records that the newest checkpoint keeps held out, by dataset; {} without a checkpoint."""
+    checkpoints = _checkpoints(run_dir)
+    return held_out_records(checkpoints[max(checkpoints)]) if checkpoints else {}
 
 
 def _checkpoints(run_dir: Path) -> dict[int, Path]:
