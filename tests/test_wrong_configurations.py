@@ -527,7 +527,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "scipy", "cvxpy
 # Runs every case in one process, so that the start of Python and JAX is paid once: those first that need no JAX.
 RUNNER = """
 import contextlib, importlib, io, json, sys, time
-names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", SERVE)
+names = ("train", "check", "eval", "generate", "export", "bench", "plan", "profile", "inspect", "assembly.serve_flags")
 def main_of(name):
     module = importlib.import_module(f"mmjax.{name}")
     return (importlib.import_module(f"mmjax.{name}.__main__") if hasattr(module, "__path__") else module).main
