@@ -4,6 +4,7 @@
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
+#                                            PART=0/3: every third slow test of each file
 #   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
@@ -73,7 +74,7 @@ test-long: $(VENV)/installed-dev
 
 # pytest exits 5 when it has collected nothing.
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -m slow || [ $$? -eq 5 ]
+	$(PYTEST) -m slow $(if $(PART),--part=$(PART)) || [ $$? -eq 5 ]
 
 test-all: $(VENV)/installed-dev
 	$(PYTEST)

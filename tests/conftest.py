@@ -67,6 +67,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     _prune(_cache_directory(), CACHE_BYTES)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part=1/3`: every third of the tests that are left in a file, from the second on; all parts are all tests."""
+    parser.addoption("--part", default="0/1", metavar="K/N", help="every N-th test of each file, from number K on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of the part that `--part` names; `-m` has left out others before."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    by_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.path, []).append(item)
+    kept = {id(item) for tests in by_file.values() for item in tests[part::parts]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests that are marked `gpu` are skipped without one."""
     if item.get_closest_marker("gpu"):
