@@ -20,7 +20,7 @@ from mmjax.config import load_config
 from mmjax.recipe import Recipe
 from mmjax.train.metrics import read_metrics
 
-SCRIPT = REPOSITORY / "examples" / "finetune" / "finetune.py"
+SCRIPT = REPOSITORY / "examples" / "finetune.py"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Fine-tunes a folder of Qwen2-VL on dialogues of your own, from Python.
 
-    python examples/finetune/finetune.py models/qwen2-vl-2b-instruct mine.jsonl
+    python examples/finetune.py models/qwen2-vl-2b-instruct mine.jsonl
 
 The vision tower is frozen on four devices; the language model has adapters, and four devices of its own.
 """
