@@ -79,7 +79,7 @@ def _json(numbers: Mapping[str, Any]) -> str:
 
 
 def table(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """The result of `CheckReport.numbers` as lines of text."""
+    """The lines of text, without newlines, for what `CheckReport.numbers()` returns."""
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])

@@ -159,12 +159,12 @@ def one_of(field: str, value: str, options: Iterable[str], meant: Mapping[str, s
 
 
 def positive(field: str, value: float, example: float = 1) -> None:
-    """Requires a finite number above 0; the message offers `example`."""
+    """Raises `ConfigError` unless `value` is finite and above 0; the message offers `example`, a legal value."""
     require(math.isfinite(value) and value > 0, field, value, f"must be above 0, such as {example!r}")
 
 
 def not_negative(field: str, value: float, example: float = 0) -> None:
-    """Requires a finite number of 0 or more; the message offers `example`."""
+    """Raises `ConfigError` unless `value` is finite and at least 0; the message offers `example`, a legal value."""
     require(math.isfinite(value) and value >= 0, field, value, f"must be 0 or more, such as {example!r}")
 
 

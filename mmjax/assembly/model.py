@@ -60,7 +60,10 @@ def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
 
 
 def with_fitting_rates(recipe: Recipe) -> Recipe:
-    """The configuration without patterns of ``Optimizer.rates`` that fit nothing, as in a model of fewer layers."""
+    """The recipe without patterns of ``Optimizer.rates`` that fit no parameter of their module.
+
+    There are such patterns where a recipe was shrunk to fewer layers.
+    """
     if not any(optimizer.rates for optimizer in recipe.model.optimizers.values()):
         return recipe
     unfitting = _unfitting(build_model(recipe, make_tokenizer("", recipe.model.media)), recipe.model.optimizers)

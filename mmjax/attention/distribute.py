@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if value < 1:
                 raise ConfigError(f"--{name}={value}: must be at least 1, such as 8")
         one_of("--method", method, METHODS)
-        pairs = read_problem(Path(str(values["problem"])))
+        pairs = read_mask(Path(str(values["problem"])))
         work_N = block_work(pairs, block)
         output = as_json(work_N, cp, method) if values["json"] else summary(pairs, work_N, block, cp)
     print(output)
@@ -99,8 +99,11 @@ def _loads(work_N: np.ndarray, rank_N: Ranks, cp: int) -> np.ndarray:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def read_problem(path: Path) -> Pairs:
-    """Reads the mask in a file.
+def read_mask(path: Path) -> Pairs:
+    """Reads a mask from a JSON file.
+
+    The file has either "intervals", a [first, last] pair of keys for each query, last excluded, or "is", "attends" and
+    "causal", the fields of `Words`.
 
     Raises:
       ConfigError: the file cannot be read, or its contents are wrong; the message says where.

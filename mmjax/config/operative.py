@@ -34,7 +34,10 @@ def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
 
 
 def changed_values(recipe: Recipe) -> dict[str, Any]:
-    """Returns every value that is not its field's default, by key; `config_of_values` makes an equal `Recipe`."""
+    """Returns every value that is not its field's default, by key, such as "vision/Layout.tp" or "Train.steps".
+
+    With folders, settings that a folder would decide are there too. `config_of_values` makes an equal `Recipe`.
+    """
     values: dict[str, Any] = {}
     for prefix, settings in _settings_by_prefix(recipe):
         decided = DECIDED.get(type(settings), ())  # a folder would decide these if they were left out

@@ -93,7 +93,7 @@ def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
 
 
 def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
-    """LayerNorm without scale and bias; statistics in fp32."""
+    """LayerNorm without scale and bias, in the dtype of ``x_BTD``; statistics in fp32."""
     x32 = x_BTD.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     return (centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)

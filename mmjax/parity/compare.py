@@ -202,7 +202,7 @@ def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], cli
 
 
 def module_of(name: str) -> str:
-    """Module of a logical leaf whose name has no kind."""
+    """The module in a leaf's name without its kind: "llm" for "llm/embed"."""
     return name.partition("/")[0]
 
 

@@ -77,8 +77,8 @@ class StepResult:
         return result
 
 
-def loss_kinds(placed: PlacedModel) -> LossKinds:
-    """The losses of the model, by module and name."""
+def model_losses(placed: PlacedModel) -> LossKinds:
+    """The losses of the model, by module and then by name; a module without losses is absent."""
     return {node.module: placed.stages[node.name].model.losses for node in placed.graph.losses}
 
 
@@ -301,7 +301,7 @@ class _Run(Walker):
         for place, gather in self.executor.losses.items():
             gathered = gather(self.losses[place]) if gather else self.losses[place]
             losses.setdefault(self.placed.places[place].model.module, []).extend(gathered)
-        kinds, modules = loss_kinds(self.placed), self.placed.model.modules
+        kinds, modules = model_losses(self.placed), self.placed.model.modules
         result = StepResult(losses, self.totals.get(WORLD), denominators, kinds, modules)
         self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
         return result

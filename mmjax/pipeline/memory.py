@@ -67,7 +67,7 @@ class Memory:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays or ``ShapeDtypeStruct`` on one of its devices."""
+    """Bytes of a tree on one of its devices: of arrays, or of ``ShapeDtypeStruct`` that have a sharding."""
     shards = ((a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(tree))
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 

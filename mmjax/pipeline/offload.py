@@ -20,9 +20,10 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def moved(tree: Any, kind: str) -> Any:
-    """The arrays in one kind of memory of their devices: copies, or the arrays themselves if they are already there.
+    """The arrays of a tree in one kind of memory of their devices, `DEVICE` or `HOST`.
 
-    Copies shard by shard: every process copies its own shards, and none waits for another.
+    They are copies, or the arrays themselves if they are already there. Copies shard by shard: every process copies its
+    own shards, and none waits for another.
     """
     return jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else _copied(x, kind), tree)
 

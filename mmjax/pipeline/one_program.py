@@ -12,7 +12,7 @@ import jax
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
-from mmjax.pipeline.executor import StepResult, loss_kinds, loss_seeds
+from mmjax.pipeline.executor import StepResult, model_losses, loss_seeds
 from mmjax.pipeline.place import InputShapes, PlacedModel, TracedStages
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature
@@ -92,7 +92,7 @@ class OneProgramExecutor(ABC):
         if self._ends:
             self._ends.dispatched(program.name)
         losses_by_module = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
-        return StepResult(losses_by_module, totals, denominators, loss_kinds(self.placed), self.placed.model.modules)
+        return StepResult(losses_by_module, totals, denominators, model_losses(self.placed), self.placed.model.modules)
 
     def follow(self, ends: Ends | None) -> None:
         """See ``Executor.follow``; the step is one op."""

@@ -109,7 +109,7 @@ def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
 
 
 def norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
-    """LayerNorm, or RMSNorm if the leaves have no bias."""
+    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D], or RMSNorm if there is no bias."""
     if f"{prefix}/bias" in leaves:
         return layer_norm(leaves, prefix, x_TD, eps)
     return rms_norm(leaves[f"{prefix}/scale"], x_TD, eps)

@@ -36,8 +36,9 @@ def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 def one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     """Every stage runs min(microbatches, distance + 1) F, then B and F in turn, then the remaining B.
 
-    So a stage never has more than distance + 1 microbatches in flight. A stage without backward keeps the same bound by
-    awaiting its consumers.
+    Distance is `StageGraph.distance`, the largest number of hops to a sink. So a stage never has more than distance + 1
+    microbatches in flight. A stage without backward keeps the same bound by awaiting its consumers. `costs` decide only
+    how the orders of the stages merge into the schedule's one order.
     """
     in_flight = {stage.name: graph.distance(stage.name) + 1 for stage in graph.stages}
     orders = {stage.name: one_f_one_b_order(stage, microbatches, in_flight[stage.name]) for stage in graph.stages}

@@ -199,9 +199,14 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
 
 
 def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Makes the tensors of a folder, by today's keys, from complete leaves.
+    """Makes the tensors of a folder, by today's keys (the first of `Entry.keys`), from complete leaves.
+
+    Args:
+      entries: the rows of `expand`, for all leaves of each tensor.
+      leaves: the unsharded array of each entry, by `Entry.leaf`.
 
     Raises:
+      KeyError: an entry's leaf is absent.
       ValueError: the rows of a tensor overlap or leave gaps.
     """
     tensors: dict[str, np.ndarray] = {}
