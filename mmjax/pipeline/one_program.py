@@ -12,7 +12,7 @@ import jax
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
-from mmjax.pipeline.executor import StepResult, model_losses, loss_seeds
+from mmjax.pipeline.executor import StepResult, loss_seeds, model_losses
 from mmjax.pipeline.place import InputShapes, PlacedModel, TracedStages
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature

@@ -23,5 +23,5 @@ def nested(named: Mapping[str, Any]) -> Tree:
 
 
 def with_leaves(tree: Tree, leaves: Shared) -> Tree:
-    """A copy of the tree with these leaves added, under names as of ``by_name``; a leaf replaces one of the same name."""
+    """A copy of the tree with these leaves added, named as by ``by_name``; a leaf replaces one of the same name."""
     return nested({**by_name(tree), **leaves})
