@@ -69,7 +69,7 @@ def fewer_steps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config(fewer_steps, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def recipe(fewer_steps, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return uneven(tmp_path_factory.mktemp("buckets"), *TWO)
 
 
@@ -83,9 +83,9 @@ def session(recipe: Recipe) -> Session:
 @pytest.mark.long
 def test_padding_falls_and_losses_gradients_and_updates_stay(session):
     """In two buckets a module, and in the one that holds everything."""
-    packer, config = session.parts.packer, session.config
+    packer, recipe = session.parts.packer, session.recipe
     assert set(packer.bucket_counts.values()) == {2}
-    source, size = open_source(config, split="train"), config.train.global_batch
+    source, size = open_source(recipe, split="train"), recipe.train.global_batch
     runs: list[Run] = []
     padded: list[dict[str, int]] = []
     session.executor.compile()
@@ -93,7 +93,7 @@ def test_padding_falls_and_losses_gradients_and_updates_stay(session):
         make = StepMaker(source=source, packer=own, global_batch=size)
         session.batches = [make(step) for step in range(STEPS)]
         padded.append({name: sum(batch.counts[name] for batch in session.batches) for name in PADDED})
-        session.executor.initialise(config.train.seed)
+        session.executor.initialise(recipe.train.seed)
         runs.append(session.run())
     for name in PADDED:
         assert padded[0][name] < 0.85 * padded[1][name], name
@@ -101,22 +101,22 @@ def test_padding_falls_and_losses_gradients_and_updates_stay(session):
     assert_same_training(mine, whole)
 
 
-def test_servers_and_every_process_choose_the_same(config, session):
+def test_servers_and_every_process_choose_the_same(recipe, session):
     """A server from the configuration alone; and again."""
-    served = planned_data_spec(config).packer
+    served = planned_data_spec(recipe).packer
     assert served == session.parts.packer
-    assert with_buckets(config) == session.config and with_buckets(session.config) is session.config
+    assert with_buckets(recipe) == session.recipe and with_buckets(session.recipe) is session.recipe
 
 
-def test_the_line_says_what_is_padding(config, session):
+def test_the_line_says_what_is_padding(recipe, session):
     """The share of padding that the line names also holds, roughly, for steps that the choice did not look at."""
     lines: list[str] = []
-    with_buckets(config, say=lines.append)
+    with_buckets(recipe, say=lines.append)
     found = {line.partition("/")[0]: line for line in lines}
-    packer, source = session.parts.packer, open_source(config, split="train")
+    packer, source = session.parts.packer, open_source(recipe, split="train")
     metas = [source.meta(10**7 + index) for index in range(16 * 40)]
     plans = [packer.plan(0, metas[16 * step : 16 * step + 16]) for step in range(40)]
-    for name, pairs in pair_costs(config).items():
+    for name, pairs in pair_costs(recipe).items():
         own = per_microbatch(packer.buckets_of(name), 2)
         assert f"{name}/Packing.buckets={own}: chosen from {4 * LOOKED_AT} microbatches; " in found[name]
         parts = [part for step in plans for part in step.microbatches]

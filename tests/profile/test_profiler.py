@@ -30,7 +30,7 @@ from mmjax.recipe import Recipe
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path) -> Recipe:
     return load_config([str(write_tiny(tmp_path))], ["World.devices=4"])
 
 
