@@ -27,6 +27,7 @@ PAGES = (
     REPOSITORY / "README.md",
     REPOSITORY / "studies" / "README.md",
     *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "families").glob("*.md")),
     *sorted((DOCS / "guide").glob("*.md")),
 )
 PROGRAM = re.compile(
