@@ -10,7 +10,7 @@ from mmjax.assembly.packers import one_bucket, packer_for
 from mmjax.assembly.placing import place_model, planned_world
 from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
-from mmjax.data.buckets import ChosenBuckets, cells_for, choose, look_at, per_cell, per_microbatch
+from mmjax.data.buckets import ChosenBuckets, cells_for, choose, per_cell, per_microbatch, plan_some_steps
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
@@ -134,5 +134,5 @@ def _choose_buckets(recipe: Recipe, counts: Mapping[str, int], source: Source) -
     if data.reorder != "none":
         planned, world = planned_world(unchosen)
         order = order_of(recipe, place_model(planned, packer, tokenizer, world), data.reorder)
-    worst, parts = source.worst_case(), look_at(packer, source.meta, train.global_batch, order)
+    worst, parts = source.worst_case(), plan_some_steps(packer, source.meta, train.global_batch, order)
     return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in counts.items()}

@@ -32,8 +32,8 @@ class BatchOffsets:
     """The offsets of a batch's arrays in its block.
 
     Attributes:
-      batch: the batch as JSON, see `tree`.
-      arrays: its arrays with their offsets in the block.
+      batch: the batch as JSON (see `tree`); an array's place in it is [dtype, shape, offset].
+      arrays: (array, offset in bytes) pairs, in the order of their offsets.
       size: bytes of the block.
     """
 
@@ -43,7 +43,10 @@ class BatchOffsets:
 
 
 def place_arrays(batch: StepBatch) -> BatchOffsets:
-    """Gives every array of `batch` an offset. Raises TypeError for arrays of anything but numbers and booleans."""
+    """Gives every array of `batch` an offset in a block, in which nothing is written yet.
+
+    Raises TypeError for an array whose dtype is not of `DTYPE_KINDS`.
+    """
     arrays: list[tuple[np.ndarray, int]] = []
     size = 0
 

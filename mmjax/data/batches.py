@@ -13,7 +13,10 @@ from mmjax.data.types import StepBatch
 
 
 class Batches(Protocol):
-    """Batches in order. origin: who made the last one, the address of a server or "local"."""
+    """Iterator over the batches of consecutive steps. Close it, or use it in a `with` block.
+
+    origin: who made the last one, the address of a server or "local".
+    """
 
     origin: str
 
@@ -22,7 +25,10 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[StepBatch]: ...
 
     def interrupt(self) -> None:
-        """Ends a `next` that waits in another thread, if it would wait for more than a batch."""
+        """Ends a `next` that waits in another thread for a server: it raises StopIteration.
+
+        Harmless where batches are made locally: such a `next` ends with its batch.
+        """
         ...
 
     def close(self) -> None:
@@ -35,9 +41,9 @@ class Batches(Protocol):
 
 
 def require_access(data: DataConfig) -> None:
-    """Requires that the files that a run needs to reach its data servers can be read: list, token, certificates.
+    """Raises ConfigError unless the files for access to `Data.servers` can be read: list, token, certificates.
 
-    Raises ConfigError.
+    Checks nothing if `Data.servers` is empty.
     """
     if data.servers:
         read_addresses(data.servers)
@@ -50,7 +56,15 @@ def open_batches(
 ) -> Batches:
     """Batches of steps start_step … steps-1, from `Data.servers` if there are any and made here otherwise.
 
-    report: receives one-line messages, from any thread. Raises ConfigError when no server may be used.
+    Args:
+      spec: all that batches depend on.
+      maker: `spec.maker()` with the rows of this process; it also names the rows that are requested of servers.
+      steps: the number of the last step, plus 1.
+      start_step: the number of the first step.
+      report: receives one-line messages, from any thread.
+
+    Raises:
+      ConfigError: a token, certificate or list cannot be read, or every server refuses this run.
     """
     if spec.data.servers:
         # Arrow is loaded only where there are servers.

@@ -37,9 +37,9 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def compute(bucket: Bucket, pairs: float) -> float:
-    """Compute of a cell of this shape, in units of a position's.
+    """Compute of a cell of this (rows, positions per row) shape, in units of a position's.
 
-    pairs: compute of a pair of positions in one row, in the same unit.
+    pairs: compute of a pair of positions in one row, in the same unit. A row of width w has w² pairs.
     """
     rows, width = bucket
     return rows * (width + pairs * width * width)
@@ -49,12 +49,15 @@ def compute(bucket: Bucket, pairs: float) -> float:
 
 
 def per_cell(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """Shapes of a cell from shapes of a microbatch, duplicates removed."""
+    """(rows per cell, positions per row) shapes from shapes of a microbatch with `cells` cells.
+
+    Rows are divided by `cells` and rounded up; duplicates are removed, and the order stays.
+    """
     return tuple(dict.fromkeys((-(-rows // cells), width) for rows, width in buckets))
 
 
 def per_microbatch(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """Shapes of a microbatch from shapes of its `cells` cells."""
+    """(rows of a microbatch, positions per row) shapes from shapes of its `cells` cells, in the same order."""
     return tuple((rows * cells, width) for rows, width in buckets)
 
 
@@ -66,21 +69,22 @@ def fill_buckets(
     sequence_length: int,
     pairs: Mapping[str, float] = _NONE,
 ) -> dict[str, EncoderSpec]:
-    """`encoders` with buckets, cheapest first. Each has a bucket that holds any batch that a source can make.
+    """Copies of `encoders` with buckets, cheapest first. Each has a bucket that holds any batch of the source.
 
     If no configured bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of
     at most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit opens a row only
     when the others hold floor(T / p) media or more.
 
     Args:
-      encoders: specs by name, with their configured buckets, if any.
+      encoders: specs by name, with their configured (rows per cell, patches per row) buckets, if any.
       worst: the source's worst case.
       rows_per_cell: samples of a cell.
       sequence_length: tokens of an LLM row.
-      pairs: see `Packer`.
+      pairs: by module, see `Packer`; 0 for a module that is missing.
 
     Raises:
-      ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case.
+      ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case, or the width
+        of a bucket is no multiple of the patches of a token.
     """
     if worst.tokens > sequence_length:
         raise ConfigError(
@@ -113,7 +117,15 @@ def text_buckets(
 ) -> tuple[Bucket, ...]:
     """The LLM's buckets, cheapest first; if none holds a cell of the longest samples, one that does is added.
 
-    Raises ConfigError when one is wider than `sequence_length`.
+    Args:
+      buckets: the configured (rows per cell, tokens per row) buckets; the result is () if there are none.
+      worst: the source's worst case.
+      samples_per_cell: the most samples of a cell.
+      sequence_length: the most tokens of a row.
+      pairs: see `compute`.
+
+    Raises:
+      ConfigError: a bucket is wider than `sequence_length`.
     """
     for _, width in buckets:
         if width > sequence_length:
@@ -169,9 +181,9 @@ class ChosenBuckets:
     """Buckets of a module and their padding.
 
     Attributes:
-      buckets: the buckets, cheapest first.
-      padding: share of padding in the compute of the microbatches that were read.
-      alone: the same with the last bucket alone.
+      buckets: the (rows per cell, positions per row) buckets, cheapest first.
+      padding: share of padding, 0 to 1, in the compute of the microbatches that were read.
+      alone: the same share if the last bucket were the only one.
       microbatches: number of microbatches that were read.
     """
 
@@ -186,7 +198,7 @@ class Cells:
     """The cells of a module in some microbatches.
 
     Attributes:
-      sizes: positions of each segment, by microbatch and cell.
+      sizes: `sizes[microbatch][cell]` lists the number of positions of each segment.
       largest: the most positions of a segment.
       most: the most segments of a cell.
       widest: the largest width of a row; 0 = any.
@@ -203,16 +215,25 @@ class Cells:
 
     @property
     def real(self) -> float:
-        """Compute without padding; each segment attends to itself alone."""
+        """Compute of all segments without padding, in the unit of `compute`; each segment attends to itself alone."""
         return sum(compute((1, n), self.pairs) for cells in self.sizes for cell in cells for n in cell)
 
 
-def look_at(
+def plan_some_steps(
     packer: Packer, meta: Callable[[int], SampleMeta], global_batch: int, order: StepOrder | None = None
 ) -> list[tuple[MicrobatchPlan, ...]]:
-    """Plans the microbatches of 16 to 64 steps of a run, fewer where a step has more samples.
+    """The plans of the microbatches of 16 to 64 steps of a run, fewer where a step has more samples.
 
     The steps are 0, 1, 3, 6, 10, …, denser at the beginning; they do not depend on where the run ends.
+
+    Args:
+      packer: packs the samples.
+      meta: returns the metadata of a sample from its index, such as `Source.meta`.
+      global_batch: samples of a step.
+      order: reorders the samples of a step; by default they stay as they come.
+
+    Returns:
+      For each of these steps, the plans of its microbatches.
     """
     plans = []
     for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
@@ -225,7 +246,13 @@ def look_at(
 
 
 def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together: bool) -> list[list[list[int]]]:
-    """The segments of `module` by microbatch and cell; by step and cell with `together`, as for a shared bucket."""
+    """Positions of each segment of `module`, as in `Cells.sizes`: by microbatch, then by cell.
+
+    Args:
+      parts: for each step, the plans of its microbatches.
+      module: "llm", or the name of an encoder or generator.
+      together: whether all cells of a step form one item of the result, as they share a bucket.
+    """
     segments: list[list[list[int]]] = []
     for step in parts:
         of_step = [[part.segments(module, cell) for cell in range(part.cells)] for part in step]
@@ -234,7 +261,14 @@ def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together
 
 
 def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:
-    """The cells of `module` in the microbatches of some steps, and their bounds."""
+    """The cells of `module` in the microbatches of some steps, and their bounds.
+
+    Args:
+      packer: the packer that planned them.
+      worst: the source's worst case.
+      parts: for each step, the plans of its microbatches (see `plan_some_steps`).
+      module: "llm", or the name of an encoder or generator.
+    """
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
     sizes, pairs = cells_of(parts, module, together=packer.one_bucket), packer.pairs.get(module, 0.0)
     if module == "llm":
@@ -280,11 +314,12 @@ def shortest_chain(
 ) -> tuple[Bucket, ...]:
     """The chain of at most `count` buckets of least compute; each holds every microbatch that a cheaper one holds.
 
+    Buckets are (rows, width) pairs, cheapest first.
     Ties go to fewer buckets, so the result is a pure function of its arguments.
 
     Args:
-      rows_NW: rows that each microbatch needs at each width.
-      widths: the widths.
+      rows_NW: int, rows that each microbatch needs at each width.
+      widths: the W widths.
       tops: buckets that hold every microbatch; the costliest bucket of the chain is one of them.
       count: the most buckets.
       pairs: see `compute`.

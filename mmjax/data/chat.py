@@ -40,7 +40,11 @@ class Template:
     strip: bool = False
 
     def changed(self, field: str, pieces: Mapping[str, str]) -> Template:
-        """This template with other `pieces`, which come from the setting `field`. Raises ConfigError."""
+        """A copy of this template with other `pieces`, by name: "system", "question" or "answer".
+
+        Raises ConfigError for another name, or for marks that a piece cannot have; the message names the setting
+        `field`, such as "Source.pieces".
+        """
         for name, text in pieces.items():
             if name not in PIECES:
                 raise ConfigError(f"{field}={dict(pieces)!r}: a template has no {name!r}; {suggest(name, PIECES)}")
@@ -56,12 +60,15 @@ class Template:
 
     @property
     def ending(self) -> str:
-        """The text that is learned after an answer, up to the end token."""
+        """The text of `answer` after `{text}`, up to the end token; it is learned with the answer."""
         return self.answer.split(TEXT)[1].split(EOS)[0]
 
 
 def require_writable(template: Template, turns: Sequence[Turn], tools: Sequence[Any] = ()) -> None:
-    """Requires that the pieces of `template` can write all turns. Raises ValueError."""
+    """Raises ValueError unless the pieces of `template` can write all turns. There is at least one turn.
+
+    They cannot write tools, roles other than "user", "assistant" and "system", or keys of `turns.MEANINGFUL`.
+    """
     fix = "which the template of a folder alone can write (Source.template='folder')"
     if tools:
         raise ValueError(f"it has tools, {fix}")

@@ -98,15 +98,18 @@ class DataConfig:
         return SOURCES if self.sources else TASKS[self.task]
 
     def drawn(self, task: Any) -> tuple[str, ...]:
-        """The generators for which some samples have a picture to draw; `task`: settings of the task."""
+        """Names of the generators for which some samples have a picture to draw: `generator`, or none.
+
+        task: settings of the task; if they are None or of another task, its defaults apply.
+        """
         settings = self.origin.settings(task)
         return (self.generator,) if settings and settings.draws else ()
 
     def check_modules(self, task: Any, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
-        """Requires that the model has the named encoders and generator, if samples have media for them.
+        """Raises ConfigError unless the model has the named encoders and generator, if samples have media for them.
 
-        task: settings of the task. encoders, generators: their medium, "image" or "recording", by name. Raises
-        ConfigError.
+        task: settings of the task; None for its defaults. encoders, generators: the model's, each with its medium
+        ("image" or "recording") by name.
         """
         settings = self.origin.settings(task)
         wanted = settings.media if settings else self.origin.media
@@ -147,5 +150,5 @@ class PackingConfig:
 
     @property
     def given(self) -> tuple[tuple[int, int], ...]:
-        """The list of buckets; () if the setting is a number of buckets to choose."""
+        """The configured (rows of a microbatch, positions per row) pairs; () if the setting is a number of buckets."""
         return () if isinstance(self.buckets, int) else self.buckets

@@ -49,11 +49,16 @@ class Filling:
     ) -> dict[str, PartialArray]:
         """The inputs of a module, by name, in the wanted rows and in the rows from which other inputs are made.
 
+        Names, shapes and dtypes are those of `Microbatch`; columns are not in the order of the ranks yet.
+
         Args:
-          module: its name.
+          module: "llm", or the name of an encoder or generator.
           plan: the places of samples and media.
-          samples: the samples to be written, by place in the plan.
+          samples: the samples to be written, by place in `plan.metas`.
           process_rows: the wanted rows; `None` for all.
+
+        Raises:
+          ValueError: a sample's placeholders and the tokens of its media differ in number.
         """
         if module == "llm":
             return self._llm_rows(plan, samples, process_rows)
@@ -216,7 +221,10 @@ class Filling:
 
 
 def shown(encoders: Mapping[str, EncoderSpec]) -> list[str]:
-    """The encoders, whose tokens replace their placeholders. Generators read the LLM's output at theirs instead."""
+    """The names in `encoders` without those of generators.
+
+    The tokens of an encoder replace its placeholders; a generator reads the LLM's output at its placeholders instead.
+    """
     return [name for name, spec in encoders.items() if not spec.drawn]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """The (row, offset) of each item: largest first, each into the first row with room.
+    """The (row, offset) of each item, in the order of `sizes`. Items go into the first row with room, largest first.
 
     Every size must be at most `capacity`. Ties keep the given order, so the result is a pure function of `sizes`.
     """
@@ -22,7 +22,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
 
 
 def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
-    """The (row, offset) of each item in `rows` rows, which must be enough for `first_fit_decreasing`.
+    """The (row, offset) of each item, in the order of `sizes`, in `rows` rows of `capacity`.
+
+    The rows must be enough for `first_fit_decreasing`.
 
     Balances the compute of rows, n + pairs * n² for an item of size n: largest first, each into the row with the least
     compute among those with room. If this leaves an item without room, or `pairs` is 0, first fit decides.
@@ -43,12 +45,18 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
 
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:
-    """Number of rows of `width` that first fit needs for the segments of a cell."""
+    """Number of rows of `width` that first fit needs for the segments of a cell.
+
+    sizes: number of positions of each segment, at most `width`.
+    """
     return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 
 def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
-    """Whether the segments of a cell fit into the rows of a (rows, positions per row) shape by first fit."""
+    """Whether the segments of a cell fit into the rows of a (rows, positions per row) shape by first fit.
+
+    sizes: number of positions of each segment.
+    """
     rows, width = bucket
     if max(sizes, default=0) > width or sum(sizes) > rows * width:
         return False

@@ -26,5 +26,8 @@ def figures_of(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def lengths_of(metas: Sequence[SampleMeta], media: Iterable[str]) -> dict[str, list[int]]:
-    """Lengths by module: patches of media by encoder or generator, tokens of samples under "llm"."""
+    """Lengths by module: under "llm" the tokens of each sample, under each name of `media` the patches of each medium.
+
+    media: names of encoders and generators; a list is empty if no sample has media of that name.
+    """
     return {name: [n for meta in metas for n in meta.lengths(name)] for name in ("llm", *media)}

@@ -56,7 +56,11 @@ class Source(Protocol):
 
 
 def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
-    """The tokenizer of a configuration, with a placeholder for each of `encoders`. Raises ConfigError."""
+    """The tokenizer of `data.tokenizer`, with a placeholder for each of `encoders`.
+
+    encoders: names of encoders and generators, in the order of the model. Raises ConfigError if the tokenizer cannot be
+    read.
+    """
     return make_tokenizer(data.tokenizer, encoders, data.image_encoder, data.new_tokens)
 
 
@@ -76,14 +80,14 @@ def make_source(
 
     Args:
       config: the data's configuration.
-      encoders: specs of the model's encoders and generators.
+      encoders: specs of the model's encoders and generators, by name.
       seed: the run's seed.
       split: "train" or "test".
       task: the settings of the task that `config` names; by default its defaults.
-      sources: the configuration of each of `config.sources`.
+      sources: the configuration of each of `config.sources`, by name.
       observer: receives the progress of collecting metadata, where that is necessary.
       skipped: path of a file for the names of records that cannot be read.
-      known: the records of each of `config.sources` that the run knows; its held-out records stay held out.
+      known: by name of `config.sources`, the records that the run knows; its held-out records stay held out.
 
     Raises:
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
@@ -120,7 +124,23 @@ def make_packer(
     axes: int = 1,
     mask: str = "causal",
 ) -> Packer:
-    """The packer of a run, its buckets filled in and checked against the source's worst case. Raises ConfigError."""
+    """The packer of a run, its buckets filled in and checked against the source's worst case.
+
+    Args:
+      config: the data's configuration; only its `sequence_length` is read.
+      encoders: specs of encoders and generators by name, with their configured (rows per cell, patches per row)
+        buckets, if any.
+      source: gives the worst case.
+      tokenizer: gives the token that fills up rows.
+      global_batch: samples of a step.
+      microbatches: microbatches of a step.
+      cells: cells of a microbatch.
+      one_bucket, pairs, axes, mask: see `Packer`.
+      text: the LLM's configured (rows per cell, tokens per row) buckets; () gives each sample a row of its own.
+
+    Raises:
+      ConfigError: the sequence length, a bucket or an encoder's positions do not suit the worst case.
+    """
     rows, worst = -(-global_batch // microbatches), source.worst_case()
     per_cell, length = -(-rows // cells), config.sequence_length
     costs = pairs or {}
@@ -198,7 +218,10 @@ MOST_STEPS = 2**40
 
 
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
-    """The Grain dataset of the batches of steps first … stop-1; each is made when it is indexed."""
+    """The Grain `MapDataset` of the batches of steps first … stop-1: item i is the batch of step first + i.
+
+    A batch is made when it is indexed.
+    """
     import grain  # slow to import, and batches can be made one by one without it
 
     return grain.MapDataset.range(first, stop).map(make)

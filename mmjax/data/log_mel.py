@@ -34,6 +34,8 @@ EDGES = ("silent", "reflected")
 class LogMel:
     """How a recording becomes frames.
 
+    Call it with a recording to get its frames.
+
     sample_rate: samples per second. window, hop: samples under a frame's window, and from one frame to the next.
     mels: bins of a frame. edges: one of ``EDGES``. chunk: frames of every recording, which is cut or followed by
     silence; 0 = according to its length.
@@ -47,12 +49,15 @@ class LogMel:
     chunk: int = 0
 
     def frames(self, samples: int, multiple: int = 1) -> int:
-        """Number of frames of a recording, rounded up to a multiple (silence follows the recording)."""
+        """Number of frames of a recording of `samples` samples: `chunk`, or one for each `hop` if `chunk` is 0.
+
+        It is rounded up to a multiple of `multiple` above 0, since silence follows the recording.
+        """
         frames = self.chunk or -(-samples // self.hop)
         return multiple * max(1, -(-frames // multiple))
 
     def __call__(self, samples_N: Float[np.ndarray, " N"], multiple: int = 1) -> Float[np.ndarray, "F M"]:
-        """The log-mel frames of a recording, float32."""
+        """The log-mel frames of a recording, float32: F is `frames(N, multiple)`, M is `mels`."""
         frames = self.frames(len(samples_N), multiple)
         padded = self._beyond_its_ends(samples_N[: self.chunk * self.hop or None], frames)
         framed_FN = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop]
@@ -74,25 +79,28 @@ class LogMel:
 
 
 def hann(length: int) -> Float[np.ndarray, " N"]:
-    """The periodic Hann window."""
+    """The periodic Hann window of `length` samples, float64."""
     return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)
 
 
 def hertz_to_mel(hertz: np.ndarray) -> np.ndarray:
-    """The mel scale."""
+    """The place of each frequency on the mel scale (see the head of this module); same shape, float64."""
     above = np.log(np.maximum(hertz, _BREAK_HERTZ) / _BREAK_HERTZ) / _STEP
     return np.where(hertz < _BREAK_HERTZ, hertz * _BREAK_MEL / _BREAK_HERTZ, _BREAK_MEL + above)
 
 
 def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
-    """Its inverse."""
+    """The frequency in hertz of each place on the mel scale: the inverse of `hertz_to_mel`."""
     above = _BREAK_HERTZ * np.exp(_STEP * (np.maximum(mel, _BREAK_MEL) - _BREAK_MEL))
     return np.where(mel < _BREAK_MEL, mel * _BREAK_HERTZ / _BREAK_MEL, above)
 
 
 @lru_cache(maxsize=8)
 def mel_filters(sample_rate: int, window: int, mels: int) -> Float[np.ndarray, "M K"]:
-    """Triangles over the frequencies of a transform of ``window`` samples, each of area 1 hertz."""
+    """Triangles over the frequencies of a transform of ``window`` samples, each of area 1 hertz, float64.
+
+    M is ``mels``, K is ``window // 2 + 1``. The array is cached: do not write into it.
+    """
     hertz_K = np.arange(window // 2 + 1) * sample_rate / window
     top = hertz_to_mel(np.asarray(sample_rate / 2))
     points = mel_to_hertz(np.linspace(0.0, float(top), mels + 2))

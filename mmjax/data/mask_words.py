@@ -22,16 +22,16 @@ Grids = Mapping[str, Sequence[tuple[int, ...]]]
 def sample_words(
     rules: Rules, sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]
 ) -> dict[str, np.ndarray]:
-    """The host inputs "is", "attends" and "items" of a sample's tokens.
+    """The host inputs of a sample's tokens, by name: "is" and "attends" (uint32 [N]), and "items" (int32 [N]).
 
     Args:
       rules: the rules of the mask.
       sample: the sample; only the places of its media's tokens are read, not the media.
-      grids: the patches of its media.
-      encoders: the specs of encoders and generators.
+      grids: the patches of its media, as in ``SampleMeta.grids``.
+      encoders: the specs of encoders and generators, by name.
 
     Raises:
-      ValueError: a sample has more placeholders than its media have tokens.
+      ValueError: the sample has more placeholders than its media have tokens.
     """
     items_N = sample_items(sample, grids, encoders)
     is_N, attends_N = rules.words(token_kinds(sample, encoders), items_N)
@@ -39,7 +39,9 @@ def sample_words(
 
 
 def token_kinds(sample: Sample, names: Mapping[str, object]) -> dict[str, Bool[np.ndarray, " N"]]:
-    """The tokens of a sample that are of each kind; ``names``: the names of encoders and generators.
+    """The tokens of a sample that are of each kind: "prefix", "suffix", "text", "media", "all", and each of ``names``.
+
+    names: the names of encoders and generators; values are not read.
 
     The prefix ends at the first learned token, or at the last answer if that comes first. So a token of an earlier
     answer, which is learned too, does not see later tokens.

@@ -25,14 +25,17 @@ _EXAMPLE = (
 
 
 def parse_messages(text: str, name: str) -> list[Dialogue]:
-    """The dialogues of a JSON list, or of JSONL with one list a line.
+    """The dialogues of a JSON text: one dialogue, a list of lists of messages, or JSONL with one dialogue a line.
 
     Args:
       text: the JSON.
       name: the flag and its value, for errors.
 
+    Returns:
+      The dialogues as they are in the JSON. Of a message, only the role of the last one has been checked.
+
     Raises:
-      ConfigError: it is neither.
+      ConfigError: the text is neither, or is empty, or the last message of a dialogue is from the assistant.
     """
     try:
         value = json_files.parse(text)
@@ -67,8 +70,8 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
     """Writes dialogues as JSONL that a source of kind "messages" reads.
 
     Args:
-      dialogues: the dialogues.
-      path: the file.
+      dialogues: the dialogues, such as `parse_messages` returns.
+      path: the file, which is overwritten.
       media: the folder to which names of media are relative.
       name: the flag and its value, for errors.
 

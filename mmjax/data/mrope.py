@@ -22,12 +22,12 @@ Grids = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 def sample_positions(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]) -> Int[np.ndarray, "N 3"]:
-    """The positions of a sample's tokens, int32.
+    """The positions of a sample's N tokens, int32: time, row and column.
 
     Args:
       sample: the sample; only the places of its media's tokens are read, not the media.
-      grids: the patches of its media.
-      encoders: the specs of encoders and generators.
+      grids: the patches of its media, as in ``SampleMeta.grids``.
+      encoders: the specs of encoders and generators, by name.
 
     Raises:
       ValueError: an image's tokens do not stand together.

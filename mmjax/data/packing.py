@@ -72,7 +72,10 @@ class Packer:
                 raise ConfigError(f"{name}/Packing.buckets=() is not filled in: call fill_buckets first")
 
     def split_over(self, splits: Mapping[str, Split], *, lists: bool = False) -> Packer:
-        """This packer with split rows, and widths that can be split; for `lists` see above."""
+        """A copy of this packer with `splits` (by module) and `lists`, and with widths that can be split.
+
+        Widths of buckets are rounded up (see `rounded`).
+        """
         split = replace(self, splits=dict(splits), lists=lists)
         encoders = {
             name: replace(spec, buckets=split.rounded(name, spec.buckets)) for name, spec in self.encoders.items()
@@ -80,12 +83,17 @@ class Packer:
         return replace(split, encoders=encoders, text=split.rounded("llm", self.text))
 
     def rounded(self, module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Shapes of cells of a module, their widths rounded up so that its ranks can share them; no duplicates."""
+        """(rows per cell, positions per row) shapes of a module, their widths rounded up so that ranks can share them.
+
+        Duplicates are removed. module: "llm", or the name of an encoder or generator.
+        """
         split = self.splits.get(module, UNSPLIT)
         return tuple(dict.fromkeys((rows, split.rounded(width)) for rows, width in buckets))
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:
         """The plan of `step`: microbatch m holds samples m*n … (m+1)*n-1; missing samples leave rows empty.
+
+        metas: metadata of all samples of the step; n is their number over `microbatches`, rounded up.
 
         Raises ConfigError when a sample has no room.
         """
@@ -108,7 +116,9 @@ class Packer:
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
-        """The buckets of each microbatch of a step, by module.
+        """For each microbatch of a step: the index of its bucket in `buckets_of(module)`, by module.
+
+        metas: metadata of all samples of the step, see `plan`.
 
         Buckets are not nested: a costlier one may have fewer or narrower rows. So if the microbatches of a step share a
         bucket, each bucket is tried for all of them.
@@ -135,7 +145,8 @@ class Packer:
         Args:
           metas: metadata of the samples.
           rows: see above.
-          buckets: buckets to use, by module; a module that is not named takes the cheapest that holds every cell.
+          buckets: index of the bucket to use, by module; a module that is not named takes the cheapest that holds every
+            cell.
           apart: whether each sample gets a separate LLM row, in the `widest` bucket.
 
         Raises:
@@ -178,12 +189,12 @@ class Packer:
         return [metas[samples.start : samples.stop] for samples in ranges]
 
     def buckets_of(self, module: str) -> tuple[tuple[int, int], ...]:
-        """The (rows per cell, positions per row) shapes of a module."""
+        """The (rows per cell, positions per row) shapes of a module; () for "llm" if each sample has a separate row."""
         return self.text if module == "llm" else self.encoders[module].buckets
 
     @property
     def bucket_counts(self) -> dict[str, int]:
-        """Number of buckets of each encoder, and of the LLM where its rows are packed."""
+        """Number of buckets of each encoder and generator, and of "llm" where its rows are packed, by module."""
         counts = {name: len(spec.buckets) for name, spec in self.encoders.items()}
         return {**counts, "llm": len(self.text)} if self.text else counts
 
@@ -196,7 +207,10 @@ class Packer:
 
     @property
     def widest(self) -> int:
-        """The LLM's bucket with the longest rows; if there are several, the one with the most rows."""
+        """Index in `text` of the bucket with the longest rows; if there are several, of the one with the most rows.
+
+        Raises ValueError if `text` is empty.
+        """
         return max(range(len(self.text)), key=lambda i: self.text[i][::-1])
 
     def _plan_apart(self, count: int, per_cell: int) -> TextPlan:
@@ -254,7 +268,15 @@ class Packer:
     ) -> Microbatch:
         """The microbatch of a plan, in `process_rows` (all by default).
 
-        `samples` is by place in the plan, and has at least the samples and media of `MicrobatchPlan.needed`.
+        An input of which all rows are filled is a NumPy array, any other a `PartialArray`.
+
+        Args:
+          plan: the plan.
+          samples: by place in `plan.metas`, at least the samples and media of `plan.needed(process_rows)`.
+          process_rows: the rows to fill; None for all.
+
+        Raises:
+          ValueError: a sample's placeholders and the tokens of its media differ in number.
         """
         inputs = {module: self._filling.rows(module, plan, samples, process_rows) for module in ("llm", *self.encoders)}
         # Generation reads prompts token by token, on ranks that have whole rows; so the LLM's tokens keep their order.
@@ -267,7 +289,10 @@ class Packer:
         return Microbatch(inputs=arrays, bucket=plan.bucket)
 
     def context_work(self, plan: MicrobatchPlan) -> dict[str, Int[np.ndarray, "C K"]]:
-        """Number of keys that the tokens of each rank see, by cell, for each module with context parallelism."""
+        """Number of keys that the tokens of each rank see, by cell, for each module with context parallelism.
+
+        By module: C cells, K ranks. A module whose rows are not split is absent.
+        """
         no_rows, work = ProcessRows(cells={}), {}
         for name, split in self.splits.items():
             if split.ranks > 1:
@@ -292,7 +317,7 @@ class Packer:
         return with_one_reader(self._pointers) if self.lists else ()
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
-        """The batch of `step` in all rows, from samples with all media; see `plan`."""
+        """The batch of `step` in all rows, from all samples of the step with all their media; see `plan` for errors."""
         plan, remaining = self.plan(step, [self._meta(sample) for sample in samples]), iter(samples)
         return plan.batch(
             [self.fill(part, dict(enumerate(islice(remaining, len(part.metas))))) for part in plan.microbatches]
@@ -304,7 +329,16 @@ class Packer:
         return self.fill(plan, dict(enumerate(samples)))
 
     def media(self, name: str, plan: MicrobatchPlan, patches_RTE: np.ndarray) -> dict[int, tuple[np.ndarray, ...]]:
-        """The media of each sample, from the patches of all rows of encoder or generator `name`."""
+        """The media of each sample, float arrays [*size, channels], by place in `plan.metas`, in order of appearance.
+
+        Args:
+          name: the encoder or generator.
+          plan: the plan of the microbatch.
+          patches_RTE: its patches in all rows, in the order of the ranks, as inputs of the microbatch have them.
+
+        Returns:
+          The media; a sample without media of `name` is absent.
+        """
         spec, part, media = self.encoders[name], plan.encoders[name], dict[int, list[np.ndarray]]()
         rows = spec.buckets[part.bucket][0]
         if (split := self.splits.get(name, UNSPLIT)).permutes:

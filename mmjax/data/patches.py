@@ -35,7 +35,10 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
 
 
 def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The medium, channels last, that `patchify` cuts into these patches; `grid` is their number along every axis."""
+    """The medium, channels last, that `patchify` cuts into these patches.
+
+    grid: number of patches along every axis, multiples of merge.
+    """
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // k for side in grid]
     cut = patches_NE.reshape(*blocks, *[k] * spec.axes, *[p] * spec.axes, spec.channels)
@@ -52,14 +55,17 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
 
 
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """The float32 inputs that are made from media, and the shape of each for one patch."""
+    """The shape for one patch of each float32 input that is made from media, by name: "patches" is (E,).
+
+    A generator also has "targets" (E,), "times" () and "weights" ().
+    """
     values = (spec.patch_values,)
     drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
     return {"patches": values} | (drawn if spec.drawn else {})
 
 
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
-    """The inputs of `patch_shapes` [N, ...] for medium `number` of encoder or generator `name`.
+    """The inputs of `patch_shapes` [N, ...], by name, for medium `number` (from 0) of encoder or generator `name`.
 
     A generator sees x_t = (1 - t) x + t noise and predicts noise - x (see `mmjax.models.dit`). If the sample has no
     noise for it, all inputs are 0, also the weights.

@@ -32,7 +32,10 @@ class Piece:
     weight: float = 0.0
 
     def coded(self, tokenizer: Tokenizer) -> str | int:
-        """The text of the piece, or the id of its special token."""
+        """The text of the piece ("" for an "answer"), or the id of its special token or of its encoder's placeholder.
+
+        A "bos" is "" if the tokenizer has none.
+        """
         if self.kind == "medium":
             return tokenizer.media_token(self.text)
         special = {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind)
@@ -40,7 +43,10 @@ class Piece:
 
 
 class Marks:
-    """Puts marks for media into the text for a folder's template, and media in place of the marks in its output."""
+    """Puts marks for media into the text for a folder's template, and media in place of the marks in its output.
+
+    Call `written` once for each turn, in order, and then `pieces`.
+    """
 
     def __init__(self, tokenizer: Tokenizer, media: DialogueMedia, template: FolderTemplate):
         self._tokenizer, self._media, self._template = tokenizer, media, template
@@ -48,7 +54,11 @@ class Marks:
         self._queues: dict[str, list[Piece]] = {mark: [] for mark in (template.image, MEDIUM) if mark}
 
     def written(self, number: int) -> str:
-        """A turn's text, with the folder's image token in place of its images, and ``MEDIUM`` of other media."""
+        """The text of turn `number` (from 0) for the template.
+
+        The folder's image token stands in place of images, and ``MEDIUM`` in place of other media. Raises ValueError if
+        the turn's own text holds the image token.
+        """
         image, text = self._template.image, ""
         for piece in self._media.of_turn(number):
             if piece.kind == "medium":
@@ -82,6 +92,14 @@ class Marks:
 
 
 def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Template, system: str) -> list[Piece]:
+    """The pieces of a dialogue as `template` writes it, with an "answer" piece where the last answer begins.
+
+    Args:
+      media: the media of the same turns; they are handed out.
+      turns: turns that `chat.require_writable` accepts.
+      template: writes the text around the turns.
+      system: the system prompt; "" for none.
+    """
     begin = _around(template.system, [Piece(text=system)]) if system else []
     pieces: list[Piece] = [] if SYSTEM in template.question else begin
     first, last = media.first_question, last_answer(turns)
@@ -99,7 +117,19 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
 
 
 class DialogueMedia:
-    """Hands out the media of a dialogue in the order in which its text has them."""
+    """Hands out the media of a dialogue in the order in which its text has them.
+
+    Args:
+      encoders: specs of encoders and generators, by name.
+      counts: number of LLM tokens of each medium, by encoder.
+      turns: the turns.
+
+    Attributes:
+      first_question: the number of the user's first turn, from 0; media without a mark come there.
+
+    Raises:
+      ValueError: there are more marks than media, or media without a mark would come after one with a mark.
+    """
 
     def __init__(self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Sequence[Turn]):
         self._turns, self._by_mark = turns, {encoders[name].mark: name for name in counts}
@@ -118,7 +148,7 @@ class DialogueMedia:
 
     @property
     def before(self) -> dict[str, int]:
-        """Number of media of each encoder before the last answer."""
+        """Number of media of each encoder before the last answer, by the encoders of `counts`."""
         turns = self._turns[: last_answer(self._turns)]
         marks = {name: sum(turn.text.count(mark) for turn in turns) for mark, name in self._by_mark.items()}
         return {name: count + len(self._unmarked[name]) for name, count in marks.items()}
@@ -126,10 +156,10 @@ class DialogueMedia:
     def of_turn(
         self, number: int, *, numbered: bool = False, transform: Callable[[str], str] = lambda text: text
     ) -> list[Piece]:
-        """The pieces of a turn's text, the next media in place of its marks.
+        """The pieces of a turn's text, the next media in place of its marks. Call it once for each turn, in order.
 
         Args:
-          number: the turn's number.
+          number: the turn's number, from 0.
           numbered: whether to write its number before each medium without a mark.
           transform: changes the text.
         """

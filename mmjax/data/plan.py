@@ -72,20 +72,26 @@ class MicrobatchPlan:
 
     @property
     def bucket(self) -> dict[str, int]:
-        """Index of the static shape of each encoder, and of the LLM where it has several."""
+        """Index of the static shape, by module: encoders and generators, and "llm" where its rows are packed."""
         indices = {name: part.bucket for name, part in self.encoders.items()}
         return indices if self.llm.bucket is None else {**indices, "llm": self.llm.bucket}
 
     def cell(self, cell: int) -> range:
-        """The samples of a cell, by their place in `metas`."""
+        """The samples of cell number `cell`, as places in `metas`; an empty range for a cell without samples."""
         return cell_range(cell, self.samples_per_cell, len(self.metas))
 
     def segments(self, module: str, cell: int) -> list[int]:
-        """Positions that each of a module's segments in a cell takes."""
+        """Positions that each of a module's segments in a cell takes.
+
+        "llm" has a segment for each sample, an encoder or generator for each medium.
+        """
         return [n for sample in self.cell(cell) for n in self.metas[sample].segments(module)]
 
     def media(self, encoder: str, cell: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """The media of `encoder` in a cell: sample, number in that sample, and patches along every axis."""
+        """The media of `encoder` in a cell: (sample, number in that sample, patches along every axis) of each.
+
+        A sample is its place in `metas`.
+        """
         samples = ((sample, self.metas[sample].grids.get(encoder, ())) for sample in self.cell(cell))
         return [(sample, number, grid) for sample, grids in samples for number, grid in enumerate(grids)]
 
@@ -95,7 +101,10 @@ class MicrobatchPlan:
         return frozenset(sample for cell in cells for sample in self.cell(cell))
 
     def needed(self, process_rows: ProcessRows | None) -> dict[int, frozenset[str]]:
-        """The samples needed to fill `process_rows` (``None``: all), by place, with the encoders of needed media."""
+        """The samples needed to fill `process_rows` (``None``: all): for each, the encoders whose media must be opened.
+
+        Keys are places in `metas`, ascending. A sample has an empty set if only its text is needed.
+        """
         # The LLM's segments follow from lengths alone, and so do positions of a single axis.
         named = (
             *(["positions"] if self.llm.axes > 1 else []),
@@ -128,7 +137,7 @@ class StepPlan:
     counts: Mapping[str, int]
 
     def batch(self, filled: Sequence[Microbatch]) -> StepBatch:
-        """The step's batch, its microbatches filled in."""
+        """The step's batch; `filled` has the microbatch of each plan in `microbatches`, in order."""
         return StepBatch(
             step=self.step,
             microbatches=tuple(filled),
@@ -143,5 +152,5 @@ def cell_range(cell: int, per_cell: int, count: int) -> range:
 
 
 def patches_of(meta: SampleMeta, encoder: str) -> int:
-    """All patches of a sample's media of one encoder."""
+    """Number of patches of all of a sample's media of one encoder; 0 if it has none."""
     return sum(prod(grid) for grid in meta.grids.get(encoder, ()))

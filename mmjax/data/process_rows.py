@@ -27,7 +27,10 @@ class ProcessRows:
 
     @classmethod
     def in_turns(cls, turns: Sequence[ProcessRows]) -> ProcessRows:
-        """The rows of microbatches that differ in turn; with a single turn, the same rows of all."""
+        """The rows of microbatches that differ in turn: microbatch m reads `turns[m mod len(turns)]`.
+
+        With a single turn, it is returned itself.
+        """
         if len(turns) == 1:
             return turns[0]
         cells: dict[str, dict[str, set[int]]] = {}
@@ -53,7 +56,8 @@ def wanted_cells(process_rows: ProcessRows | None, module: str, name: str, count
 class PartialArray:
     """An array over all rows of a microbatch that holds only the rows of some cells.
 
-    Indexing absent rows raises IndexError. Converted to a NumPy array, it has zeros in their place.
+    Index it by a slice of rows, perhaps with indices of further axes; absent rows raise IndexError. Converted to a
+    NumPy array, it has zeros in their place.
 
     Attributes:
       shape: shape of the array with all rows.
@@ -72,24 +76,27 @@ class PartialArray:
     def full(
         cls, cells: Sequence[int], shape: tuple[int, ...], count: int, *, value: float = 0, dtype: Any = np.int32
     ) -> PartialArray:
-        """An array with `value` in every element of the rows of `cells`."""
+        """An array with `value` in every element of the rows of `cells`; the rows of other cells are absent.
+
+        shape: of the array with all rows, a multiple of `count`, the number of all cells.
+        """
         rows = shape[0] // count * len(cells)
         return cls(cells, shape, count, np.full((rows, *shape[1:]), value, dtype))
 
     @property
     def rows(self) -> np.ndarray:
-        """The numbers of the present rows."""
+        """The numbers of the present rows, int64, in the order of `local_rows`."""
         cells_N1 = np.asarray(self.cells, np.int64)[:, None]
         return (cells_N1 * self._per_cell + np.arange(self._per_cell)).reshape(-1)
 
     def row(self, row: int) -> np.ndarray | None:
-        """A writable view of one row; `None` if it is absent."""
+        """A writable view of one row, by its number among all rows; `None` if it is absent."""
         cell, within = divmod(row, self._per_cell)
         place = self._place.get(cell)
         return None if place is None else self.local_rows[place * self._per_cell + within]
 
     def simplified(self) -> Any:
-        """The NumPy array if all rows are present, else this object."""
+        """`local_rows`, a NumPy array, if all rows are present; else this object."""
         return self.local_rows if self.local_rows.shape == self.shape else self
 
     def __getitem__(self, index: Any) -> np.ndarray:

@@ -70,9 +70,9 @@ def encode_dialogue(
       tokenizer: the tokenizer.
       encoders: specs of encoders and generators.
       counts: number of LLM tokens of each medium, by encoder.
-      turns: the turns.
+      turns: `Turn`s in order; a pair of texts is a question and its answer. There is at least one.
       template: writes the text around the turns.
-      system: the system prompt.
+      system: the system prompt; "" for none.
       tools: descriptions of the tools that the model may call.
 
     Raises:
@@ -174,7 +174,10 @@ def _encode_pieces(
 
 
 def answer_text(tokenizer: Tokenizer, sample: Sample, tokens: Sequence[int]) -> str:
-    """The text of a model's answer to `sample`; `tokens`: the tokens with which the model continues the prompt."""
+    """The text of a model's answer to `sample`, up to the template's text after an answer.
+
+    tokens: the ids with which the model continues the prompt; ids of `tokenizer.stops` in them become no text.
+    """
     tokens, stop = list(tokens), sample.tail.strip()
     ending = tokenizer.token(stop) if stop else None
     tokens = tokens[: tokens.index(ending)] if ending in tokens else tokens
@@ -189,7 +192,11 @@ def answer_text(tokenizer: Tokenizer, sample: Sample, tokens: Sequence[int]) -> 
 
 
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
-    """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`."""
+    """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`.
+
+    sizes: by encoder, the size of each medium without channels, such as (height, width). Raises ValueError as
+    `encode_dialogue`.
+    """
     encoded = encode_dialogue(tokenizer, encoders, _counts(encoders, sizes), turns)
     sizes = {name: sizes_of for name, sizes_of in sizes.items() if len(sizes_of)}
     weight = loss_weight(np.asarray(encoded.weights, np.float32))
@@ -197,7 +204,7 @@ def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes:
 
 
 def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
-    """The metadata of a sample that has all its media."""
+    """The metadata of a sample that has all its media, `learned` among them."""
     sizes = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in sample.media.items()}
     learned, weight = int(np.count_nonzero(sample.loss_weights)), loss_weight(sample.loss_weights)
     return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned)
@@ -223,7 +230,7 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
 def loss_weight(weights: np.ndarray) -> float:
     """A sample's part of the loss denominator: the sum of the weights of all tokens except the first.
 
-    The first token is never predicted.
+    The first token is never predicted. weights: float [n], the weight of each token, such as `Sample.loss_weights`.
     """
     return float(weights[1:].sum())
 
@@ -248,10 +255,13 @@ def build_sample(
       tokenizer: the tokenizer.
       encoders: specs of encoders and generators.
       media: media by encoder, float32, sides multiples of spec.block.
-      turns: questions and answers.
-      sizes: sizes of all media, if some encoders' media are not opened.
-      labels: the text that can be read or heard in each medium.
+      turns: as in `encode_dialogue`, with an answer at the end.
+      sizes: sizes of all media, if some encoders' media are not opened; its order of encoders is that of the text.
+      labels: by encoder, the text that can be read or heard in each medium.
       kind: the kind of the last question.
+
+    Raises:
+      ValueError: there are more marks than media.
     """
     turns = as_turns(turns)
     opened = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in media.items()}
@@ -280,7 +290,10 @@ def build_sample(
 
 
 def prompt_only(sample: Sample) -> Sample:
-    """`sample` up to the answer to its last question, where decoding begins."""
+    """A copy of `sample` that ends where the answer to its last question begins, and decoding.
+
+    It has no media behind that place, and its loss weights are 0. `answer` and other texts stay.
+    """
     tokens = sample.prompt_tokens if len(sample.prompt_tokens) else sample.tokens[: sample.prompt]
     media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
     tiled = {name: _tiled(images, len(media.get(name, ()))) for name, images in sample.tiled.items()}

@@ -23,7 +23,7 @@ SEND = "send_"
 
 
 def send_list(target: str) -> str:
-    """The name of the source module's input that lists the tokens which the ranks of module `target` read."""
+    """The name of the source module's input that lists the tokens which the ranks of `target` read: "send_<target>"."""
     return f"{SEND}{target}"
 
 
@@ -40,7 +40,7 @@ def list_length(pointers: Pointers, inputs: Mapping[str, Mapping[str, Any]], spl
 
     Args:
       pointers: the input that points at the tokens.
-      inputs: arrays or shapes of a microbatch, by module and name.
+      inputs: arrays or shapes of a microbatch, by module and name; only their `shape` is read.
       split: how the rows of the target module are split.
       cells: number of cells of the microbatch.
     """
@@ -52,7 +52,14 @@ def list_length(pointers: Pointers, inputs: Mapping[str, Mapping[str, Any]], spl
 def list_shapes(
     pointers: Sequence[Pointers], inputs: Mapping[str, Mapping[str, Any]], splits: Mapping[str, Split], cells: int
 ) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Name and shape [C, P·N] of each send list that is shorter than all tokens, by source module."""
+    """(name, shape [C, P·N]) of each send list that is shorter than all tokens, by source module.
+
+    Args:
+      pointers: the pointers whose tokens may go by lists.
+      inputs: arrays or shapes of a microbatch, by module and name.
+      splits: how rows are split, by module.
+      cells: number of cells of the microbatch.
+    """
     shapes = {}
     for pointer in pointers:
         split = splits.get(pointer.module, UNSPLIT)
@@ -69,7 +76,8 @@ def longest_lists(
 ) -> dict[str, tuple[str, tuple[int, int]]]:
     """`list_shapes` of the longest lists, for all pairs of a bucket of the source and a bucket of the target.
 
-    inputs_by_bucket: arrays or shapes of a microbatch by module and name, for each bucket.
+    inputs_by_bucket: arrays or shapes of a microbatch by module and name, for each bucket. Other arguments are as in
+    `list_shapes`.
     """
     longest: dict[str, tuple[str, tuple[int, int]]] = {}
     for pointer, source_inputs, target_inputs in product(pointers, inputs_by_bucket, inputs_by_bucket):

@@ -21,7 +21,7 @@ _MOUNT = Path("/dev/shm")
 
 
 def spread_out(batch: StepBatch) -> dict[str, Any]:
-    """`batch` as JSON and a list of arrays. Runs in the worker."""
+    """`batch` as {"batch": JSON text, "arrays": list of contiguous arrays}. Runs in the worker."""
     arrays: list[np.ndarray] = []
 
     def place(array: np.ndarray) -> list[Any]:
@@ -52,5 +52,8 @@ def _claim(array: np.ndarray) -> np.ndarray:
 
 
 def has_room(bytes_needed: int) -> bool:
-    """Whether so much shared memory is free. In many containers it is not, and a worker that writes to it dies."""
+    """Whether so many bytes of shared memory are free.
+
+    In many containers they are not, and a worker that writes to them dies.
+    """
     return _MOUNT.is_dir() and shutil.disk_usage(_MOUNT).free >= bytes_needed

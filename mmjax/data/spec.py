@@ -19,7 +19,18 @@ from mmjax.data.sources.known_records import KnownRecords
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """The parts of a configuration that batches depend on."""
+    """The parts of a configuration that batches depend on.
+
+    Attributes:
+      data: the data's configuration.
+      packer: the run's packer.
+      seed: the run's seed.
+      global_batch: samples of a step.
+      order: reorders the samples of a step; None leaves them as they come.
+      task: settings of the task; None for its defaults.
+      sources: the configuration of each of `data.sources`, by name.
+      known: the records of each of them that the run knows; see `make_source`.
+    """
 
     data: DataConfig
     packer: Packer
@@ -33,7 +44,7 @@ class DataSpec:
     def maker(self, source: Source | None = None, process_rows: ProcessRows | None = None) -> StepMaker:
         """The maker of the batches, which fills in `process_rows` (all by default).
 
-        Raises ConfigError if the data cannot be read.
+        source: the samples of split "train"; by default they are opened. Raises ConfigError if the data cannot be read.
         """
         source = source or make_source(
             self.data,
@@ -53,10 +64,10 @@ class DataSpec:
         )
 
     def to_json(self) -> Any:
-        """The spec as JSON, for another process of this host."""
+        """The spec as a value of JSON (see `tree.write`), for another process of this host."""
         return tree.write({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def from_json(cls, value: Any) -> DataSpec:
-        """The spec that `to_json` wrote."""
+        """The spec that `to_json` wrote as this JSON. Raises ValueError if it is malformed."""
         return cls(**tree.read(value))

@@ -71,11 +71,16 @@ class Split:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The inputs that determine the order of tokens."""
+        """The names of the module's inputs that determine the order of tokens; "segments" is always one."""
         return frozenset(name for _, mask in self.masks for name in mask.input_names if name != "order") | {"segments"}
 
     def order(self, inputs: Mapping[str, PartialArray]) -> Order:
-        """The order of tokens by rank, for each row. Rows that lack an input of `reads` keep their order."""
+        """The order of tokens by rank, int32 [R, T]: the original place of the token at each place of each row.
+
+        Rows that lack an input of `reads` keep their order.
+
+        inputs: the module's inputs by name, with all rows of "segments".
+        """
         rows, width = inputs["segments"].shape
         order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
         for number in range(rows):
@@ -85,7 +90,7 @@ class Split:
         return order_RT
 
     def order_of_row(self, row: Row) -> Int[np.ndarray, " T"]:
-        """The order of the tokens of one row, from its inputs `reads`."""
+        """The order of the tokens of one row, int32: the original place of each token. `row` as in `pairs`."""
         return np.argsort(self._distributed(row)[1], kind="stable").astype(np.int32)
 
     def work(self, inputs: Mapping[str, PartialArray]) -> Int[np.ndarray, "R K"]:
@@ -103,7 +108,10 @@ class Split:
         return busiest_over_mean(self.work({"segments": segments}))
 
     def pairs(self, row: Row) -> Int[np.ndarray, " T"]:
-        """Number of keys that each token of a row sees, summed over layers; padding sees none."""
+        """Number of keys that each token of a row sees, summed over layers; padding sees none.
+
+        row: the row's inputs by name, "segments" [T] and, for masks that read others, those of `reads`.
+        """
         has_inputs = self.reads <= row.keys()
         masks = self.masks if has_inputs else [(layers, _by_segments_alone(mask)) for layers, mask in self.masks]
         counted = [layers * pairs_of(mask, row).key_counts() for layers, mask in masks]
@@ -190,7 +198,9 @@ def put_in_order(
     process_rows: ProcessRows | None,
     fixed: frozenset[str] = frozenset(),
 ) -> dict[str, Arrays]:
-    """A microbatch's inputs with the columns of rows in the order of the ranks.
+    """A microbatch's inputs with the columns of rows in the order of the ranks, as new dicts.
+
+    Each module whose tokens change places has the input "order" in addition.
 
     Args:
       inputs: by module and name. Wanted rows, rows that point at them and rows at which they point have all inputs that
@@ -248,7 +258,7 @@ def _renumbered(array: PartialArray, order_RT: Order) -> PartialArray:
 
 
 def restored(values_RT: np.ndarray, order_RT: Order) -> np.ndarray:
-    """Values of tokens, `[R, T, ...]`, at the original places of the tokens."""
+    """A copy of values of tokens, `[R, T, ...]` in the order `order_RT`, at the original places of the tokens."""
     result = np.empty_like(values_RT)
     np.put_along_axis(result, order_RT.reshape(*order_RT.shape, *[1] * (values_RT.ndim - 2)), values_RT, axis=1)
     return result

@@ -68,7 +68,7 @@ def arrange(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], images: Sequenc
     Args:
       spec: the spec of their encoder.
       grids: patches along every axis of each of their media.
-      images: how each image was cut.
+      images: how each image was cut; ignored without ``spec.newline``, where each token has one place, in order.
 
     Raises:
       ValueError: the media do not agree with ``images``.

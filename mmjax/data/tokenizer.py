@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
         ...
 
     def shown(self, ids: Sequence[int]) -> str:
-        """The text of `ids` for people to read, special ids by name."""
+        """The text of `ids` for people to read, special ids by name, such as "<eos>" or "<259>"."""
         ...
 
 
@@ -93,7 +93,7 @@ def _media_token(ids: dict[str, int], encoder: str) -> int:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0–255, then pad, bos, eos and the placeholders in the order of `encoders`."""
+    """A `Tokenizer`: UTF-8 bytes as ids 0–255, then pad, bos, eos and the placeholders in the order of `encoders`."""
 
     def __init__(self, encoders: Sequence[str]):
         self.bos: int | None = 257
@@ -102,9 +102,11 @@ class ByteTokenizer:
         self.vocab_size, self.table_size = 259 + len(self._media), 259
 
     def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`, without bos and eos."""
         return list(text.encode("utf-8"))
 
     def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
+        """Encodes consecutive texts and special ids; see `Tokenizer`. A special id is a NUL in the result's text."""
         texts = [piece if isinstance(piece, str) else "\0" for piece in pieces]
         text, starts = "".join(texts), np.cumsum([0, *map(len, texts)])
         ids = [i for piece in pieces for i in (self.encode(piece) if isinstance(piece, str) else (piece,))]
@@ -113,22 +115,27 @@ class ByteTokenizer:
         return Encoded(text=text, starts=starts, ids=np.asarray(ids, int), spans=np.stack([firsts, firsts + 1], 1))
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of the bytes in `ids`, U+FFFD for malformed UTF-8; special ids are left out."""
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def token(self, text: str) -> int | None:
+        """None: no text is always a single token."""
         return None
 
     def media_token(self, encoder: str) -> int:
+        """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         return _media_token(self._media, encoder)
 
     def shown(self, ids: Sequence[int]) -> str:
+        """The text of `ids` for people to read, special ids by name: "<pad>", "<bos>", "<eos>" or "<259>"."""
         return _shown(self, ids, 256, self.decode)
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Missing special tokens and the placeholders get ids after its own vocabulary.
+    """The `Tokenizer` of a `tokenizer.json`.
 
-    Its settings for truncation and padding are ignored.
+    Missing special tokens and the placeholders get ids after its own vocabulary. Its settings for truncation and
+    padding are ignored.
 
     Args:
       path: the file.
@@ -224,9 +231,14 @@ class FileTokenizer:
         return marks | invented, {self._tokenizer.token_to_id(text): i for i, text in invented.items()}
 
     def encode(self, text: str) -> list[int]:
+        """The token ids of `text`, without bos and eos."""
         return self.encode_whole([text]).ids.tolist()
 
     def encode_whole(self, pieces: Sequence[str | int]) -> Encoded:
+        """Encodes consecutive texts and special ids; see `Tokenizer`.
+
+        Raises KeyError for an id other than `bos`, `eos` and placeholders.
+        """
         texts = [
             piece.replace(self._OPEN, "\N{REPLACEMENT CHARACTER}") if isinstance(piece, str) else self._marks[piece]
             for piece in pieces
@@ -240,17 +252,21 @@ class FileTokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; special ids are left out."""
         special = {self.pad, self.bos, *self.stops}
         text = [int(i) for i in ids if 0 <= i < self._text_size and int(i) not in special]
         return self._tokenizer.decode(text, skip_special_tokens=True)
 
     def token(self, text: str) -> int | None:
+        """The id of an added token with this text, such as "<|im_end|>"; None if there is none."""
         return self._added.get(text)
 
     def media_token(self, encoder: str) -> int:
+        """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         return _media_token(self._media, encoder)
 
     def shown(self, ids: Sequence[int]) -> str:
+        """The text of `ids` for people to read, special tokens by their texts, ids without a text by name."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         return _shown(self, ids, self._text_size, decode)
 
@@ -332,7 +348,11 @@ def _add_new(tokenizer: Any, texts: Sequence[str]) -> None:
 
 
 def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
-    """A file's or folder's tokenizer as an object of the library; a folder's has all tokens that its files name."""
+    """The tokenizer of a `tokenizer.json` or of a folder with one, as a `tokenizers.Tokenizer`.
+
+    A folder's has all tokens that the folder's files name. The texts `new` become single tokens. Raises ConfigError if
+    a file cannot be read.
+    """
     if Path(path).is_dir():
         special = read_special_tokens(path)
         loaded = _load(Path(path) / TOKENIZER, special.added)
@@ -348,6 +368,9 @@ def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Seq
 
     If `path` is a folder, its image token is the placeholder of the encoder `image`. The texts `new` become single
     tokens.
+
+    Raises:
+      ConfigError: the tokenizer cannot be read, or `new` is set without a path.
     """
     fix = "bytes have no tokens of their own; name a tokenizer.json, or a folder with one, in Data.tokenizer"
     require(bool(path) or not new, "Data.new_tokens", tuple(new), fix)

@@ -34,7 +34,10 @@ Fetch = Callable[[list[Any]], np.ndarray]
 
 
 def write(value: object, place: Place | None = None) -> Any:
-    """`value` as JSON. Raises TypeError for values that are not listed above, and for arrays without `place`."""
+    """`value` as JSON. `place` stores an array and returns its place as JSON, such as [dtype, shape, offset].
+
+    Raises TypeError for values that are not listed above, and for arrays without `place`.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -56,7 +59,11 @@ def write(value: object, place: Place | None = None) -> Any:
 
 
 def read(value: Any, fetch: Fetch | None = None) -> Any:
-    """The value that `write` wrote as this JSON. Raises ValueError for anything that `write` does not write."""
+    """The value that `write` wrote as this JSON; lists and mappings have become tuples and dicts.
+
+    fetch: returns the array at a place. Raises ValueError for anything that `write` does not write, and for places
+    without `fetch`.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if not isinstance(value, dict) or len(value) != 1:
@@ -98,7 +105,7 @@ def _partial_array(parts: list[Any], fetch: Fetch) -> PartialArray:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether `value` can be the shape of an array: few numbers, none of them long."""
+    """Whether `value` can be the shape of an array: a list of at most `MOST_AXES` ints from 0 to `MOST_SIDE`."""
     legal = isinstance(value, list) and len(value) <= MOST_AXES
     return legal and all(type(side) is int and 0 <= side <= MOST_SIDE for side in value)
 

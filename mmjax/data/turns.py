@@ -36,12 +36,12 @@ class Turn:
 
     @property
     def learned(self) -> float:
-        """The loss weight of its tokens."""
+        """The loss weight of its tokens: `weight` of an answer, else 0."""
         return self.weight if self.is_answer else 0.0
 
     @property
     def meaningful(self) -> tuple[str, ...]:
-        """Those of its keys that are in `MEANINGFUL`."""
+        """The names in `MEANINGFUL` for which `keys` has a value other than an empty one."""
         return tuple(key for key in MEANINGFUL if self.keys.get(key))
 
 
@@ -50,7 +50,7 @@ Turns = Sequence[Turn | tuple[str, str]]
 
 
 def as_turns(turns: Iterable[Turn | tuple[str, str]]) -> tuple[Turn, ...]:
-    """Turns with a question and an answer in place of each pair."""
+    """The same turns, with a `Turn` of the user and one of the assistant in place of each (question, answer) pair."""
     result: list[Turn] = []
     for turn in turns:
         if isinstance(turn, Turn):
@@ -62,14 +62,14 @@ def as_turns(turns: Iterable[Turn | tuple[str, str]]) -> tuple[Turn, ...]:
 
 
 def is_prompt(turns: Sequence[Turn]) -> bool:
-    """Whether the dialogue ends before an answer, which is to be generated."""
+    """Whether the dialogue, of at least one turn, ends before an answer, which is to be generated."""
     return not turns[-1].is_answer
 
 
 def last_answer(turns: Sequence[Turn]) -> int:
-    """The number of the last learned answer, or of the last answer if none is learned.
+    """The number, from 0, of the last learned answer, or of the last answer if none is learned.
 
-    For a prompt, the number that the answer will have.
+    For a prompt, the number that the answer will have: `len(turns)`.
     """
     answers = [number for number, turn in enumerate(turns) if turn.is_answer]
     if is_prompt(turns) or not answers:
@@ -84,10 +84,10 @@ def last_question(turns: Sequence[Turn]) -> str:
 
 
 def as_text(text: str, mark: str) -> str:
-    """The text with each `mark` changed so that it does not stand for a medium."""
+    """The text with each `mark`, such as "<image>", changed so that it does not stand for a medium."""
     return text.replace(mark, f"{mark[0]}{LITERAL}{mark[1:]}")
 
 
 def without_literals(text: str) -> str:
-    """The text with the marks that `as_text` changed as they were."""
+    """The text before `as_text` changed its marks."""
     return text.replace(LITERAL, "")

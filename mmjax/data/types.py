@@ -68,7 +68,7 @@ class EncoderSpec:
 
     @property
     def blended(self) -> int:
-        """The most tokens whose mean is a place of the LLM's rows."""
+        """The most tokens whose mean is a place of the LLM's rows: 4 where pictures may be resized, else 1."""
         return 4 if self.most_tiles else 1
 
     @property
@@ -93,7 +93,7 @@ class EncoderSpec:
 
     @property
     def mark(self) -> str:
-        """The mark for a medium's place in the text of a question."""
+        """The mark for a medium's place in the text of a question: "<image>", "<recording>" or "<drawing>"."""
         return "<drawing>" if self.drawn else f"<{self.medium}>"
 
     def patches(self, *size: int) -> int:
@@ -151,18 +151,21 @@ class SampleMeta:
         weight: float,
         learned: int = 0,
     ) -> SampleMeta:
-        """The metadata of a sample whose media have these sizes, by encoder and without channels."""
+        """The metadata of a sample whose media have these `sizes`: by encoder, without channels, multiples of `block`.
+
+        encoders: specs of at least the encoders in `sizes`; leave out of `sizes` an encoder without media.
+        """
         grids = {name: tuple(encoders[name].grid(*size) for size in sizes_of) for name, sizes_of in sizes.items()}
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
         return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, learned=learned)
 
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
-        """Per encoder, the patches of each medium."""
+        """Number of patches of each medium, by encoder; an encoder that is not in `grids` is absent."""
         return {name: self.lengths(name) for name in self.grids}
 
     def lengths(self, module: str) -> tuple[int, ...]:
-        """The patches of each of a module's media; the LLM has one length, of all tokens."""
+        """Number of patches of each of a module's media, in order of appearance; (number of tokens,) for "llm"."""
         return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
 
     def segments(self, module: str) -> tuple[int, ...]:

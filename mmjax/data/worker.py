@@ -44,8 +44,10 @@ if __name__ == SPAWNED:
 
 
 def become_main_of_workers() -> None:
-    """Makes data processes import this module as their parent's main module, with signals blocked that their parent
-    handles. Other processes start as before."""
+    """Makes data processes import this module as their parent's main module, with SIGINT and SIGTERM blocked.
+
+    Other processes start as before. Harmless when repeated.
+    """
     quieten_tracker()
     original = spawn.get_preparation_data
     if getattr(original, "serves_workers", False):
@@ -78,7 +80,10 @@ def become_main_of_workers() -> None:
 
 
 def prepare(index: int, count: int) -> None:
-    """Leaves Ctrl-C and SIGTERM to the parent, and ends this process as soon as the parent has ended for any reason."""
+    """Leaves Ctrl-C and SIGTERM to the parent, and ends this process as soon as the parent has ended for any reason.
+
+    It is a `worker_init_fn` of Grain, which passes the worker's index and the number of workers; both are ignored.
+    """
     del index, count
     for number in _LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.data.buckets import Cells, cells_of, choose, compute, look_at, shortest_chain
+from mmjax.data.buckets import Cells, cells_of, choose, compute, plan_some_steps, shortest_chain
 from mmjax.data.config import PackingConfig
 from mmjax.data.first_fit import rows_needed
 from mmjax.data.packing import Packer
@@ -115,7 +115,7 @@ def meta(index: int) -> SampleMeta:
 
 def test_steps_are_looked_at_in_the_run_s_own_order():
     """Eight samples a step, two microbatches of two cells: steps 0, 1, 3, 6, … in cells of two."""
-    plans = look_at(packer(), meta, 8)
+    plans = plan_some_steps(packer(), meta, 8)
     assert len(plans) == 64
     for number, first in ((0, 0), (1, 8), (2, 24), (3, 48)):
         metas = [meta(first + i) for i in range(8)]
@@ -126,7 +126,7 @@ def test_steps_are_looked_at_in_the_run_s_own_order():
         assert cells_of(plans[number : number + 1], "vision", together=False) == media
         assert cells_of(plans[number : number + 1], "llm", together=True) == [[*want[0], *want[1]]]
     wide = packer(encoders={"vision": EncoderSpec(patch=2, buckets=((500, 12),))})
-    assert [len(look_at(wide, meta, size)) for size in (200, 2000)] == [40, 16]
+    assert [len(plan_some_steps(wide, meta, size)) for size in (200, 2000)] == [40, 16]
 
 
 def test_wrong_numbers_of_buckets():

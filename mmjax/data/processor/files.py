@@ -30,13 +30,16 @@ _READ = (
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-    """The object in a file of the folder; {} if there is no such file. Raises ConfigError for anything else in it."""
+    """The JSON object in file `name` of a folder; {} if there is no such file.
+
+    Raises ConfigError for other contents.
+    """
     file = Path(folder) / name
     return read_object(file) if is_there(file) else {}
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether a folder has a tokenizer that can be read. Raises ConfigError if it has one that cannot."""
+    """Whether a folder has a tokenizer.json. Raises ConfigError if it has only a tokenizer that cannot be read."""
     if is_there(Path(folder) / TOKENIZER):
         return True
     if is_there(Path(folder) / _SENTENCEPIECE):
@@ -54,7 +57,7 @@ def is_processor(folder: str) -> bool:
 
 
 def find_chat_template(folder: str) -> tuple[str, str]:
-    """The text of a folder's chat template, and the name of its file; ("", "") without one."""
+    """(text, file name) of a folder's chat template; ("", "") without one. Raises ConfigError for malformed files."""
     if is_there(Path(folder) / _JINJA):
         return read_text(Path(folder) / _JINJA, most=_MOST_TEMPLATE), _JINJA
     for name in (_OLD_JINJA, "tokenizer_config.json"):
@@ -69,7 +72,7 @@ def find_chat_template(folder: str) -> tuple[str, str]:
 
 
 def tokenizer_digest(path: str) -> str:
-    """A hash of a tokenizer's file, or of a folder's files that tokens depend on; "" for no path."""
+    """A hash, 32 hex digits, of a tokenizer's file, or of a folder's files that tokens depend on; "" without files."""
     files = [Path(path) / name for name in _READ] if Path(path).is_dir() else [Path(path)] if path else []
     contents = [file.name.encode() + b"\0" + read_bytes(file) for file in files if is_there(file)]
     return hashlib.blake2b(b"\0".join(contents), digest_size=16).hexdigest() if contents else ""

@@ -56,7 +56,7 @@ FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 
 
 def image_settings(folder: str) -> dict[str, Any]:
-    """Fields of `Source` that a folder decides; {} if it has no rules for images.
+    """Fields of `SourceConfig` that a folder decides, by name, such as "resize"; {} if it has no rules for images.
 
     Raises:
       ConfigError: mmjax has no such rule; the message does not name the folder.

@@ -27,7 +27,7 @@ _NAMES = ("bos_token", "eos_token")
 
 
 class Compiled:
-    """A template that can be rendered."""
+    """A template that can be rendered; `compiled` makes it."""
 
     def __init__(self, template: Any, meter: Meter, place: str):
         self._template, self._meter, self._place = template, meter, place
@@ -35,6 +35,10 @@ class Compiled:
 
     def render(self, *, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
         """The text of messages.
+
+        Args:
+          messages: the messages, with "role", "content" and perhaps other keys.
+          values: other variables of the template, such as `add_generation_prompt` and `bos_token`.
 
         Raises:
           ConfigError: the template exceeds its limits for a short dialogue.
@@ -66,7 +70,10 @@ class Compiled:
 
 @lru_cache(maxsize=16)
 def compiled(source: str, place: str) -> Compiled:
-    """The template, compiled as transformers compiles it. Raises ConfigError if it is not Jinja, or does not end."""
+    """The template with this Jinja `source`, compiled as transformers compiles it.
+
+    place: the name of its file, for errors. Raises ConfigError if it is not Jinja, or does not end.
+    """
     try:
         import jinja2
     except ImportError:

@@ -58,7 +58,7 @@ class SpecialTokens:
 
     @property
     def present(self) -> dict[str, str]:
-        """The texts without empty ones."""
+        """`texts` by name, without tokens that the folder sets to none."""
         return {name: text for name, text in self.texts.items() if text}
 
 

@@ -78,7 +78,7 @@ class FolderTemplate:
     begins: bool = False
 
     def formatted(self, text: str) -> str:
-        """A turn's text as the template writes it."""
+        """A turn's text as the template writes it: without blanks around it if the template removes them."""
         return text.strip() if _strips(self) else text
 
     def takes_parts(self, role: str) -> bool:
@@ -129,13 +129,14 @@ class FolderTemplate:
         """The text of messages.
 
         Args:
-          messages: the messages.
+          messages: dicts with "role", "content" (a string or a list of parts, see `takes_parts`) and any other keys.
           tools: descriptions of tools.
           prompt: whether the text ends with the beginning of an answer.
           keep_marks: whether to keep the marks around generated text.
 
         Raises:
           ValueError: the template refuses them.
+          ConfigError: the template exceeds its limits for a short dialogue.
         """
         import jinja2
 
@@ -288,7 +289,10 @@ class _Messages:
 
 
 def read_template(folder: str) -> FolderTemplate:
-    """The chat template of a folder with a tokenizer. Raises ConfigError if it is missing or cannot be read."""
+    """The chat template of a folder with a tokenizer. Raises ConfigError if it is missing or cannot be read.
+
+    folder: the path of the folder, the value of `Data.tokenizer`.
+    """
     field = "Source.template='folder'"
     if not folder or not Path(folder).is_dir():
         raise ConfigError(

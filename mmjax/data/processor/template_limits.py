@@ -37,7 +37,7 @@ class LimitError(Exception):
 
 
 class Meter(threading.local):
-    """Counts the work of one rendering, in each thread."""
+    """Counts the work of one rendering, in each thread. All methods but `start` raise LimitError beyond a limit."""
 
     def __init__(self) -> None:
         self.start()
@@ -69,7 +69,7 @@ class Meter(threading.local):
             self._look()
 
     def joined(self, pieces: Iterable[str]) -> str:
-        """The pieces as one text."""
+        """The pieces as one text, which is counted."""
         texts, size = [], 0
         for piece in pieces:
             texts.append(piece)
@@ -99,7 +99,7 @@ class Meter(threading.local):
         return value
 
     def operate(self, operator: str, left: Any, right: Any) -> None:
-        """Counts the value of a binary operator."""
+        """Counts the value of a binary operator, "+", "*", "%" or "**", before it is computed."""
         if operator == "+":
             if type(left) is str and type(right) is str:  # nearly all of them
                 self.make(len(left) + len(right))
@@ -121,7 +121,7 @@ class Meter(threading.local):
         self.make(scale * size)
 
     def call(self, called: Any, args: Sequence[Any], keys: Mapping[str, Any]) -> None:
-        """Counts the value of a call."""
+        """Counts a call and the text that it makes if `called` is a method of a string, before it runs."""
         self.step()
         for value in (*args, *keys.values()):
             if isinstance(value, list | tuple | dict):
@@ -148,7 +148,7 @@ class Meter(threading.local):
             self.make(len(text))
 
     def filter(self, name: str, args: Sequence[Any], keys: Mapping[str, Any]) -> None:
-        """Counts the value of a filter; `args` begins with the filtered value."""
+        """Counts the value of filter `name` before it runs; `args` begins with the filtered value."""
         self.step()
         if len(args) == 1 and not keys and type(args[0]) is str:  # nearly all of them
             self.make(len(args[0]))
@@ -175,7 +175,7 @@ class Meter(threading.local):
 
 
 def limited(filters: Mapping[str, Callable[..., Any]], meter: Meter) -> dict[str, Callable[..., Any]]:
-    """Filters that are counted before they run."""
+    """The Jinja `filters`, by name, each counted by `meter` before it runs."""
     return {name: _limited(name, filter, meter) for name, filter in filters.items()}
 
 

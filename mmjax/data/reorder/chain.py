@@ -45,6 +45,14 @@ class Chain:
     ) -> Pipeline:
         """The pipeline of these stages, for steps of `samples` samples.
 
+        The modules whose samples differ are "encoder", and "generator" if there is one: the keys of `Seconds`.
+
+        Args:
+          samples: samples of a step, a multiple of `microbatches`.
+          microbatches: microbatches of a step.
+          dp: number of dp ranks, among which the samples of a microbatch are shared.
+          together, effort: see `Pipeline`.
+
         Raises:
           ScheduleError: the schedule does not fit.
         """

@@ -105,7 +105,10 @@ class Intervals:
         return all(ops[i - 1].microbatch < placed for i in (op, *self._recurrence.ancestors(op)))
 
     def order(self, sizes_CMK: np.ndarray) -> np.ndarray:
-        """The whole units in the order of Alg. 2, for each rank [U, K]; sizes_CMK: the costs of microbatches."""
+        """The numbers of the whole units in the order of Alg. 2, for each of K ranks or cases [U, K].
+
+        sizes_CMK: costs of the microbatches in the order of the data, C in the order of `Recurrence.keys`.
+        """
         units, ranks = self._units, sizes_CMK.shape[-1]
         rising_UK = units.rising(sizes_CMK)
         every, rear = np.arange(ranks), self.rear - units.kept

@@ -18,11 +18,12 @@ Groups = list[list[int]]
 def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
     """Zhang et al., "DistTrain", Alg. 1 with equal rows: largest first, each to the least loaded rank with a free row.
 
-    A rank's samples are in the order of assignment.
-
     Args:
       sizes_S: sizes of the samples, 0 or more.
       rows: rows of each rank; their sum is the number of samples.
+
+    Returns:
+      For each rank, its samples as indices in `sizes_S`, in the order of assignment.
     """
     left = list(rows)
     # A number, with the load above and the rank in the lowest bits, is compared faster than a pair.
@@ -51,7 +52,7 @@ def _whole(sizes_S: np.ndarray) -> np.ndarray:
 
 
 def descending(sizes_S: np.ndarray) -> np.ndarray:
-    """Samples from the largest to the smallest; equal ones in their order."""
+    """Indices of the samples from the largest to the smallest [S]; equal ones in their order."""
     return np.argsort(-sizes_S, kind="stable")
 
 
@@ -59,7 +60,7 @@ def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None 
     """`greedy` (or its result, `groups`), followed by exchanges of samples between the most and the least loaded rank.
 
     Each of at most `exchanges` exchanges brings the two loads as close together as one can. They end when none helps,
-    or at `least_load`. A rank's samples are sorted from the largest to the smallest.
+    or at `least_load`. The result has each rank's samples, from the largest to the smallest; arguments as of `greedy`.
     """
     samples_of = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
     loads = np.array([sizes_S[group].sum() for group in samples_of])
@@ -113,6 +114,9 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
     Args:
       sizes_S: sizes of the samples, 0 or more.
       rows: rows of each rank, by group; their sum is the number of samples.
+
+    Returns:
+      `result[group][rank]` lists samples as indices in `sizes_S`.
     """
     left = descending(sizes_S)
     result: list[Groups] = []
@@ -136,7 +140,13 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
 
 
 def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int) -> Groups:
-    """Cuts a rank's samples into `microbatches` of equal length, with sums as even as `greedy` makes them."""
+    """Cuts a rank's samples into `microbatches` of equal length, with sums as even as `greedy` makes them.
+
+    Args:
+      group: the rank's samples, as indices in `sizes_S`; their number is a multiple of `microbatches`.
+      sizes_S: sizes of all samples.
+      microbatches: number of microbatches.
+    """
     samples = np.array(group, np.int64)
     shares = greedy(sizes_S[samples], [len(group) // microbatches] * microbatches)
     return [samples[share].tolist() for share in shares]

@@ -123,10 +123,17 @@ class Pipeline:
     # ---- interface ---------------------------------------------------------------------------------------------------
 
     def reorder(self, seconds: Seconds, method: str, padded: Padded | None = None) -> Order:
-        """The samples in the order of `method`, one of `METHODS`; each occurs once, and each rank has its `rows`.
+        """The samples in the order of `method`; each occurs once, and each rank has its `rows`.
 
-        padded: gives the costs of microbatches in static shapes, if ranks are together. Without it, a microbatch costs
-        as much as its largest rank's samples.
+        Args:
+          seconds: forward and backward seconds of each sample, float [S, 2] in the order of the data, by module whose
+            samples differ.
+          method: one of `METHODS`: "none", "disttrain" or "best".
+          padded: gives the costs of microbatches in static shapes, if ranks are together. Without it, a microbatch
+            costs as much as its largest rank's samples.
+
+        Returns:
+          `order[rank][microbatch]` is a tuple of samples, as indices in the order of the data.
         """
         if method == "none":
             return self._order(self._original)
@@ -134,12 +141,12 @@ class Pipeline:
         return self._order(find_order(self._work(seconds, padded)))
 
     def makespan(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> float:
-        """Simulated seconds of a step in this order, on its slowest rank."""
+        """Simulated seconds of a step in this order, on its slowest rank; arguments as in `reorder`."""
         lines_CML = self._lines(self._work(seconds, padded), self._slots(order))
         return float(self.recurrence.makespans(lines_CML).max())
 
     def timeline(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> Timeline:
-        """The simulation of a step in this order, op by op; only if ranks are together."""
+        """The simulation of a step in this order, op by op; only if ranks are together. Arguments as in `reorder`."""
         assert self.together, "each rank has a separate timeline"
         table_CM = self._lines(self._work(seconds, padded), self._slots(order))[..., 0]
         overrides = {
@@ -152,7 +159,10 @@ class Pipeline:
         return simulate(schedule, Costs(seconds=costs.seconds, overrides={**costs.overrides, **overrides}))
 
     def loads(self, seconds: Seconds, order: Order) -> np.ndarray:
-        """Seconds of all modules whose samples differ, by dp rank and microbatch [R, M]."""
+        """Seconds of all modules whose samples differ, forward and backward, by dp rank and microbatch [R, M].
+
+        Arguments as in `reorder`.
+        """
         return self._table(self.sizes(seconds), self._slots(order)).sum(axis=0).T
 
     def imbalance(self, seconds: Seconds, order: Order) -> float:
@@ -162,15 +172,15 @@ class Pipeline:
         return float(sum(cells.max() for cells in units) / max(sum(cells.mean() for cells in units), 1e-30))
 
     def least_load(self, seconds: Seconds) -> float:
-        """A lower bound of the largest load of any order."""
+        """A lower bound of the largest load of a rank in a step, in seconds; `seconds` as in `reorder`."""
         return least_load(self.sizes(seconds).sum(axis=0), self._rows_of_step)
 
     def bound(self, seconds: Seconds) -> float:
-        """A lower bound of the makespan of any order."""
+        """A lower bound, in seconds, of the makespan of any order; `seconds` as in `reorder`."""
         return self._bound(self.sizes(seconds))
 
     def sizes(self, seconds: Seconds) -> np.ndarray:
-        """Costs of each sample [C, S], in the order of `recurrence.keys`."""
+        """Seconds of each sample [C, S], C in the order of `recurrence.keys`; `seconds` as in `reorder`."""
         sizes_CS = self._columns(seconds)
         _, exponent = np.frexp(sizes_CS.max(initial=0.0) * sizes_CS.size)
         return np.ldexp(np.rint(np.ldexp(sizes_CS, _BITS - exponent)), exponent - _BITS)

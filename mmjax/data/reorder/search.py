@@ -30,7 +30,7 @@ class Effort:
     patience: int = 6
 
     def rounds_of(self, ops: int) -> int:
-        """Number of rounds for a schedule of `ops` ops."""
+        """Number of rounds for a schedule of `ops` ops: at most `rounds`, and within `timings`."""
         return min(self.rounds, self.timings // max(1, ops * self.cases))
 
 
@@ -41,7 +41,10 @@ class Draws:
         self._state = 0
 
     def below(self, limit: np.ndarray | int, count: int) -> np.ndarray:
-        """`count` numbers from 0 to `limit` - 1."""
+        """The next `count` numbers of the sequence, int64, each from 0 to `limit` - 1.
+
+        limit: one for all numbers, or an array of `count` limits.
+        """
         numbers = np.arange(self._state + 1, self._state + count + 1, dtype=np.uint64)
         self._state += count
         z = numbers * np.uint64(0x9E3779B97F4A7C15)
@@ -60,10 +63,17 @@ def improve(
     enough: float = 0.0,
     effort: Effort | None = None,
 ) -> np.ndarray:
-    """Searches from `order_ML` for an order whose slowest line takes less time.
+    """Searches from `order_ML` for an order whose slowest line takes less time; returns it as a new array [M, L].
 
-    Microbatches, by place in sizes_CI, move inside their line, and are exchanged between the slowest line and other
-    lines of as many rows. The search ends once the slowest line takes `enough` seconds or less.
+    Microbatches move inside their line, and are exchanged between the slowest line and other lines of as many rows.
+
+    Args:
+      recurrence: times the schedule.
+      sizes_CI: seconds of the microbatches, C in the order of `recurrence.keys`.
+      order_ML: the microbatches of each line in the order in which they run, by place in `sizes_CI`.
+      rows_L: rows of each line.
+      enough: the search ends once the slowest line takes so many seconds or less.
+      effort: limits of the search; `Effort()` by default.
     """
     effort = effort or Effort()
     order_ML = order_ML.copy()

@@ -41,7 +41,7 @@ class ModuleCost:
         return positions * sum(self.forward.values()), positions * sum(self.backward.values())
 
     def shares(self) -> dict[str, tuple[float, float]]:
-        """Each stage's share of the module's forward and backward."""
+        """Each stage's shares of the module's forward and of its backward, by stage; each adds up to 1, or is 0."""
         forward, backward = sum(self.forward.values()), sum(self.backward.values())
         return {
             stage: (cost / forward if forward else 0.0, self.backward[stage] / backward if backward else 0.0)
@@ -54,7 +54,7 @@ class Reordered:
     """The order of a step's samples.
 
     Attributes:
-      order: the samples by microbatch, cell and row, as `Packer` takes them.
+      order: the samples by microbatch, cell and row, as `Packer` takes them; a sample is its place in `metas`.
       figures: "imbalance_nominal" and "imbalance_given": nominal seconds of the largest cell of each microbatch (of
         each unit if stages have lanes) over the mean cell's, with and without reordering. "reorder_gain": the step's
         simulated time without reordering over its time with it.
@@ -104,12 +104,12 @@ class StepOrder:
         return Reordered(order=tuple(_flat(reordered, self.microbatches)), figures=figures)
 
     def makespan(self, metas: Sequence[SampleMeta], packer: Packer) -> float:
-        """Simulated time of a step with samples in this order, in the unit of the costs."""
+        """Simulated time of a step with samples in the order of `metas`, in the unit of the costs."""
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         return pipeline.makespan(seconds, pipeline.reorder(seconds, "none"), padded)
 
     def timeline(self, metas: Sequence[SampleMeta], packer: Packer) -> Timeline:
-        """The simulation of a step with samples in this order."""
+        """The simulation of a step with samples in the order of `metas`, op by op."""
         pipeline, seconds, padded = self._pipeline, self.seconds(metas), self._padded(metas, packer)
         return pipeline.timeline(seconds, pipeline.reorder(seconds, "none"), padded)
 
@@ -151,7 +151,10 @@ class StepOrder:
 
 
 def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int, inner: str) -> Schedule:
-    """`make_schedule` of `Train.schedule`. Raises ConfigError if the schedule does not fit the stages."""
+    """The schedule `name`, the value of `Train.schedule`; arguments as of `make_schedule`.
+
+    Raises ConfigError if the schedule does not fit the stages.
+    """
     try:
         return make_schedule(name, graph, microbatches, costs, window=window, inner=inner)
     except ScheduleError as error:

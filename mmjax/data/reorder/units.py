@@ -28,7 +28,7 @@ class Units:
 
     @classmethod
     def of(cls, graph: StageGraph, stages: Iterable[str], microbatches: int) -> Units:
-        """The units of a step: whole turns of the lanes of each of `stages`."""
+        """The units of a step: whole turns of the lanes of each of the stages with the names `stages`."""
         return cls(math.lcm(*(graph.stage(name).lanes for name in stages)), microbatches)
 
     @property
@@ -51,7 +51,7 @@ class Units:
         return range(unit * self.size, min((unit + 1) * self.size, self.microbatches))
 
     def expand(self, order_UK: np.ndarray) -> np.ndarray:
-        """The order of all microbatches [M, K] from an order of the whole units; a shorter unit stays last."""
+        """The order of all microbatches [M, K] from an order of the whole units [U, K]; a shorter unit stays last."""
         order_MK = (order_UK[:, None] * self.size + np.arange(self.size)[:, None]).reshape(-1, order_UK.shape[-1])
         last_M1 = np.arange(len(order_MK), self.microbatches)[:, None]
         return np.concatenate([order_MK, np.repeat(last_M1, order_UK.shape[-1], axis=1)])
@@ -61,7 +61,10 @@ class Units:
         return np.argsort(self.longest(sizes_CMK.sum(axis=0), 1), axis=0, kind="stable")
 
     def longest(self, sizes_MK: np.ndarray, lanes: int) -> np.ndarray:
-        """The largest sum over the microbatches of a lane, in each whole unit [U, K]."""
+        """The largest sum over the microbatches of a lane, in each whole unit [U, K].
+
+        lanes: number of lanes, a divisor of `size`; microbatch m is on lane m mod `lanes`.
+        """
         cases = sizes_MK.shape[-1]
         turns = sizes_MK[: self.whole * self.size].reshape(self.whole, self.size // lanes, lanes, cases)
         return turns.sum(axis=1).max(axis=1)

@@ -27,7 +27,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(field: str, address: str) -> None:
-    """Raises ConfigError unless `address` is grpc+tls://host:port, or grpc://host:port of this host."""
+    """Raises ConfigError unless `address` is grpc+tls://host:port, or grpc://host:port of this host.
+
+    field: the setting or line that has it, for the message.
+    """
     example = "write grpc+tls://host:8815, or grpc://127.0.0.1:8815"
     parts = urlsplit(address)
     try:
@@ -71,7 +74,8 @@ def read_addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
 def read_token(field: str, path: str) -> str:
     """The token in the file `path` or, where none is named, in the environment; "" if there is none.
 
-    Raises ConfigError when the file cannot be read, may be read by others, or holds no token.
+    field: the setting that names the file, for messages. Raises ConfigError when the file cannot be read, may be read
+    by others, or holds no token, and for a malformed token.
     """
     if not path:
         return _checked(f"the environment's {TOKEN}", os.environ.get(TOKEN, ""))
@@ -108,7 +112,10 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes] | None:
 
 
 def read_trusted(path: str) -> bytes | None:
-    """The certificates of `Data.tls_ca`; None for the system's. Raises ConfigError when they cannot be read."""
+    """The bytes (PEM) of the file `path` of `Data.tls_ca`; None for "", the system's certificates.
+
+    Raises ConfigError when they cannot be read.
+    """
     if not path:
         return None
     certificates = _read("Data.tls_ca", path, "the servers' authority")

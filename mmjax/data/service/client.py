@@ -102,7 +102,10 @@ class Server:
         self.outstanding, self.seconds, self.workers, self.lies = 0, 0.0, 1, 0
 
     def probe(self) -> None:
-        """Checks that the server serves this run's configuration. Raises ServerAway and ServerRefuses."""
+        """Checks that the server serves this run's configuration, and sets `workers`.
+
+        Raises ServerAway, or ServerRefuses if the token or the configuration is wrong.
+        """
         health = self._action(protocol.HEALTH)
         workers = health.get("workers")
         self.workers = workers if isinstance(workers, int) and 0 < workers <= 4096 else 1
@@ -112,7 +115,10 @@ class Server:
         raise ServerRefuses(f"serves another configuration: {changes or 'another version of the protocol'}")
 
     def fetch(self, step: int) -> StepBatch:
-        """Requests the batch of `step` and checks it. Raises a ServerError."""
+        """Requests the batch of `step`, checks it and updates `seconds`. Blocks until it is there.
+
+        Raises ServerAway, ServerRefuses, ServerCannot, or ServerLies if the answer is not the batch.
+        """
         begin = time.monotonic()
         wanted = self._wanted
         shard = protocol.write_shard(wanted.process_rows)

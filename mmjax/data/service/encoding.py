@@ -27,7 +27,7 @@ _DTYPE = re.compile(rf"[<>|][{DTYPE_KINDS}]\d\d?")
 
 
 def fill(offsets: BatchOffsets, block: memoryview | mmap.mmap) -> bytes:
-    """Copies the arrays into `block`, of `offsets.size` zero bytes, and returns the header."""
+    """Copies the arrays into `block`, which has `offsets.size` zero bytes, and returns the header (JSON as bytes)."""
     flat = np.frombuffer(block, np.uint8) if offsets.size else np.empty(0, np.uint8)
     for array, offset in offsets.arrays:
         # The assignment copies an array that is not contiguous in C order.
@@ -37,14 +37,14 @@ def fill(offsets: BatchOffsets, block: memoryview | mmap.mmap) -> bytes:
 
 
 def aligned(size: int) -> np.ndarray:
-    """`size` bytes that start at a multiple of 64."""
+    """A uint8 array of `size` uninitialised bytes that start at a multiple of 64 in memory."""
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size]
 
 
 def block_size(header: bytes, most: int) -> int:
-    """The bytes of the block that belongs to `header`. Raises BadBatchError beyond `most`."""
+    """Number of bytes of the block that belongs to `header`. Raises BadBatchError beyond `most` or for no header."""
     size = _parsed(header).get("size")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= most:
         raise BadBatchError(f"a block of {size} bytes, where at most {most} are possible")

@@ -45,7 +45,10 @@ _SETTINGS = {
 
 
 def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
-    """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches."""
+    """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches.
+
+    By name for people, such as "Train.seed", with values of JSON (see `tree`). Reads the first samples.
+    """
     described: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
     libraries = ["numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else [])]
@@ -78,12 +81,15 @@ def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
 
 
 def digest(described: Mapping[str, Any]) -> str:
-    """The hash of an identity."""
+    """The hash of an identity, as 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The first names at which two identities differ, with both values: "Train.seed is 0 here and …"."""
+    """The first names at which two identities differ, with both values: "Train.seed is 0 here and 1 there".
+
+    "" if there is no difference.
+    """
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     shown = [f"{name:.80} is {_shown(ours.get(name))} here and {_shown(theirs.get(name))} there" for name in names[:2]]
     return "; ".join(shown) + (f"; and {len(names) - 2} more" if len(names) > 2 else "")

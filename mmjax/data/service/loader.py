@@ -121,7 +121,7 @@ class ServedLoader(Iterator[StepBatch]):
             return slot.batch
 
     def interrupt(self) -> None:
-        """Ends a `next` that waits in another thread."""
+        """Ends a `next` that waits in another thread: it raises StopIteration, as do all later ones."""
         with self._changed:
             self._closed = True
             self._roster.cancel()

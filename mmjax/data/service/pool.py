@@ -38,7 +38,7 @@ class MadeBatch:
     Attributes:
       header: its header, see `encoding`.
       block: the bytes of its arrays.
-      seconds: how long it took to make.
+      seconds: the time that it took to make, in seconds.
     """
 
     header: bytes
@@ -59,7 +59,12 @@ _Task = tuple[int, ProcessRows | None, Future[MadeBatch]]
 
 
 class Pool:
-    """Makes batches of steps in processes that never import JAX. Close it, or use it in a `with` block."""
+    """Makes batches of steps in processes that never import JAX. Close it, or use it in a `with` block.
+
+    Args:
+      maker: makes the batches; it is pickled.
+      workers: number of processes.
+    """
 
     def __init__(self, maker: StepMaker, workers: int):
         worker.become_main_of_workers()
@@ -82,7 +87,8 @@ class Pool:
     def submit(self, step: int, process_rows: ProcessRows | None = None) -> Future[MadeBatch]:
         """Requests the batch of `step` in `process_rows` (all by default), and returns a future of it.
 
-        If the future is cancelled before a worker takes the step, the batch is not made.
+        The future raises BatchError if the batch cannot be made, and CancelledError if the pool is closed. If it is
+        cancelled before a worker takes the step, the batch is not made.
         """
         future: Future[MadeBatch] = Future()
         if self._closed:

@@ -24,8 +24,9 @@ NEW, READY, AWAY, REFUSING, DROPPED = "new", "ready", "away", "refusing", "dropp
 class Member:
     """A server and its state.
 
-    why: why it is not ready. due: when it is probed next. probing: whether it is being probed now. failures: failed
-    requests since its last batch.
+    state: NEW, READY, AWAY, REFUSING or DROPPED. why: why it is not ready. retry: seconds from the next failure to the
+    probe after it. due: when it is probed next, by `time.monotonic`. probing: whether it is being probed now. failures:
+    failed requests since its last batch.
     """
 
     server: Server
@@ -38,6 +39,7 @@ class Member:
 
     @property
     def address(self) -> str:
+        """The address of the server, such as "grpc+tls://host:8815"."""
         return self.server.address
 
     @property
@@ -77,15 +79,18 @@ class Roster:
             self._list(read_addresses(servers))
 
     def ready(self, without: Collection[str] = ()) -> list[Member]:
-        """Members that take requests, except those with the addresses `without`."""
+        """Members that take requests, without members at the addresses `without`."""
         return [m for m in self._members.values() if m.state == READY and m.address not in without]
 
     def is_serving(self) -> bool:
-        """Whether any ready member has not failed several times in a row."""
+        """Whether any ready member has failed fewer than three times in a row."""
         return any(m.failures < _FAILURES for m in self.ready())
 
     def choose(self, without: Collection[str] = ()) -> Member | None:
-        """The member expected to answer first. A new member counts as the fastest, so that its speed gets measured."""
+        """The ready member expected to answer first, not at the addresses `without`; None if there is none.
+
+        A new member counts as the fastest, so that its speed gets measured.
+        """
         ready = self.ready(without)
         known = [m.server.seconds for m in ready if m.server.seconds]
         return min(ready, key=lambda m: m.score(min(known, default=1.0)), default=None)
@@ -108,13 +113,13 @@ class Roster:
         return all(m.state != NEW for m in self._members.values())
 
     def complaints(self) -> str:
-        """The reasons why no member is ready, by address."""
+        """The reasons why members are not ready, in one line: "address reason; address reason"."""
         wrong = [m for m in self._members.values() if m.state != READY or m.failures]
         lines = [f"{m.address} {m.why}" for m in wrong]
         return "; ".join(lines) or f"{self._servers} lists none"
 
     def failed(self, member: Member, error: ServerError) -> None:
-        """Records a failed request."""
+        """Records a failed request: a member that sent a wrong batch is dropped, one that is away is probed again."""
         member.failures += 1
         if self._members.get(member.address) is not member:
             return
@@ -132,7 +137,7 @@ class Roster:
         member.failures, member.retry, self.last_served = 0, SHORTEST_RETRY, time.monotonic()
 
     def cancel(self) -> None:
-        """Ends all requests."""
+        """Ends all requests to all members; later ones fail."""
         for member in self._members.values():
             member.server.cancel()
 

@@ -120,7 +120,7 @@ class BatchServer(flight.FlightServerBase):
     Args:
       spec: all that batches depend on.
       workers: number of processes that make batches.
-      location: the address to listen on, such as "grpc://127.0.0.1:0".
+      location: the address to listen on, such as "grpc://127.0.0.1:0"; port 0 takes a free one.
       token: the token that requests must carry; "" accepts all.
       tls: certificate and key (PEM) of a grpc+tls location.
 
@@ -150,7 +150,11 @@ class BatchServer(flight.FlightServerBase):
             raise
 
     def health(self) -> dict[str, Any]:
-        """The state of the server, as JSON."""
+        """The state of the server, as JSON.
+
+        "status" ("serving" or "ending"), "identity" (the hash), "workers", "waiting" (batches that are not made yet),
+        "served" and "failed" (batches), "sent_bytes", "seconds" since the start, "jax" (whether JAX is imported).
+        """
         return {
             "status": "ending" if self._ending.is_set() else "serving",
             "identity": self.identity,
@@ -172,18 +176,24 @@ class BatchServer(flight.FlightServerBase):
     # ---- Flight's interface ------------------------------------------------------------------------------------------
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """Answers the actions "health" and "configuration" with one JSON object; Flight calls it."""
         answers = {protocol.HEALTH: self.health, protocol.CONFIGURATION: lambda: self.described}
         if action.type not in answers or action.body.size:
             raise self._refusal(f"no action {action.type[:80]!r}", protocol.WRONG_REQUEST)
         return iter([json.dumps(answers[action.type]()).encode()])
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        """Name and description of each action; Flight calls it."""
         return [
             (protocol.HEALTH, "How the server is, as JSON."),
             (protocol.CONFIGURATION, "What it serves, as JSON."),
         ]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
+        """The stream of the batch that the ticket, a `Request` as bytes, asks for; Flight calls it.
+
+        Raises FlightServerError, with a kind of refusal of `protocol`, for a request that is refused.
+        """
         try:
             request = Request.from_bytes(ticket.ticket)
         except ValueError as error:

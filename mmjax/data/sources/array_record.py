@@ -14,7 +14,12 @@ from mmjax.data.sources.tar import record_of
 
 
 class ArrayRecordReader:
-    """Reads ArrayRecord files. A place is (file, number of the record)."""
+    """A `Reader` of ArrayRecord files. A place is (number of the file, number of the record).
+
+    Args:
+      config: the source; `path` names the files.
+      cache: folder for copies of files behind URLs.
+    """
 
     def __init__(self, config: SourceConfig, cache: Path):
         self._paths, self._cache = storage.expand(config.path), cache
@@ -25,11 +30,11 @@ class ArrayRecordReader:
         return {**self.__dict__, "_open": {}}
 
     def files(self) -> Sequence[str]:
-        """The files."""
+        """The paths or URLs of the files, in the order of their numbers."""
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every record of every file."""
+        """An entry for every record of every file, in order; a file that cannot be read is one entry with a fault."""
         for number, path in enumerate(self._paths):
             try:
                 count = self._file(path).num_records()
@@ -39,7 +44,7 @@ class ArrayRecordReader:
             yield from (Entry(name=f"{path}[{record}]", place=(number, record)) for record in range(count))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record at a place."""
+        """The record at a place. Raises Unusable if it cannot be read."""
         path, number = self._paths[place[0]], place[1]
         try:
             (data,) = self._file(path).read([number])

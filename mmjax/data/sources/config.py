@@ -133,7 +133,7 @@ class SourceConfig:
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings without effect, given the others, each with the reason."""
+        """The settings without effect, given the others: the reason by name, such as "edge"."""
         read = set(_READ[self.resize]) - ({"edge"} if self.fit not in ("crop", "square") else set())
         names = {name for fields in _READ.values() for name in fields}
         limits = {
@@ -142,7 +142,10 @@ class SourceConfig:
         return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
-        """The template, with `pieces` in place of its own; `tokenizer`: Data.tokenizer. Raises ConfigError."""
+        """The template, with `pieces` in place of its own. Raises ConfigError if a folder's template cannot be read.
+
+        tokenizer: the value of `Data.tokenizer`, where a folder's template is.
+        """
         if self.template == FOLDER:
             return read_template(tokenizer)
         return TEMPLATES[self.template].changed("Source.pieces", self.pieces)

@@ -12,14 +12,17 @@ from mmjax.data.turns import SYSTEM, USER, Turn
 
 
 def cut_points(turns: Sequence[Turn]) -> list[int]:
-    """The numbers of turns to which a dialogue may be cut: it ends after the last answer to a question."""
+    """The numbers of turns to which a dialogue may be cut, ascending, without the number of all turns.
+
+    A cut dialogue ends after the last answer to a question, and has a learned answer.
+    """
     first = next((number for number, turn in enumerate(turns) if turn.learned), len(turns))
     ends = range(first + 1, len(turns))
     return [end for end in ends if turns[end - 1].is_answer and turns[end].role in (USER, SYSTEM)]
 
 
 def cut(record: Record, count: int) -> Record:
-    """The record with its first `count` turns and their media; media without a mark are kept."""
+    """A copy of the record with its first `count` turns and their media; media without a mark are kept."""
     turns = record.dialogue
 
     def media(values: tuple[Media, ...], mark: str) -> tuple[Media, ...]:

@@ -42,8 +42,11 @@ def open_sources(
 ) -> Mixture:
     """The datasets of `Data.sources`, for split "train" or "test".
 
-    observer: receives the progress of indexes that have to be made. skipped: a file for records that cannot be used.
-    known: by dataset, the records that the run knows. settings: None, as there is no task. Raises ConfigError.
+    encoders: specs of encoders and generators, by name. sources: by name, the configuration of each dataset. seed: the
+    run's seed. observer: receives the progress of indexes that have to be made. skipped: a file for records that cannot
+    be used. known: by dataset, the records that the run knows. settings: None, as there is no task.
+
+    Raises ConfigError if data cannot be read or do not fit the model.
     """
     unusable = Skipped(path=Path(skipped) if skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
@@ -70,7 +73,10 @@ def open_sources(
 def open_folder(
     config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **options: Any
 ) -> Mixture:
-    """The samples of `Data.folder`. options: as of `open_sources`; its `sources` are ignored. Raises ConfigError."""
+    """The samples of `Data.folder`. Raises ConfigError.
+
+    options: keywords of `open_sources`, at least `seed` and `split`; `sources` is ignored.
+    """
     config, sources = folder_as_source(config)
     return open_sources(config, encoders, tokenizer, **{**options, "sources": sources})
 
@@ -80,7 +86,11 @@ def folder_as_source(
 ) -> tuple[DataConfig, dict[str, SourceConfig]]:
     """`Data.folder` as the only dataset of `Data.sources`; a record of it that cannot be used ends the run.
 
-    like: a source with the template and the preprocessing for the samples. Raises ConfigError.
+    like: a source with the template and the preprocessing for the samples. Raises ConfigError if the folder is not set
+    or has no data.jsonl.
+
+    Returns:
+      `config` with "folder" as its only dataset, and the configuration of this dataset by name.
     """
     folder, like = config.folder, like or SourceConfig(max_pixels=config.max_pixels, max_patches=0)
     if not folder:
@@ -91,7 +101,10 @@ def folder_as_source(
 
 
 def data_file(folder: str, field: str) -> str:
-    """The path of a folder's data.jsonl. Raises ConfigError if it is missing; `field`: the setting of the folder."""
+    """The path of a folder's data.jsonl. Raises ConfigError if it is missing.
+
+    field: the setting that names the folder, such as "Data.folder", for the message.
+    """
     path = os.path.join(folder, DATA_FILE)
     if not os.path.isfile(path):
         lines = f"write one line per sample into {path}, such as {_LINE}"

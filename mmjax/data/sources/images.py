@@ -46,7 +46,16 @@ class Measure(NamedTuple):
 
 
 class Pictures:
-    """Makes media of a source's images for an encoder. Raises ConfigError if the settings do not fit the encoder."""
+    """Makes media of a source's images for an encoder.
+
+    Args:
+      name: the source's name, for messages.
+      config: the source, whose settings decide how images are resized.
+      spec: the encoder's spec.
+
+    Raises:
+      ConfigError: the settings do not fit the encoder.
+    """
 
     def __init__(self, name: str, config: SourceConfig, spec: EncoderSpec):
         self.config, self.spec = config, spec
@@ -68,13 +77,16 @@ class Pictures:
           data: the start of its bytes, or all of them.
           alone: whether it is the only image of its dialogue.
           tail: the end of its bytes, if `data` is only the start.
+
+        Raises:
+          Unusable: it is no image of `FORMATS`, is too large, or cannot be resized. Pillow may raise other errors.
         """
         with _opened(data) as image:
             size = self._upright_size(image, orientation(image, tail or data))
         return Measure(size, [self._covered(step.canvas) for step in self._plan(size, alone=alone)])
 
     def measure_file(self, image: Media, *, alone: bool) -> Measure:
-        """Measures an image and reads only as much of it as needed. Raises Unusable if it is too large."""
+        """The `Measure` of an encoded image; reads no more of its bytes than needed. See `measure` for errors."""
         limit = self.config.byte_limit
         head = image.read(limit, _HEAD)
         begun = image.data is None and len(head) == _HEAD
@@ -87,7 +99,7 @@ class Pictures:
             return self.measure(image.read(limit), alone=alone)  # its header may be longer, or be at its end
 
     def tiled(self, image: Measure) -> Tiled:
-        """How an image is cut into tiles."""
+        """How an image is cut into tiles; grid (0, 0) if it is not."""
         grid = tile_grid(image.original, self.config) if len(image.media) > 1 else (0, 0)
         return Tiled(size=image.original, grid=grid)
 
@@ -100,7 +112,7 @@ class Pictures:
         return self.measure(data, alone=alone).media
 
     def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
-        """The media of an image, float32 [h, w, C], sides multiples of patch * merge; see `measure`."""
+        """The media of an image, float32 [h, w, C], with the sizes that `measure` gives; `data`: all of its bytes."""
         with _opened(data) as image:
             turn = orientation(image, data)
             steps = self._plan(self._upright_size(image, turn), alone=alone)

@@ -58,7 +58,11 @@ class Strings:
 
 
 class Measured(NamedTuple):
-    """The entry of an index for one record; see `Index`."""
+    """The entry of an index for one record; see `Index`.
+
+    images: for each image, (height, width) of each medium that it becomes. originals: (height, width) of each image.
+    recordings: number of frames of each.
+    """
 
     number: int
     name: str
@@ -117,7 +121,10 @@ class Index:
         return len(self.tokens)
 
     def sizes(self, record: int) -> list[list[tuple[int, int]]]:
-        """The (height, width) of each medium that an image becomes, for each image of a record."""
+        """For each image of a record, the (height, width) of each medium that it becomes.
+
+        record: its place among the usable records, from 0.
+        """
         by_image: list[list[tuple[int, int]]] = []
         for number, height, width in self.images[_span(self.image_ends, record)].tolist():
             if number == len(by_image):
@@ -126,11 +133,11 @@ class Index:
         return by_image
 
     def upright(self, record: int) -> list[tuple[int, int]]:
-        """Height and width of each image of a record, before it is resized."""
+        """(height, width) of each image of a record, before it is resized; `record` as in `sizes`."""
         return [(height, width) for height, width in self.originals[_span(self.original_ends, record)].tolist()]
 
     def frames(self, record: int) -> list[int]:
-        """Frames of each recording of a record."""
+        """Number of frames of each recording of a record; `record` as in `sizes`."""
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
     @property
@@ -139,12 +146,12 @@ class Index:
         return len(self) + len(self.faults) // len(Fault._fields)
 
     def left_out(self) -> list[Fault]:
-        """The faults of the records left out."""
+        """The faults of the records left out, in the order of the data."""
         texts, width = list(self.faults), len(Fault._fields)
         return [Fault(*texts[at : at + width]) for at in range(0, len(texts), width)]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Every array by its name in the file."""
+        """Every array by its name in the file: "tokens", and "names.data" and "names.ends" for `Strings`."""
         by_name: dict[str, np.ndarray] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -160,7 +167,7 @@ def _span(ends: np.ndarray, at: int) -> slice:
 
 
 def fingerprint(files: Iterable[str]) -> str:
-    """A digest of the sizes and times of files; missing files count too."""
+    """A digest of the paths, sizes and times of files, 32 hexadecimal digits; missing files count too."""
     local = list(files)
     digest = hashlib.blake2b(digest_size=16)
     # Threads, since a network makes each call wait.
@@ -179,7 +186,10 @@ def _stamped(path: str) -> str:
 
 
 def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
-    """Writes an index and returns its digest. Raises ConfigError when it cannot be written."""
+    """Writes an index to the file `path` and returns its digest. Raises ConfigError when it cannot be written.
+
+    made_for: the settings, see `index_settings`. stamped: the `fingerprint` of the data's files.
+    """
     arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays().items()}
     digested = digest(arrays)
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
@@ -203,7 +213,11 @@ def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Index]:
-    """The header and the index in a file. Raises ValueError, with the reason, if the file is damaged."""
+    """The header and the index in a file, whose arrays are mapped and read-only.
+
+    Of the header, "made_for", "files" and "digest" are `made_for`, `stamped` and the result of `write`. Raises
+    ValueError, with the reason, if the file is damaged, and OSError if it cannot be opened.
+    """
     with open(path, "rb") as file:
         line = file.readline(_HEADER_LIMIT)
         try:
@@ -240,7 +254,7 @@ def _index(arrays: dict[str, np.ndarray]) -> Index:
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """A digest of names, types, shapes and contents."""
+    """A digest of names, types, shapes and contents, in the order of `arrays`: 32 hexadecimal digits."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         hashed.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -250,7 +264,10 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """A context that one process enters at a time: others wait while it makes the index, and then open it."""
+    """A context for the index at `path` that one process enters at a time; others wait while it makes the index.
+
+    Raises ConfigError if the folder cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f"{path.name}.lock"), "wb")  # noqa: SIM115
@@ -269,13 +286,13 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def default_cache() -> Path:
-    """The folder of indexes unless `Data.cache` names another."""
+    """The folder of indexes unless `Data.cache` names another: mmjax/index in $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "mmjax" / "index"
 
 
 def key_of(record: Record, question: str) -> int:
-    """A hash of a record's contents in the data, which does not depend on settings.
+    """A hash, 64 bits, of a record's contents in the data, which does not depend on settings.
 
     question: `Source.question`, which is left out of the hash.
     """

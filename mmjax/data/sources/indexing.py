@@ -29,7 +29,7 @@ _MOST_KEYS = 12
 
 
 def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
-    """All that an index depends on except the contents of files, as JSON."""
+    """All that an index depends on except the contents of files, as a text of JSON; equal texts mean equal settings."""
     config = records.config
     settings = {key: value for key, value in asdict(config).items() if key not in ("held_out", "preset")}
     specs = {
@@ -64,7 +64,9 @@ class Indexer:
     observer: IndexObserver
 
     def open(self, path: Path, settings: str) -> tuple[str, Index]:
-        """The index at `path`, with its digest. It is made if there is none for these settings and files.
+        """(digest, index) of the index at `path`. It is made if there is none for these settings and files.
+
+        settings: the result of `index_settings`.
 
         Raises ConfigError if no record can be used, or one cannot although the source is strict.
         """

@@ -21,11 +21,14 @@ RECORD = (*_TEXTS, *MEDIA, "id", "label", "functions", *WEIGHTS, *MASKS)
 
 
 def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
-    """The loss weight that a turn's keys, or a record's, give to answers. Raises Unusable.
+    """The loss weight that a turn's keys, or a record's, give to answers: the product of all keys of `WEIGHTS`.
 
     Args:
       value: the turn or the record.
       weight: the weight of an answer without such keys.
+
+    Raises:
+      Unusable: a weight is no number of 0 or more, or a key of `MASKS` is set.
     """
     for key in MASKS:
         if value.get(key):
@@ -41,7 +44,7 @@ def _weight(key: str, value: object) -> float:
 
 
 def require_plain(value: Mapping[str, Any]) -> None:
-    """Refuses records with keys that mmjax cannot train on. Raises Unusable."""
+    """Raises Unusable for a record with keys that mmjax cannot train on: videos, functions, or label=false."""
     if value.get("label") is False:
         raise Unusable("label=false says that its answer is a bad one")
     if value.get("functions"):
@@ -57,7 +60,7 @@ def unread(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def named(keys: Iterable[object]) -> tuple[str, ...]:
-    """Keys as texts for messages, each once."""
+    """Keys as texts of at most 40 characters for messages, each once, in order."""
     return tuple(dict.fromkeys(str(key)[:40] for key in keys))
 
 

@@ -46,7 +46,14 @@ class KnownRecords:
     def at_start(
         cls, keys: UInt64[np.ndarray, " N"], scanned: int, count: int, numbers: Int[np.ndarray, " K"]
     ) -> KnownRecords:
-        """The records of a run that begins; `numbers`: the numbers of the held-out records."""
+        """The records of a run that begins.
+
+        Args:
+          keys: keys of the usable records.
+          scanned: number of all records.
+          count: `Source.held_out`.
+          numbers: the held-out records, by place in `keys`.
+        """
         held_out = keys[numbers]
         copies = written(np.setdiff1d(copies_among(keys, held_out), held_out))
         digest = digest_of(keys)
@@ -55,7 +62,7 @@ class KnownRecords:
         )
 
     def later(self, keys: UInt64[np.ndarray, " N"], scanned: int) -> KnownRecords:
-        """The records of the same run at a later step."""
+        """The records of the same run at a later step, with the same held-out records; arguments as in `change`."""
         return replace(self, usable=len(keys), scanned=scanned, digest=digest_of(keys))
 
     @property
@@ -81,7 +88,7 @@ class KnownRecords:
 
 
 def written(keys: UInt64[np.ndarray, " K"]) -> str:
-    """Keys as the digits in `KnownRecords.held_out`."""
+    """Keys as the digits in `KnownRecords.held_out`: 16 hexadecimal digits each, ascending, without separators."""
     return np.sort(keys).astype(_KEY).tobytes().hex()
 
 
@@ -90,12 +97,12 @@ def _keys(digits: str) -> UInt64[np.ndarray, " K"]:
 
 
 def digest_of(keys: UInt64[np.ndarray, " N"]) -> str:
-    """A digest of keys in their order."""
+    """A digest of keys in their order, 32 hexadecimal digits."""
     return hashlib.blake2b(keys.astype(_KEY).tobytes(), digest_size=16).hexdigest()
 
 
 def key_of_contents(contents: bytes) -> int:
-    """The key of the first record with these contents."""
+    """The key, 64 bits, of the first record with these contents; copies get others (see `unique_keys`)."""
     return int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big")
 
 
@@ -110,7 +117,7 @@ def unique_keys(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
 
 
 def copies_among(keys: UInt64[np.ndarray, " N"], originals: UInt64[np.ndarray, " K"]) -> UInt64[np.ndarray, " C"]:
-    """Those of `keys` that belong to copies of the records with the keys `originals`."""
+    """The keys of copies of the records with the keys `originals`, as far as they are in `keys`; see `unique_keys`."""
     result, remaining, number = [np.zeros(0, np.uint64)], originals, 1
     while len(remaining):
         copies = np.asarray([_copy(int(key), number) for key in remaining], np.uint64)

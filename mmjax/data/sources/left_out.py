@@ -44,7 +44,7 @@ class LeftOut:
 
     @property
     def share(self) -> float:
-        """The share of all records."""
+        """The share of all records, 0 to 1."""
         return len(self.faults) / max(1, self.scanned)
 
     @property
@@ -57,7 +57,7 @@ class LeftOut:
         return sorted(reasons, key=lambda reason: -reason.count)
 
     def describe(self, shown: int = _SHOWN) -> str:
-        """One line: counts and the first records with the most frequent reasons."""
+        """One line: counts, and the first record with each of the `shown` most frequent reasons."""
         reasons = self.reasons
         parts = [f"{reason.count} × {reason.first}" for reason in reasons[:shown]]
         further = sum(reason.count for reason in reasons[shown:])

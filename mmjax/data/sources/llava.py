@@ -16,7 +16,7 @@ _WHOLE_JSON = 1 << 34
 
 
 class LlavaReader:
-    """Reads JSON and JSONL. A place is (file, first byte, bytes)."""
+    """A `Reader` of JSON and JSONL. A place is (number of the file, first byte, number of bytes)."""
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -28,7 +28,7 @@ class LlavaReader:
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every object of every file."""
+        """An entry for every object of every file, in order; a malformed one, or a file, is an entry with a fault."""
         for number, path in enumerate(self._paths):
             try:
                 with storage.File(path) as file:
@@ -38,7 +38,7 @@ class LlavaReader:
                 yield Entry(name=path, fault=str(error))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record whose JSON is at a place."""
+        """The record whose JSON is at a place. Raises Unusable if it cannot be used."""
         file, start, size = place
         value = parse_json(storage.read(self._paths[file], start, size, limit=self._limit))
         return parse_record(value, self._find, self._question, is_prompt=self._prompts)

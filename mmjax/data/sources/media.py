@@ -18,7 +18,10 @@ class Media:
     path: str = ""
 
     def read(self, limit: int, head: int | None = None) -> bytes:
-        """All bytes, or the first `head`. Raises Unusable when there are more than `limit`, or the file is missing."""
+        """All bytes; of a file only the first `head`, if that is set.
+
+        Raises Unusable when there are more than `limit` bytes in all, or the file is missing.
+        """
         if self.data is not None:
             if len(self.data) > limit:
                 raise Unusable(f"{self.name}: {len(self.data)} bytes are more than {limit}")

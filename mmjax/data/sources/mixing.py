@@ -45,7 +45,7 @@ def _mixed(value: int) -> int:
 
 
 def key_of(*parts: int) -> int:
-    """A key for `permuted` made of several numbers."""
+    """A key for `permuted`, 64 bits, made of several numbers; their order counts."""
     key = 0
     for part in parts:
         key = _mixed(key ^ _mixed(part & _MASK))
@@ -53,7 +53,7 @@ def key_of(*parts: int) -> int:
 
 
 def quotas(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Samples of each source in a block: the smallest block that has the weights' proportions.
+    """Samples of each source in a block, in the order of `weights`: the smallest block with the weights' proportions.
 
     Raises ConfigError where a weight is too small beside the others to get one of 10,000.
     """
@@ -89,7 +89,7 @@ class Mixing:
         self._block = sum(quotas)
 
     def __call__(self, index: int) -> tuple[int, int]:
-        """The source and the record of sample `index`."""
+        """The number of the source, and the number of the record among its training records, of sample `index`."""
         block, at = divmod(index, self._block)
         slot = permuted(at, self._block, key_of(self._seed, 1, block))
         source = 0
@@ -101,17 +101,23 @@ class Mixing:
 
 
 def held_out(size: int, count: int) -> np.ndarray:
-    """The numbers of `count` held-out records among `size`: evenly spread, ascending."""
+    """The numbers of `count` held-out records among `size`: evenly spread, ascending, int64 [count]."""
     return np.arange(count, dtype=np.int64) * size // max(1, count)
 
 
 def nth_trained(held_out_numbers: np.ndarray, at: int) -> int:
-    """The number of the record at place `at` among the records that are not held out."""
+    """The number of the record at place `at` (from 0) among the records that are not held out.
+
+    held_out_numbers: the numbers of the held-out records, ascending.
+    """
     return at + int(np.searchsorted(held_out_numbers - np.arange(len(held_out_numbers)), at, side="right"))
 
 
 def in_turn(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The source [N] and the number in it [N] of all records, with the records of each source evenly spread."""
+    """For all N records: the numbers of their sources, and their numbers in these, int64 [N] each.
+
+    The records of each source are in order, and evenly spread. sizes: number of records of each source.
+    """
     sources = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
     records = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
     order = np.argsort((records + 0.5) / np.asarray(sizes)[sources], kind="stable")

@@ -55,12 +55,12 @@ class Mixture:
 
     @property
     def held_out_identity(self) -> str:
-        """A digest of the held-out records."""
+        """A digest of the keys of the held-out records, source by source."""
         pairs = zip(self.sources, self._held_out, strict=True)
         return " ".join(digest_of(source.index.keys[numbers]) for source, numbers in pairs)
 
     def known(self) -> dict[str, KnownRecords]:
-        """The records of each source, for the checkpoints of the run."""
+        """The records of each source now, by its name, for the checkpoints of the run."""
         pairs = zip(self.sources, self._held_out, strict=True)
         return {source.name: self._known_of(source, numbers) for source, numbers in pairs}
 
@@ -71,7 +71,10 @@ class Mixture:
         return KnownRecords.at_start(keys, scanned, source.config.held_out, numbers)
 
     def count_held_out(self, name: str) -> tuple[int, int]:
-        """Number of held-out records of a source: in the data now, and when the run began."""
+        """Number of held-out records of a source: in the data now, and when the run began.
+
+        Raises KeyError if the mixture was not made with known records of the source.
+        """
         pairs = zip(self.sources, self._held_out, strict=True)
         now = sum(len(numbers) for source, numbers in pairs if source.name == name)
         return now, self._known[name].count_held_out
@@ -85,7 +88,7 @@ class Mixture:
         return [left_out for left_out in every if left_out.faults]
 
     def changes(self) -> dict[str, str]:
-        """The differences between a source's records and those that the run knows, by source that has changed."""
+        """The differences between a source's records and the run's known ones, in words, by source that has changed."""
         compared = {
             source.name: self._known[source.name].change(source.index.keys, source.index.scanned)
             for source in self.sources
@@ -97,7 +100,7 @@ class Mixture:
         return self._length
 
     def record(self, index: int) -> tuple[PreparedRecords, int]:
-        """The source of sample `index`, and the number of its record there."""
+        """The source of sample `index`, and the place of its record among the source's usable records."""
         if self._order is None:
             number, at = self._mixing(index)
             return self.sources[number], nth_trained(self._held_out[number], at)
@@ -111,7 +114,7 @@ class Mixture:
         return source.meta(record)
 
     def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all)."""
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); see `loader.Source`."""
         source, record = self.record(index)
         return source.sample(record, media, learned=learned)
 

@@ -24,7 +24,7 @@ class Silent:
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
-        """Does nothing."""
+        """A context whose value is a function that does nothing."""
         yield lambda _: None
 
     def message(self, text: str) -> None:

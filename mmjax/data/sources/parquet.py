@@ -27,7 +27,7 @@ _VALUE = 64
 
 
 class ParquetReader:
-    """Reads Parquet tables. A place is (file, row group, row of the group)."""
+    """A `Reader` of Parquet tables. A place is (number of the file, row group, row of the group)."""
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -40,11 +40,11 @@ class ParquetReader:
         return {**self.__dict__, "_open": {}, "_groups": OrderedDict()}
 
     def files(self) -> Sequence[str]:
-        """The files."""
+        """The paths or URLs of the files, in the order of their numbers."""
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every row of every file."""
+        """An entry for every row of every file, in order; a file that cannot be read is one entry with a fault."""
         for number, path in enumerate(self._paths):
             try:
                 metadata = self._file(path).metadata
@@ -62,7 +62,7 @@ class ParquetReader:
                 count += size
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record of the row at a place."""
+        """The record of the row at a place. Raises Unusable if it cannot be read, or is too large."""
         file, group, row = place
         table = self._group(file, group)
         if row >= len(table):

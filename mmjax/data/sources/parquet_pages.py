@@ -34,7 +34,9 @@ class Cost:
 
 
 def column_cost(file: File, chunk: Any) -> Cost:
-    """The size of a column chunk (of pyarrow's metadata).
+    """The size of a column chunk. Reads only page headers, and moves the position in `file`.
+
+    chunk: pyarrow's `ColumnChunkMetaData` of a row group.
 
     Raises Unusable for malformed pages, and for encodings in which a few bytes may stand for many long values.
     """

@@ -44,7 +44,14 @@ class _Place:
 
 
 class Places:
-    """Collects the places of media of one sort in a dialogue, in order."""
+    """Collects the places of media of one sort in a dialogue, in order.
+
+    Add all texts and parts in the order of the dialogue, then call `fill`.
+
+    Args:
+      sort: "image" or "recording".
+      find: makes a medium from its value.
+    """
 
     def __init__(self, sort: str, find: Find):
         self.sort, self._find = sort, find
@@ -57,7 +64,11 @@ class Places:
         self._places += [_Place(is_part=False, is_question=is_question)] * count
 
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
-        """Adds the place of a part of a turn, and returns the character for it."""
+        """Adds the place of a part of a turn, and returns the character of `PLACES` that stands for it in the text.
+
+        part: such as {"type": "image", "image": "a.png"}; "index" names one of the record's media by number. Raises
+        Unusable if its value names no medium.
+        """
         sort = "image" if self.sort == "image" else "audio"
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None
@@ -73,7 +84,7 @@ class Places:
         """Decides which marks are places, and assigns a medium to each place.
 
         Args:
-          beside: the values of the record's media, which fill the places without a medium.
+          beside: the values of the record's media, such as file names, which fill the places without a medium.
           texts: all texts of the dialogue.
           is_named: whether the record has a key for media of this sort.
 
@@ -151,7 +162,10 @@ class Filled:
     marks: tuple[bool, bool]
 
     def text(self, text: str, *, is_question: bool) -> str:
-        """A text of the dialogue, with a mark at each place and nowhere else."""
+        """A text of the dialogue, with a mark at each place and nowhere else.
+
+        text: the text as `Places` received it, with the characters of `PLACES` for parts.
+        """
         mark = IMAGE if self.sort == "image" else RECORDING
         if self.sort == "recording" and self.media:
             text = text.replace(AUDIO, RECORDING)

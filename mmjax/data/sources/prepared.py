@@ -31,13 +31,13 @@ _CHANGED = "it is not what it was when it was indexed"
 
 
 class PreparedRecords:
-    """The usable records of one source, by number; the same number is the same sample in every process.
+    """The usable records of one source, by number from 0; the same number is the same sample in every process.
 
     Args:
       name: the source's name in messages.
       config: the source's configuration.
       data: names the encoders, and the length of a row.
-      encoders: specs of the model's encoders.
+      encoders: specs of the model's encoders, by name.
       tokenizer: the tokenizer.
       cache: the directory of indexes.
       observer: receives the progress, if the index has to be made.
@@ -107,6 +107,8 @@ class PreparedRecords:
         Parts that can no longer be read keep the sizes that the index has: text becomes placeholders and end tokens, a
         medium becomes blank, and nothing of the record is learned. Each part depends on itself alone, so that processes
         that open different parts agree. Loss weights depend on all parts, so with `learned` all media are opened.
+
+        Raises ConfigError instead if the source is strict, and Unreachable if storage did not answer.
         """
         faults: list[Fault] = []
         tokenized, encoders = self._tokenized(number, faults), self._records.encoders
@@ -136,7 +138,7 @@ class PreparedRecords:
         )
 
     def worst_case(self) -> WorstCase:
-        """The largest sizes over all records."""
+        """The largest sizes over all usable records, held out or not."""
         index, image, audio = self.index, self._records.image, self._records.audio
         media = {image: index.images[:, 1:], audio: index.recordings[:, None]}
         ends = {image: index.image_ends, audio: index.recording_ends}

@@ -82,12 +82,15 @@ class Reader(Protocol):
         ...
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record at a place. Raises Unusable."""
+        """The record at the place of an `Entry`. Raises Unusable if it cannot be used."""
         ...
 
 
 def parse_json(data: bytes, name: str = "") -> Any:
-    """The value of UTF-8 JSON. Raises Unusable for any other bytes, with a reason that starts with `name`."""
+    """The value of UTF-8 JSON: a dict, list, string, number, bool or None.
+
+    Raises Unusable for any other bytes, with a reason that starts with `name`.
+    """
     try:
         return json_files.parse(data, _MOST_VALUES)
     except ValueError as error:
@@ -105,8 +108,8 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
     a list of parts of type "text", "image" or "audio". A part may have a medium; else it takes the record's next one.
 
     Args:
-      value: the object.
-      find: makes a medium.
+      value: the object, with the keys above.
+      find: makes a `Media` from a value of an image or recording in the object, and "image" or "recording".
       question: the question that a caption answers.
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
 

@@ -34,19 +34,24 @@ _PIPED = 0x7FFF_F000
 
 
 class Recordings:
-    """Makes media of a source's recordings for an encoder."""
+    """Makes media of a source's recordings for an encoder: call it with the bytes of a recording.
+
+    Args:
+      config: the source; `max_seconds` limits a recording.
+      spec: the encoder's spec, which has `log_mel`.
+    """
 
     def __init__(self, config: SourceConfig, spec: EncoderSpec):
         assert spec.log_mel is not None
         self.spec, self._log_mel, self._seconds = spec, spec.log_mel, config.max_seconds
 
     def frames(self, data: bytes) -> int:
-        """Number of frames of a recording, from its header."""
+        """Number of frames F of the medium of a recording, from its header. Raises Unusable if it cannot be read."""
         with _opened(data) as file:
             return self._log_mel.frames(self._resampled(file, self._count(file)), self.spec.block)
 
     def __call__(self, data: bytes) -> np.ndarray:
-        """Log-mel frames [F, M] of a recording."""
+        """Log-mel frames [F, M] of a recording, float32; F is `frames(data)`. Raises Unusable if it is damaged."""
         with _opened(data) as file:
             count = self._count(file)
             length = self._resampled(file, count)
@@ -143,7 +148,7 @@ def _is_chunk(data: bytes) -> bool:
 
 
 def resample(samples_N: np.ndarray, length: int) -> np.ndarray:
-    """Resamples `samples_N` to `length` samples: cuts its spectrum, or continues it with zeros."""
+    """Resamples `samples_N` to `length` samples of the same duration: cuts its spectrum, or continues it with zeros."""
     count = len(samples_N)
     if count == length:
         return samples_N

@@ -23,7 +23,10 @@ Colour = int | tuple[int, ...]
 
 
 def is_too_thin(size: Size, step: Step) -> bool:
-    """Whether an image of this size takes an intermediate picture of more than ``MOST`` pixels."""
+    """Whether an image takes an intermediate picture of more than ``MOST`` pixels for a step of `plan`.
+
+    size: height and width of the image.
+    """
     square = (max(size), max(size)) if step.square else size
     if _fits(square, step.size, step.crop, padded=step.square):
         return False
@@ -36,7 +39,15 @@ def is_too_thin(size: Size, step: Step) -> bool:
 def resize_part(
     image: Image.Image, size: Size, resample: Image.Resampling, part: Part, *, square: Colour | None = None
 ) -> Image.Image:
-    """A part of an image resized to `size`. With `square`, the image is first padded to a square of that colour."""
+    """Resizes an image to `size` and returns a part of the result, which has the height and width of `part`.
+
+    Args:
+      image: the image.
+      size: height and width.
+      resample: Pillow's filter.
+      part: top, left, height and width of the part in the resized image.
+      square: the colour in which the image is first padded to a square; None does not pad it.
+    """
     top, left, rows, columns = part
     side = max(image.size)
     padded = (side, side) if square is not None else flipped(image.size)

@@ -37,10 +37,10 @@ class Step:
 
 
 def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = True) -> list[Step]:
-    """The steps that make the media of an image of this size.
+    """The steps that make the media of an image of this size, one for each medium, in order.
 
     Args:
-      size: size of the upright image.
+      size: height and width of the upright image.
       config: the rule, `Source.resize`, and its settings.
       spec: the encoder's patches.
       alone: whether it is the only image of its dialogue.
@@ -144,7 +144,10 @@ def _middle(side: int, wanted: int) -> tuple[int, int, int]:
 
 
 def tile_grid(size: Size, config: SourceConfig) -> Size:
-    """The grid of tiles that keeps most of an image's pixels and, among equals, wastes least (LLaVA-NeXT's rule)."""
+    """The (rows, columns) of `config.grids` for an image: it keeps most pixels and, among equals, wastes least.
+
+    This is LLaVA-NeXT's rule for tiles of `config.size`. size: height and width of the upright image.
+    """
     height, width = config.size
 
     def useful_and_wasted(grid: Size) -> tuple[int, int]:
@@ -193,5 +196,5 @@ def _within(size: Size, box: Size) -> Size:
 
 
 def flipped(size: Size) -> Size:
-    """Width and height."""
+    """(width, height) from (height, width), or the reverse: Pillow's order of sides."""
     return size[1], size[0]

@@ -37,7 +37,10 @@ class Fault(NamedTuple):
 
     @staticmethod
     def of(name: str, error: BaseException, record: str = "", medium: str = "") -> Fault:
-        """The fault for an error with the record `name` or one of its media."""
+        """The fault for an error with the record `name` or one of its media.
+
+        record: the record's id; medium: the broken medium. The attributes `record` and `medium` of an `Unusable` win.
+        """
         record, medium = getattr(error, "record", "") or record, getattr(error, "medium", "") or medium
         return Fault(name, reason_of(error), one_line(record) if record else "", one_line(medium) if medium else "")
 
@@ -55,7 +58,10 @@ class Skipped:
     listed: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, source: str, faults: Iterable[Fault]) -> None:
-        """Adds records of `source`. A full disk does not end a run: the next call for a record tries again."""
+        """Adds the records of `source` that are not listed yet.
+
+        A full disk does not end a run: the next call for a record tries again.
+        """
         new = {fault.name: fault for fault in faults if (source, fault.name) not in self.listed}
         if not new:
             return
@@ -101,12 +107,15 @@ def _rows(text: bytes) -> Iterator[dict[str, str]]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error, in one line."""
+    """The reason of an error, in one line: the name of its type and its message.
+
+    Of Unusable and ValueError, the message alone.
+    """
     named = type(error).__name__ not in ("Unusable", "ValueError")
     return one_line(f"{type(error).__name__}: {error}" if named else str(error))
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """`text` in one line of at most `limit` characters."""
+    """`text` in one line of at most `limit` characters, the last "…" if it was longer; never empty."""
     text = " ".join(text.split()) or "no reason given"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

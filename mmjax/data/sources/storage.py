@@ -82,7 +82,10 @@ def expand(pattern: str) -> list[str]:
 
 
 def stamp(path: str) -> tuple[int, str]:
-    """Size in bytes, and a mark that changes with the file: its time of modification, or an ETag. Raises Unusable."""
+    """Size in bytes, and a mark that changes with the file: its time of modification, or an ETag.
+
+    Raises Unusable if there is no such file, and Unreachable if storage did not answer.
+    """
     if not is_url(path):
         status = _patiently(lambda: os.stat(path), path)
         if not stat.S_ISREG(status.st_mode):
@@ -143,15 +146,15 @@ class File:
         return self._again(lambda most: self._file.read(most if count < 0 else min(count, most)))
 
     def readline(self, limit: int) -> bytes:
-        """A line, or its first `limit` bytes."""
+        """The next line with its end, or its first `limit` bytes; b"" at the end of the file."""
         return self._again(lambda most: self._file.readline(min(limit, most)))
 
     def seek(self, to: int, whence: int = 0) -> int:
-        """Sets the place of the next read."""
+        """Sets the place of the next read, in bytes, and returns it; `whence` as for files of Python."""
         return self._file.seek(to, whence)
 
     def tell(self) -> int:
-        """The place of the next read."""
+        """The place of the next read, in bytes."""
         return self._file.tell()
 
     def __enter__(self) -> File:
@@ -177,7 +180,10 @@ def open_for_library(path: str) -> Any:
 
 
 def local_copy(path: str, cache: Path) -> str:
-    """A local file with the contents of `path`: the file itself, or a copy in `cache`, one for each version of it."""
+    """The path of a local file with the contents of `path`: `path` itself, or of a URL a copy in the folder `cache`.
+
+    There is one copy for each version of a file. Raises Unusable and Unreachable.
+    """
     if not is_url(path):
         return path
     import hashlib

@@ -55,7 +55,10 @@ class _Member:
 
 
 def members(file: Any, size: int) -> Iterator[_Member]:
-    """The files in a tar of `size` bytes. Raises Unusable if it is no tar, or ends too early."""
+    """The members of a tar of `size` bytes, in order, without folders: names, places and sizes, no contents.
+
+    file: the tar as a seekable binary file. Raises Unusable if it is no tar, or ends too early.
+    """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             last = -1
@@ -96,7 +99,10 @@ def _fault(info: tarfile.TarInfo) -> str:
 
 
 def record_of(data: bytes, question: str) -> Record:
-    """The record of a tar with the members of one sample. Raises Unusable."""
+    """The record of a tar with the members of one sample; `question` as in `parse_record`.
+
+    Raises Unusable if a member is refused, or the sample cannot be used.
+    """
     files: list[tuple[str, bytes]] = []
     for member in members(io.BytesIO(data), len(data)):
         if member.fault:
@@ -156,7 +162,10 @@ def _utf8(data: bytes, name: str) -> str:
 
 
 class WebDatasetReader:
-    """Reads WebDataset shards. A place is (shard, first byte, bytes) of a sample's members with their headers."""
+    """A `Reader` of WebDataset shards.
+
+    A place is (number of the shard, first byte, number of bytes) of a sample's members with their headers.
+    """
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
@@ -167,7 +176,10 @@ class WebDatasetReader:
         return self._paths
 
     def scan(self) -> Iterator[Entry]:
-        """Every sample of every shard. A damaged header becomes a fault, and the rest of its shard is lost."""
+        """An entry for every sample of every shard, in order.
+
+        A damaged header becomes an entry with a fault, and the rest of its shard is lost.
+        """
         for number, path in enumerate(self._paths):
             with storage.File(path) as file:
                 yield from self._shard(number, path, file, file.size)
@@ -195,6 +207,6 @@ class WebDatasetReader:
         return Entry(name=name, place=(number, group[0].start, group[-1].end - group[0].start))
 
     def read(self, place: tuple[int, ...]) -> Record:
-        """The record of the members at a place."""
+        """The record of the members at a place. Raises Unusable if it cannot be used."""
         shard, start, size = place
         return record_of(storage.read(self._paths[shard], start, size, limit=self._limit), self._question)

@@ -56,7 +56,7 @@ class RecordTokenizer:
       name: the source's name in messages.
       config: the source's configuration.
       data: names the encoders, and the length of a row.
-      encoders: specs of the model's encoders.
+      encoders: specs of the model's encoders, by name.
       tokenizer: the tokenizer.
 
     Attributes:
@@ -96,7 +96,8 @@ class RecordTokenizer:
     def measure(self, record: Record) -> TokenizedRecord:
         """Tokenizes a record whose media are not measured yet, cut to the length of a row under `Source.cut`.
 
-        Raises Unusable.
+        Reads the media's headers. Raises Unusable if the record is too long, none of it is learned, no encoder takes
+        its media, or one of them cannot be read; and ValueError if the template does not take the dialogue.
         """
         for media, encoder, kind in (
             (record.images, self.pictures, "image"),
@@ -169,7 +170,16 @@ class RecordTokenizer:
         return EncodedDialogue(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
 
     def decode(self, name: str, data: bytes, *, alone: bool) -> list[np.ndarray]:
-        """The media of encoder `name` that an encoded image or recording becomes."""
+        """The media of encoder `name` that an encoded image or recording becomes, float32 [h, w, C] or [F, M].
+
+        Args:
+          name: `image` or `audio`.
+          data: all bytes of the image or recording.
+          alone: see `TokenizedRecord`.
+
+        Raises:
+          Unusable: it cannot be decoded. Decoders may raise other errors.
+        """
         if name == self.image:
             assert self.pictures
             return self.pictures.media(data, alone=alone)
@@ -196,7 +206,7 @@ class RecordTokenizer:
             raise Unusable(reason_of(error), medium=media.path or f"{place} ({media.name})") from error
 
     def unread_keys(self, turns: Sequence[Turn]) -> tuple[str, ...]:
-        """The keys of turns that the template does not read."""
+        """The keys of turns that the template does not read, each once."""
         keys = dict.fromkeys(key for turn in turns for key in turn.keys if key != "content")
         template = self.template
         return named(key for key in keys if not (isinstance(template, FolderTemplate) and template.reads(key)))

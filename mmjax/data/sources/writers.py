@@ -22,13 +22,13 @@ class Dialogue:
     images: tuple[tuple[str, bytes], ...] = ()
 
     def conversations(self) -> list[dict[str, str]]:
-        """The turns in LLaVA's layout."""
+        """The turns in LLaVA's layout: {"from": "human" or "gpt", "value": text} for each question and each answer."""
         pairs = [(("human", question), ("gpt", answer)) for question, answer in self.turns]
         return [{"from": speaker, "value": text} for pair in pairs for speaker, text in pair]
 
 
 def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
-    """`folder`/data.json and images beside it; returns the path of the JSON file."""
+    """Writes `folder`/data.json, and images into `folder`/images; returns the path of the JSON file."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for number, dialogue in enumerate(dialogues):
@@ -44,7 +44,7 @@ def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
 
 
 def write_webdataset(folder: Path, dialogues: Sequence[Dialogue], per_shard: int) -> Path:
-    """Shards of `per_shard` samples; returns the pattern of their paths."""
+    """Writes shards of `per_shard` samples, `folder`/00000.tar and so on; returns their pattern, `folder`/*.tar."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(dialogues), per_shard)):
         with tarfile.open(folder / f"{shard:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -54,7 +54,7 @@ def write_webdataset(folder: Path, dialogues: Sequence[Dialogue], per_shard: int
 
 
 def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
-    """One file; each record is a tar of the members that a WebDataset sample has."""
+    """Writes one file, whose records are tars of the members that a WebDataset sample has; returns `path`."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
 
 
 def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 100) -> Path:
-    """One table, in groups of `per_group` rows: a row is read with its group."""
+    """Writes one table, in groups of `per_group` rows (a row is read with its group); returns `path`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

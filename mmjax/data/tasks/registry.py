@@ -21,7 +21,7 @@ class Task:
 
     Attributes:
       home: a function that opens the samples. It takes a `DataConfig`, the specs of the model's media and a tokenizer,
-        and the keywords `settings` (the task's), `sources`, `seed`, `split`, `observer` and `skipped` (see
+        and the keywords `settings` (the task's), `sources`, `seed`, `split`, `observer`, `skipped` and `known` (see
         `make_source`).
       config: the configurable class of its settings. It has the properties `media` (as below) and `draws` (whether
         samples have pictures to be drawn) and the method `check_generators`. None for a task without settings.
@@ -46,11 +46,17 @@ class Task:
         return candidate if isinstance(candidate, self.config) else self.config()
 
     def open(self, *args: Any, **keywords: Any) -> Any:
-        """Calls `home` with these arguments; returns the `Source` of the samples. Raises ConfigError."""
+        """Calls `home` with these arguments; returns the `Source` of the samples. Raises ConfigError.
+
+        `make_source` is the usual caller.
+        """
         return _named(self.home)(*args, **keywords)
 
     def read_drawing(self) -> Callable[[Any, int], str] | None:
-        """The function that reads a drawing; None if drawings are not scored."""
+        """The function that reads a drawing, as text; None if drawings are not scored.
+
+        It takes the pixels [h, w, C] of the drawing, in -1…1, and the number of units in it.
+        """
         return _named(self.reader) if self.reader else None
 
 

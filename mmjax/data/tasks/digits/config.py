@@ -68,7 +68,7 @@ class DigitsConfig:
         self._check_curriculum()
 
     def idle(self) -> dict[str, str]:
-        """The settings without effect, given the others, each with the reason."""
+        """The settings without effect, given the others: the reason by name, such as "tone"."""
         reasons: dict[str, str] = {}
         if not self.calls[1]:
             names = ("tone", "gap", "level", "noise", *CALL_QUESTIONS, *JOINT_QUESTIONS)
@@ -80,7 +80,7 @@ class DigitsConfig:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """The media that some samples have."""
+        """The media that some samples have: "image", "recording" or both."""
         counts = {"image": self.images, "recording": self.calls}
         return tuple(medium for medium, (_, most) in counts.items() if most)
 
@@ -90,7 +90,7 @@ class DigitsConfig:
         return self.draw > 0
 
     def kinds(self, images: int, calls: int) -> tuple[str, ...]:
-        """The kinds of questions about a sample with `images` images and `calls` calls."""
+        """The kinds, of `QUESTION_KINDS`, of questions about a sample with `images` images and `calls` calls."""
         possible = (
             *(IMAGE_QUESTIONS if images else ()),
             *(CALL_QUESTIONS if calls else ()),
@@ -100,7 +100,10 @@ class DigitsConfig:
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
 
     def changes(self, global_batch: int) -> dict[int, str]:
-        """The later changes of the curriculum, in words, by the first step with each."""
+        """The later changes of the curriculum, in words, by the first step (from 1) with each: {251: "up to 4 digits"}.
+
+        global_batch: samples of a step.
+        """
         return {
             first // global_batch + 1: f"up to {counted(most, 'digit')}"
             for first, most in ((first, min(digits, self.digits[1])) for first, digits in self.curriculum)
@@ -108,9 +111,9 @@ class DigitsConfig:
         }
 
     def check_generators(self, named: str, legal: Sequence[str]) -> None:
-        """Requires that `named`, the value of `Data.generator`, draws images if something is to be drawn.
+        """Raises ConfigError unless `named`, the value of `Data.generator`, draws images if something is to be drawn.
 
-        legal: the model's generators that draw images. Raises ConfigError.
+        legal: names of the model's generators that draw images.
         """
         if self.draw > 0:
             fix = "nothing in the model draws; set it to 0.0, or Model.generators to {'painter': 'dit'}"

@@ -17,7 +17,10 @@ _SUFFIXES = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
 
 def digit_dialogues(samples: int, seed: int) -> list[Dialogue]:
-    """Dialogues that read rows of digits, or ask for a sum if they have no image. A pure function of its arguments."""
+    """`samples` dialogues that read rows of digits, or ask for a sum if they have no image.
+
+    A pure function of its arguments.
+    """
     return [_dialogue(np.random.default_rng([seed, number])) for number in range(samples)]
 
 

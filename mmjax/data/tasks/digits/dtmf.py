@@ -41,12 +41,15 @@ class CallPlan:
 
     @property
     def samples(self) -> int:
-        """Length of the recording."""
+        """Length of the recording, in samples."""
         return self.edges[-1]
 
 
 def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sample_rate: int) -> CallPlan:
-    """A call in which `digits` are dialled; silence, tone, silence, … of random lengths."""
+    """A call in which `digits`, such as "123", are dialled; silence, tone, silence, … of random lengths.
+
+    sample_rate: samples per second. Draws from `rng`.
+    """
     gaps, tones = rng.uniform(*config.gap, len(digits) + 1), rng.uniform(*config.tone, len(digits))
     lengths = np.empty(2 * len(digits) + 1)
     lengths[::2], lengths[1::2] = gaps, tones
@@ -61,13 +64,13 @@ def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sampl
 
 
 def longest_call(config: DigitsConfig, sample_rate: int) -> int:
-    """The most samples of a call."""
+    """The most samples of a call at `sample_rate` samples per second."""
     digits = config.digits[1]
     return int(np.ceil((digits * config.tone[1] + (digits + 1) * config.gap[1]) * sample_rate))
 
 
 def render_call(call: CallPlan, sample_rate: int) -> Float[np.ndarray, " N"]:
-    """The waveform of a call."""
+    """The waveform of a call, float64, N = `call.samples`; `sample_rate` is the one for which it was planned."""
     noise = np.random.default_rng(call.seed).normal(size=call.samples)
     waveform = call.level * call.noise * noise
     seconds = np.arange(call.samples) / sample_rate

@@ -37,14 +37,17 @@ def _kernel(one_NP: np.ndarray, other_MP: np.ndarray) -> Float[np.ndarray, "N M"
 
 
 def classify(digits_NYX: Float[np.ndarray, "N 8 8"]) -> list[int]:
-    """The digit in each image; values are 0 for paper to 1 for ink."""
+    """The digit, 0 to 9, in each image; values are 0 for paper to 1 for ink."""
     train_MP, coefficients_MK = _fitted()
     scores_NK = _kernel(digits_NYX.reshape(len(digits_NYX), -1).astype(np.float64), train_MP) @ coefficients_MK
     return [int(digit) for digit in scores_NK.argmax(axis=1)]
 
 
 def read_drawing(drawing: Float[np.ndarray, "h w C"], count: int) -> str:
-    """The first `count` digits, side by side, of a drawing with values of -1 to 1."""
+    """The first `count` digits, side by side, of a drawing with values of -1 to 1, as text.
+
+    Reads the first 8 rows, and 8 columns for each digit: h must be at least 8, and w at least 8 · `count`.
+    """
     grey_YX = np.clip((np.nan_to_num(drawing[:SIDE].mean(axis=2)) + 1) / 2, 0, 1)
     digits_NYX = np.stack([grey_YX[:, i * SIDE : (i + 1) * SIDE] for i in range(count)])
     return "".join(str(digit) for digit in classify(digits_NYX))

@@ -183,7 +183,10 @@ def open_digits(
     split: str,
     **_: Any,
 ) -> DigitsSource:
-    """The samples of the task. Raises ConfigError if the audio encoder's sample rate is too low for calls."""
+    """The samples of the task; arguments as of `DigitsSource`. Other keywords of `make_source` are ignored.
+
+    Raises ConfigError if the audio encoder's sample rate is too low for calls.
+    """
     log_mel = encoders[data.audio_encoder].log_mel if settings.calls[1] else None
     if log_mel:
         fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
@@ -193,7 +196,16 @@ def open_digits(
 
 
 class DigitsSource:
-    """Digit samples by index. `split` is "train" or "test" (the held-out images; no curriculum; one turn)."""
+    """Digit samples by index, from 0 without end.
+
+    Args:
+      data: names the encoders and the generator.
+      encoders: specs of the model's encoders and generators, by name.
+      tokenizer: the tokenizer.
+      settings: the task's settings.
+      seed: the run's seed.
+      split: "train" or "test" (the held-out images; no curriculum; one turn).
+    """
 
     def __init__(
         self,
@@ -291,7 +303,7 @@ class DigitsSource:
         return {name: named[name] for name in self._names}
 
     def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, rendered for the encoders `media`; for all by default."""
+        """Sample `index`, rendered for the encoders and generators `media`; for all by default. See `loader.Source`."""
         plan = self.plan(index)
         render = {self.data.image_encoder: self.render, self.data.audio_encoder: self.hear}
         rendered = {
@@ -320,7 +332,10 @@ class DigitsSource:
         return replace(sample, noise={name: (noise,)}, times={name: (float(rng.random()),)})
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
-        """Pixels [h, w, C] in -1…1 of digits side by side, in the common size of drawings."""
+        """Pixels [h, w, C] float32 in -1…1 of digits side by side, in the common size of drawings.
+
+        indices: data set indices of the digits, at most as many as `Digits.digits` allows.
+        """
         canvas = np.full((*self._canvas, self.encoders[self.data.generator].channels), -1.0, np.float32)
         strip = np.concatenate(list(load_digits()[0][list(indices)]), axis=1)
         canvas[:SIDE, : strip.shape[1]] = 2 * strip[:, :, None] - 1
@@ -382,12 +397,15 @@ class DigitsSource:
         return (self._log_mel.frames(samples, self.encoders[self.data.audio_encoder].block),)
 
     def hear(self, call: CallPlan) -> np.ndarray:
-        """Log-mel frames [F, M] of `call`; silence follows it, up to a multiple of a block."""
+        """Log-mel frames [F, M] float32 of `call`; silence follows it, up to a multiple of a block."""
         log_mel = self._log_mel
         return log_mel(render_call(call, log_mel.sample_rate), self.encoders[self.data.audio_encoder].block)
 
     def render(self, row: RowPlan) -> np.ndarray:
-        """Pixels [h, w, C] of `row`: bilinear at its size, zeros below and to the right up to multiples of a block."""
+        """Pixels [h, w, C] of `row`, float32 in 0…1, bilinear at its size.
+
+        Zeros follow below and to the right, up to multiples of a block.
+        """
         digits = load_digits()[0][list(row.indices)]
         if row.warps:
             digits = _warped(digits, row.warps)
