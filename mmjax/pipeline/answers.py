@@ -19,6 +19,7 @@ from mmjax.pipeline.place import InputShapes
 from mmjax.pipeline.walker import Signature
 
 Batch = Sequence[tuple[Signature, InputShapes]]
+"""For each microbatch its buckets, and its host inputs by module, then by name."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Answers:
         Args:
           batch, starts, limit, stops, sampling: see ``Predictor.generate``.
           room: capacity of a row in tokens.
-          words: the mask's words of a generated token, by name.
+          words: the mask's words of a generated token, by name of the host input.
         """
         self.answers = [[Answer() for _ in start] for start in starts]
         self._batch, self._starts = batch, [np.asarray(start, np.int32) for start in starts]
@@ -78,7 +79,7 @@ class Answers:
         return not any(is_open.any() for is_open in self._open)
 
     def add(self, tokens: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
-        """Adds the next token of every row ``[B]``, by microbatch; complete answers do not change."""
+        """Adds the next token of every row, ``[B]`` for each microbatch; complete answers do not change."""
         self._count += 1
         for m, answers in enumerate(self.answers):
             for row in np.flatnonzero(self._open[m]):
@@ -93,14 +94,17 @@ class Answers:
             self._tokens[m] = np.asarray(tokens[m], np.int32)
 
     def first(self) -> list[tuple[Signature, InputShapes]]:
-        """Host inputs of the prompts, with ``SamplingParams`` for the tokens after them."""
+        """The batch of the prompts, whose LLM inputs have ``SamplingParams`` of the tokens after them as ``CHOICE``."""
         return [
             (signature, {**inputs, LLM: {**inputs[LLM], CHOICE: self._choice(np.maximum(start - 1, 0))}})
             for (signature, inputs), start in zip(self._batch, self._starts, strict=True)
         ]
 
     def following(self) -> list[tuple[Signature, InputShapes]]:
-        """Host inputs of the tokens that were added last, ``[B, 1]``; rows with complete answers are padding."""
+        """The batch of the tokens that were added last: LLM inputs ``[B, 1]``, with ``ORDER`` and ``CHOICE``.
+
+        Rows with complete answers are padding.
+        """
         return [(signature, {LLM: self._row_inputs(m)}) for m, (signature, _) in enumerate(self._batch)]
 
     def _row_inputs(self, m: int) -> dict[str, Any]:

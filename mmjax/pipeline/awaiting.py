@@ -112,7 +112,9 @@ class Awaiting:
 
 
 def completion_marker(results: Any) -> jax.Array | None:
-    """A small array that is ready when the program with these results has ended on its first local device.
+    """A small array that is ready when the program with these results, any tree, has ended on its first local device.
+
+    ``None`` if no array of the tree has a shard in this process.
 
     It is a copy of the smallest result: the result itself could keep an activation alive, or be overwritten.
     """

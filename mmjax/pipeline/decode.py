@@ -36,7 +36,8 @@ class StageDecoding:
     """Prefill and decoding functions of one stage, for one shape of rows.
 
     ``prefill`` is ``(params, inputs, carry) -> (Output, cache)`` and ``decode`` is ``(params, inputs, carry, cache) ->
-    (Output, cache)``. The result of the last stage is the next token of each row and its log-probability.
+    (Output, cache)``. The result of the last stage is the next token of each row and its log-probability, each ``[B]``.
+    A cache is a list of its arrays.
 
     Attributes:
       out: avals of the outputs of ``prefill``.

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from mmjax.mesh.spmd import Program
+from mmjax.mesh.world import Device
 from mmjax.schedule.ops import Op
 
 Work = Op | str
@@ -39,7 +40,7 @@ class Dispatched:
     step: int
     op: Work
     at: float
-    end: Any
+    end: jax.Array
     timed: bool
 
 
@@ -50,8 +51,8 @@ class OpTimes:
     Attributes:
       step: its number.
       ops: in the order of dispatch.
-      dispatched: by op.
-      ended: by op and rank.
+      dispatched: time of dispatch by op.
+      ended: time of the end by op, then by rank of this process.
     """
 
     step: int
@@ -71,8 +72,8 @@ class Ends:
       wake: set while a timed step runs, which should be polled often.
     """
 
-    def __init__(self, ranks: Mapping[Any, int], clock: Callable[[], float] = time.perf_counter):
-        """Starts without ops. `ranks` are the ranks of this process's devices."""
+    def __init__(self, ranks: Mapping[Device, int], clock: Callable[[], float] = time.perf_counter):
+        """Starts without ops. `ranks` are the ranks of this process's devices, by device; `clock` returns seconds."""
         self.step, self.complete, self.op, self.ended = 0, 0, None, 0
         self.wake = threading.Event()
         self._ranks, self._clock, self._timed = ranks, clock, False
@@ -85,7 +86,7 @@ class Ends:
     # ---- the dispatching thread --------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, *, timed: bool) -> None:
-        """Begins a step; if `timed`, the ends of its ops are recorded."""
+        """Begins a step, numbered from 1; if `timed`, `poll` records the ends of its ops."""
         self.step, self._timed = step, timed
         if timed:
             self.wake.set()
@@ -108,7 +109,7 @@ class Ends:
     # ---- the other thread --------------------------------------------------------------------------------------------
 
     def poll(self) -> OpTimes | None:
-        """Finds the ops that have ended; returns the times of a timed step when its last op has ended."""
+        """Finds the ops that have ended; returns the times of a timed step when its last op has ended, else None."""
         complete, times = self.complete, None
         for new in self._take_new():
             self._running.append(new)
@@ -128,7 +129,7 @@ class Ends:
         return times
 
     def oldest(self, number: Callable[[Work], int]) -> tuple[int, int, Work] | None:
-        """Step, number and op of the first op in the schedule's order that is dispatched and has not ended."""
+        """(step, number, op) of the first op that has not ended; None if all have. `number` is made by `numbers_of`."""
         return min(((entry.step, number(entry.op), entry.op) for entry in self._running), default=None, key=_place)
 
     def _take_new(self) -> Sequence[Dispatched]:
@@ -163,7 +164,9 @@ class Ends:
 def busy_seconds(
     times: OpTimes, dependencies: Callable[[Op], Sequence[Op]], module: Callable[[Op], str]
 ) -> dict[str, dict[int, float]]:
-    """Seconds that each rank spent in the F, B and W of each module, by module and rank.
+    """Seconds that each rank spent in the F, B and W of each module, by module, then by rank.
+
+    dependencies: `Schedule.dependencies`. module: returns the module of an F, B or W.
 
     A rank begins an op when the op is dispatched and both the rank's previous op and the op's dependencies have ended.
     Time in which the ranks of an op wait for each other inside it counts for all of them.
@@ -188,7 +191,7 @@ def busy_seconds(
 
 
 def numbers_of(ops: Sequence[Op]) -> Callable[[Work], int]:
-    """A function from an op to its position in a schedule; 0 for a program that is a whole step."""
+    """A function from an op to its position in `ops`, from 0; 0 for other ops and for the program of a whole step."""
     numbers = dict(zip(ops, itertools.count()))
     return lambda op: numbers.get(op, 0) if isinstance(op, Op) else 0
 

@@ -42,7 +42,8 @@ class StepResult:
     """Results of a step, on the devices; ``fetch`` waits for them.
 
     Attributes:
-      losses: sums of the losses, arrays ``[..., losses]`` by module, in every process.
+      losses: by module, arrays ``[..., losses]``: their sum over arrays and all other dimensions is each loss before
+        its division. Losses are in the order of ``kinds``. Every process has them.
       totals: squared gradient norms by module, one row per rank; ``None`` when nothing is trained.
       denominators: the counts of this step that divide the losses, by name.
       kinds: the losses by module and name.
@@ -56,7 +57,10 @@ class StepResult:
     modules: tuple[str, ...]
 
     def fetch(self) -> tuple[float, dict[str, float]]:
-        """The optimised loss, a weighted sum, and each module's gradient norm before clipping."""
+        """The optimised loss, a weighted sum, and gradient norms before clipping, by module. Waits for the step.
+
+        The norms are {} when nothing is trained, and 0 for a frozen module.
+        """
         values = self.fetch_losses()
         kinds = [(f"{module}/{name}", kind) for module, losses in self.kinds.items() for name, kind in losses.items()]
         loss = sum(kind.weight * values[name] for name, kind in kinds if kind.weight)
@@ -66,7 +70,7 @@ class StepResult:
         return loss, {m: float(np.sqrt(v)) for m, v in zip(self.modules, row, strict=True)}
 
     def fetch_losses(self) -> dict[str, float]:
-        """Each loss and metric over its denominator, such as "llm/loss"; 0 where the denominator is 0."""
+        """Each loss and metric over its denominator, such as "llm/loss"; 0 where that is 0. Waits for the step."""
         result = {}
         for module, kinds in self.kinds.items():
             arrays = [np.asarray(jax.device_get(array)).reshape(-1, len(kinds)) for array in self.losses[module]]
@@ -83,13 +87,13 @@ def model_losses(placed: PlacedModel) -> LossKinds:
 
 
 def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, Float[np.ndarray, " losses"]]:
-    """Cotangents of the losses, by stage: weight over denominator, or 0 where the denominator is 0.
+    """Cotangents of the losses, float32, by the name of the stage: weight over denominator, 0 for a denominator of 0.
 
     Rounded once, on the host, so that the fp32 cotangent of a loss is the same under every layout.
 
     Args:
       placed: the model.
-      denominators: counts of the step by name; see ``Loss.per``.
+      denominators: counts of the step by ``Loss.count``, such as "llm" or "samples".
 
     Raises:
       ValueError: a denominator is missing, or the denominators of all optimised losses are 0.
@@ -113,7 +117,10 @@ def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[s
 
 
 class StagePrograms:
-    """The programs of one stage for one set of shapes: forward, backward, and ``weights`` of a split backward."""
+    """The programs of one stage for one set of shapes: forward, backward, and ``weights`` of a split backward.
+
+    ``backward`` or ``weights`` is None for a stage without. ``name`` of the constructor is the stage's, for messages.
+    """
 
     def __init__(self, name: str, functions: StageFunctions):
         self.functions = functions
@@ -146,12 +153,12 @@ class Executor:
     """
 
     def __init__(self, placed: PlacedModel, schedule: Schedule, shapes: Mapping[Signature, InputShapes]):
-        """Traces every program.
+        """Traces every program; ``compile`` and ``initialise`` come next.
 
         Args:
           placed: the model on its devices.
           schedule: an order for the placed model's graph.
-          shapes: input shapes of every bucket combination that may occur.
+          shapes: input shapes of one microbatch, for every bucket combination that may occur.
         """
         self.placed, self.schedule = placed, schedule
         self.states: dict[str, State] = {}
@@ -207,21 +214,24 @@ class Executor:
         return [program for program in result if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compiles every program ahead of the first step."""
+        """Compiles every program ahead of the first step; see ``compile_all`` for ``report``."""
         compile_all(self.programs(), report)
 
     def initialise(self, seed: int) -> None:
-        """Fresh parameters and optimizer states, a function of the seed alone."""
+        """Sets ``states`` to fresh parameters and optimizer states, a function of the seed alone."""
         key = jax.random.key(seed)
         self.states = {name: stage.state.initialise(key) for name, stage in self.placed.local_stages.items()}
 
     def take_sums(self, place: str) -> Any:
-        """The gradient sums of a place, for a program that overwrites them."""
+        """Removes and returns the gradient sums of a place, for a program that overwrites them.
+
+        They are a tree like ``sums_avals``; zeros if none are stored.
+        """
         sums = self.sums.pop(place, None)
         return _zeros(self.placed.places[place].state.sums_avals) if sums is None else sums
 
     def take_stage_sums(self, stage: str) -> Any:
-        """The stage's gradient sums over all of its lanes, for a program that overwrites them."""
+        """``take_sums`` of all lanes of a stage, as arrays over all of its lanes."""
         lanes = [self.take_sums(place) for place in self.placed.local_places(stage)]
         has_lanes = self.placed.graph.stage(stage).lanes > 1
         return over_lanes(lanes, self.placed.stages[stage].state.sums_avals) if has_lanes else lanes[0]
@@ -248,11 +258,11 @@ class Executor:
     def step(
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
     ) -> StepResult:
-        """One optimizer step.
+        """One optimizer step, which replaces ``states``; returns when its ops are dispatched.
 
         Args:
-          microbatches: per microbatch its bucket signature and its host inputs by module.
-          denominators: the counts of the step that divide the losses, by name; see ``Loss.per``.
+          microbatches: per microbatch its bucket signature, and its host inputs, global rows, by module, then by name.
+          denominators: the counts of the step that divide the losses, by ``Loss.count``, such as "llm" or "samples".
 
         Raises:
           ValueError: when the number of microbatches is not the schedule's; see also ``loss_seeds``.

@@ -17,18 +17,23 @@ from mmjax.pipeline.trees import Tree, by_name, nested
 
 
 def on_lane(arrays: Tree, avals: Tree) -> Tree:
-    """The shards on a lane's devices, as arrays of that lane.
+    """The tree of ``arrays`` with their shards on a lane's devices, as arrays of that lane.
 
     Args:
       arrays: arrays over all lanes, for some or all leaves of ``avals``.
-      avals: avals on the lane.
+      avals: ``ShapeDtypeStruct`` with shardings on the lane.
     """
     lane_avals = by_name(avals)
     return nested({name: _array([by_device(x)], lane_avals[name]) for name, x in by_name(arrays).items()})
 
 
 def over_lanes(lanes: Iterable[Tree], avals: Tree) -> Tree:
-    """Arrays over all lanes, from those of the lanes on this process's devices."""
+    """Arrays over all lanes, from the arrays on each lane on this process's devices.
+
+    Args:
+      lanes: a tree like ``avals`` for each of these lanes, in any order.
+      avals: ``ShapeDtypeStruct`` with shardings over all lanes.
+    """
     named = [by_name(lane) for lane in lanes]
     return nested(
         {name: _array([by_device(lane[name]) for lane in named], aval) for name, aval in by_name(avals).items()}

@@ -45,8 +45,8 @@ class LinkTrial:
         ``tp`` or ``dp`` sums, or the ``norm``.
       bytes: bytes of the tensor that crosses a boundary, or of each rank's share in a collective.
       ends: ranks of the sender and of the receiver, or ranks of a collective alone.
-      make: creates the arguments of one trial, on the devices of this process.
-      send: dispatches the trial; its result is ready when all data have arrived.
+      make: creates the argument of ``send`` for one trial, on the devices of this process.
+      send: dispatches the trial; its result, a tree of arrays, is ready when all data have arrived.
       arrived: whether the result of ``send`` is correct.
       programs: programs that have to be compiled.
     """
@@ -72,7 +72,7 @@ class LinkTrial:
 
 
 def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...]:
-    """Trials of all communication in an executor's steps, in the same order in every process.
+    """Trials of all communication in an executor's steps, in the same order in every process; names are unique.
 
     A boundary is tried in its largest bucket. A transfer that stays on its device is not tried.
     """
@@ -118,7 +118,7 @@ def _direction_trials(name: str, forward: Transfer, backward: Transfer | None) -
 
 
 def boundary_trial(name: str, transfer: Transfer) -> LinkTrial:
-    """The trial of all three steps of a transfer, with rows that are filled with their numbers."""
+    """The trial ``name`` of all three steps of a transfer: pack, move and unpack of rows filled with their numbers."""
     source, target = transfer.source_aval, transfer.target_aval
 
     def make() -> Any:
@@ -266,7 +266,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial
 
 
 def programs_of(trials: Iterable[LinkTrial]) -> list[Program]:
-    """The trials' programs that this process has to compile."""
+    """The trials' programs that this process has to compile; they may repeat."""
     return [program for trial in trials for program in trial.programs if program.local]
 
 

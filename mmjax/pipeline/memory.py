@@ -79,7 +79,7 @@ def residual_bytes(
 
     They are the residuals, and the received activations if backward reads them; 0 for a stage without backward.
     ``validate`` adds them up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is
-    the schedule's.
+    the schedule's; without it no backward is split.
     """
     traced = [placed.trace(inputs, graph).stages for inputs in shapes]
     return {name: max(in_flight_bytes(functions[name]) for functions in traced) for name in placed.stages}
@@ -122,7 +122,7 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
 
 
 def largest_microbatch(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> MicrobatchBytes:
-    """Bytes of a microbatch, each figure in its largest bucket."""
+    """Bytes of a microbatch, each figure in the largest of ``shapes``, one for every bucket combination."""
     flows = [MicrobatchBytes(placed, inputs, schedule.graph) for inputs in shapes]
     return flows[0] if len(flows) == 1 else MicrobatchBytes.largest(flows)
 
@@ -134,7 +134,7 @@ def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterab
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
-    """The rank whose stages need the most memory in total, and that memory."""
+    """The first rank whose stages need the most memory in total, and that memory; ``stages`` is by stage name."""
     ranks: dict[int, Memory] = {}
     for name, memory in stages.items():
         for rank in placed.stages[name].submesh.ranks:
@@ -158,7 +158,7 @@ def count_state_bytes(state: StageState) -> StateBytes[int]:
 
 
 def in_flight_bytes(functions: StageFunctions) -> int:
-    """Bytes that a device keeps of a microbatch from a stage's forward to its backward."""
+    """Bytes that a device keeps of a microbatch from a stage's forward to its backward; 0 for a stage without one."""
     if not functions.has_backward:
         return 0
     return shard_bytes(functions.residual_avals) + (
@@ -187,6 +187,7 @@ class MicrobatchBytes:
     """
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
+        """Counts the bytes of a microbatch with these host inputs; ``graph`` is the schedule's."""
         traced = placed.trace(inputs, graph)
         stages = {name: traced.stages[name] for name in placed.stages}
         self.residuals = {name: shard_bytes(f.residual_avals) for name, f in stages.items()}
@@ -202,7 +203,7 @@ class MicrobatchBytes:
 
     @classmethod
     def largest(cls, flows: list[MicrobatchBytes]) -> MicrobatchBytes:
-        """Each figure at its largest among ``flows``."""
+        """Each figure at its largest among ``flows``, one or more."""
         result = cls.__new__(cls)
         result.residuals = {name: max(flow.residuals[name] for flow in flows) for name in flows[0].residuals}
         result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
@@ -216,7 +217,7 @@ class MicrobatchBytes:
 
 
 Buffers = Counter[tuple[str, str]]
-"""Bytes by (place, kind); the kind "host" is on no device."""
+"""Bytes by (place, kind), with kinds as in ``Memory``, such as "residuals"; the kind "host" is on no device."""
 
 
 def _replay(schedule: Schedule, flow: MicrobatchBytes) -> tuple[Buffers, Buffers]:
@@ -232,7 +233,7 @@ def _replay(schedule: Schedule, flow: MicrobatchBytes) -> tuple[Buffers, Buffers
 
 
 def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
-    """Bytes of the host inputs of this step and the next, by place."""
+    """Bytes of the host inputs of this step and the next on a device of each place, by place."""
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
     lanes = (
         (node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes)
@@ -241,10 +242,10 @@ def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
 
 
 def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tuple[Op, Buffers, Buffers]]:
-    """Each op with its ``changes``, in order.
+    """Yields each op of the schedule, in order, with the bytes that it allocates and the bytes that it frees.
 
-    A copy to the host takes time: a stashed array stays on the device until the next op on its ranks has ended, or
-    until an op starts that awaits the end of the copy.
+    These are its ``changes``, but a copy to the host takes time: a stashed array stays on the device until the next op
+    on its ranks has ended, or until an op starts that awaits the end of the copy.
     """
     graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
     pending = list[tuple[Op, Buffers, Buffers]]()
@@ -264,7 +265,7 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
 
 
 def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
-    """Bytes that an op allocates, and bytes that it frees when it ends."""
+    """(bytes that an op allocates, bytes that it frees when it ends), per device of a place."""
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
     gained, lost, stage = Buffers(), Buffers(), op.stage

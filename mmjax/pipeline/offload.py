@@ -17,6 +17,7 @@ from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 
 DEVICE, HOST = "device", "pinned_host"
+"""JAX's names of the two kinds of memory."""
 
 
 def moved(tree: Any, kind: str) -> Any:
@@ -37,13 +38,20 @@ def _copied(x: jax.Array, kind: str) -> jax.Array:
 
 
 def replaced(tree: Any, before: Any, after: Any) -> Any:
-    """The tree with each array that is in ``before`` replaced by its counterpart in ``after``."""
+    """The tree with each array that is in ``before`` replaced by its counterpart in ``after``.
+
+    Arrays are in ``before`` if they are the same objects; ``after`` has its structure.
+    """
     new = {id(x): y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)}
     return jax.tree.map(lambda x: new.get(id(x), x), tree)
 
 
 def require_host_memory(field: str, devices: Iterable[Any]) -> None:
     """Checks that this process's devices have pinned host memory; planned devices are not checked.
+
+    Args:
+      field: the setting that needs it, such as "vision/Offload.parameters", for the message.
+      devices: devices of any process.
 
     Raises:
       ConfigError: a device has no pinned host memory.

@@ -24,7 +24,7 @@ ByStage = Mapping[str, jax.Array]
 
 
 class OneProgramExecutor(ABC):
-    """Runs training steps, each one program; the interface is ``Executor``'s.
+    """Runs training steps, each one program; the interface is ``Executor``'s, without its walker and gradient sums.
 
     All microbatches of a step are padded to one bucket signature.
 
@@ -60,11 +60,11 @@ class OneProgramExecutor(ABC):
         return list(self._programs.values())
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compiles every program ahead of the first step."""
+        """Compiles every program ahead of the first step; see ``compile_all`` for ``report``."""
         compile_all(self.programs(), report)
 
     def initialise(self, seed: int) -> None:
-        """Fresh parameters and optimizer states, a function of the seed alone."""
+        """Sets ``states`` to fresh parameters and optimizer states, a function of the seed alone."""
         key = jax.random.key(seed)
         self.states = {name: stage.state.initialise(key) for name, stage in self.placed.stages.items()}
 

@@ -23,7 +23,8 @@ Tree = Any
 def reduce_program(state: StageState) -> Program:
     """``(sums, returned) -> (reduced gradients, borrowed gradients, norm rows, zeroed sums)``.
 
-    See ``StageState.reduce``. The zeroed sums are only those that the gradients do not overwrite.
+    See ``StageState.reduce``. Where masters are whole on every dp rank, reduced gradients have the shapes of the sums,
+    which they overwrite, and the zeroed sums are only those of borrowed leaves.
     """
     name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
     if not state.has_whole_masters:
@@ -41,7 +42,10 @@ def reduce_program(state: StageState) -> Program:
 
 
 def update_program(state: StageState) -> Program:
-    """``(state, reduced gradients, totals) -> (state, zeroed sums)``: the sums that ``reduce_program`` overwrites."""
+    """``(state, reduced gradients, totals) -> (state, zeroed sums)``, from the gradients of ``reduce_program``.
+
+    The zeroed sums are those that ``reduce_program`` overwrites: none, ``{}``, where masters are sharded.
+    """
     name, spmd = f"update {state.model.name}", state.update
     states, grads, totals = spmd.in_specs
     in_place = state.has_whole_masters

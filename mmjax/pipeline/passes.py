@@ -24,8 +24,8 @@ class ForwardPass:
     """A forward pass.
 
     Attributes:
-      programs: by place and buckets.
-      boundaries: by edge between two places and buckets.
+      programs: by (place, buckets).
+      boundaries: by (edge between two places, buckets).
       inputs: names of the host inputs, by stage, for stages whose inputs differ from training.
       whole_rows: stages whose rows are whole on every rank of cp.
     """
@@ -37,7 +37,7 @@ class ForwardPass:
 
 
 def prediction(traced: Mapping[Signature, TracedStages]) -> ForwardPass:
-    """The pass in which stages predict, in place of computing losses."""
+    """The pass in which stages predict, in place of computing losses; ``traced`` is by the buckets of a microbatch."""
     programs, boundaries, shared = {}, {}, {}
     for signature, stages in traced.items():
         for name, f in stages.stages.items():
@@ -55,11 +55,11 @@ def decoding(
     predicted: ForwardPass,
     room: int,
 ) -> tuple[ForwardPass, ForwardPass]:
-    """The passes of prefill and of decoding.
+    """The pass of prefill, and the pass of decoding one token of each row.
 
     Args:
       placed: the model on its devices.
-      shapes: input shapes of every bucket combination.
+      shapes: input shapes of every bucket combination, without send lists.
       traced: the stages traced for these shapes.
       predicted: their ``prediction``, whose programs of encoders are used in prefill too.
       room: capacity of a row in tokens.

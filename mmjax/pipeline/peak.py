@@ -46,7 +46,10 @@ def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShape
 def bytes_by_op(
     placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
 ) -> Iterator[tuple[Op, dict[int, int]]]:
-    """Each op of a stage with the bytes on its ranks during the op: arrays of all stages there, and temporaries."""
+    """Yields each op of a stage, in order, with the bytes during the op on each rank of its stage or lane, by rank.
+
+    They are arrays of all stages on that rank, and temporaries of the op. Arguments as ``memory_by_stage``.
+    """
     shapes = list(shapes)
     flow, temporaries = largest_microbatch(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}

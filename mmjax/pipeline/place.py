@@ -73,11 +73,11 @@ class Stage:
         return self.model.name
 
     def has_whole_rows(self, name: str, *, whole_rows: bool = False) -> bool:
-        """Whether every rank of cp has whole rows of a host input; lists of tokens are always whole."""
+        """Whether every rank of cp has whole rows of a host input: if ``whole_rows``, or if ``name`` is a send list."""
         return whole_rows or name == self.model.send_list
 
     def input_sharding(self, name: str, *, whole_rows: bool = False) -> NamedSharding:
-        """The sharding of a host input: rows over dp, and their tokens over cp unless ``whole_rows``."""
+        """The sharding of the host input ``name``: rows over dp, and tokens over cp unless ``has_whole_rows``."""
         spread, is_whole = self.submesh.spread, self.has_whole_rows(name, whole_rows=whole_rows)
         return self.submesh.sharding(spread.whole_rows if is_whole else spread.tokens)
 
@@ -108,6 +108,12 @@ class PlacedModel:
 
     def __init__(self, model: MultimodalModel, layouts: Mapping[str, Layout], world: World, settings: Settings):
         """Places every stage; nothing is traced or allocated yet.
+
+        Args:
+          model: the modules.
+          layouts: layouts by module.
+          world: the devices.
+          settings: settings of the run.
 
         Raises:
           ConfigError: offloading is on and the devices have no pinned host memory.
@@ -143,7 +149,7 @@ class PlacedModel:
         self._boundaries: dict[Any, Boundary] = {}
 
     def offload(self, stage: str) -> OffloadConfig:
-        """Offload configuration of a stage's module."""
+        """Offload configuration of the module of a stage such as "llm.0"; without one, nothing is offloaded."""
         return self.settings.offloads.get(self.stages[stage].model.module, OffloadConfig())
 
     def _require_host_memory(self) -> None:
@@ -162,17 +168,20 @@ class PlacedModel:
         return len({place.submesh.ranks for place in self.places.values()}) == 1
 
     def local_places(self, stage: str) -> dict[str, Stage]:
-        """The lanes of a stage on this process's devices, by place; without lanes, the stage itself."""
+        """The lanes of a stage on this process's devices, by place; without lanes, the stage itself if it is there."""
         places = ((name, self.places[name]) for name in self.graph.stage(stage).lane_names)
         return {name: place for name, place in places if place.submesh.local}
 
     @cached_property
     def local_stages(self) -> dict[str, Stage]:
-        """The stages on this process's devices."""
+        """The stages on this process's devices, by name."""
         return {name: stage for name, stage in self.stages.items() if stage.submesh.local}
 
-    def world_gather(self, name: str, place: str, aval: Any, count: int) -> WorldGather | None:
-        """The program that copies ``count`` arrays of a place to every process; ``None`` in a run of one process."""
+    def world_gather(self, name: str, place: str, aval: jax.ShapeDtypeStruct, count: int) -> WorldGather | None:
+        """The program that copies ``count`` arrays of a place to every process; ``None`` in a run of one process.
+
+        ``name`` is the program's; ``aval`` is one array, with rows over dp.
+        """
         if self.world.processes == 1:
             return None
         return WorldGather(name, self.world, self.places[place].submesh, aval, count)
@@ -236,14 +245,14 @@ class PlacedModel:
         return cast(EdgeKind, next(kind for kind in ("rendezvous", "async", "local") if kind in kinds))
 
     def prepare_programs(self) -> list[Program]:
-        """The programs of ``StageState.prepare``, for the stages that have one."""
+        """The programs of ``StageState.prepare`` of all stages that have one, local or not."""
         return [program for stage in self.stages.values() if (program := stage.state.prepare_program)]
 
     def trace(self, inputs: InputShapes, graph: StageGraph | None = None) -> TracedStages:
         """Traces every stage for one combination of buckets; stages of unchanged shapes are traced once.
 
         Args:
-          inputs: shapes of the host inputs.
+          inputs: shapes of the host inputs of one microbatch, of every module.
           graph: a schedule's graph, which has the stages whose backward is split; without it no backward is split.
 
         Raises:
@@ -278,8 +287,8 @@ class PlacedModel:
         """The boundary between two places for an activation of ``source``, created once for each shape.
 
         Args:
-          source, target: the places.
-          aval: the activation.
+          source, target: names of the places.
+          aval: shape and dtype of the activation ``[rows, tokens, D]``.
           whole_rows: whether rows are whole on every rank of cp inside modules too.
           listed: whether the activation is the tokens on the lists of another module's ranks of cp.
         """
@@ -320,7 +329,9 @@ class PlacedModel:
         return self._functions[key]
 
     def input_aval(self, stage: Stage, name: str, array: Any, *, whole_rows: bool = False) -> jax.ShapeDtypeStruct:
-        """Aval of a host input on the stage's devices; see ``Stage.input_sharding``.
+        """Aval of the host input ``name`` on the stage's devices; see ``Stage.input_sharding``.
+
+        Only shape and dtype of ``array`` are read.
 
         Raises:
           ValueError: tokens do not divide by cp, or by cp·tp with sequence parallelism.
@@ -365,7 +376,8 @@ class PlacedModel:
     def nominal_costs(self, inputs: InputShapes) -> Costs:
         """Costs that order ops before any are measured: FLOPs per rank of a padded microbatch's matrix products.
 
-        The unit is the most expensive forward. Moves and once-a-step ops cost a hundredth of it.
+        The unit is the most expensive forward. Every module has "segments" ``[rows, tokens]`` among its inputs. Moves
+        and once-a-step ops cost a hundredth of it.
         """
         work = {name: _forward_work(self.places[name], inputs) for name in self.stages}
         top = max(work.values())

@@ -146,11 +146,11 @@ class Predictor(Walker):
         return [program for program in programs if program.local]
 
     def compile(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compiles every program."""
+        """Compiles every program; see ``compile_all`` for ``report``."""
         compile_all(self.programs(), report)
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Prepares the parameters of training states; call it again after a step."""
+        """Makes compute parameters from training states, by stage, of this process; call it again after a step."""
         self.lend(states)
         self.walk(self._loading)
         self.states = {}
@@ -169,7 +169,7 @@ class Predictor(Walker):
         sampling: Sampling = GREEDY,
         report: Callable[[Sequence[Sequence[Answer]]], None] = lambda answers: None,
     ) -> list[list[Answer]]:
-        """Continues every row until one of ``stops`` or ``limit`` new tokens.
+        """Continues every row until one of ``stops`` or ``limit`` new tokens. ``load`` has to come first.
 
         Args:
           microbatches: as for ``losses``; LLM rows hold one prompt each, then padding (segment 0).
@@ -219,10 +219,10 @@ class Predictor(Walker):
         self.walk(ops)
 
     def losses(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> list[Float[np.ndarray, " B"]]:
-        """The weighted loss of each LLM row, the sum over its targets, by microbatch.
+        """The weighted loss of each LLM row, the sum over its targets, by microbatch. ``load`` has to come first.
 
         Args:
-          microbatches: as for a training step, without send lists.
+          microbatches: as for ``Executor.step``, without send lists.
 
         Raises:
           ValueError: when the number of microbatches is not the predictor's, or they have send lists.
@@ -234,13 +234,13 @@ class Predictor(Walker):
         return losses
 
     def draw(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
-        """Draws with each generator, from noise and the LLM's hidden states.
+        """Draws with each generator, from noise and the LLM's hidden states. ``load`` has to come first.
 
         Args:
           microbatches: as for ``losses``; their patches are noise.
 
         Returns:
-          Patches [R, T, E] by generator and microbatch.
+          Patches [R, T, E] by generator, for each microbatch.
 
         Raises:
           ValueError: when the number of microbatches is not the predictor's, or they have send lists.

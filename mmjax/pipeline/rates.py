@@ -20,7 +20,7 @@ Tree = Any
 
 
 def factors_of(config: OptimizerConfig, leaf: Leaf) -> tuple[float, ...]:
-    """The factor of the learning rate of each logical leaf of a stage array, in the order of ``Leaf.names``."""
+    """The factor on the module's learning rate of each logical leaf of an array, in the order of ``Leaf.names``."""
     names = (name.partition("/")[2] for name in leaf.names)
     return tuple(map(config.factor, names, leaf.from_end))
 

@@ -23,12 +23,12 @@ class ResidualError(ConfigError):
 def from_parameters_alone(
     forward: Callable[..., Any], avals: Sequence[Any], residuals: Callable[[Any], Sequence[Any]]
 ) -> dict[int, list[str]]:
-    """The names of the parameters of each residual that depends only on parameters, by the residual's position.
+    """Names of the parameters of each residual that depends only on parameters, by the residual's position.
 
     Args:
       forward: ``(params, inputs, carry) -> (out, residuals)``.
-      avals: its arguments.
-      residuals: selects the residuals from ``forward``'s result.
+      avals: avals of its arguments.
+      residuals: selects the residuals from ``forward``'s result; they are numbered from 0.
     """
     flags = jax_compat.dependencies(forward, avals)
     result = jax.tree.structure(jax.eval_shape(forward, *avals))
@@ -46,8 +46,8 @@ def require_small(stage: str, residuals: Mapping[int, Any], names: Mapping[int, 
 
     Args:
       stage: name of the stage, for the message.
-      residuals: avals of the residuals by position, stacked over ranks.
-      names: names of the parameters of each residual.
+      residuals: avals of the residuals by position, stacked over ranks along the first dimension.
+      names: result of ``from_parameters_alone``: names of the parameters of each residual.
       params: avals of all parameters of the stage.
 
     Raises:

@@ -130,11 +130,11 @@ class SplitFunctions(StageFunctions):
     # ---- the same over the submesh -----------------------------------------------------------------------------------
 
     def backward_part(self, sums: Tree) -> Tree:
-        """The gradient sums that ``backward`` adds to."""
+        """The leaves of a tree like ``sums_avals`` that ``backward`` adds to: all but the tapped weights."""
         return nested({name: total for name, total in by_name(sums).items() if name not in self._taps})
 
     def weights_part(self, sums: Tree) -> Tree:
-        """The gradient sums that ``weights`` adds to."""
+        """The leaves of a tree like ``sums_avals`` that ``weights`` adds to: the tapped weights."""
         return nested({name: total for name, total in by_name(sums).items() if name in self._taps})
 
     def _deferred_specs(self) -> tuple[Any, ...]:

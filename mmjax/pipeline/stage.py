@@ -263,7 +263,7 @@ class StageFunctions:
 
     @cached_property
     def forward(self) -> Spmd:
-        """``(params, inputs, carry) -> (out, residuals)``; without a backward the residuals are empty."""
+        """``(params, inputs, carry) -> (Output, residuals)``, a list of arrays that is empty without a backward."""
         if not self.has_backward:
             return self._spmd(lambda *args: (self._plain(*args), []), (self._outputs, []))
         return self._forward_over(self._read_residuals)
@@ -275,16 +275,17 @@ class StageFunctions:
 
     @cached_property
     def backward(self) -> Spmd:
-        """``(params, sums, inputs, carry, residuals, cotangent) -> (sums, gradients of carry)``.
+        """``(params, sums, inputs, carry, residuals, cotangent) -> (sums, gradients of carry by source stage)``.
 
-        ``carry`` is empty if backward does not read the received activations; ``sums`` is ``backward_part``.
+        Arguments are as ``backward_avals``. ``carry`` is empty if backward does not read the received activations;
+        ``sums`` is ``backward_part``.
         """
         spmd = self._backward_over(self._read_residuals)
         return PretracedSpmd(spmd.body, spmd.mesh, spmd.in_specs, spmd.out_specs, call=self._call_backward)
 
     @property
     def backward_avals(self) -> tuple[Any, ...]:
-        """Arguments of ``backward``."""
+        """Avals of the arguments of ``backward``, in their order."""
         params, inputs, carry = self._avals
         received = carry if self.backward_reads_carry else {}
         return (
@@ -297,12 +298,12 @@ class StageFunctions:
         )
 
     def backward_part(self, sums: Tree) -> Tree:
-        """The gradient sums that ``backward`` adds to."""
+        """The leaves of a tree like ``sums_avals`` that ``backward`` adds to: all, where the backward is not split."""
         return sums
 
     @property
     def forward_avals(self) -> tuple[Any, ...]:
-        """Arguments of ``forward`` and ``infer``."""
+        """Avals of the arguments of ``forward`` and ``infer``: parameters, host inputs, activations by source stage."""
         return self._avals
 
     @property
@@ -314,7 +315,7 @@ class StageFunctions:
 
     @property
     def residual_avals(self) -> list[Any]:
-        """Avals of the residuals that are kept per microbatch in flight."""
+        """Avals of the residuals that are kept per microbatch in flight; empty for a stage without backward."""
         return [self._residuals[i].aval for i in self._read_residuals] if self.has_backward else []
 
     @cached_property
@@ -324,16 +325,16 @@ class StageFunctions:
 
     @property
     def weights_avals(self) -> tuple[Any, ...]:
-        """Arguments of ``weights``."""
+        """Avals of the arguments of ``weights``, in their order."""
         return self.weights_part(self.state.sums_avals), self.deferred_avals
 
     def weights_part(self, sums: Tree) -> Tree:
-        """The gradient sums that ``weights`` adds to."""
+        """The leaves of a tree like ``sums_avals`` that ``weights`` adds to: none, where the backward is not split."""
         return {}
 
     @property
     def deferred_avals(self) -> list[Any]:
-        """Avals of the values kept per microbatch from B to W, where the backward is split."""
+        """Avals of the values kept per microbatch from B to W; empty where the backward is not split."""
         return []
 
     # ---- tracing -----------------------------------------------------------------------------------------------------

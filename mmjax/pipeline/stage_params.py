@@ -37,6 +37,9 @@ def _apply_both(first: Open, second: Open, stored: jax.Array) -> jax.Array:
 
 
 def add_gradients(sums: Tree, grads: Tree) -> Tree:
-    """The sums with gradients added, in the sums' dtype; gradients without a sum are left out."""
+    """The sums ``[1, ...]`` with gradients ``[...]`` added, in the sums' dtype; gradients without a sum are left out.
+
+    Both are trees by module of local shards.
+    """
     named = by_name(grads)
     return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})

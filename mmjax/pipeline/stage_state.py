@@ -36,7 +36,10 @@ class StageState(StateShapes):
 
     @cached_property
     def prepare(self) -> Spmd:
-        """``prepare_inputs -> parameters``: casts before gathering, so that half the bytes travel."""
+        """``(masters, borrowed) -> parameters``: casts before gathering, so that half the bytes travel.
+
+        The arguments are ``prepare_inputs``. The parameters are a tree by module, without ``direct_modules``.
+        """
         axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.prepared_avals}
 
         def cast_and_gather(zero: ZeroLeaf, shard: jax.Array) -> jax.Array:
@@ -57,7 +60,7 @@ class StageState(StateShapes):
         return Program.of(f"prepare {self.model.name}", self.prepare, list(avals))
 
     def compute_params(self, masters: Tree, borrowed: Shared, prepare: Callable[..., Tree] | None = None) -> Tree:
-        """The arguments of the stage's programs: parameters cast and gathered, or the masters themselves.
+        """The compute parameters, a tree by module: parameters cast and gathered, or the masters themselves.
 
         Args:
           masters: masters by module.
@@ -74,7 +77,8 @@ class StageState(StateShapes):
     def reduce(self) -> Spmd:
         """``(sums, returned) -> (gradient shards, borrowed gradients, norm rows, zeroed sums)``.
 
-        ``returned`` are gradient shards of lent leaves from the stage that borrows them, and are added to the gradient.
+        ``sums`` are as ``sums_avals``, gradient shards as ``grad_avals``, norm rows ``[ranks, modules]``. ``returned``
+        are gradient shards of lent leaves, by name, from the stage that borrows them, and are added to the gradient.
         The borrowed gradients are shards for the owner of these leaves; they count in the owner's norm and not here.
         """
         axes = self.submesh.axes
@@ -102,8 +106,8 @@ class StageState(StateShapes):
     def update(self) -> Spmd:
         """``(state, gradient shards, totals) -> state``.
 
-        ``totals`` are norm rows summed over the world, the same on every rank. A step whose norm is not finite leaves
-        the state as it was, counters included.
+        Gradient shards are as ``grad_avals``. ``totals`` ``[ranks, modules]`` are norm rows summed over the world, the
+        same on every rank. A step whose norm is not finite leaves the state as it was, counters included.
         """
 
         def where_finite(finite: jax.Array, new: Tree, old: Tree) -> Tree:
@@ -130,7 +134,7 @@ class StageState(StateShapes):
     # ---- creation and logical leaves ---------------------------------------------------------------------------------
 
     def initialise(self, key: jax.Array) -> State:
-        """A fresh state; the same values under every layout."""
+        """A fresh state on the stage's devices from a ``jax.random.key``; the same values under every layout."""
         return self._fresh(key)
 
     @cached_property
@@ -141,7 +145,7 @@ class StageState(StateShapes):
         return self._jit_once(create, jax.tree.map(lambda a: a.sharding, self.state_avals))
 
     def to_logical(self, state: State) -> dict[str, jax.Array]:
-        """Checkpoint leaves of a state, as new arrays: the state may be donated afterwards."""
+        """Checkpoint leaves of a state, as in ``logical_avals``, in new arrays: the state may be donated afterwards."""
         return self._logical(moved(state, DEVICE))
 
     @cached_property
@@ -151,7 +155,7 @@ class StageState(StateShapes):
         return jax.jit(self._split_state, out_shardings=shardings)
 
     def is_finite(self, state: State) -> jax.Array:
-        """Whether all masters and moments are finite: one flag, on every device of the stage."""
+        """Whether all masters and moments are finite: a boolean scalar, on every device of the stage."""
         return self._finite(moved(state, DEVICE))
 
     @cached_property
@@ -168,8 +172,8 @@ class StageState(StateShapes):
         """A state from checkpoint leaves and the number of updates applied so far.
 
         Args:
-          named: checkpoint leaves, parameters in any floating dtype. Without moments a module's moments are zeros;
-            without parameters and with a key its parameters are fresh.
+          named: checkpoint leaves, as in ``logical_avals``; parameters may have any floating dtype. Without moments a
+            module's moments are zeros; without parameters and with a key its parameters are fresh.
           count: number of updates applied by the run.
           since: value of ``count`` at which a module's moments were zeros, by module; 0 by default.
           key: see ``initialise``.
@@ -186,7 +190,11 @@ class StageState(StateShapes):
         return self._jit_once(join, shardings)(local, key)
 
     def parameters_from_logical(self, named: Mapping[str, jax.Array]) -> State:
-        """A state for prediction from the ``params/…`` leaves: masters without moments."""
+        """A state for prediction from the ``params/…`` leaves: masters, and ``{}`` in place of optimizer states.
+
+        Raises:
+          KeyError: a parameter of the stage is missing.
+        """
         shardings = jax.tree.map(lambda a: a.sharding, self.master_avals)
         local = {name: named[name] for name in self.logical_avals() if name.startswith("params/")}
 

@@ -48,9 +48,9 @@ class StateBytes(Generic[Number]):
         return self.copies + self.direct
 
     def offloaded(self, offload: OffloadConfig) -> tuple[Number, Number]:
-        """Bytes of masters and moments, and of compute parameters, that are offloaded during a step.
+        """(bytes of masters and moments, bytes of compute parameters) that are offloaded during a step.
 
-        Masters that are used directly count as compute parameters.
+        Either is 0 if ``offload`` leaves it on the devices. Masters that are used directly count as compute parameters.
         """
         return (self.optimizer - self.direct) * offload.optimizer, self.parameters * offload.parameters
 
@@ -62,8 +62,8 @@ def param_dtype(master: str, compute: str) -> str:
     float32 is the only dtype that contains the others.
 
     Args:
-      master: dtype of the masters.
-      compute: dtype of the computation.
+      master: dtype of the masters, "float32", "bfloat16" or "float16".
+      compute: dtype of the computation, "float32" or "bfloat16".
     """
     return master if compute == "float32" else compute
 

@@ -36,7 +36,7 @@ MOMENTS = ("adam_m", "adam_v")
 
 
 def module_of_moment(name: str) -> str:
-    """The module of a checkpoint leaf that is a moment; "" for a parameter."""
+    """The module of a checkpoint leaf that is a moment: "llm" for "adam_m/llm/embed", "" for "params/llm/embed"."""
     kind, _, path = name.partition("/")
     return path.partition("/")[0] if kind in MOMENTS else ""
 
@@ -98,12 +98,12 @@ class StateShapes:
 
     @cached_property
     def param_specs(self) -> dict[str, Tree]:
-        """Sharding of the compute parameters."""
+        """``PartitionSpec`` of each compute parameter: a tree by module."""
         return jax.tree.map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
 
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
-        """Avals of the compute parameters."""
+        """``ShapeDtypeStruct``, with its sharding, of each compute parameter: a tree by module."""
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, self.param_dtypes[leaf.module])
@@ -112,35 +112,35 @@ class StateShapes:
 
     @cached_property
     def opens(self) -> dict[str, Open]:
-        """The functions that widen parameters of a narrower dtype to the compute dtype, by name."""
+        """The functions that widen parameters of a narrower dtype to the compute dtype, by name such as "llm/embed"."""
         narrow = {m: leaves for m, leaves in self.leaves.items() if self.param_dtypes[m] != jnp.dtype(self.dtype)}
         return dict.fromkeys(by_name(narrow), lambda stored: stored.astype(self.dtype))
 
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
-        """Sharding of the masters."""
+        """``PartitionSpec`` of each owned master: a tree by module."""
         return jax.tree.map(lambda zero: zero.spec(self.submesh.axes), self.owned)
 
     @cached_property
     def master_avals(self) -> dict[str, Tree]:
-        """Avals of the masters."""
+        """``ShapeDtypeStruct``, with its sharding, of each owned master, padded: a tree by module."""
         return self._avals(self._master_shape, self.owned, self.master_specs)
 
     def _master_shape(self, zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(zero.shape, self.master_dtypes[zero.leaf.module])
 
     def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
-        """Sharding of lent or borrowed masters, or of their reduced gradients."""
+        """``PartitionSpec`` of ``lent`` or ``borrowed`` masters, or of their reduced gradients, by name."""
         return {name: zero.spec(self.submesh.axes) for name, zero in shared.items()}
 
-    def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, Any]:
-        """Avals of lent or borrowed masters, or of their reduced gradients."""
+    def shared_avals(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, jax.ShapeDtypeStruct]:
+        """``ShapeDtypeStruct``, with its sharding, of the same arrays as ``shared_specs``, by name."""
         shapes = {name: self._master_shape(zero) for name, zero in shared.items()}
         return with_sharding(shapes, self.submesh.mesh, self.shared_specs(shared))
 
     @cached_property
     def opt_specs(self) -> dict[str, Tree]:
-        """Sharding of the optimizer states: moments as the masters, counters on every rank."""
+        """``PartitionSpec`` of the optimizer states, by trained module: moments as masters, counters on every rank."""
         result: dict[str, Tree] = {}
 
         def collect_specs(masters: Tree) -> None:
@@ -158,28 +158,28 @@ class StateShapes:
 
     @cached_property
     def opt_avals(self) -> dict[str, Tree]:
-        """Avals of the optimizer states."""
+        """``ShapeDtypeStruct``, with its sharding, of the optimizer states, by trained module."""
         shapes = {m: jax.eval_shape(o.init, self.master_avals[m]) for m, o in self.optimizers.items()}
         return with_sharding(shapes, self.submesh.mesh, self.opt_specs)
 
     @cached_property
     def state_avals(self) -> State:
-        """Avals of the whole state."""
+        """``ShapeDtypeStruct``, with its sharding, of each array of the state."""
         return {"master": self.master_avals, "opt": self.opt_avals}
 
     @cached_property
     def grad_specs(self) -> dict[str, Tree]:
-        """Sharding of the reduced gradients of owned leaves."""
+        """``PartitionSpec`` of the reduced gradients of owned leaves, by trained module: as ``master_specs``."""
         return {m: self.master_specs[m] for m in sorted(self.trainable)}
 
     @property
     def grad_avals(self) -> dict[str, Tree]:
-        """Avals of the reduced gradients of owned leaves."""
+        """``ShapeDtypeStruct`` of the reduced gradients of owned leaves, by trained module: as ``master_avals``."""
         return {m: self.master_avals[m] for m in sorted(self.trainable)}
 
     @cached_property
     def sums_specs(self) -> dict[str, Tree]:
-        """Sharding of the gradient sums: one slice per rank with different tokens, until the step's reduction."""
+        """``PartitionSpec`` of the gradient sums, by trained module: one slice per rank with different tokens."""
 
         def spec(leaf: Leaf) -> PartitionSpec:
             return self.submesh.spread.gradient_sums(leaf.spec(self.submesh.axes))
@@ -188,9 +188,9 @@ class StateShapes:
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
-        """Avals of the gradient sums, fp32, ``[dp·cp, ...]``.
+        """``ShapeDtypeStruct`` of the gradient sums by trained module: float32 ``[dp·cp, *leaf.shape]``.
 
-        With sequence parallelism those of leaves that tp does not split are ``[dp·cp·tp, ...]``.
+        With sequence parallelism those of leaves that tp does not split are ``[dp·cp·tp, *leaf.shape]``.
         """
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -206,18 +206,21 @@ class StateShapes:
         return self.submesh.spread.per_rank
 
     @property
-    def rows_aval(self) -> Any:
+    def rows_aval(self) -> jax.ShapeDtypeStruct:
         """Aval of the norm rows ``[ranks, modules]``: each rank's part of the modules' squared gradient norms."""
         shape = (len(self.submesh.ranks), len(self.modules))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.submesh.sharding(self.rows_spec))
 
     @property
     def reduce_avals(self) -> tuple[Any, ...]:
-        """Arguments of ``reduce``."""
+        """Avals of the arguments of ``reduce``: the gradient sums, and by name the gradients of trained lent leaves."""
         return self.sums_avals, self.shared_avals(self._trained(self.lent))
 
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Avals of the checkpoint leaves of this stage: ``params/…``, and if trained ``adam_m/…`` and ``adam_v/…``."""
+        """Avals of the checkpoint leaves of this stage, by name, with shardings.
+
+        Names are such as ``params/llm/layers/003/attn/q``, for trained modules also ``adam_m/…`` and ``adam_v/…``.
+        """
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
@@ -246,11 +249,11 @@ class StateShapes:
         return {m: avals for m, avals in self.param_avals.items() if m not in self.direct_modules}
 
     def direct_weights(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
-        """The masters and borrowed leaves that are used directly as compute parameters."""
+        """Selects masters, by module, and borrowed leaves, by name, that are used directly as compute parameters."""
         return self._select(masters, borrowed, direct=True)
 
     def prepare_inputs(self, masters: Tree, borrowed: Shared) -> tuple[Tree, Shared]:
-        """The masters and borrowed leaves that ``prepare`` casts and gathers."""
+        """Selects masters, by module, and borrowed leaves, by name, that ``prepare`` takes: not used directly."""
         return self._select(masters, borrowed, direct=False)
 
     def _select(self, masters: Tree, borrowed: Shared, *, direct: bool) -> tuple[Tree, Shared]:

@@ -48,21 +48,24 @@ class Tie:
 
 
 class TieTransfer:
-    """One direction: a transfer of one block per rank between arrays of any sharding over the same ranks."""
+    """One direction: a transfer of one block per rank between arrays of any sharding over the same ranks.
+
+    ``blocks`` transfers arrays with one block per rank; ``target_aval`` is the result of ``unpack``.
+    """
 
     def __init__(self, blocks: Transfer, target_aval: Any):
         self.blocks, self.target, self.target_aval = blocks, blocks.target, target_aval
 
     def pack(self, x: jax.Array) -> Any:
-        """Reads every shard as its rank's block."""
+        """Reads every shard of the sender's array as its rank's block."""
         return self.blocks.pack(_relabelled(x, self.blocks.source_aval))
 
     def move(self, packed: Any) -> Any:
-        """Carries the blocks to the other stage's devices."""
+        """Carries the result of ``pack`` to the other stage's devices."""
         return self.blocks.move(packed)
 
     def unpack(self, moved: Any) -> jax.Array:
-        """Reads every block as its rank's shard."""
+        """Reads every block of the result of ``move`` as its rank's shard: the receiver's array, of ``target_aval``."""
         return _relabelled(self.blocks.unpack(moved), self.target_aval)
 
     def programs(self) -> list[Program]:

@@ -18,7 +18,7 @@ def by_name(tree: Tree) -> dict[str, Any]:
 
 
 def nested(named: Mapping[str, Any]) -> Tree:
-    """The tree with these leaves by name: the inverse of ``by_name``."""
+    """The tree with these leaves by name, such as ``{"llm": {"embed": x}}``: the inverse of ``by_name``."""
     return traverse_util.unflatten_dict(dict(named), sep="/")
 
 

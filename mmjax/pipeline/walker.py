@@ -23,7 +23,7 @@ from mmjax.schedule.graph import WORLD, StageGraph, edge_name
 from mmjax.schedule.ops import ONCE, Op, participating_ranks
 
 Signature = tuple[tuple[str, int], ...]
-"""The bucket of each encoder's input of a microbatch."""
+"""The bucket of each encoder's input of a microbatch, sorted by encoder: ``(("audio", 0), ("vision", 2))``."""
 
 
 class Walker:
@@ -38,6 +38,7 @@ class Walker:
       cotangents: received gradients by (stage, microbatch).
       in_transit: arrays that an edge carries at the moment, by (edge, microbatch, backward).
       signatures: buckets by microbatch.
+      handlers: functions that dispatch an op, by its kind.
       in_order: whether no op is deferred, even if it awaits others (see ``watched``).
       ends: records the ends of ops; ``None`` if they are not needed.
     """
@@ -94,13 +95,13 @@ class Walker:
         return self.graph.stage(op.stage).lane_name(op.microbatch)
 
     def lend(self, states: Mapping[str, State]) -> None:
-        """Sets the states whose parameters ``prepare`` prepares, and puts tied weights in transit."""
+        """Sets the states, by stage, whose parameters ``prepare`` prepares, and puts tied weights in transit."""
         self.states = states
         for tie in (tie for tie in self.graph.ties if tie.src in states):
             self.in_transit[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
 
     def prepare(self, op: Op) -> None:
-        """Prepares the stage's parameters for its programs."""
+        """Makes the compute parameters of the op's stage, and stores them in ``params`` for its local places."""
         state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
         params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
         has_lanes = self.graph.stage(op.stage).lanes > 1
@@ -114,10 +115,10 @@ class Walker:
         names: Mapping[str, Sequence[str]] | None = None,
         whole_rows: Collection[str] = (),
     ) -> None:
-        """Puts the host inputs of every stage on its devices.
+        """Puts the host inputs of every stage on its devices: sets ``signatures`` and fills ``inputs``.
 
         Args:
-          microbatches: buckets and host inputs of each microbatch.
+          microbatches: for each microbatch its buckets, and its host inputs by module, then by name.
           stages: names of the stages.
           names: names of the inputs by stage; by default those that the stage reads in training.
           whole_rows: stages whose rows are whole on every rank of cp; send lists always are.
@@ -141,13 +142,13 @@ class Walker:
             self.in_transit[edge.name, microbatch, False] = out
 
     def send_back(self, stage: str, microbatch: int, grads: Mapping[str, jax.Array]) -> None:
-        """Puts gradients in transit on the edges that enter ``stage``, each on the edge of its activation."""
+        """Puts gradients, by source stage, in transit on the edges that enter ``stage`` and carry gradients."""
         for edge in self.graph.in_edges(stage):
             if edge.gradient:
                 self.in_transit[edge.name, microbatch, True] = grads[edge.src]
 
     def pack(self, op: Op) -> None:
-        """Cuts an array in transit into pieces, on the sender."""
+        """Cuts the array that is in transit on the op's edge into pieces, on the sender."""
         key = (op.edge, op.microbatch, op.backward)
         self.in_transit[key] = self._transfer(op).pack(self.in_transit[key])
 
@@ -159,7 +160,10 @@ class Walker:
             self.in_transit[key] = moved
 
     def unpack(self, op: Op) -> None:
-        """Joins the pieces in the receiver's layout, and stores the result for the receiver."""
+        """Joins the pieces in the receiver's layout, and stores the result for the receiver.
+
+        It goes to ``carry``, is added to ``cotangents``, or, of a tie, goes to ``borrowed`` or ``returned``.
+        """
         arrived = self._transfer(op).unpack(self.in_transit.pop((op.edge, op.microbatch, op.backward)))
         key = (op.stage, op.microbatch)
         if op.microbatch == ONCE:

@@ -49,8 +49,8 @@ Bytes = dict[str, dict[int, int]]
 def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
     """Records, after every op, the bytes of all live arrays on this process's ranks.
 
-    Arrays of other owners count too, so only differences are meaningful. A buffer of several arrays counts once. Waits
-    for every op.
+    The list (op, bytes) grows in the context's body, which runs steps. Arrays of other owners count too, so only
+    differences are meaningful. A buffer of several arrays counts once. Waits for every op.
     """
     records: list[tuple[Op, Bytes]] = []
     ranks = {device: rank for rank, device in enumerate(executor.placed.world.devices)}

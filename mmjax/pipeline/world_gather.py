@@ -49,7 +49,10 @@ class WorldGather:
         self._stitcher = Stitcher(shard, aval.dtype)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The gathered arrays, readable in every process; ``arrays`` is empty in a process without shards of them."""
+        """The gathered arrays ``[rows, ...]``, in their order, whole on every device of the world.
+
+        ``arrays`` are the ``count`` arrays, or empty in a process without shards of them. Every process has to call it.
+        """
         shards = [by_device(array) for array in arrays] or [{}] * self._count
         return list(
             self.program(*(self._stitcher(shard_by_device, self._shape, self._sharding) for shard_by_device in shards))

@@ -56,7 +56,13 @@ class WorldNorm:
         self._stitcher = Stitcher((1, modules), jnp.float32)
 
     def __call__(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Sums over the world, repeated as rows on the submesh of every local stage, and on the world's mesh."""
+        """Sums over the world, by the name of every local stage and under "world".
+
+        Each is ``[ranks of the stage, modules]`` with equal rows, on the stage's submesh or the world's mesh.
+
+        Args:
+          rows: by stage, its norm rows ``[ranks of the stage, modules]``; of every local stage.
+        """
         shards = {name: by_device(array) for name, array in rows.items()}
         stitched = []
         for layer in self._layers:
@@ -68,7 +74,7 @@ class WorldNorm:
         return local_sums | {WORLD: totals}
 
     def trace(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The sums inside ``jit``, if all stages share their devices."""
+        """The same sums by stage, inside ``jit``, without "world"; all stages have to share their devices."""
         result = traced_total(
             (self.submeshes[name].mesh, self.submeshes[name].axes.all, row) for name, row in rows.items()
         )
@@ -86,7 +92,11 @@ class WorldNorm:
 
 
 def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax.Array:
-    """Sums ``[modules]`` of all norm rows, inside ``jit``; each with the mesh and axes over which it is stacked."""
+    """Sums ``[modules]`` of all norm rows, replicated, inside ``jit``.
+
+    Args:
+      rows: (mesh, its axes over which the rows are stacked, rows ``[ranks, modules]``) of each stage.
+    """
     total: Any = 0.0
     for mesh, axes, array in rows:
         total = total + Spmd(partial(_sum_rows, axes), mesh, (PartitionSpec(axes),), PartitionSpec())(array)

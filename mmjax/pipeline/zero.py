@@ -41,7 +41,7 @@ class ZeroLeaf:
 
     @classmethod
     def plan(cls, leaf: Leaf, submesh: Submesh) -> ZeroLeaf:
-        """Chooses the dimension to shard, and the padding."""
+        """Chooses the dimension of a stage array to shard on a submesh, and the padding."""
         shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
         split = [False] * stacked + [axis in TP_DIMENSIONS for axis in leaf.axes]
@@ -60,7 +60,7 @@ class ZeroLeaf:
 
     @property
     def padding(self) -> int:
-        """Entries added along ``dimension``."""
+        """Number of entries added along ``dimension``; 0 for a repeated leaf."""
         return self.shape[self.dimension] - self.leaf.shape[self.dimension] if self.dimension is not None else 0
 
     def spec(self, axes: Axes) -> PartitionSpec:
@@ -89,7 +89,7 @@ class ZeroLeaf:
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """Adds the padding; on a whole array or on a local one (the padded dimension is never split over tp)."""
+        """Adds zeros as padding, to a whole array or to a local one (the padded dimension is never split over tp)."""
         return jnp.pad(x, [(0, self.padding if dim == self.dimension else 0) for dim in range(x.ndim)])
 
     def unpad(self, x: jax.Array) -> jax.Array:
@@ -98,13 +98,16 @@ class ZeroLeaf:
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.padding, axis=self.dimension)
 
     def gather(self, shard: jax.Array, axes: Axes) -> jax.Array:
-        """The parameter, equal on all dp ranks, from the shards of this rank's group."""
+        """The parameter without padding, equal on all dp ranks, from this rank's shard. Inside ``shard_map``."""
         if self.dimension is None:
             return shard
         return self.unpad(jax_compat.all_gather_invariant(shard, axes.shard, self.dimension))
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
-        """This rank's slice of the gradient, summed over all tokens: reduce-scatter in its group, sum over groups."""
+        """This rank's shard of the gradient, summed over all tokens, from this rank's gradient. Inside ``shard_map``.
+
+        A reduce-scatter in the rank's group, then a sum over groups; a repeated leaf is summed whole.
+        """
         shared = () if self.split_by_tp else axes.sp
         if self.dimension is None:
             return lax.psum(local, (*axes.dp, *axes.positions, *shared))
@@ -112,7 +115,10 @@ class ZeroLeaf:
         return lax.psum(shard, (*axes.instance, *shared))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        """Sum of squares on one rank per shard, 0 on its replicas: a sum over all ranks counts each element once."""
+        """Sum of squares of a shard, a float32 scalar: 0 on replicas, so that a sum over all ranks counts each once.
+
+        Inside ``shard_map``.
+        """
         split = () if self.dimension is None else axes.shard
         if self.split_by_tp:
             split += axes.tp

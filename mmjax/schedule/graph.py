@@ -72,7 +72,7 @@ class StageNode:
 
     @property
     def lane_names(self) -> tuple[str, ...]:
-        """The names of all lanes; a stage without lanes has one, its own name."""
+        """The names of all lanes, such as ("vision.0", "vision.0/1"); a stage without lanes has one, its own name."""
         return tuple(self.lane_name(lane) for lane in range(self.lanes))
 
     def last_of_lanes(self, span: range) -> range:
@@ -85,6 +85,7 @@ class EdgeNode:
     """Data that stage `src` sends to stage `dst`; `gradient` says whether its gradient comes back.
 
     An edge carries an activation for each microbatch. A tie carries a weight of `src` that `dst` uses too, once a step.
+    name: such as "vision.0->llm.0"; a tie has the name of its weight.
     kind: "local" (equal rank sets, no move), "async" (the sender does not wait for its receiver) or "rendezvous"
     (both sides take part in the move). If a stage of the edge has lanes, `kind` applies to the microbatches whose two
     lanes have different ranks; all other microbatches are local (see `StageGraph.kind_of`).
@@ -106,7 +107,8 @@ class StageGraph:
 
     ties: edges for weights that two stages of one module share, such as a tied embedding; the owner comes first.
 
-    Raises GraphError, naming what is wrong, when it is built.
+    Raises GraphError, naming what is wrong, when it is built. Its methods raise GraphError for the name of a stage that
+    it lacks, but `in_ties` and `out_ties` return ().
     """
 
     stages: tuple[StageNode, ...]
@@ -135,19 +137,19 @@ class StageGraph:
         return self._by_name(self._edges, "edge", name)
 
     def in_edges(self, stage: str) -> tuple[EdgeNode, ...]:
-        """Edges that end in `stage`, in the order of `edges`."""
+        """Edges that end in `stage`, in the order of `edges`; GraphError for an unknown name."""
         return self._in_edges[self.stage(stage).name]
 
     def out_edges(self, stage: str) -> tuple[EdgeNode, ...]:
-        """Edges that start from `stage`, in the order of `edges`."""
+        """Edges that start from `stage`, in the order of `edges`; GraphError for an unknown name."""
         return self._out_edges[self.stage(stage).name]
 
     def in_ties(self, stage: str) -> tuple[EdgeNode, ...]:
-        """Ties of the weights that `stage` borrows."""
+        """Ties of the weights that `stage` borrows; () for an unknown name."""
         return tuple(tie for tie in self.ties if tie.dst == stage)
 
     def out_ties(self, stage: str) -> tuple[EdgeNode, ...]:
-        """Ties of the weights that `stage` owns and lends."""
+        """Ties of the weights that `stage` owns and lends; () for an unknown name."""
         return tuple(tie for tie in self.ties if tie.src == stage)
 
     @staticmethod
@@ -179,7 +181,7 @@ class StageGraph:
 
     @cached_property
     def topological(self) -> tuple[StageNode, ...]:
-        """Stages with every edge's source before its destination; ties in the order of `stages`."""
+        """Stages with every edge's source before its destination, and otherwise in the order of `stages`."""
         missing = {stage.name: len(self._in_edges[stage.name]) for stage in self.stages}
         order: list[StageNode] = []
         while len(order) < len(self.stages):
@@ -193,7 +195,7 @@ class StageGraph:
         return tuple(order)
 
     def stages_on(self, rank: int) -> tuple[tuple[str, int], ...]:
-        """The stages on `rank`, sources first, each with the lane that the rank is in."""
+        """(stage name, lane that the rank is in) of the stages on `rank`, sources first; () for an unused rank."""
         indices = ((node, node.ranks.index(rank)) for node in self.topological if rank in node.ranks)
         return tuple((node.name, index * node.lanes // len(node.ranks)) for node, index in indices)
 
@@ -205,11 +207,11 @@ class StageGraph:
         return "local" if set(src.ranks_of(microbatch)) == set(dst.ranks_of(microbatch)) else edge.kind
 
     def ends(self, edge: EdgeNode, microbatch: int) -> tuple[str, str]:
-        """The names of the lanes that send and receive `microbatch` over `edge`."""
+        """The names of the lanes of `src` and `dst` that have `microbatch`, such as ("vision.0/1", "llm.0")."""
         return self.stage(edge.src).lane_name(microbatch), self.stage(edge.dst).lane_name(microbatch)
 
     def lane_cycle(self, edge: EdgeNode) -> range:
-        """The first microbatches, one for each pair of lanes that `edge` joins; later ones repeat these `ends`."""
+        """The first microbatches, `range(n)` for n pairs of lanes that `edge` joins; later ones repeat these `ends`."""
         return range(math.lcm(self.stage(edge.src).lanes, self.stage(edge.dst).lanes))
 
     def hop(self, edge: EdgeNode) -> int:
@@ -236,8 +238,8 @@ class StageGraph:
     def with_few_ranks(self) -> StageGraph:
         """The same graph with one rank in place of each run of ranks that have the same stages.
 
-        A step takes as long, and its simulation is faster. If the ranks of other stages cut the lanes of a stage into
-        different numbers of runs, the graph stays as it is.
+        Ranks are numbered anew from 0. A step takes as long, and its simulation is faster. If the ranks of other stages
+        cut the lanes of a stage into different numbers of runs, the graph stays as it is.
         """
         lanes = [node.ranks_of(lane) for node in self.stages for lane in range(node.lanes)]
         starts = sorted({rank for ranks in lanes for rank in (ranks[0], ranks[-1] + 1)})
@@ -342,10 +344,11 @@ def connected(
     across: Callable[[StageNode, StageNode], EdgeKind],
     ties: tuple[EdgeNode, ...] = (),
 ) -> StageGraph:
-    """The graph of `stages`, sources first, with an edge for each pair of a source and its user.
+    """The graph of `stages`, sources first, with an edge for each of `pairs`: (name of the source, name of its user).
 
-    A stage has a backward if it is trained or one of its sources has a backward. Every source with a backward gets its
-    gradient back. An edge between equal ranks is local; `across` returns the kind of every other edge.
+    The stages' `backward` is not read: a stage has a backward if it is trained or one of its sources has a backward.
+    Every source with a backward gets its gradient back. An edge between equal ranks is local; `across(src, dst)`
+    returns the kind of every other edge. Raises GraphError as `StageGraph`.
     """
     nodes: dict[str, StageNode] = {}
     for stage in stages:
@@ -362,12 +365,12 @@ def connected(
 
 
 def lane_name(stage: str, lane: int) -> str:
-    """The name of a lane of a stage; the first lane has the name of the stage."""
+    """The name of a lane of a stage: `lane_name("vision.0", 1)` is "vision.0/1", lane 0 is "vision.0"."""
     return f"{stage}/{lane}" if lane else stage
 
 
 def edge_name(source: str, user: str) -> str:
-    """The name of the edge between two stages, or two lanes."""
+    """The name of the edge between two stages, or two lanes, by their names: "vision.0->llm.0"."""
     return f"{source}->{user}"
 
 

@@ -58,7 +58,10 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
-    """The F of `stage` that must come before its first B so that the stages behind it keep their leads; 1 at a sink."""
+    """The number of F of `stage` before its first B with which the stages that it feeds keep their leads; 1 at a sink.
+
+    leads: by stage name, the most F that are ahead of its B; a stage that is absent has no say.
+    """
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 
 
@@ -83,7 +86,7 @@ class ChunkedModule:
         return tuple(microbatches // count + (i < microbatches % count) for i in range(count))
 
     def turns(self, microbatches: int, *, backward: bool) -> list[Turn]:
-        """The order in which every submesh takes chunks and microbatches."""
+        """(chunk, microbatch) in the order in which every submesh runs their forwards, or backwards."""
         chunks = range(-(-len(self.stages) // self.depth))
         result, first = [], 0
         for size in self.groups(microbatches):
@@ -94,7 +97,7 @@ class ChunkedModule:
 
 
 def chunked_modules(graph: StageGraph) -> tuple[ChunkedModule, ...]:
-    """The modules with more stages than submeshes, where stages go round the submeshes in order."""
+    """The modules with more stages than submeshes, if their stages go round the submeshes in order."""
     result = []
     for module in graph.modules:
         stages = [node for node in graph.topological if node.module == module]

@@ -39,7 +39,7 @@ def list_schedule(
     window: int = 0,
     waits: Mapping[Op, tuple[Op, ...]] | None = None,
 ) -> Timeline:
-    """The step's ops, each at the first moment at which it may run, in the order in which they start.
+    """The schedule, called `name`, and its times: each op starts as early as it may, and the ops are in that order.
 
     orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. Each lane of a
     stage keeps the order of its stage's ops.

@@ -42,6 +42,7 @@ Orders = Mapping[str, Sequence[Op]]
 def nest(graph: StageGraph, microbatches: int, costs: Costs, *, inner: Maker, lead: int = 1) -> Schedule:
     """The schedule in which the stages of `graph` with lanes are nested into the `inner` schedule of all other stages.
 
+    inner: makes a schedule from a graph without lanes, microbatches and costs, such as `one_f_one_b`.
     lead: microbatches that `inner` keeps in flight for each hop behind a stage.
 
     Encoders promise to have no more than K units in flight, generators one, for any number of microbatches. A graph
@@ -126,15 +127,15 @@ class LanedGroup:
         return sorted({rank for node in self.stages for rank in node.ranks_of(microbatch)})
 
     def forward(self, microbatch: int) -> list[Op]:
-        """The F of `microbatch`."""
+        """The F of `microbatch`, one for each stage, sources first."""
         return [Op("F", node.name, microbatch) for node in self.stages]
 
     def backward(self, microbatch: int) -> list[Op]:
-        """The B of `microbatch`, without its W."""
+        """The B of `microbatch`, without its W, one for each stage with a backward, sources last."""
         return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[:1]]
 
     def weights(self, microbatch: int) -> list[Op]:
-        """The W of `microbatch`; only split stages have one."""
+        """The W of `microbatch`, one for each split stage, sources last."""
         return [op for node in reversed(self.stages) for op in backward_ops(node, microbatch)[1:]]
 
     def inputs(self, microbatch: int) -> list[Op]:
@@ -142,7 +143,7 @@ class LanedGroup:
         return [Op("F", edge.src, microbatch) for edge in self.ins]
 
     def releases(self, microbatch: int) -> list[Op]:
-        """The ops of other stages after which the B of `microbatch` can run or, without a B, its flight ends."""
+        """The ops of other stages after which the B of `microbatch` can run or, without B, it has left flight."""
         return [Op("B" if edge.gradient else "F", edge.dst, microbatch) for edge in self.outs]
 
     def readers(self, microbatch: int) -> list[Op]:
@@ -163,12 +164,15 @@ class LanedGroup:
         return next(fits, len(spans))
 
     def units(self, microbatches: int) -> list[range]:
-        """The microbatches in units, the last one maybe smaller."""
+        """The microbatches of a step in units, from 0; the last one may be smaller."""
         return [range(i, min(i + self.unit, microbatches)) for i in range(0, microbatches, self.unit)]
 
 
 def laned_groups(graph: StageGraph) -> tuple[LanedGroup, ...]:
-    """The stages of a graph with lanes, in groups of stages that feed each other. Raises ScheduleError as `nest`."""
+    """The stages with lanes, in groups of stages that feed each other.
+
+    Raises ScheduleError where a group lies between stages without lanes.
+    """
     group = {node.name: {node.name} for node in graph.stages if node.lanes > 1}
     for edge in graph.edges:
         if edge.src in group and edge.dst in group:

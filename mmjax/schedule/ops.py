@@ -26,13 +26,16 @@ KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "prepare", "reduce", "norm", "
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One run of a program: its `kind`, its `stage` and its `microbatch` (`ONCE`: once a step).
+    """One run of a program: its `kind`, the name of its `stage` and its `microbatch` (`ONCE`: once a step).
+
+    Raises ValueError for an unknown kind.
 
     Kinds:
       F, B, W: forward and backward. B of a split stage computes the gradient of its inputs, W that of its weights.
-      pack, move, unpack: carry `edge`'s activation, or its gradient if `backward`. `stage` is the sender for a pack,
-        the receiver for move and unpack. A local edge has only an unpack, which is the whole colocated transform. The
-        ops of a tie carry its weight to the stage that borrows it, and the reduced gradient back, once a step.
+      pack, move, unpack: carry the activation of the edge named `edge`, such as "vision.0->llm.0", or its gradient if
+        `backward`. `stage` is the sender for a pack, the receiver for move and unpack. A local edge has only an unpack,
+        which is the whole colocated transform. The ops of a tie carry its weight to the stage that borrows it, and the
+        reduced gradient back, once a step.
       offload, reload: copy a stage's compute parameters to the host and back, between a window's last F and its first
         B. `microbatch` is the window's first.
       stash, unstash: copy the residuals that a microbatch's F keeps for its B to the host and back, on its lane.
@@ -59,7 +62,11 @@ class Op:
 class Schedule:
     """A step of `microbatches` microbatches over `graph` as one total order of `ops`.
 
+    Raises ValueError for less than 1 microbatch or a negative window, GraphError for a stage of `in_flight` that the
+    graph lacks. `validate` checks the ops.
+
     Attributes:
+      name: name in messages and pictures, such as "1f1b".
       in_flight: the promised bound on microbatches in flight, by stage; stages that are not named have no bound. A
         microbatch is in flight from the start of its F to the end of its B. In a split stage it is to the end of its
         W, and in a stage without backward to the end of its consumers' F.
@@ -85,11 +92,11 @@ class Schedule:
             self.graph.stage(stage)
 
     def for_rank(self, rank: int) -> tuple[Op, ...]:
-        """The ops that `rank` takes part in, in order; a move belongs to both of its sides."""
+        """The ops that `rank` takes part in, in order; a move belongs to both of its sides. () for an unused rank."""
         return self._by_rank.get(rank, ())
 
     def for_stage(self, stage: str) -> tuple[Op, ...]:
-        """The ops whose stage is `stage`, in order."""
+        """The ops whose stage is `stage`, such as "llm.0" or `WORLD`, in order; GraphError for an unknown one."""
         if stage != WORLD:
             self.graph.stage(stage)
         return tuple(op for op in self.ops if op.stage == stage)
@@ -108,7 +115,7 @@ class Schedule:
         return (*awaits(self.graph, self.in_flight, op), *self.waits.get(op, ()))
 
     def bound(self, stage: str) -> int:
-        """The most microbatches of `stage` that the schedule promises to have in flight."""
+        """The most microbatches of `stage` that may be in flight: its bound in `in_flight`, or else all."""
         return min(self.microbatches, self.in_flight.get(self.graph.stage(stage).name, self.microbatches))
 
     def describe(self) -> str:
@@ -144,7 +151,10 @@ def _show_lanes(stage: StageNode) -> str:
 
 
 def windows(microbatches: int, window: int = 0) -> tuple[range, ...]:
-    """The microbatches of a step in windows of `window`, the last one maybe smaller; 0 is one window of all."""
+    """The microbatches of a step in windows of `window`: `windows(5, 2)` is (range(0, 2), range(2, 4), range(4, 5)).
+
+    A `window` of 0 is one window of all.
+    """
     size = window or microbatches
     return tuple(range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
 
@@ -208,7 +218,7 @@ def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bo
 
 
 def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
-    """The last of `edge_ops`, after which the receiver has the data."""
+    """The last of `edge_ops`: the unpack after which the receiver has the data."""
     return Op("unpack", edge.src if backward else edge.dst, microbatch, edge=edge.name, backward=backward)
 
 
@@ -288,7 +298,11 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
 
 
 def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op, ...]:
-    """See `Schedule.awaits`."""
+    """`Schedule.awaits` without its `waits`: the ops that `op` awaits because of the bounds `in_flight`, by stage name.
+
+    They are () but for F of microbatch m in a stage without backward that has a bound n: then F of microbatch m - n in
+    every stage that it feeds.
+    """
     if op.kind != "F" or op.stage not in in_flight or graph.stage(op.stage).backward:
         return ()
     earlier = op.microbatch - in_flight[op.stage]
@@ -303,8 +317,8 @@ def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op,
 def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
     """The ranks that take part in `op`.
 
-    They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step; those of both sides
-    for a move; all for a world op.
+    They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step, an offload or a
+    reload; those of both sides for a move; all for a world op.
     """
     if op.kind == "move":
         ends = graph.stage(graph.edge(op.edge).src), graph.stage(graph.edge(op.edge).dst)
@@ -324,8 +338,9 @@ def occupied_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 
 Resource = int | tuple[str, str | int, bool] | tuple[str, str, bool, int]
-"""A resource that one op at a time can hold: a rank, an edge's wire in one direction (each pair of lanes has its own),
-or a rank's copy engine."""
+"""A resource that one op at a time can hold: a rank (its number), an edge's wire in one direction ("wire", edge,
+backward), with the number of the pair of lanes where there are several, or a rank's copy engine ("copy", rank, False).
+"""
 
 
 def occupied_resources(graph: StageGraph, op: Op) -> tuple[Resource, ...]:

@@ -9,7 +9,7 @@ from mmjax.schedule.ops import Op
 
 
 def backward_ops(stage: StageNode, microbatch: int) -> list[Op]:
-    """The ops of one microbatch's backward: none, B, or B and W."""
+    """The ops of one microbatch's backward: none for a stage without, else B, and W behind it if the stage is split."""
     return [Op(kind, stage.name, microbatch) for kind in "BW"[: stage.backward + stage.split]]
 
 
@@ -20,7 +20,10 @@ def gpipe_order(stage: StageNode, microbatches: Iterable[int]) -> list[Op]:
 
 
 def one_f_one_b_order(stage: StageNode, microbatches: int | range, warmup: int) -> list[Op]:
-    """1F1B's order: `warmup` F, then backward and F in turn, a W right behind its B."""
+    """1F1B's order: `warmup` F, then backward and F in turn, then the remaining backwards; a W is right behind its B.
+
+    microbatches: their number, or a range of them, such as a window.
+    """
     span = range(microbatches) if isinstance(microbatches, int) else microbatches
     forwards = [Op("F", stage.name, m) for m in span]
     order = forwards[:warmup]
@@ -30,7 +33,10 @@ def one_f_one_b_order(stage: StageNode, microbatches: int | range, warmup: int) 
 
 
 def by_lane(graph: StageGraph, order: Sequence[Op]) -> list[list[Op]]:
-    """The order of a stage's ops, cut into one order for each lane; an order of several stages' ops is not cut."""
+    """The order of a stage's ops, cut into one order for each lane; an order of several stages' ops is not cut.
+
+    Lanes are in the order of their first ops.
+    """
     if len({op.stage for op in order}) > 1:
         return [list(order)]
     lanes: dict[int, list[Op]] = {}

@@ -29,11 +29,12 @@ def backward_factor(*, trained: bool, trained_before: bool, recompute: bool = Fa
 
 
 def cut(seconds: Sequence[float], stages: int, *, chunks: int = 1) -> tuple[range, ...]:
-    """The layers of each of `stages · chunks` stages.
+    """The layers of each of `stages · chunks` stages, as ranges of indices, from the seconds of each layer.
 
-    Among the cuts whose longest stage is shortest, this is the most even one: it has the least sum of squares. It is
-    found by dynamic programming over the number of stages and the last layer. With interleaving every chunk is a
-    stage: stage k is on submesh k mod `stages`, and the longest chunk sets the pace.
+    `cut([1, 1, 2], 2)` is (range(0, 2), range(2, 3)). Among the cuts whose longest stage is shortest, this is the most
+    even one: it has the least sum of squares. It is found by dynamic programming over the number of stages and the last
+    layer. With interleaving every chunk is a stage, stage k is on submesh k mod `stages`, and the longest chunk sets
+    the pace.
 
     Raises:
       ValueError: there are fewer layers than stages, no stages, or a layer with negative or infinite seconds.

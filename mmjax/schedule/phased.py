@@ -34,6 +34,8 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     The parameters of a stage with `offload` leave after the window's last F. They come back during the cooldown of the
     stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
     longer than the rest of the cooldown, it starts earlier. It always ends before the first encoder B.
+
+    Raises ScheduleError where a stage other than an encoder with phases offloads or stashes.
     """
     phases = _Phases(graph, microbatches, window=window, phased=_sharing(graph), everywhere=False, name="three-phase")
     return phases.schedule(costs)
@@ -48,6 +50,8 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
     Generators with lanes have a phase of their own too. On every rank it comes after all F of the stages that feed them
     and before all B of these stages, which therefore keep all microbatches. With encoders in lanes this schedule is
     Optimus as Zhang et al., "BigMac" (§2.2, §4.1), compare with it.
+
+    Raises ScheduleError where a stage other than an encoder offloads or stashes.
     """
     phases = _Phases(
         graph, microbatches, window=0, phased=frozenset(encoders(graph)), everywhere=True, name="encoders-first"
@@ -56,7 +60,7 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
-    """The modules that no other module feeds and that give no loss."""
+    """Names of the modules that no other module feeds and that give no loss, in the order of `graph.modules`."""
     module = {node.name: node.module for node in graph.stages}
     fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
     with_loss = {node.module for node in graph.losses}

@@ -70,8 +70,9 @@ class Placement:
         return (*self.encoders, self.llm, *self.generators)
 
     def costs(self, microbatches: int, *, move: float = 0.0, once: float = 0.0, split: bool = False) -> Costs:
-        """Seconds of every op; `move` of each move over an edge, `once` of each prepare, reduce and update.
+        """Seconds of every op in a step of `microbatches` microbatches.
 
+        move, once: seconds of each move over an edge, and of each prepare, reduce and update.
         split: for a schedule that splits the backward of trained stages into B and W.
         """
         nominal = Costs.nominal(self.graph, forward=0.0, move=move, once=once)
@@ -87,7 +88,7 @@ class Placement:
         return Costs(seconds=seconds, overrides=overrides)
 
     def work(self, microbatches: int) -> dict[int, float]:
-        """Seconds of F, B and W of each rank: no step is shorter."""
+        """Seconds of F, B and W of `microbatches` microbatches on each rank, by rank: no step is shorter."""
         ranks = dict.fromkeys(self.graph.ranks, 0.0)
         for stage, load in self.loads.items():
             node = self.graph.stage(stage)
@@ -146,7 +147,10 @@ def apart(
     chunks: int = 1,
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
-    """Every module on ranks of its own, a rank for each of its `stages`; the LLM has `chunks` stages on each rank."""
+    """Every module on ranks of its own; the LLM has `chunks` stages on each rank.
+
+    stages: number of ranks of every module, by name. Ranks are numbered in the order of encoders, LLM and generators.
+    """
     rank, placed, pairs = 0, [], []
     for module in (*encoders, llm, *generators):
         depth = stages[module.name]
@@ -163,7 +167,7 @@ def apart(
 
 
 def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """Encoders of one stage on all ranks, an LLM stage on each of them."""
+    """Encoders of one stage on all `ranks` ranks, which run a microbatch together; an LLM stage on each rank."""
     everywhere = tuple(range(ranks))
     placed = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
     placed += _llm(llm, range(ranks))
@@ -179,7 +183,7 @@ def in_lanes(
     chunks: int = 1,
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
-    """An LLM of `chunks` stages on each rank; encoders and generators of one stage with a lane on each rank."""
+    """An LLM of `chunks` stages on each of `ranks` ranks; encoders and generators of one stage, a lane on each rank."""
     everywhere = tuple(range(ranks))
     laned = {
         module.name: _Stage(name=f"{module.name}.0", ranks=everywhere, load={module.name: module.layers}, lanes=ranks)
@@ -198,7 +202,10 @@ def in_pipeline(
     encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, *, generators: Sequence[TimedModule] = ()
 ) -> Placement:
     """The layers of encoders, one encoder after another, of the LLM and of generators in one sequence, cut into `ranks`
-    pieces as evenly as possible."""
+    pieces as evenly as possible, by time.
+
+    Raises ValueError if there are fewer layers than ranks.
+    """
     owners = [module for module in (*encoders, llm, *generators) for _ in range(module.layers)]
     pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in owners], ranks)
     placed: list[_Stage] = []
@@ -217,7 +224,11 @@ def in_pipeline(
 
 
 def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int, stages: int) -> Placement:
-    """All encoders in `stages` stages, each with a piece of every encoder, and the LLM on the other ranks."""
+    """All encoders in `stages` stages on the first ranks, each with a piece of every encoder; the LLM behind.
+
+    The LLM has a stage on each of its `ranks - stages` ranks. The encoders are one module of the graph, whose name
+    joins theirs: "vision+audio".
+    """
     name = "+".join(encoder.name for encoder in encoders)
     pieces = [_even(encoder.layers, stages) for encoder in encoders]
     placed = [
@@ -230,7 +241,7 @@ def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: i
 
 
 def replicated(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """All layers of all encoders on every rank, for the LLM stage there; F and B of an encoder run on all ranks."""
+    """All layers of all encoders on each of `ranks` ranks, for the LLM stage there: each rank runs their F and B."""
     placed = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
     placed += _llm(llm, range(ranks))
     pairs = [(f"{e.name}.{k}", f"{llm.name}.{k}") for k in range(ranks) for e in encoders]

@@ -42,10 +42,14 @@ class Recurrence:
       schedule: the schedule that is timed.
       keys: (kind, stage) of each cost that varies, kinds F, B and W: the first axis of a table of costs [C, M, K].
       ops: the ops that can take time, in their order; the array of ends [N + 1, K] begins with the start of the step.
+      index: the row of each of `ops` in the array of ends.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, varying: Collection[str]):
-        """The costs of the stages in `varying` are not read from `costs`."""
+        """`varying` are names of stages, whose F, B and W are not read from `costs`.
+
+        Raises ValueError where an op precedes one that it depends on, or another F, B or W has no cost.
+        """
         graph = schedule.graph
         names = [stage.name for stage in graph.topological if stage.name in set(varying)]
         kinds = {name: "FBW"[: 1 + graph.stage(name).backward + graph.stage(name).split] for name in names}
@@ -90,26 +94,29 @@ class Recurrence:
     # ---- timing ------------------------------------------------------------------------------------------------------
 
     def makespans(self, table_CMK: np.ndarray) -> np.ndarray:
-        """Seconds of the step in each case [K]."""
+        """Seconds of the step in each case [K], from the seconds of each of `keys`, microbatch and case."""
         cases = table_CMK.shape[-1]
         if cases <= CHUNK:
             return self.ends(table_CMK)[self._last].max(axis=0)
         return np.concatenate([self.makespans(table_CMK[..., k : k + CHUNK]) for k in range(0, cases, CHUNK)])
 
     def ends(self, table_CMK: np.ndarray) -> np.ndarray:
-        """The time at which each of `ops` ends, in each case [N + 1, K]; row 0 is the start of the step."""
+        """The end of each of `ops` in each case [N + 1, K], from the table of `makespans`; row 0 is the start."""
         ends_NK = np.zeros((len(self._before), table_CMK.shape[-1]), table_CMK.dtype)
         self.advance(ends_NK, self.costs(table_CMK), self._all)
         return ends_NK
 
     def costs(self, table_CMK: np.ndarray) -> np.ndarray:
-        """All costs as `advance` reads them: first the varying ones of `table_CMK`, then the constants."""
+        """All costs [X, K] as `advance` reads them: first the C · M varying ones of `table_CMK`, then the constants."""
         varying = table_CMK.reshape(-1, table_CMK.shape[-1])
         constants = np.array(self._constants, varying.dtype)[:, None]
         return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
 
     def advance(self, ends_NK: np.ndarray, costs_XK: np.ndarray, waves: Sequence[Wave]) -> None:
-        """Writes the ends of the ops in `waves` into `ends_NK`, which has the ends of the ops that they wait for."""
+        """Writes the ends of the ops in `waves` into `ends_NK`, which has the ends of the ops that they wait for.
+
+        `costs_XK` are `costs`.
+        """
         for wave in waves:
             start_WK = ends_NK.take(wave.before[0], axis=0)
             for before in wave.before[1:]:

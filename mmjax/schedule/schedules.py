@@ -27,7 +27,10 @@ from mmjax.schedule.validate import ScheduleError
 
 
 def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """Every stage runs all its F, then all its B; all microbatches are in flight."""
+    """Every stage runs all its F, then all its B; all microbatches are in flight.
+
+    `costs` decide only how the orders of the stages merge into the schedule's one order.
+    """
     orders = {stage.name: gpipe_order(stage, range(microbatches)) for stage in graph.stages}
     in_flight = {stage.name: microbatches for stage in graph.stages}
     return list_schedule(graph, microbatches, costs, orders=orders, in_flight=in_flight, name="gpipe").schedule
@@ -46,7 +49,7 @@ def one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def forward_only(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """F alone, for evaluation, over `graph.forward_only()`; in flight as in 1F1B."""
+    """The schedule "forward" for evaluation, without backward, over `graph.forward_only()`; in flight as in 1F1B."""
     forward = one_f_one_b(graph.forward_only(), microbatches, costs)
     return Schedule(
         graph=forward.graph, microbatches=microbatches, ops=forward.ops, name="forward", in_flight=forward.in_flight
@@ -58,7 +61,8 @@ def eager_one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Sch
 
     So a stage sends an activation a microbatch before its receiver needs it, and a gradient has the same time to come
     back: asynchronous moves are hidden behind compute (Zhuang et al., "On Optimizing the Communication of Model
-    Parallelism", §4). If moves take no time, it gains nothing over 1F1B.
+    Parallelism", §4). If moves take no time, it gains nothing over 1F1B. `costs` decide only how the orders of the
+    stages merge.
     """
     warmups = {stage.name: 2 * graph.distance(stage.name) + 1 for stage in graph.stages}
     orders = {stage.name: one_f_one_b_order(stage, microbatches, warmups[stage.name]) for stage in graph.stages}
@@ -190,8 +194,8 @@ def make_schedule(
 
     inner: the schedule in `INNER` inside a nested one; the other schedules have none.
 
-    Raises ScheduleError, with a remedy, where the schedule does not fit the graph, takes no window, cannot offload, or
-    cannot have this inner schedule.
+    Raises KeyError for an unknown name; ScheduleError, with a remedy, where the schedule does not fit the graph, takes
+    no window, cannot offload, or cannot have this inner schedule.
     """
     traits = SCHEDULES[name]
     if window and not traits.windows:

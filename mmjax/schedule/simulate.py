@@ -36,7 +36,7 @@ class Costs:
                 raise ValueError(f"cost of {key} is {seconds}: give finite seconds, 0 or more")
 
     def of(self, op: Op) -> float:
-        """Seconds that `op` takes."""
+        """Seconds that `op` takes: 0 for an op without a cost, but a ValueError for F, B and W."""
         key = (op.kind, op.edge or op.stage, op.backward)
         seconds = self.overrides.get((*key, op.microbatch))
         if seconds is None:

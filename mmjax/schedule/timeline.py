@@ -44,6 +44,7 @@ def draw_timeline(
 ) -> Figure:
     """A picture of `timeline`, which a notebook shows by itself; also written to `path` if there is one.
 
+    path: its suffix chooses the format (.png, .svg, .pdf).
     source: where the times come from; it stands in the title. unit: the unit of the times, if it is not seconds.
 
     A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
@@ -75,7 +76,7 @@ def draw_timeline(
 
 
 def module_colour(module: str, modules: Sequence[str]) -> str:
-    """The colour of a module in pictures, by its place among all of them: sources before users."""
+    """The colour "#rrggbb" of a module in pictures, by its place in `modules`: `StageGraph.modules`, which has it."""
     return _COLOURS[modules.index(module) % len(_COLOURS)]
 
 
@@ -134,7 +135,7 @@ def _counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def set_title(figure: Figure, *parts: str, size: float = 11) -> None:
-    """A title on as many lines as its parts need to fit into the width of the figure; see `wrapped`."""
+    """Sets the figure's title: the parts on as many lines as fit into its width (see `wrapped`); `size` in points."""
     lines = wrapped(*parts, width=0.97 * figure.get_figwidth(), size=size)
     figure.suptitle("\n".join(lines), x=0.015, ha="left", fontsize=size, color=_INK)
 
@@ -144,7 +145,7 @@ _LONGEST, _LINES = 30, 4
 
 
 def shown(name: str, most: int = _LONGEST) -> str:
-    """A name, or its two ends where it has more than `most` characters."""
+    """A name; with more than `most` characters its two ends around "…", `most` characters together."""
     return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
 
 

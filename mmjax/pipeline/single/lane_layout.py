@@ -15,7 +15,8 @@ SHARED = ("dp", "cp", "tp", "optimizer_instances")
 def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
     """The layout whose stage submeshes are the lanes: the pipelined module's, or the LLM's if there are several.
 
-    Every module must be on all ranks of this layout with ``pp=1`` and any degrees, or on its lanes in their degrees.
+    ``layouts`` is by module. Every module must be on all ranks of this layout with ``pp=1`` and any degrees, or on its
+    lanes in their degrees.
 
     Raises:
       ConfigError: a module is on neither; the message is one line with the field and a legal value.

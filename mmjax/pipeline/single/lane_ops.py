@@ -224,11 +224,14 @@ class LaneOps:
     # ---- names of values ---------------------------------------------------------------------------------------------
 
     def carry_keys(self, op: Op) -> list[Key]:
-        """Keys of the activations that a forward receives."""
+        """Keys of the activations that a forward receives: ("carry", stage, microbatch, source stage)."""
         return [("carry", op.stage, op.microbatch, edge.src) for edge in self.graph.in_edges(op.stage)]
 
     def cotangent_keys(self, op: Op) -> list[Key]:
-        """Keys of the cotangents that a backward receives, in the order in which the schedule adds them up."""
+        """Keys of the cotangents that a backward receives, in the order in which the schedule adds them up.
+
+        A key is ("cotangent", stage, microbatch, edge).
+        """
         edges = [edge.name for edge in self.graph.out_edges(op.stage) if edge.gradient]
         order = {o.edge: i for i, o in enumerate(self._unpacks.get((op.stage, op.microbatch), []))}
         return [("cotangent", op.stage, op.microbatch, edge) for edge in sorted(edges, key=lambda e: order[e])]
@@ -242,7 +245,7 @@ class LaneOps:
         return result
 
     def transfer(self, key: Key) -> Transfer:
-        """The transfer that carries a value over its edge."""
+        """The transfer over its edge of a value with a key of `carry_keys` or `cotangent_keys`."""
         kind, stage, _, name = key
         if kind == "carry":
             return self.traced.boundaries[edge_name(name, stage)].forward
@@ -272,8 +275,11 @@ class LaneOps:
           item: the op.
           values: the values that it reads.
           inputs: the host inputs of its microbatch and stage.
-          seeds: by stage, the cotangent of its loss, a scalar.
-          totals: squared gradient norms by module, once ``norm`` has run.
+          seeds: by stage, the cotangents ``[losses]`` of its losses.
+          totals: squared gradient norms ``[modules]``, once ``norm`` has run, else None.
+
+        Returns:
+          The leaves of the values that it writes, by key, and those of each value that it sends.
         """
         name = item.op.stage
         match item.op.kind:

@@ -44,7 +44,7 @@ class LaneBlock:
 
     @classmethod
     def of(cls, aval: Any) -> LaneBlock:
-        """The block of an array on a stage submesh."""
+        """The block of an array, or of a ``ShapeDtypeStruct`` with sharding, on a stage submesh."""
         named = {name for part in aval.sharding.spec for name in ((part,) if isinstance(part, str) else part or ())}
         shape, order = aval.sharding.shard_shape(aval.shape), aval.sharding.mesh.axis_names
         return cls(tuple(shape), np.dtype(aval.dtype), tuple(axis for axis in order if axis in named))
@@ -96,7 +96,10 @@ class Lanes:
         return lane_of(self.layout, submesh.layout, submesh.ranks)
 
     def parted(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of host inputs in the order of a block: the parts of rows for one rank of cp after those for another."""
+        """Rows of host inputs in the order of a block: the parts of rows for one rank of cp after those for another.
+
+        Rows ``[B, T, ...]`` become ``[B · parts, T / parts, ...]``, with a part for each rank of cp.
+        """
         if self._parts == 1:
             return rows
         count, width, *trailing = rows.shape
@@ -141,7 +144,10 @@ class Lanes:
 
 
 def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, int]]]:
-    """Numbers each lane's blocks of every kind from 0, so that lanes share numbered blocks."""
+    """Numbers each lane's blocks of every kind from 0, in their order, so that lanes share numbered blocks.
+
+    ``[[a, a, b], [a]]`` becomes ``[[(a, 0), (a, 1), (b, 0)], [(a, 0)]]``.
+    """
     result = []
     for blocks in kinds:
         counts: dict[LaneBlock, int] = {}
@@ -154,7 +160,7 @@ def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, i
 
 
 def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
-    """A local value with the type of a block; the branches of all lanes must return the same types.
+    """A local value with the type of a block, inside ``shard_map``; all lanes' branches must return the same types.
 
     Raises:
       TypeError: for another shape or dtype, or a value that varies over more axes than the block.
@@ -166,5 +172,5 @@ def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
 
 
 def zeros(block: LaneBlock) -> jax.Array:
-    """Zeros, the content of a block that a lane does not use."""
+    """Zeros with the type of a block, inside ``shard_map``: the content of a block that a lane does not use."""
     return typed(jnp.zeros(block.shape, block.dtype), block)

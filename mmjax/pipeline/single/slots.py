@@ -16,7 +16,10 @@ from mmjax.pipeline.single.lanes import LaneBlock, assign
 from mmjax.schedule.ops import Op
 
 Key = tuple[Any, ...]
-"""The name of a value: its kind, its stage and, if these apply, its microbatch and its source, edge or tie."""
+"""The name of a value: its kind, its stage and, if these apply, its microbatch and its source, edge or tie.
+
+For instance ("sums", "llm.0"), ("residuals", "llm.0", 2) or ("carry", "llm.0", 2, "vision.0").
+"""
 Register = tuple[LaneBlock, int]
 """A numbered block."""
 Place = tuple[int, Key]
@@ -119,7 +122,7 @@ class Slot:
 
     @property
     def leaving(self) -> tuple[tuple[int, int, Send], ...]:
-        """The sends that leave the lanes, each with its lane and number."""
+        """(lane, number among its op's sends, send) of each send that leaves the lanes."""
         ops = sorted(self.ops.items())
         return tuple((lane, i, s) for lane, item in ops for i, s in enumerate(item.sends) if s.lane is None)
 
@@ -185,7 +188,7 @@ def plan(items: Sequence[SlotOp | Across], pinned: Mapping[Place, tuple[LaneBloc
 
     Args:
       items: the step's ops in their total order.
-      pinned: values on lanes before and after the step.
+      pinned: blocks of the values on lanes before and after the step, by place.
       lanes: number of lanes.
 
     Raises:

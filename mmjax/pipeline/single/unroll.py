@@ -39,7 +39,7 @@ class Unrolling:
     """One trace of a step."""
 
     def __init__(self, ops: LaneOps, arrays: Any, inputs: Any, seeds: ByStage):
-        """The last three are the arguments of the program (see ``SingleExecutor``)."""
+        """The last three are the traced arguments of the program (see ``SingleExecutor``)."""
         self.ops, self.lanes, self.seeds, self.inputs = ops, ops.lanes, seeds, inputs
         self.registers: Registers = dict(zip(ops.pinned_registers, arrays["lanes"], strict=True))
         self.arriving: dict[Key, jax.Array] = {}
@@ -48,7 +48,10 @@ class Unrolling:
         self.spanning = _SpanningStages(ops, arrays["whole"], inputs["whole"], seeds)
 
     def step(self) -> tuple[Any, ByStage, Any]:
-        """Traces the step: new arrays, losses ``[microbatches, dp · losses]`` by stage, totals ``[1, modules]``."""
+        """Traces the step; returns new arrays, losses by stage, and totals ``[1, modules]`` or ``None``.
+
+        Losses are ``[microbatches, dp · losses]``, of a stage that spans all lanes ``[microbatches, dp, losses]``.
+        """
         for part in self.ops.plan.parts:
             self._segment(part) if isinstance(part, Segment) else self._across(part)
         arrays = {"lanes": [self.registers[r] for r in self.ops.pinned_registers], "whole": self.spanning.states}
