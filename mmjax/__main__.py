@@ -32,7 +32,11 @@ USAGE = "usage: mmjax COMMAND [flags]; mmjax COMMAND --help lists the flags"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command as `python -m` would, which ends the process; `--help` and `--version` return the status."""
+    """Runs a command as `python -m` would, which ends the process; `--help` and `--version` return the status.
+
+    Args:
+      argv: the command, such as "train", and its arguments; by default this process's.
+    """
     command, *words = [*(sys.argv[1:] if argv is None else argv), ""]
     if command in ("", "-h", "--help"):
         print("\n".join([USAGE, "", *(entry(f"  {name}", text) for name, text in COMMANDS.items())]))
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script() -> None:
-    """The installed command."""
+    """The installed command `mmjax`: runs `main` with this process's arguments, and ends the process."""
     run_plain(main)
 
 

@@ -38,7 +38,14 @@ CRASHED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks a configuration; the exit status is 0 if everything is equal, else 1."""
+    """Checks a configuration; returns the exit status, 0 if everything is equal, else 1.
+
+    Args:
+      argv: the arguments, without the program's name; by default this process's.
+
+    Raises:
+      SystemExit: with status 2, after a line on stderr about a wrong flag or setting.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.check")
         steps, as_json = int(flags.values["steps"]), bool(flags.values["json"])
@@ -79,7 +86,7 @@ def _json(numbers: Mapping[str, Any]) -> str:
 
 
 def table(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of text, without newlines, for what `CheckReport.numbers()` returns."""
+    """The report of a check as lines of text, without newlines; `numbers` is the result of `CheckReport.numbers()`."""
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])

@@ -92,7 +92,11 @@ def gin_name(cls: type[Any]) -> str:
 
 
 def preset_values(cls: type[Any], name: str) -> dict[str, object]:
-    """The values of preset `name` of `cls`, with `preset` itself; {} for the empty name.
+    """The values of preset `name` of `cls` by field, and `name` under "preset"; {} if `name` is "".
+
+    Args:
+      cls: a configurable; its class attribute `presets` has the values of each preset, by preset and then by field.
+      name: one of its presets, or "".
 
     Raises:
       ConfigError: the class has no such preset.
@@ -114,7 +118,7 @@ def from_preset(cls: type[T], name: str, **overrides: object) -> T:
 
 
 def near_misses(word: str, options: Iterable[str]) -> list[str]:
-    """The options that `word` may stand for, best first, at most three."""
+    """The options that are spelt like `word`, whatever the case, best first; at most three, [] if none is close."""
     by_lower: dict[str, str] = {}
     for option in options:
         by_lower.setdefault(option.lower(), option)
@@ -123,7 +127,7 @@ def near_misses(word: str, options: Iterable[str]) -> list[str]:
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else the legal names."""
+    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else "use 'x' or 'y'" with all options."""
     options = list(options)
     close = near_misses(word, options)
     if close:
@@ -138,15 +142,26 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 
 def require(condition: bool, field: str, value: object, fix: str) -> None:
-    """Raises `ConfigError("<field>=<value>: <fix>")` unless `condition`; `fix` names a legal value."""
+    """Raises `ConfigError("<field>=<value!r>: <fix>")` unless `condition` holds.
+
+    Args:
+      condition: whether the value is legal.
+      field: the setting as a user writes it, such as "Layout.tp" or "--steps".
+      value: its value.
+      fix: the reason, and a legal value, such as "must be above 0, such as 1".
+    """
     if not condition:
         raise ConfigError(f"{field}={value!r}: {fix}")
 
 
 def one_of(field: str, value: str, options: Iterable[str], meant: Mapping[str, str] | None = None) -> None:
-    """Requires that `value` is one of the names in `options`; the message lists them, or the nearest one.
+    """Raises `ConfigError` unless `value` is one of `options`; the message has the nearest option and all of them.
 
-    `meant` maps other names that people try to the option that they mean.
+    Args:
+      field: the setting as a user writes it, such as "World.platform".
+      value: its value.
+      options: the legal values.
+      meant: maps other names that people try, in lower case, to the option that they mean: {"gpu": "cuda"}.
     """
     options = list(options)
     if value in options:
@@ -159,12 +174,18 @@ def one_of(field: str, value: str, options: Iterable[str], meant: Mapping[str, s
 
 
 def positive(field: str, value: float, example: float = 1) -> None:
-    """Raises `ConfigError` unless `value` is finite and above 0; the message offers `example`, a legal value."""
+    """Raises `ConfigError` unless `value` is finite and above 0; the message offers `example`, a legal value.
+
+    `field` is the setting as a user writes it, such as "Layout.dp".
+    """
     require(math.isfinite(value) and value > 0, field, value, f"must be above 0, such as {example!r}")
 
 
 def not_negative(field: str, value: float, example: float = 0) -> None:
-    """Raises `ConfigError` unless `value` is finite and at least 0; the message offers `example`, a legal value."""
+    """Raises `ConfigError` unless `value` is finite and at least 0; the message offers `example`, a legal value.
+
+    `field` is the setting as a user writes it, such as "Checkpoint.every".
+    """
     require(math.isfinite(value) and value >= 0, field, value, f"must be 0 or more, such as {example!r}")
 
 
@@ -175,7 +196,10 @@ def nearest_divisor(value: int, total: int) -> int:
 
 
 def divides(field: str, value: int, total: int, total_field: str) -> None:
-    """Requires that `value` is positive and divides `total`, the value of `total_field` ("llm/Decoder.heads")."""
+    """Raises `ConfigError` unless `value` is above 0 and divides `total`; the message offers the nearest divisor.
+
+    `field` and `total_field` are the settings that have these values, such as "llm/Layout.tp" and "llm/Decoder.heads".
+    """
     if value <= 0 or total % value:
         fix = f"must divide {total_field} ({total}), such as {nearest_divisor(value, total)}"
         raise ConfigError(f"{field}={value!r}: {fix}")

@@ -11,8 +11,11 @@ def exported(package: str, names_of: Mapping[str, Sequence[str]]) -> Callable[[s
     """Makes the ``__getattr__`` of ``package``, which imports names on first use.
 
     Args:
-      package: full name of the package.
-      names_of: names by the module that defines them.
+      package: full name of the package, which is ``__name__`` in its ``__init__.py``.
+      names_of: public names by the full name of the module that defines them.
+
+    Returns:
+      A function from a name to its value. It raises AttributeError, with a hint, for other names.
     """
     module_of = {name: module for module, names in names_of.items() for name in names}
 

@@ -19,10 +19,10 @@ class FieldInfo:
 
     Attributes:
       name: the field's name.
-      annotation: its type, resolved.
-      default: its default.
+      annotation: its type as an object, such as `int` or `tuple[str, ...]`, not as text.
+      default: its default, or a value that its default factory has made; `dataclasses.MISSING` if it has neither.
       example: a legal value for messages: `metadata["example"]`, else the default, else one made from the type.
-      doc: the sentence that the class's docstring has for it.
+      doc: the sentence that the class's docstring has for it; "" if it has none.
     """
 
     name: str
@@ -34,7 +34,7 @@ class FieldInfo:
 
 @lru_cache(maxsize=64)
 def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
-    """The fields of a configurable by name, in order."""
+    """The fields of the configurable dataclass `cls` by name, in their order, as a read-only mapping."""
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     infos = {}
     for field in dataclasses.fields(cls):
@@ -50,7 +50,10 @@ def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
 
 
 def example(annotation: Any) -> object:
-    """A value that the annotation allows."""
+    """A value that a resolved annotation allows: 1 for `int`, ("text",) for `tuple[str, ...]`.
+
+    The first type of a union counts. It is `None` for classes other than int, float, bool and str.
+    """
     if annotation in _EXAMPLES:
         return _EXAMPLES[annotation]
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

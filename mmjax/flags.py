@@ -55,9 +55,9 @@ class Flags:
 
     Attributes:
       gin_files: gin files in order; later ones override earlier ones.
-      bindings: "scope/Class.field=value", in order; they override the files.
+      bindings: texts such as "llm/Layout.tp=2", in order; they override the files.
       allow_code: whether code that the configuration names may be run.
-      values: the command's own flags by name, with defaults.
+      values: the values of the command's own flags by name without dashes; the default where a flag is not set.
     """
 
     gin_files: tuple[str, ...] = ()
@@ -88,12 +88,13 @@ def parse_flags(
     Args:
       argv: the arguments, without the program's name.
       flags: the command's own flags.
-      usage: the beginning of the help text.
+      usage: the beginning of the help text, such as "python -m mmjax.check".
       gin: whether `--gin_file`, `--gin.…` and `--allow_code` are flags too.
       make_help: returns the text of `--help`; by default a text of every flag.
 
     Raises:
-      ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
+      ConfigError: a flag is unknown (with the nearest one), has no value or one of the wrong type, or is required and
+        missing.
       SystemExit: after `--help`.
     """
     flags = (*flags, ALLOW_CODE) if gin else flags
@@ -127,7 +128,7 @@ def parse_flags(
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things: "1 program", "24 programs"."""
+    """A number of things: "1 program", "24 programs". `noun` is in the singular, and its plural has an "s"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -199,7 +200,10 @@ def importing() -> Iterator[None]:
 
 
 def run_plain(main: Callable[[], int]) -> NoReturn:
-    """Ends a process that never imports JAX with the status of `main`."""
+    """Calls `main`, and ends the process with the exit status that it returns; for processes that never import JAX.
+
+    The status is 1 if the reader of a pipe has gone.
+    """
     try:
         status = main()
         sys.stdout.flush()
@@ -211,7 +215,13 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
 
 
 def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> str:
-    """The help text of a command's own flags, after the lines `gin` about the flags for gin."""
+    """The help text of a command: the usage, the lines `gin`, and an entry for each of its own flags.
+
+    Args:
+      flags: the command's own flags, without those for gin.
+      usage: the command, such as "python -m mmjax.check".
+      gin: lines about `--gin_file` and `--gin.…`; () if the command has no such flags.
+    """
     flags = (ALLOW_CODE, *flags) if gin else flags
     gin_usage = " [--gin_file=F ...] [--gin.scope/Class.field=value ...]" if gin else ""
     flag_usage = "".join(f" {written(flag)}" if flag.required else f" [{written(flag)}]" for flag in flags)
@@ -223,12 +233,12 @@ def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> 
 
 
 def written(flag: Flag) -> str:
-    """A flag as it is written on a command line, such as `--steps=STEPS`."""
+    """A flag as it is written on a command line: `--steps=STEPS`, or `--json` for a bool."""
     return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 
 def entry(head: str, text: str) -> str:
-    """Lines of help: `head`, with `text` wrapped in a column beside it."""
+    """Lines of help as one text: `head`, such as "  --steps", with `text`, not "", wrapped in a column beside it."""
     indent = 40
     body = textwrap.wrap(text, WIDTH - indent)
     if len(head) >= indent - 1:

@@ -38,8 +38,11 @@ def compiler_options(platform: str, *, once: bool = False) -> dict[str, Any]:
     are left out.
 
     Args:
-      platform: platform of the devices that run the program.
+      platform: platform of the devices that run the program, such as "cpu" or "gpu".
       once: whether the program runs only once, so that compiling it takes longer than running it.
+
+    Returns:
+      Values by the option's name, such as "xla_backend_optimization_level"; {} for other platforms than "cpu".
     """
     if platform != "cpu":
         return {}
@@ -79,7 +82,7 @@ def coordination_client() -> Any:
 
 
 def coordinator_address() -> str:
-    """The coordinator's ``host:port``."""
+    """The coordinator's ``host:port``, after ``jax.distributed.initialize``."""
     return _distributed().coordinator_address
 
 
@@ -94,7 +97,7 @@ class PlannedDevice:
     """A placeholder for a device that this process does not have, for meshes, shardings and traces but not programs.
 
     With a mesh of these, one process plans for more devices than it has. JAX reads the attributes to make a mesh and to
-    trace.
+    trace; ``id`` is the rank.
     """
 
     id: int
@@ -117,19 +120,22 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def traced_devices() -> tuple[str, str]:
-    """Platform and kind of the devices of the ``shard_map`` that is being traced, or of the default ones outside."""
+    """Platform and kind of the devices of the ``shard_map`` that is being traced, or of the default ones outside.
+
+    They are as ``jax.Device`` names them, such as ("gpu", "NVIDIA H100 80GB HBM3").
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return device.platform, device.device_kind
 
 
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """``x`` typed as varying over ``axes`` too; its cotangent is then not summed over them."""
+    """A value ``x`` in ``shard_map``, typed as varying over ``axes`` too; its cotangent is not summed over them."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying")
 
 
 def tree_to_varying(tree: Any, axes: Sequence[str]) -> Any:
-    """``to_varying`` on every leaf."""
+    """The tree with ``to_varying`` applied to every leaf, an array."""
     return jax.tree.map(lambda x: to_varying(x, axes), tree)
 
 
@@ -139,7 +145,10 @@ def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
-    """Concatenates shards along ``dimension``; the result is typed as equal on all ranks of ``axes``."""
+    """All-gathers the local shards ``x`` along ``dimension``; the result is typed as equal on all ranks of ``axes``.
+
+    Must be called inside ``shard_map``. Each shard's size in this dimension is multiplied by the number of ranks.
+    """
     return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")
 
 
@@ -150,7 +159,7 @@ def used_inputs(
 
     Args:
       fn: a traceable function.
-      avals: its arguments as arrays or ``ShapeDtypeStruct``.
+      avals: its positional arguments as trees of arrays or ``ShapeDtypeStruct``.
       outputs: maps the output structure to booleans (selected or not) of the same structure; all when ``None``.
     """
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
@@ -159,7 +168,15 @@ def used_inputs(
 
 
 def without_dead_code(fn: Callable[..., Sequence[jax.Array]], *args: Any) -> list[jax.Array]:
-    """Calls ``fn(*args)`` without operations that no result needs; compilers keep some of them, such as collectives."""
+    """Calls ``fn(*args)`` without operations that no result needs; compilers keep some of them, such as collectives.
+
+    Args:
+      fn: a traceable function that returns a flat sequence of arrays.
+      *args: its arguments, trees of arrays.
+
+    Returns:
+      The results of ``fn``, all of them.
+    """
     traced = jax.make_jaxpr(fn)(*args)
     needed, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     inputs = [x for x, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
@@ -167,10 +184,10 @@ def without_dead_code(fn: Callable[..., Sequence[jax.Array]], *args: Any) -> lis
 
 
 def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
-    """For each output leaf of ``fn(*avals)`` and each input leaf: whether the output depends on the input.
+    """For each output leaf of ``fn(*avals)`` a list that has, for each input leaf, whether the output depends on it.
 
-    Looks into calls, ``shard_map`` bodies and scans. A result of any other operation counts as dependent on all
-    operands.
+    ``avals`` are the positional arguments, as trees of arrays or ``ShapeDtypeStruct``. Looks into calls, ``shard_map``
+    bodies and scans. A result of any other operation counts as dependent on all operands.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
     inputs = range(len(jaxpr.invars))
@@ -224,11 +241,12 @@ def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
 
 
 def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
-    """Counts the reads of each leaf of ``avals`` under ``checkpoint_name`` with ``name``, and its other reads.
+    """For each leaf of ``avals``, the number of its reads under ``checkpoint_name`` with ``name``, and of other reads.
 
-    Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a scan, a scanned input counts as one read,
-    and a constant as one read per iteration. A transpose or a change of varying axes is no read, but reads of its
-    result are.
+    ``avals`` are the positional arguments of ``fn``, as trees of arrays or ``ShapeDtypeStruct``. A leaf that is a
+    result of ``fn`` has another read for that. Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a
+    scan, a scanned input counts as one read, and a constant as one read per iteration. A transpose or a change of
+    varying axes is no read, but reads of its result are.
     """
     return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
 
@@ -267,9 +285,10 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
 def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
     """Estimates the peak bytes of ``fn(*avals)`` on a device, beside its arguments and results.
 
-    The estimate follows the order of the traced operations and the last use of each value. Reshapes take nothing.
-    Fusion, copies and reordering by a compiler are ignored. Inside a ``shard_map``, and for its results, local shapes
-    count. Operations that no result needs are left out, as compilers do.
+    ``avals`` are the positional arguments, as trees of arrays or ``ShapeDtypeStruct``. The estimate follows the order
+    of the traced operations and the last use of each value. Reshapes take nothing. Fusion, copies and reordering by a
+    compiler are ignored. Inside a ``shard_map``, and for its results, local shapes count. Operations that no result
+    needs are left out, as compilers do.
     """
     jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -354,18 +373,27 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def vjp_residuals(vjp: Any) -> tuple[list[Any], Any]:
-    """Flattens the function that ``jax.vjp`` returned inside a trace into its residual arrays and their structure."""
+def vjp_residuals(vjp: Callable[..., Any]) -> tuple[list[Any], Any]:
+    """Flattens the function that ``jax.vjp`` returned inside a trace into its residual arrays and their structure.
+
+    ``jax.tree.unflatten(structure, residuals)`` makes the function again.
+    """
     return jax.tree.flatten(vjp)
 
 
 def replace_argument_residuals(vjp: Any, position: int, value: Any) -> None:
-    """Replaces the residual that is argument ``position`` of the differentiated function."""
+    """Sets the residual that is positional argument ``position`` of the differentiated function to ``value``, in place.
+
+    ``vjp`` is the function that ``jax.vjp`` returned; ``value`` has the structure of the argument.
+    """
     vjp.args_res[position] = value
 
 
 Runs = tuple[jax.Array, jax.Array]
-"""First token and length of each run (contiguous tokens of one segment); tokens are numbered through all rows."""
+"""First token and length of each run (contiguous tokens of one segment), integers ``[runs]``.
+
+Tokens are numbered through all rows.
+"""
 
 
 def cudnn_forward(
@@ -378,13 +406,14 @@ def cudnn_forward(
     39521).
 
     Args:
-      q_BTHK, k_BTGK, v_BTGK: bf16 or fp16; H is a multiple of G.
-      runs: all runs of the rows, padded with runs of length 0 to a multiple of B.
+      q_BTHK, k_BTGK, v_BTGK: queries with H heads, and keys and values with G, in bf16 or fp16; G divides H.
+      runs: all runs of the rows, padded with runs of length 0 to a multiple of B; ``None`` if each row is one run.
       causal: whether a token sees no later ones.
       window: tokens that a token sees under a causal mask, itself included; 0 means all.
 
     Returns:
-      The output, and the logarithm of each softmax's denominator: ``[B, H, T]``, or with runs one row for each.
+      The output ``[B, T, H, K]`` in the dtype of the queries, and the logarithm of each softmax's denominator in fp32:
+      ``[B, H, T]``, or with runs one row for each.
     """
     kernels = _cudnn()
     operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)
@@ -405,7 +434,13 @@ def cudnn_backward(
     causal: bool,
     window: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values, from the results of ``cudnn_forward`` and the output's gradient."""
+    """Gradients of queries, keys and values, in their shapes and dtypes.
+
+    Args:
+      q_BTHK, k_BTGK, v_BTGK, runs, causal, window: as for ``cudnn_forward``.
+      out_BTHK, stats: its results.
+      d_out_BTHK: the gradient of the output.
+    """
     kernels = _cudnn()
     operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)
     arrays = (q_BTHK, k_BTGK, v_BTGK, *operands, stats, out_BTHK, d_out_BTHK)

@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def parse(data: bytes | str, most: int = MOST_VALUES) -> Any:
-    """Parses JSON of at most `most` values. Raises ValueError, one line, for anything else."""
+    """Parses JSON of at most `most` values, as `json.loads` does. Raises ValueError, one line, for anything else."""
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if (commas := _commas(data)) > most and commas - sum(_commas(text[0]) for text in _STRING.finditer(data)) > most:
         raise ValueError(f"not JSON that can be read (more than {most} values)")
@@ -44,10 +44,14 @@ def _commas(data: bytes) -> int:
 
 
 def is_there(file: Path, fix: str = "get it again") -> bool:
-    """Whether a folder has a file of this name.
+    """Whether a regular file is at this path; a link to one counts.
+
+    Args:
+      file: the path.
+      fix: the end of an error's message: the user's next step.
 
     Raises:
-      ConfigError: the name is that of a folder, a broken link or something else, or the folder cannot be read.
+      ConfigError: a folder, a broken link or something else is at this path, or it cannot be read.
     """
     try:
         mode = file.stat().st_mode
@@ -63,7 +67,16 @@ def is_there(file: Path, fix: str = "get it again") -> bool:
 
 
 def read_bytes(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file. Raises ConfigError if it does not exist, cannot be read, or has more than `most` bytes."""
+    """The bytes of a file.
+
+    Args:
+      file: the path.
+      fix: the end of an error's message: the user's next step.
+      most: the most bytes of a file that is read.
+
+    Raises:
+      ConfigError: the file does not exist, cannot be read, or has more than `most` bytes.
+    """
     if not is_there(file, fix):
         raise ConfigError(f"{file} does not exist; {fix}")
     try:
@@ -77,7 +90,7 @@ def read_bytes(file: Path, fix: str = "get it again", most: int = MOST_BYTES) ->
 
 
 def read_text(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a file. Raises ConfigError if it is not UTF-8, or as `read_bytes` does."""
+    """The UTF-8 text of a file. Raises ConfigError if it is not UTF-8; arguments and other errors: see `read_bytes`."""
     try:
         return read_bytes(file, fix, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -85,7 +98,7 @@ def read_text(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> 
 
 
 def read_object(file: Path, fix: str = "get it again") -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError, which names the file, for anything else."""
+    """The JSON object in a file as a dict. Raises ConfigError, which names the file and ends with `fix`, otherwise."""
     try:
         value = parse(read_bytes(file, fix))
     except ConfigError:

@@ -54,7 +54,11 @@ _POLL = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the processes; returns the exit status of the first that failed, or 0."""
+    """Runs the processes; returns the exit status of the first that failed, or 0.
+
+    Args:
+      argv: the arguments, without the program's name; by default this process's.
+    """
     with one_line_errors():
         count, devices, max_restarts, command = _parse(sys.argv[1:] if argv is None else list(argv))
         restarts = Restarts(command, max_restarts)
@@ -278,7 +282,7 @@ class _Job:
 
 
 def free_port() -> int:
-    """A port of this host that is free at the moment."""
+    """The number of a TCP port of this host that is free at the moment; it is not reserved."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]

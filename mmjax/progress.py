@@ -31,7 +31,7 @@ class Progress:
     """Counts from `start` to `total`, as a bar, as lines, or silently.
 
     Args:
-      total: the last step.
+      total: the last step; steps count from 1.
       description: what is being counted; short, lower case.
       start: the step already done, such as that of a restored checkpoint.
       log_every: steps between plain lines; the last step always has one.
@@ -88,7 +88,12 @@ class Progress:
         self.close()
 
     def update(self, step: int, **values: float | None) -> None:
-        """Shows that `step` steps are done, with values such as loss and tokens_per_s; `None` is left out."""
+        """Shows that `step` steps are done, in all and not since the last call.
+
+        Args:
+          step: the number of steps done.
+          **values: numbers to show by name, such as loss and tokens_per_s, in their order; `None` is left out.
+        """
         self._step = step
         now = self._clock()
         if self._first is None:
@@ -107,11 +112,11 @@ class Progress:
             self._print("  ".join(part for part in parts if part))
 
     def advance(self, **values: float | None) -> None:
-        """One more step is done."""
+        """Shows that one more step is done; `values` as for `update`."""
         self.update(self._step + 1, **values)
 
     def message(self, text: str) -> None:
-        """A line of its own, above the bar. Safe from any thread."""
+        """Prints a line above the bar or among the lines; prints nothing if silent. Safe from any thread."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._style == "lines":
@@ -147,7 +152,7 @@ _AT_ONCE = 1.0
 
 @contextmanager
 def announced(text: str, seconds: float = 2.0) -> Iterator[None]:
-    """A context that prints a line, in the first process, once its work has taken so long."""
+    """A context that prints the line `text` to stdout in the first process if its work takes longer than `seconds`."""
     timer = threading.Timer(seconds, lambda: print(text, flush=True))
     timer.daemon = True
     if is_first():
@@ -163,7 +168,14 @@ class IndexProgress:
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator[Callable[[int], None]]:
-        """A context that gives a function to call with the number of samples done. Quick work shows no bar."""
+        """A context that gives a function to call with the number of samples done so far.
+
+        Work of less than a second shows nothing.
+
+        Args:
+          total: the number of all samples.
+          description: what is being counted; short, lower case.
+        """
         begin, bars = time.monotonic(), list[Progress]()
         with ExitStack() as shown:
 
@@ -176,7 +188,7 @@ class IndexProgress:
             yield update
 
     def message(self, text: str) -> None:
-        """A line of its own, from the first of several processes."""
+        """Prints a line on stderr, in the first of several processes."""
         if is_first():
             print(text, file=sys.stderr, flush=True)
 
@@ -189,7 +201,7 @@ def _fit(items: list[str], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "42s", "3m07s" or "2h05m"."""
+    """A number of seconds as text: "42s", "3m07s" or "2h05m"."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{rounded}s"

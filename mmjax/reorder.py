@@ -59,7 +59,8 @@ class SampleCosts:
     """The costs in a file.
 
     Attributes:
-      samples: costs of forward and backward of each sample [S, 2], by module.
+      samples: costs of forward and backward of each sample [S, 2], by module: "encoder", and "generator" if there is
+        one; in the unit of time of the file.
       llm: costs of forward and backward of a microbatch in one stage of the LLM.
     """
 
@@ -68,7 +69,14 @@ class SampleCosts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the order, or a summary of all methods."""
+    """Prints the order, or a summary of all methods; returns the exit status 0.
+
+    Args:
+      argv: the arguments, without the program's name; by default this process's.
+
+    Raises:
+      SystemExit: with status 2, after a line on stderr about a wrong flag or file.
+    """
     with one_line_errors():
         values = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
         numbers = {
@@ -89,7 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
-    """A table of every method's load and simulated makespan, their lower bounds, and the gain over "none"."""
+    """A table of every method's largest load and simulated makespan, their lower bounds, and the gain over "none".
+
+    Args:
+      pipeline: the pipeline of all dp ranks.
+      seconds: costs of forward and backward of each sample [S, 2], by module; see `SampleCosts.samples`.
+
+    Returns:
+      Lines joined by newlines: two of headings, one for each of `METHODS`, and one of bounds.
+    """
     ranks, rows = len(pipeline.rows), pipeline.rows[0]
     lines = [
         f"{pipeline.samples} samples, {ranks} dp ranks, {pipeline.microbatches} microbatches, {rows} samples in each"
@@ -112,7 +128,7 @@ def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
 
 
 def read_costs(path: Path) -> SampleCosts:
-    """Reads the costs in a file.
+    """Reads the costs in a JSON file: {"encoder": [[1.0, 2.0], [0.5, 1.0]], "llm": [1.0, 2.0]}.
 
     Raises:
       ConfigError: the file cannot be read or has another form; the line names the place.

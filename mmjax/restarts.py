@@ -28,22 +28,28 @@ class Restarts:
     """Decides after each end of a command whether it is started again.
 
     Attributes:
-      command: the command to start next.
+      command: the command to start next. After a restart with a checkpoint it lacks `--from_scratch`.
     """
 
     def __init__(self, command: Sequence[str], max_restarts: int):
         """Notes the progress of the command's run.
 
         Args:
-          command: the command.
-          max_restarts: restarts in a row that may bring no progress.
+          command: the words after "python", such as ["-m", "mmjax.train", "--run_dir=runs/a"].
+          max_restarts: restarts in a row that may bring no progress; 0 for no restarts.
         """
         self.command, self._max_restarts, self._futile = tuple(command), max_restarts, 0
         self._run_dir = run_dir_of(command)
         self._best = (0, 0) if "--from_scratch" in command else self._progress()
 
     def again(self, status: int) -> tuple[bool, str]:
-        """Whether the command is started again after this exit status, and a line to print, which may be ""."""
+        """Whether the command is started again, and a line to print, or "" if there is nothing to say.
+
+        Call it once after each end. It counts restarts without progress, and updates `command`.
+
+        Args:
+          status: the exit status as shells have it: 128 plus the number of a signal.
+        """
         if status in FINAL or not self._max_restarts:
             return False, ""
         progress = self._progress()
@@ -64,12 +70,15 @@ class Restarts:
 
 
 def is_training(command: Sequence[str]) -> bool:
-    """Whether a command trains and therefore continues from a checkpoint when it is started again."""
+    """Whether a command's words contain "-m", "mmjax.train": such a one continues from a checkpoint after a restart."""
     return any(tuple(command[at : at + 2]) == _TRAIN for at in range(len(command)))
 
 
 def run_dir_of(command: Sequence[str]) -> Path | None:
-    """The run directory of a command; None if it names neither a directory nor a configuration."""
+    """The run directory of a command: `--run_dir`, else the default one of its `--gin_file`s.
+
+    None if it has neither flag. `command` has the words after "python".
+    """
     if directory := _values(command, "run_dir"):
         return Path(directory[-1])
     if not (files := _values(command, "gin_file")):
@@ -80,7 +89,10 @@ def run_dir_of(command: Sequence[str]) -> Path | None:
 
 
 def grace_of(command: Sequence[str]) -> float:
-    """`Checkpoint.grace_seconds` of a command's configuration."""
+    """`Checkpoint.grace_seconds` of a command's configuration, in seconds; `GRACE` where it is not set or not readable.
+
+    `command` has the words after "python", with `--gin_file` and `--gin.…`.
+    """
     lines = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.") and "=" in word]
     if not lines and not _values(command, "gin_file"):
         return GRACE

@@ -32,7 +32,7 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, run_dir: str | os.PathLike[str] | None = None):
-        """See ``build``."""
+        """Checks the recipe; arguments and errors are those of ``build``."""
         validate(recipe)
         require_targets(recipe)
         self.recipe, self.run_dir = recipe, Path(run_dir) if run_dir else None
@@ -91,8 +91,9 @@ class Run:
         Args:
           steps: optimizer steps in all, which the schedule of the learning rate ends with; by default the recipe's.
           run_dir: where everything is written; ``None`` writes nothing.
-          callbacks: functions that are called after each step, see ``OnStep``.
-          style: the style of the progress display; see ``Progress``.
+          callbacks: functions that are called after each step, with its number and its figures by the names of
+            ``metrics.jsonl``, such as "loss".
+          style: the style of the progress display: "auto", "bar", "lines" or "silent"; see ``Progress``.
 
         Raises:
           ConfigError: the recipe does not fit the devices here or the run that is in the directory.
@@ -114,10 +115,11 @@ class Run:
         Args:
           data: a folder of images with a data.jsonl in place of the held-out samples.
           count: the number of samples; 0 for as many as the recipe evaluates, or the whole folder.
-          style: the style of the progress display; see ``Progress``.
+          style: the style of the progress display: "auto", "bar", "lines" or "silent"; see ``Progress``.
 
         Raises:
           ConfigError: there is no checkpoint, or the folder does not fit.
+          ValueError: the run has no directory.
         """
         from mmjax.eval.report import evaluate
 
@@ -133,8 +135,12 @@ class Run:
           media: the folder that names of images and recordings start from.
           limit: the most tokens of an answer.
 
+        Returns:
+          One answer for each dialogue, in their order.
+
         Raises:
           ConfigError: there is no checkpoint, or a message or a medium cannot be read.
+          ValueError: the run has no directory.
         """
         from mmjax.generate.answers import generate
 
@@ -154,6 +160,7 @@ class Run:
 
         Raises:
           ConfigError: there is no such checkpoint, ``out`` exists, or the run has nothing in that format.
+          ValueError: the run has no directory.
         """
         from mmjax.export.formats import export
 

@@ -26,7 +26,14 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data; returns the exit status."""
+    """Writes the data, and prints each path with its kind; returns the exit status 0.
+
+    Args:
+      argv: the arguments, without the program's name; by default this process's.
+
+    Raises:
+      SystemExit: with status 2, after a line on stderr about a wrong flag or a folder that cannot be written.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
         out, samples, seed = str(flags["out"]), int(flags["samples"]), int(flags["seed"])

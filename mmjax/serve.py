@@ -25,7 +25,14 @@ NEWS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM or Ctrl-C, which are its normal ends; returns the exit status."""
+    """Serves until SIGTERM or Ctrl-C, which are its normal ends; returns the exit status 0.
+
+    Args:
+      argv: the arguments, without the program's name; by default this process's.
+
+    Raises:
+      SystemExit: a flag or setting is wrong, the port is not free, or after `--help`.
+    """
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -49,7 +49,7 @@ class _State:
 
 
 class Sigterm:
-    """A context in which the first SIGTERM calls `react` in the main thread; later ones do nothing.
+    """A context in which the first SIGTERM calls `react()` in the main thread; later ones do nothing.
 
     Contexts nest, and the innermost one reacts. If the outermost is not left within the time limit, the process ends.
     Outside the main thread, and where the program has a handler of its own, a context does nothing.
@@ -92,12 +92,15 @@ class Sigterm:
 
 
 def within(seconds: float) -> None:
-    """Sets the time limit of this process."""
+    """Sets the time limit of this process: seconds from SIGTERM to its end, `GRACE` by default."""
     _state.grace = seconds
 
 
 def set_notifier(notify: Callable[[str, int], None]) -> None:
-    """Sets the function that tells other processes the reason of this one's end and the status for their own."""
+    """Sets the function that tells other processes of this one's end.
+
+    It is called with the reason, one line, and the exit status for the others.
+    """
     _state.notify = notify
 
 
@@ -111,7 +114,10 @@ def ignore() -> None:
 
 
 def leave_now() -> None:
-    """Ends the process at once from the main thread. An exception might be dropped during imports of a library."""
+    """Ends the process at once with status 130, from the main thread; other processes are told.
+
+    An exception might be dropped during imports of a library.
+    """
     os.write(2, b"interrupted\n")
     _notify("interrupted", INTERRUPTED)
     os._exit(INTERRUPTED)
@@ -123,13 +129,19 @@ def expect_end() -> None:
 
 
 def end_from_the_start() -> None:
-    """Makes SIGTERM end a command with one line while it starts, before it has entered a context."""
+    """Makes SIGTERM end a command with one line while it starts, before it has entered a context.
+
+    Does nothing if the program has a handler of its own.
+    """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _receive)
 
 
 def end_process(line: str, status: int) -> None:
-    """Writes a line and ends this process from a thread, whatever the other threads are waiting for."""
+    """Writes `line` to stderr and ends this process with exit status `status`; never returns.
+
+    Any thread may call it, whatever the others are waiting for.
+    """
     # Python's streams are bypassed: another thread may hold their locks.
     os.write(2, f"{line}\n".encode())
     # Hides the errors of libraries and of the main thread that the end causes.

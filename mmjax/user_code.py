@@ -19,19 +19,33 @@ SHAPE = "package.module:Name"
 
 
 def names_code(value: object) -> bool:
-    """Whether a setting's value has the shape `package.module:Name`."""
+    """Whether a setting's value is a text with a colon, as in `package.module:Name`; imports nothing."""
     return isinstance(value, str) and ":" in value
 
 
 def require_allowed(field: str, value: object, *, allowed: bool) -> None:
-    """Requires that `value` names no code, unless code is `allowed`. Raises ConfigError."""
+    """Raises ConfigError if `value` names code and code is not `allowed`.
+
+    Args:
+      field: the setting for the message, such as "Source.kind".
+      value: its value.
+      allowed: whether the user has allowed code (`--allow_code`).
+    """
     if names_code(value) and not allowed:
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
 
 
 def import_named(field: str, value: str) -> Any:
-    """The function or class that the value of `field` names. Raises ConfigError."""
+    """Imports the function or class that `value` names, a text as "package.module:Name".
+
+    Args:
+      field: the setting for messages, such as "Source.kind".
+      value: its value.
+
+    Raises:
+      ConfigError: Python does not find the module, an import in it fails, or it has no function or class of this name.
+    """
     module_name, _, name = value.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -47,7 +47,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A checkpoint in memory: its step, its leaves by name, and its metadata."""
+    """A checkpoint in memory.
+
+    Attributes:
+      step: optimizer steps done.
+      leaves: the restored leaves by stored name, such as "params/llm/embed"; see `Checkpointer.restore`.
+      metadata: the metadata, with all stored leaves.
+    """
 
     step: int
     leaves: dict[str, jax.Array]
@@ -65,13 +71,13 @@ class Checkpointer:
 
     Args:
       directory: the directory of the checkpoints; made by the first save.
-      config: how many to keep.
+      config: how often to save and how many checkpoints to keep; by default `CheckpointConfig()`.
       report: called with one-line messages about a failed save (from a background thread) or a skipped directory. By
         default they are logged as warnings.
       committed: called with each step whose checkpoint is complete, in the first process, from a background thread; may
         raise OSError.
-      best: chooses one of the steps that have a checkpoint, which is kept beside the newest ones; called from a
-        background thread.
+      best: chooses one of the steps that have a checkpoint, which is kept beside the newest ones, or `None`; called
+        from a background thread.
     """
 
     def __init__(
@@ -102,11 +108,11 @@ class Checkpointer:
 
     @property
     def failure(self) -> str | None:
-        """The error of the last finished save; `None` if it succeeded."""
+        """The error of the last finished save, one line; `None` if it succeeded or there was none."""
         return self._failure
 
     def due(self, step: int) -> bool:
-        """Whether the configuration has a checkpoint after `step` steps."""
+        """Whether the configuration has a checkpoint after `step` steps: they are a multiple of `every`, and not 0."""
         return self.config.every > 0 and step > 0 and step % self.config.every == 0
 
     def save(
@@ -129,9 +135,10 @@ class Checkpointer:
 
         Args:
           step: optimizer steps done.
-          leaves: logical leaves by "/"-joined name. They may be on different submeshes, and on devices of other
-            processes; every process passes all.
-          elsewhere: further leaves, which are not written, but read from other folders when they are restored.
+          leaves: logical leaves, whole and unpadded, by "/"-joined name such as "params/llm/layers/000/attn/q". They
+            may be on different submeshes, and on devices of other processes; every process passes all.
+          elsewhere: further leaves by name, with their `LeafInfo.folder`, which are not written, but read from there
+            when they are restored.
           seed, config, extra: stored in the metadata; `extra` takes JSON values.
 
         Raises:
@@ -170,7 +177,7 @@ class Checkpointer:
         return [step for step in self._folder.steps() if self._is_readable(step)]
 
     def is_empty(self) -> bool:
-        """Whether no step has a checkpoint, readable or not."""
+        """Whether the directory has no checkpoint, readable or not."""
         return not self._folder.steps()
 
     def latest_step(self) -> int | None:
@@ -178,7 +185,7 @@ class Checkpointer:
         return next((step for step in reversed(self._folder.steps()) if self._is_readable(step)), None)
 
     def latest_metadata(self) -> Metadata | None:
-        """The metadata of the checkpoint of `latest_step()`."""
+        """The metadata of the checkpoint of `latest_step()`; `None` when there is none."""
         step = self.latest_step()
         return None if step is None else self.metadata(step)
 
@@ -187,6 +194,7 @@ class Checkpointer:
 
         Raises:
           TornCheckpointError: there is no such checkpoint, or it cannot be read.
+          CheckpointError: a newer version of mmjax has written it.
         """
         return metadata_of(self._folder.find(step))
 
@@ -200,15 +208,18 @@ class Checkpointer:
     ) -> dict[str, jax.Array]:
         """Reads the leaves of `step` for this process's devices, each straight into its sharding.
 
-        Leaves have the dtype in which they are stored.
+        All processes call it.
 
         Args:
           step: the step of the checkpoint.
-          targets: name -> shape, dtype and sharding of every leaf; shardings may be on different submeshes. A floating
-            dtype may differ from the stored one.
+          targets: stored name, such as "params/llm/embed", -> global shape, dtype and sharding of every leaf; shardings
+            may be on different submeshes. A floating dtype may differ from the stored one.
           prefix: prefix of the stored leaves to read, such as "params/"; by default all are read.
           group: maps a leaf's name to its group. Groups that only the checkpoint or only `targets` has are left out; a
             leaf of the group "" must be in both.
+
+        Returns:
+          The leaves by stored name, in their stored dtypes, without leaves that have no device in this process.
 
         Raises:
           CheckpointError: leaves are missing, unexpected, or of another shape or dtype; the message names all.
@@ -227,9 +238,10 @@ class Checkpointer:
         prefix: str = "",
         group: Callable[[str], str] = lambda name: "",
     ) -> Restored | None:
-        """Restores the newest readable checkpoint, and reports newer ones that it skips; see `restore`.
+        """Restores the newest readable checkpoint, and reports newer ones that it skips.
 
-        Returns `None` if there is no checkpoint: a fresh run.
+        Arguments and leaves are those of `restore`; all processes call it. Returns `None` if there is no checkpoint: a
+        fresh run.
 
         Raises:
           CheckpointError: the newest readable checkpoint does not fit `targets`; or none of the checkpoints can be read

@@ -77,13 +77,15 @@ class WeightsConfig:
         require(all(self.new_tokens), "Weights.new_tokens", self.new_tokens, "has an empty text; leave it out")
 
     def folder(self, whole: str) -> str:
-        """The folder of safetensors that parameters are read from; "" for none.
+        """The folder of safetensors that parameters are read from: ``path``, or without any start of its own ``whole``.
+
+        It is "" for none, also with ``init_from``.
 
         Args:
-          whole: a folder of a whole model that has the module; "" for none.
+          whole: a folder of a whole model that has the module, as in ``Model.weights``; "" for none.
         """
         return self.path if self.path or self.init_from else whole
 
     def folder_setting(self, module: str) -> str:
-        """The gin setting that names the folder of safetensors of ``module``."""
+        """The gin setting that names the folder of safetensors of ``module``: "llm/Weights.path" or "Model.weights"."""
         return f"{module}/Weights.path" if self.path else "Model.weights"

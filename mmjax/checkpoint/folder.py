@@ -26,23 +26,26 @@ class Folder:
         self.directory = directory
 
     def place(self, step: int) -> Path:
-        """The path to which the checkpoint of `step` is written."""
+        """The path to which the checkpoint of `step` is written: `<directory>/00000500` for step 500."""
         return self.directory / f"{step:08d}"
 
     def find(self, step: int) -> Path:
-        """The path to read the checkpoint from: its place, or the discarded one after a kill during its replacement."""
+        """The path from which the checkpoint of `step` is read, whether or not there is one.
+
+        It is its place, or after a kill during its replacement the discarded one.
+        """
         place, aside = self.place(step), _aside(self.place(step))
         return aside if not place.exists() and aside.exists() else place
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, in rising order."""
+        """The steps that have a directory, readable or not, in rising order; [] if there is no folder."""
         if not self.directory.is_dir():
             return []
         matches = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted({int(match[1]) for match in matches if match})
 
     def make_room(self, step: int) -> None:
-        """Clears the place of `step` for a save; `put_back` undoes that.
+        """Clears the place of `step` for a save: a checkpoint there becomes the discarded one; `put_back` undoes that.
 
         Raises:
           OSError: no directory can be made there; no other process has begun to wait for it yet.
@@ -57,19 +60,19 @@ class Folder:
         _temporary(place).rmdir()
 
     def put_back(self, step: int) -> None:
-        """Frees the disk space of a failed save, and restores the step's earlier checkpoint."""
+        """Frees the disk space of a failed save of `step`, and moves a discarded checkpoint back to its place."""
         place = self.place(step)
         shutil.rmtree(_temporary(place), ignore_errors=True)
         if _aside(place).exists() and not place.exists():
             _aside(place).rename(place)
 
     def delete_replaced(self, step: int) -> None:
-        """Deletes the checkpoint that a complete save has replaced. Raises OSError."""
+        """Deletes the discarded checkpoint of `step` that a complete save has replaced, if any. Raises OSError."""
         if _aside(self.place(step)).exists():
             _delete(_aside(self.place(step)))
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of `step`. Raises OSError."""
+        """Deletes the checkpoint of `step`. Raises OSError, also if there is none."""
         _delete(self.place(step))
 
     def sweep(self) -> None:

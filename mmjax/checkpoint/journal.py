@@ -22,6 +22,7 @@ class Journal:
     """
 
     def __init__(self, run_dir: Path):
+        """For the journal in `run_dir`, which need not exist yet."""
         self.path = run_dir / NAME
 
     def is_empty(self) -> bool:
@@ -53,7 +54,7 @@ class Journal:
             _sync(self.path.parent)
 
     def add(self, step: int) -> None:
-        """Adds the checkpoint of a step. Raises OSError."""
+        """Adds a line for the checkpoint of a step, {"step": 500}, and waits for the disk. Raises OSError."""
         with open(self.path, "ab+") as file:
             torn = False
             if file.tell():

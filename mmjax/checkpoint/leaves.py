@@ -30,10 +30,11 @@ class LeafInfo:
     """A stored leaf.
 
     Attributes:
-      shape, dtype: its shape, and the name of its dtype.
+      shape, dtype: its global shape, and numpy's name of its dtype, or "bfloat16".
       crc32: the CRC-32 of its bytes; `None` if an older version saved it.
       folder: another checkpoint, an export or a folder of safetensors that has its bytes; "" if they are here.
-      name: its name in that folder.
+      name: its name in that folder, such as "params/llm/embed", or its key in a folder of safetensors; "" if its bytes
+        are here.
       view: the leaf as a view of that tensor, in a folder of safetensors; else `None`.
     """
 
@@ -46,7 +47,7 @@ class LeafInfo:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves as nested dicts, one level per "/".
+    """The leaves as nested dicts, one level per "/": {"llm": {"embed": x}} for {"llm/embed": x}.
 
     Raises:
       CheckpointError: two leaves have one name, or names that Orbax could confuse.
@@ -68,7 +69,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lookup(tree: Mapping[str, Any], name: str) -> Any:
-    """The leaf of `name` in nested dicts."""
+    """The leaf of a "/"-joined name such as "llm/embed" in nested dicts, as `nest` makes them. Raises KeyError."""
     node: Any = tree
     for key in name.split("/"):
         node = node[key]
@@ -76,7 +77,7 @@ def lookup(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
-    """Raises `CheckpointError` unless this process owns every shard of every leaf."""
+    """Raises `CheckpointError` unless this process owns every shard of every leaf; `leaves` is by name."""
     # Orbax would raise deep inside and then hang in its barrier.
     foreign = [name for name, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]
     if foreign:
@@ -84,12 +85,13 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
 
 
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Requires that the stored leaves of `path` are those of `targets`, with their shapes and dtypes.
+    """Raises `CheckpointError` unless `stored` and `targets` have the same names, shapes and dtypes.
 
-    One of the `FLOATING` dtypes may differ from another.
+    Both are by name, such as "params/llm/embed"; `path` is the checkpoint, for the message. One of the `FLOATING`
+    dtypes may differ from another.
 
     Raises:
-      CheckpointError: leaves differ; one line with all differences.
+      CheckpointError: leaves differ, or a target has no sharding; one line with all differences.
     """
     problems = []
     if missing := [name for name in targets if name not in stored]:
@@ -113,27 +115,30 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
 
 
 def same_kind(stored: str, target: str) -> bool:
-    """Whether a leaf that is stored in one dtype can be read into the other."""
+    """Whether a leaf that is stored in one dtype can be read into the other; both by name, such as "bfloat16"."""
     return stored == target or {stored, target} <= set(FLOATING)
 
 
 def as_stored(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The targets with the stored dtypes of their leaves."""
+    """The targets, by name, with the dtypes of the `stored` leaves of the same names. Raises KeyError."""
     return {name: want.update(dtype=stored[name].dtype) for name, want in targets.items()}
 
 
 def in_both(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct], group: Callable[[str], str]
 ) -> tuple[dict[str, LeafInfo], dict[str, jax.ShapeDtypeStruct]]:
-    """Both sets of leaves, without groups that only one of them has; leaves of the group "" always stay."""
+    """Both sets of leaves, without groups that only one of them has; leaves of the group "" always stay.
+
+    `group` maps a leaf's name to its group.
+    """
     groups = {group(name) for name in stored} & {group(name) for name in targets} | {""}
     common = {name: leaf for name, leaf in stored.items() if group(name) in groups}
     return common, {name: leaf for name, leaf in targets.items() if group(name) in groups}
 
 
 def some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
-    """The first `limit` names, and the number of further ones."""
+    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return joint.join(names[:limit]) + suffix

@@ -36,9 +36,9 @@ class Metadata:
     Attributes:
       step: optimizer steps done.
       seed: the data seed; batches are a function of (seed, step).
-      config: the operative config as text.
-      versions: versions of the packages that wrote it.
-      leaves: every stored leaf by name.
+      config: the operative config as gin text.
+      versions: versions of the packages that wrote it, by package: "mmjax", "jax" and "orbax-checkpoint".
+      leaves: every stored leaf by name, such as "params/llm/embed"; in an export "llm/embed".
       extra: further JSON values of the caller.
     """
 
@@ -57,12 +57,13 @@ class HostLeaf:
     """
 
     def __init__(self, leaf: jax.Array):
+        """Waits until the shards of ``leaf`` in this process are on the host."""
         self.shape, self.dtype = leaf.shape, leaf.dtype
         # One copy of each element. The writer reads the same arrays, so they are copied to the host once.
         self._shards = [(s.index, np.asarray(s.data)) for s in leaf.addressable_shards if s.replica_id == 0]
 
     def checksum(self) -> int | None:
-        """CRC-32 of the leaf, with zeros for the bytes of other processes; ``None`` if they own all bytes.
+        """CRC-32 of the whole leaf, with zeros for the bytes of other processes; ``None`` if they own all bytes.
 
         Needs memory for one more copy of a sharded leaf.
         """
@@ -77,14 +78,15 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the leaf, with those of other processes."""
+        """Bytes of the whole leaf, also in other processes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def joined_checksum(parts: Iterable[int | None], nbytes: int) -> int:
-    """Joins the CRC-32s of parts, each computed with zeros in place of the other parts' bytes.
+    """Joins the CRC-32s of parts, each computed with zeros in place of the other parts' bytes, to the whole's CRC-32.
 
-    A CRC is affine over exclusive or: for an even number of parts, the CRC of zeros has to be added.
+    ``nbytes`` is the size of the whole; a part may be ``None`` (no bytes), but not all of them. A CRC is affine over
+    exclusive or: for an even number of parts, the CRC of zeros has to be added.
     """
     checksums = [part for part in parts if part is not None]
     if len(checksums) % 2 == 0:
@@ -97,9 +99,9 @@ class Unsealed:
     """Metadata without the checksums of its leaves.
 
     Attributes:
-      body: the metadata without leaves.
-      leaves: this process's bytes of every leaf that is written.
-      elsewhere: leaves whose bytes are in another folder.
+      body: JSON values of the fields of ``Metadata``, by field, without ``leaves``.
+      leaves: by name, this process's bytes of every leaf that is written.
+      elsewhere: by name, leaves whose bytes are in another folder.
     """
 
     body: Mapping[str, Any]
@@ -107,7 +109,10 @@ class Unsealed:
     elsewhere: Mapping[str, LeafInfo] = dataclasses.field(default_factory=dict)
 
     def seal(self, exchange: Exchange) -> str | None:
-        """Computes all checksums and returns the text to store; ``None`` in all processes but the first."""
+        """Computes all checksums and returns the JSON text to store; ``None`` in all processes but the first.
+
+        All processes call it; ``exchange`` carries the checksums to the first.
+        """
         names = sorted(self.leaves)  # processes may have them in different orders
         checksums = json.dumps([self.leaves[name].checksum() for name in names])
         answers = [json.loads(answer) for answer in exchange(checksums, listen=is_first())]
@@ -131,7 +136,7 @@ class Unsealed:
 
 
 def unseal(stored: Mapping[str, Any]) -> Metadata:
-    """Reads the stored form of metadata, and compares its checksum.
+    """Reads the stored form of metadata, the parsed text of ``Unsealed.seal``, and compares its checksum.
 
     Raises:
       CheckpointError: it is intact, but of a newer version.
@@ -154,7 +159,7 @@ class Findings:
     """One process's check of the leaves that it has read.
 
     Attributes:
-      wrong: names of leaves whose shape, dtype or sharding is not the target's.
+      wrong: names of leaves whose shape, dtype or sharding is not the target's, such as "params/llm/embed".
       checksums: checksums of its shards of all other leaves, by name (see ``HostLeaf.checksum``).
     """
 
@@ -162,12 +167,12 @@ class Findings:
     checksums: dict[str, int | None]
 
     @classmethod
-    def of(cls, targets: Mapping[str, jax.ShapeDtypeStruct], tree: Any) -> Findings:
+    def of(cls, targets: Mapping[str, jax.ShapeDtypeStruct], tree: Mapping[str, Any]) -> Findings:
         """Checks the leaves that Orbax has read.
 
         Args:
-          targets: shape, dtype and sharding by name.
-          tree: the leaves as nested dicts.
+          targets: global shape, dtype and sharding by name, such as "params/llm/embed".
+          tree: the leaves as nested dicts, with all those names.
         """
         leaves = {name: lookup(tree, name) for name in targets}
         wrong = [name for name, target in targets.items() if not _matches(target, leaves[name])]
@@ -175,10 +180,10 @@ class Findings:
 
 
 def damaged(stored: Mapping[str, LeafInfo], findings: Sequence[Findings]) -> list[str]:
-    """The names of leaves that do not match their target, or whose bytes have changed since they were saved.
+    """The names of leaves that do not match their target, or whose bytes have changed since they were saved; may be [].
 
     Args:
-      stored: the leaves' entries in the metadata.
+      stored: the leaves' entries in the metadata, by name.
       findings: the findings of every process.
     """
     wrong = {name for finding in findings for name in finding.wrong}
@@ -198,7 +203,7 @@ def _matches(target: jax.ShapeDtypeStruct, leaf: Any) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that write a checkpoint."""
+    """The versions of the packages "mmjax", "jax" and "orbax-checkpoint", by package; "unknown" if not installed."""
     version_of = {}
     for package in ("mmjax", "jax", "orbax-checkpoint"):
         try:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def metadata_of(path: Path) -> Metadata:
-    """The metadata of a directory; no leaf is read.
+    """The metadata of a checkpoint or an export, from its directory `path`; no leaf is read.
 
     Raises:
       TornCheckpointError: there is no metadata, or it cannot be read.
@@ -46,9 +46,12 @@ def read_leaves(
     """Reads leaves for the devices of this process, each straight into its sharding; all processes call it.
 
     Args:
-      path: the directory.
+      path: the directory of a checkpoint or an export.
       stored: its metadata's entries for exactly the leaves in `targets`, with the same shapes and dtypes.
-      targets: name -> shape, dtype and sharding.
+      targets: name in the metadata, such as "params/llm/embed", -> global shape, dtype and sharding.
+
+    Returns:
+      The leaves by name, without leaves that have no device in this process.
 
     Raises:
       CheckpointError: another folder that has some of the leaves is missing or has changed.
@@ -121,7 +124,9 @@ def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, 
 
 
 def in_all_processes(read: Callable[[], T]) -> T:
-    """Calls `read` in all processes; if it fails in one, this raises in all.
+    """Returns the result of this process's `read()`; if it fails in one process, this raises in all.
+
+    All processes call it.
 
     Raises:
       TornCheckpointError: `read` failed in another process. An error of this process's `read` is raised unchanged.

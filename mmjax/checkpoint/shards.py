@@ -47,17 +47,17 @@ class _NoShard:
 
 
 def local_shards(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The leaves in a form that Orbax takes: as `LocalShards` if there are several processes."""
+    """The leaves by name, in a form that Orbax takes: as `LocalShards` if there are several processes."""
     if jax_compat.process_count() == 1:
         return dict(leaves)
     return {name: LocalShards(leaf) for name, leaf in leaves.items()}
 
 
 def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
-    """Orbax's handler of trees; with several processes it takes `LocalShards` too.
+    """The class of Orbax's handler of trees; with several processes it takes `LocalShards` too.
 
     Args:
-      rounds: exchanges problems among the processes of a write (see `storage.WriteRounds`).
+      rounds: exchanges problems among the processes of a write (see `storage.WriteRounds`); `None` to read only.
     """
     plain = ocp.handlers.PyTreeHandler
     if jax_compat.process_count() == 1:
@@ -109,7 +109,10 @@ def _shards_handler() -> type[Any]:
 
 
 def attend_commit(response: Any) -> None:
-    """Waits in Orbax's last barrier of a write, for a write that has failed before that barrier."""
+    """Waits in Orbax's last barrier of a write, for a write that has failed before that barrier.
+
+    `response` is the result of `ocp.save_checkpointables_async` for this write.
+    """
     from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
     key = multihost.unique_barrier_key("save_checkpointables_async:finalize", prefix=BARRIERS)
@@ -118,7 +121,7 @@ def attend_commit(response: Any) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Type and first line of the original error; Orbax wraps it several times."""
+    """Type and first line of the original error, such as "OSError: No space left"; Orbax wraps it several times."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = str(error).strip().splitlines()

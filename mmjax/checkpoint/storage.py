@@ -48,14 +48,22 @@ class WriteRounds:
         self._results: dict[int, str] = {}
 
     def __call__(self, number: int, problem: str = "") -> str:
-        """Answers a round; returns the problem of a process, or "". May be called from any thread."""
+        """Answers round `number`, and waits for the others; may be called from any thread.
+
+        `number` is `WRITTEN`, `JOINED` or `COMMITTED`, and `problem` this process's problem, one line, or "".
+        Returns the problem of the first process that has one, or "", the same in all processes. Another call for the
+        same round returns the same.
+        """
         with self._lock:
             if number not in self._results:
                 self._results[number] = self._agreements[number](problem)
             return self._results[number]
 
     def settle(self, problem: str) -> str:
-        """Answers the rounds up to `JOINED` that are still open, after this process's write ended with `problem`."""
+        """Answers the rounds up to `JOINED` that are still open, after this process's write ended with `problem`.
+
+        Returns the problem of a process, or "" if none has one.
+        """
         return self(WRITTEN, problem) or self(JOINED, problem)
 
 
@@ -64,6 +72,11 @@ class Write:
 
     def __init__(self, path: Path, leaves: Mapping[str, jax.Array], metadata: Unsealed):
         """Starts the write; returns when the leaves' values are on the host.
+
+        Args:
+          path: the directory to make.
+          leaves: whole leaves by name, such as "params/llm/embed", the same names in all processes.
+          metadata: the metadata to store; `Unsealed.leaves` has the same names.
 
         Raises:
           Exception: an error of a dozen possible types; the write has not begun.
@@ -99,8 +112,11 @@ class Write:
         return self._rounds(COMMITTED, problem)
 
 
-def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
-    """Reads leaves of a checkpoint into the shardings of `leaves`, as nested dicts, without other processes.
+def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """Reads leaves of the checkpoint `path` as nested dicts of arrays, without other processes.
+
+    `leaves` has the global shape, dtype and sharding of each, by its name in the checkpoint, such as
+    "params/llm/embed".
 
     Raises:
       Exception: an error of a dozen possible types, for a torn directory.
@@ -110,7 +126,7 @@ def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
 
 
 def read_metadata(path: Path) -> Any:
-    """Reads the JSON value of the metadata beside the leaves.
+    """Reads the JSON value of the metadata beside the leaves of the checkpoint `path`, for `metadata.unseal`.
 
     Raises:
       OSError, ValueError: it cannot be read.
@@ -126,9 +142,10 @@ def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mappi
     of a checkpoint, with checksums.
 
     Args:
-      leaves: parameters by "/"-joined name, such as "llm/embed".
+      leaves: parameters by "/"-joined name, such as "llm/embed"; this process owns all their shards.
       path: the directory to make.
-      metadata: see `Metadata`, without the leaves; also kept as the Orbax checkpoint's custom metadata.
+      metadata: JSON values of the fields of `Metadata`, by field, without `leaves`; also kept as the Orbax checkpoint's
+        custom metadata.
 
     Raises:
       CheckpointError: the path exists, or a leaf's name or ownership is wrong.

@@ -24,10 +24,10 @@ class SavedParameters:
     """Parameters in a directory.
 
     Attributes:
-      folder: the folder as it was named.
-      path: the checkpoint or export in it.
+      folder: the folder as it was named: of a run, a checkpoint or an export.
+      path: the directory of the checkpoint or export in it.
       metadata: the metadata of that checkpoint or export.
-      prefix: the prefix of its parameters' names.
+      prefix: the prefix of its parameters' names: "params/" in a checkpoint, "" in an export.
     """
 
     folder: str
@@ -64,23 +64,27 @@ class SavedParameters:
         return {name.removeprefix(self.prefix): leaf for name, leaf in stored if name.startswith(self.prefix)}
 
     def elsewhere(self, name: str) -> LeafInfo:
-        """An entry for another checkpoint that refers to a stored parameter instead of copying it."""
+        """An entry for another checkpoint that refers to the parameter `name`, such as "llm/embed", without copying it.
+
+        Raises:
+          KeyError: there is no such parameter.
+        """
         leaf = self.leaves[name]
         folder, stored_name = leaf.folder or str(self.path), leaf.name or f"{self.prefix}{name}"
         return dataclasses.replace(leaf, folder=folder, name=stored_name)
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The stored dtype of each parameter, by name."""
+        """The name of the stored dtype of each parameter, by the parameter's name: {"llm/embed": "float32"}."""
         return {name: leaf.dtype for name, leaf in self.leaves.items()}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that have parameters in it."""
+        """The names of the modules that have parameters in it, such as "llm", in the order of the leaves."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.leaves))
 
     def describe(self) -> str:
-        """The folder, and the step at which its parameters were saved."""
+        """The folder, and the step at which its parameters were saved: "runs/a after step 500"."""
         return f"{self.folder} after step {self.metadata.step}"
 
     def read(
@@ -89,13 +93,15 @@ class SavedParameters:
         """Reads leaves for the devices of this process, bit for bit as they were saved; all processes call it.
 
         Args:
-          targets: the stored shape, and a sharding, by name such as "llm/embed". Their dtype is ignored.
+          targets: the stored global shape, and a sharding, by name such as "llm/embed". Their dtype is ignored.
           report: called with the bytes read and the bytes to read; once, since Orbax reads all leaves together.
 
         Returns:
-          The leaves by name, in their stored dtypes.
+          The leaves by the same names, in their stored dtypes, without leaves that have no device in this process.
 
         Raises:
+          KeyError: there is no such parameter.
+          CheckpointError: another folder that has some of the leaves is missing or has changed.
           TornCheckpointError: leaves cannot be read, or their bytes have changed since they were saved.
         """
         targets = {f"{self.prefix}{name}": target for name, target in targets.items()}
@@ -108,7 +114,9 @@ class SavedParameters:
 
 
 def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:
-    """Calls `SavedParameters.find` for each folder. It fails in all processes or in none; all have the same folders.
+    """Calls `SavedParameters.find` for each folder; returns the results by folder.
+
+    It fails in all processes or in none; all call it with the same folders.
 
     Raises:
       CheckpointError: see `SavedParameters.find`.

@@ -24,8 +24,8 @@ from mmjax.mesh.world import World
 class Boundary:
     """The layout transform of one edge for one tensor shape.
 
-    Called on an array it is differentiable as a whole; its halves ``forward`` and ``backward`` are transfers whose
-    ``pack``, ``move`` and ``unpack`` a schedule can place apart.
+    Called on a global array it is differentiable as a whole. Its halves ``forward`` and ``backward`` are transfers
+    whose ``pack``, ``move`` and ``unpack`` a schedule can place apart.
 
     Attributes:
       forward: source layout to destination layout.
@@ -48,14 +48,15 @@ class Boundary:
         Args:
           name: used in messages and program names.
           source, target: the stage submeshes; their rank sets may be equal, disjoint or overlap.
-          aval: shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
+          aval: global shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
           world: the devices.
           transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
           route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
-          placements: placement of the tensor at source and target.
+          placements: placement of the tensor at source and target; see ``Placement``.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
+          ConfigError: for ``device_put`` between devices of several processes.
         """
         for field, value, legal in (("transport", transport, TRANSPORTS), ("route", route, ROUTES)):
             if value not in legal:
@@ -82,14 +83,22 @@ class Boundary:
 
     @property
     def kind(self) -> str:
-        """``local``, ``async`` or ``rendezvous``."""
+        """``local`` (equal rank sets), ``async`` (senders do not wait) or ``rendezvous`` (both sides take part)."""
         return self.forward.kind
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The activation in the destination's layout; its ``jax.vjp`` brings the gradient back."""
+        """The activation in the destination's layout, with the shape and dtype of ``x``.
+
+        ``x`` is the global array in the source's layout, ``forward.source_aval``. Its ``jax.vjp`` brings the gradient
+        back.
+        """
         return self._apply(x)
 
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
-    """The ``kind`` of a boundary between two submeshes, without planning the boundary."""
+    """The ``kind`` of a boundary between two submeshes, without planning it: ``local``, ``async`` or ``rendezvous``.
+
+    Raises:
+      ConfigError: ``device_put`` between devices of several processes.
+    """
     return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

@@ -16,9 +16,10 @@ from mmjax.mesh.routes import Route, rounds
 
 
 def broadcast_from_leader(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Every rank of the group spanned by ``axes`` gets the value of the group's first rank.
+    """The local ``x`` of the first rank of the group spanned by the mesh axes ``axes``, on every rank of the group.
 
-    A masked sum rather than an all-gather: the result needs no extra copies, and on GPU it is one ring.
+    Must be called inside ``shard_map``. A masked sum rather than an all-gather: the result needs no extra copies, and
+    on GPU it is one ring.
     """
     first = lax.axis_index(axes) == 0
     return lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axes)
@@ -31,17 +32,17 @@ def exchange(
     position: Mapping[int, int],
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
-    """Carries pieces along ``routes`` with ``ppermute``.
+    """Carries pieces along ``routes`` with ``ppermute``. Must be called inside ``shard_map``, by every rank.
 
     Args:
       pieces: pieces that this rank may send, all of one shape; their values do not matter on ranks that send nothing.
       routes: which rank sends which piece to which rank.
       target_pieces: number of pieces that one rank holds afterwards.
-      position: index along ``axes`` of each rank.
+      position: by rank, its index along ``axes``.
       axes: mesh axes whose product numbers the ranks.
 
     Returns:
-      ``target_pieces`` pieces; zeros where none was received.
+      This rank's ``target_pieces`` pieces, by ``Route.target_piece``; zeros where none was received.
     """
     count, me = len(position), lax.axis_index(axes)
     result = [jnp.zeros_like(pieces[0])] * target_pieces

@@ -120,7 +120,7 @@ class Layout:
             self._check_layers()
 
     def idle(self) -> dict[str, str]:
-        """Settings that have no effect in this layout, each with the reason."""
+        """Fields that have no effect in this layout, such as "cp_way", each with the reason as text."""
         reasons = {}
         if self.cp == 1:
             reasons |= dict.fromkeys(("cp_way", "cp_tokens"), "with Layout.cp=1 a rank has whole rows")
@@ -140,7 +140,7 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that compute the same rows together: cp·tp, within one copy."""
+        """Number of ranks that compute the same rows together: cp·tp, within one copy."""
         return self.cp * self.tp
 
     @property
@@ -158,21 +158,24 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages of the module: pp·chunks."""
+        """Number of pipeline stages of the module: pp·chunks."""
         return self.pp * self.chunks
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one stage submesh: lanes·copies·dp·cp·tp."""
+        """Number of ranks of one stage submesh: lanes·copies·dp·cp·tp."""
         return self.lanes * self.copies * self.dp * self.replica_size
 
     @property
     def across_lanes(self) -> Layout:
-        """The layout of states, reduction and update, which span all lanes: one lane with lanes·dp as its dp."""
+        """The layout of optimizer states, reduction and update, which span all lanes: one lane with dp = lanes·dp."""
         return self if self.lanes == 1 else replace(self, lanes=1, dp=self.lanes * self.dp)
 
     def lane(self, lane: int) -> Layout:
-        """The layout of lane number ``lane`` alone."""
+        """The layout of lane number ``lane``, from 0, alone: its ranks, with one lane and one optimizer instance.
+
+        It is this layout itself if there is one lane.
+        """
         if self.lanes == 1:
             return self
         size = self.dp * self.replica_size
@@ -180,12 +183,12 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks of one group, among which masters and moments are sharded: lanes·dp·cp / optimizer_instances."""
+        """Number of ranks that share one copy of masters and moments: lanes·dp·cp / optimizer_instances."""
         return self.lanes * self.dp * self.cp // self.optimizer_instances
 
     @property
     def size(self) -> int:
-        """Ranks of the whole module."""
+        """Number of ranks of the whole module."""
         return self.pp * self.stage_size
 
     @property
@@ -214,11 +217,14 @@ class Layout:
         return tuple(range(first, first + self.stage_size))
 
     def first_rank(self, stage: int) -> int:
-        """First rank of pipeline stage ``stage``."""
+        """The first rank of pipeline stage ``stage``, a number from 0 to ``stages`` - 1, which is not checked."""
         return self.rank_offset + stage % self.pp * self.stage_size
 
     def runs(self, layers: int) -> tuple[range, ...]:
-        """Cuts a module's layers into a run for each stage: by the field ``layers``, or as equally as possible."""
+        """Cuts ``layers`` layers into a range of layer numbers for each stage, in the order of stages.
+
+        The field ``layers`` decides, whatever its sum, or if it is (), ``split_layers``.
+        """
         if not self.layers:
             return split_layers(layers, self.stages)
         ends = tuple(itertools.accumulate(self.layers))
@@ -235,7 +241,7 @@ class Layout:
 
 
 def split_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Contiguous runs of layers, one per stage, as equal as possible.
+    """Ranges of layer numbers, one for each stage, which follow one another and are as equal as possible.
 
     The first and the last stage also hold the embedding and the head, so spare layers go to the middle first, then to
     the first stage.
@@ -257,5 +263,5 @@ def cell_count(layouts: Iterable[Layout]) -> int:
 
 
 def show_range(first: int, last: int) -> str:
-    """``rank 3`` or ``ranks 0-3``."""
+    """The ranks from ``first`` to ``last``, both included, as text: ``rank 3`` or ``ranks 0-3``."""
     return f"rank {first}" if first == last else f"ranks {first}-{last}"

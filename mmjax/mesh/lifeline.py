@@ -42,7 +42,7 @@ class Keys(Protocol):
     """Keys and values that all processes share."""
 
     def set(self, key: str, value: str) -> None:
-        """Sets a value for all processes."""
+        """Sets a value for all processes; a key is set once."""
         ...
 
     def get(self, key: str) -> str:
@@ -78,13 +78,16 @@ class Lifeline:
         """Connects all processes; returns when this one is connected.
 
         Args:
-          keys: where process 0 publishes its address.
+          keys: keys and values that all processes share, where process 0 publishes its address.
           host: address of process 0, as the others reach it.
-          count, index: as in ``Processes``.
-          end: called when another process has failed, see ``__init__``; by default it ends this process.
+          count: number of processes, this one too.
+          index: index of this process, from 0.
+          end: called with a line and an exit status when another process has failed, see ``__init__``; by default it
+            ends this process.
 
         Raises:
           TimeoutError: in process 0, when a process does not connect; the message names it.
+          OSError: in another process, when it cannot connect.
         """
         line = cls(index, end or _end_process)
         quieten_tracker()
@@ -121,12 +124,25 @@ class Lifeline:
             self._over = self.index != 0  # process 0 still passes on failures of the remaining ones
 
     def fail(self, reason: str, status: int = FOLLOWED) -> None:
-        """Reports to the others why this process ends; they exit with ``status``."""
+        """Reports to the others why this process ends; they exit with ``status``. Process 0 waits for their exit.
+
+        Args:
+          reason: one line; the others print it behind the number of this process.
+          status: exit status of the others.
+        """
         self.report(self.index, f"process {self.index} has ended: {reason}", status)
         self.wait_for_peers()  # also where process 0 ends after another one, whose failure a watch has passed on
 
     def report(self, process: int, news: str, status: int) -> bool:
-        """Makes the others end because ``process`` failed; returns whether this is the first failure."""
+        """Makes the others end because process number ``process`` failed; returns whether this is the first failure.
+
+        A later failure is not reported.
+
+        Args:
+          process: index of the failed process, which may be another one.
+          news: one line that the others print; beyond some 600 bytes it is cut.
+          status: exit status of the others.
+        """
         with self._lock:
             if first := not self._over:
                 self._over = True
@@ -142,7 +158,9 @@ class Lifeline:
                     self._send_all(_BEAT)
 
     def wait_for_peers(self, peer: int = 0) -> None:
-        """Waits, in process 0, for the others to exit, first for ``peer`` if it has failed.
+        """Waits, in process 0, at most ``PEER_EXIT`` seconds for the others to exit; does nothing in another process.
+
+        ``peer`` is the index of a process that has failed, which is waited for first; 0 for none.
 
         JAX's coordination service ends with process 0, and the others would report that as a failure of their own.
         """

@@ -23,7 +23,7 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device, World
 
 Pieces = Mapping[tuple[int, Device], jax.Array]
-"""Pieces by number and device."""
+"""Pieces by number and device: arrays of ``Routing.piece`` on one device each."""
 
 
 class Mover(ABC):
@@ -36,6 +36,7 @@ class Mover(ABC):
     kind: str
 
     def __init__(self, routing: Routing, world: World):
+        """For the pieces and routes of ``routing``, whose ranks number the devices of ``world``."""
         self.routing, self.world = routing, world
         self._stitcher = Stitcher(routing.piece, routing.aval.dtype)
 
@@ -47,14 +48,18 @@ class Mover(ABC):
             process that has none of these devices.
 
         Returns:
-          One array for each piece number of the target. Its values do not matter on ranks that no route leads to.
+          One array for each piece number of the target, of ``Routing.received_aval``. Its values do not matter on ranks
+          that no route leads to.
         """
         received, aval = self.carry(_pieces(packed)), self.routing.received_aval
         return tuple(self._stitch(received, number, aval) for number in range(self.routing.target_pieces))
 
     @abstractmethod
     def carry(self, source_pieces: Pieces) -> Pieces:
-        """Carries pieces from the source's devices; returns the pieces on the target's."""
+        """Carries the pieces on this process's source devices, by source piece number and device.
+
+        Returns the pieces on this process's target devices, by target piece number and device.
+        """
 
     def programs(self) -> list[Program]:
         """Programs that this process has to compile."""
@@ -73,7 +78,7 @@ class DevicePutMover(Mover):
     kind = "async"
 
     def carry(self, source_pieces: Pieces) -> Pieces:
-        """Starts all copies with one call."""
+        """Starts all copies with one call; see ``Mover.carry``."""
         devices, routes = self.world.devices, self.routing.routes
         pieces = [source_pieces[route.source_piece, devices[route.source]] for route in routes]
         copies = jax.device_put(pieces, [devices[route.target] for route in routes])
@@ -113,7 +118,7 @@ class CollectiveMover(Mover):
         return Program.of(f"{self.routing.name} move {ranks[0]}-{ranks[-1]}", spmd, [pieces])
 
     def carry(self, source_pieces: Pieces) -> Pieces:
-        """Runs the programs that this process takes part in."""
+        """Runs the programs that this process takes part in; see ``Mover.carry``."""
         received: dict[tuple[int, Device], jax.Array] = {}
         for program in self.programs():
             (avals,) = program.avals
@@ -134,7 +139,9 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 
 
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
-    """The mover that ``transport`` names; ``auto`` copies directly where one process owns the devices of both ends.
+    """The class of mover that ``transport`` names: ``device_put``, ``collective`` or ``auto``.
+
+    ``auto`` copies directly where one process owns the devices of both ends, and else takes ``collective``.
 
     The result is the same in every process, also in one that owns none of these devices.
 

@@ -53,8 +53,8 @@ def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.env
     """Reads from flags, environment or launcher how the processes meet; ``None`` for a run of one process.
 
     Args:
-      flags: values of the flags ``NAMES``; empty where a flag is not set. A flag wins over the environment, and the
-        environment over a launcher.
+      flags: values of the flags ``NAMES``, by name without dashes; empty or absent where a flag is not set. A flag
+        wins over the environment, and the environment over a launcher.
       environ: the environment.
 
     Raises:
@@ -98,7 +98,7 @@ def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.env
 
 
 def variable(name: str) -> str:
-    """Name of the environment variable of a setting of ``NAMES``."""
+    """Name of the environment variable of a setting of ``NAMES``: "MMJAX_PROCESS_ID" for "process_id"."""
     return f"MMJAX_{name.upper()}"
 
 
@@ -125,9 +125,10 @@ def set_lifeline(lifeline: Lifeline) -> None:
 
 
 def give_up(reason: str) -> NoReturn:
-    """Ends this process and the others at once; may be called from any thread.
+    """Ends this process with status 1 and the others with ``FOLLOWED``; may be called from any thread.
 
-    Exits instead of raising: other threads may wait for a process that waits for this one.
+    ``reason`` is one line, which all of them print. Exits instead of raising: other threads may wait for a process that
+    waits for this one.
     """
     os.write(2, f"error: {reason}\n".encode())
     abandon(reason)
@@ -135,9 +136,10 @@ def give_up(reason: str) -> NoReturn:
 
 
 def give_up_stuck(process: int, news: str) -> None:
-    """Ends this process and the others because ``process`` is stuck; may be called from any thread.
+    """Ends this process and the others because process number ``process`` is stuck; may be called from any thread.
 
-    Every process writes its stacks and exits with status ``STUCK``. Returns only if this process is already ending.
+    ``news`` is one line, which all of them print. Every process writes its stacks and exits with status ``STUCK``.
+    Returns only if this process is already ending.
     """
     if _lifeline and not _lifeline.report(process, news, STUCK):
         return

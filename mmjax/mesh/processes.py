@@ -106,7 +106,13 @@ def is_first() -> bool:
 
 
 def broadcast_text(value: str) -> str:
-    """The text of process 0, in every process; all of them have to call this, in the same order."""
+    """The ``value`` of process 0, in every process; all have to call this, in the same order of calls.
+
+    Other processes wait for process 0, which waits for none. Their ``value`` is ignored.
+
+    Raises:
+      ProcessTimeout: process 0 does not call this within an hour.
+    """
     if jax_compat.process_count() == 1:
         return value
     keys, name = _Keys(jax_compat.coordination_client()), f"said/{next(_number)}"
@@ -117,12 +123,15 @@ def broadcast_text(value: str) -> str:
 
 
 def gather_texts(value: str) -> list[str]:
-    """The texts of all processes, by process; all of them have to call this, in the same order."""
+    """The texts of all processes, in the order of their indices; all have to call this, in the same order of calls."""
     return Exchange()(value)
 
 
 def barrier(name: str, processes: Collection[int]) -> None:
-    """Waits until all of these processes have called this with ``name``; a name may be used once."""
+    """Waits until all of these processes have called this with ``name``; a name may be used once.
+
+    ``processes`` has the indices of the processes, this one too, and is the same in all of them.
+    """
     if len(processes) > 1:
         jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", round(1000 * _PATIENCE), sorted(processes))
 
@@ -141,7 +150,7 @@ class Board:
             _Keys(jax_compat.coordination_client()).replace(f"{self._folder}/{jax_compat.process_index()}", note)
 
     def read(self) -> dict[int, str]:
-        """The notes by process, without the processes that have pinned none yet."""
+        """The notes by process index, without the processes that have pinned none yet."""
         if jax_compat.process_count() == 1:
             return {0: self._alone} if self._alone else {}
         notes = _Keys(jax_compat.coordination_client()).below(self._folder)
@@ -158,7 +167,9 @@ class Exchange:
         self._number = next(_number)
 
     def __call__(self, value: str, *, listen: bool = True, patience: float = _PATIENCE) -> list[str]:
-        """Gives this process's text; returns those of all processes, or an empty list without ``listen``.
+        """Gives this process's text; returns the texts of all processes by index, or without ``listen`` an empty list.
+
+        Waits for the others only if it listens. A run of one process gets its text in any case. Call it once.
 
         Raises:
           ProcessTimeout: a process gives no text within ``patience`` seconds.
@@ -184,6 +195,13 @@ class Agreement:
 
     def __call__(self, problem: str, patience: float = _PATIENCE) -> str:
         """The problem of the first process that has one, or ""; the same result in every process.
+
+        Args:
+          problem: this process's problem, one line, or "" if it has none.
+          patience: seconds to wait for each other process.
+
+        Returns:
+          "process 2: " and the problem of process 2, for instance; in a run of one process the problem alone.
 
         Raises:
           ProcessTimeout: another process does not call this within ``patience`` seconds.

@@ -46,11 +46,11 @@ class RowSharding:
         return len(self.ranks) // self.intervals
 
     def units_per_rank(self, rows: int, parts: int) -> int:
-        """Number of units on a rank, for a tensor cut into ``rows`` intervals of ``parts`` parts."""
+        """Number of units on a rank, for a tensor cut into ``rows`` intervals of ``parts`` parts; see ``UnitGrid``."""
         return rows // self.dp * (parts // self.parts)
 
     def locate(self, row: int, part: int, rows: int, parts: int) -> tuple[int, int]:
-        """The interval that contains a unit, and the unit's number in it: by rows, then by parts.
+        """The number of the interval that contains a unit, and the unit's number in it: by rows, then by parts.
 
         ``row`` and ``part`` are the unit's coordinates among ``rows`` · ``parts`` units.
         """
@@ -59,28 +59,28 @@ class RowSharding:
         return interval * self.parts + part // shared, number * shared + part % shared
 
     def group(self, interval: int) -> tuple[int, ...]:
-        """Ranks that hold interval number ``interval``, copy by copy; the first is the leader."""
+        """World ranks that hold interval number ``interval``, from 0, copy by copy; the first is the leader."""
         copy, width = len(self.ranks) // self.copies, self.width // self.copies
         starts = range(interval * width, len(self.ranks), copy)
         return tuple(rank for start in starts for rank in self.ranks[start : start + width])
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of all intervals, in row order."""
+        """By interval, the ranks that hold it (see ``group``), in row order."""
         return tuple(self.group(interval) for interval in range(self.intervals))
 
     def leader(self, interval: int, copy: int = 0) -> int:
-        """The rank that sends and receives an interval: the first cp and tp coordinates, in one copy."""
+        """The world rank that sends and receives an interval: the first of its ranks in copy number ``copy``."""
         return self.group(interval)[copy * self.width // self.copies]
 
     def copy_of(self, rank: int) -> int:
-        """The copy that contains a rank; 0 for a rank of another stage."""
+        """The number of the copy that contains a world rank; 0 for a rank of another stage."""
         return self.ranks.index(rank) * self.copies // len(self.ranks) if rank in self.ranks else 0
 
 
 @dataclass(frozen=True)
 class Route:
-    """Piece number ``sent`` of rank ``source`` becomes piece number ``kept`` of rank ``target``."""
+    """Piece number ``source_piece`` of rank ``source`` becomes piece number ``target_piece`` of rank ``target``."""
 
     source: int
     source_piece: int
@@ -102,17 +102,24 @@ class UnitGrid:
 
     @classmethod
     def between(cls, source: RowSharding, target: RowSharding) -> UnitGrid:
-        """The fewest units such that no unit is divided between ranks of either end."""
+        """The fewest units such that no unit is divided between ranks of either end.
+
+        ``rows`` is the least common multiple of both ``dp``, and ``parts`` of both ``parts``.
+        """
         return cls(math.lcm(source.dp, target.dp), math.lcm(source.parts, target.parts))
 
     def locate(self, end: RowSharding) -> list[tuple[int, int]]:
-        """For each unit, its interval at one end and its number in that interval."""
+        """For each unit, by rows and then by parts: its interval at one end, and its number in that interval."""
         numbered = ((row, part) for row in range(self.rows) for part in range(self.parts))
         return [end.locate(row, part, self.rows, self.parts) for row, part in numbered]
 
 
 def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes from every rank to its counterpart, for equal dp and equal widths. A piece is a rank's whole shard."""
+    """Routes from every rank to its counterpart, for equal numbers of intervals and ranks. A piece is a whole shard.
+
+    Raises:
+      ValueError: the numbers of ranks differ.
+    """
     pairs = zip(chain(*source.groups), chain(*target.groups), strict=True)
     return tuple(Route(source_rank, 0, target_rank, 0) for source_rank, target_rank in pairs)
 
@@ -132,12 +139,18 @@ def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 
 
 def slices_received(source: RowSharding, target: RowSharding) -> int:
-    """Number of slices of one unit for every rank of ``target``: enough that every rank of ``source`` sends one."""
+    """Number of slices of one unit that a target rank receives: ``source.width / target.width``, rounded up.
+
+    It is enough that every source rank sends one.
+    """
     return -(-source.width // target.width)
 
 
 def slices_sent(source: RowSharding, target: RowSharding) -> int:
-    """Largest number of slices of one unit that a rank of ``source`` sends."""
+    """Largest number of slices of one unit that a source rank sends.
+
+    It is ``slices_received(source, target) * target.width / source.width``, rounded up.
+    """
     return -(-slices_received(source, target) * target.width // source.width)
 
 
@@ -165,7 +178,9 @@ def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 
 
 def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
-    """Splits routes into rounds in which no rank sends twice or receives twice (each round is one ``ppermute``).
+    """Splits routes into rounds in which no rank sends twice or receives twice; every route is in one round.
+
+    Each round is one ``ppermute``.
 
     There are as few rounds as the busiest rank sends or receives pieces: edge colouring of a bipartite graph by
     alternating paths (König).

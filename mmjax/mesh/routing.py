@@ -54,25 +54,25 @@ class End:
 
     @property
     def sharding(self) -> RowSharding:
-        """Sharding of the tensor over the ranks."""
+        """Sharding of the tensor's rows, and of the tokens of rows, over the ranks."""
         end = self.submesh
         return {"whole": end.row_sharding, "inside": end.token_sharding, "listed": end.list_sharding}[self.placement]
 
     @property
     def spec(self) -> PartitionSpec:
-        """Spec of the tensor."""
+        """Spec of the global tensor ``[rows, ...]`` on the submesh."""
         spread = self.submesh.spread
         return spread.tokens if self.placement == "listed" else spread.activation(inside=self.placement == "inside")
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Axes over which ranks hold the same part of the tensor."""
+        """Mesh axes over which ranks hold the same part of the tensor, such as ("cp", "tp") for ``whole``."""
         spread = self.submesh.spread
         return {"whole": spread.same_rows, "inside": spread.same_tokens, "listed": spread.same_inputs}[self.placement]
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """Numbers of row intervals, of parts of each, and of ranks that hold the same part."""
+        """Numbers of row intervals, of parts of each, and of ranks that hold the same part, as of ``sharding``."""
         return self.sharding.dp, self.sharding.parts, self.sharding.width
 
 
@@ -83,7 +83,7 @@ class Routing(ABC):
     Attributes:
       name: used in messages and program names.
       source, target: the stage submeshes.
-      aval: shape ``[rows, ...]`` and dtype of the tensor.
+      aval: global shape ``[rows, ...]`` and dtype of the tensor.
       placements: placement of the tensor at source and target.
 
     Raises:
@@ -152,7 +152,10 @@ class Routing(ABC):
 
     @property
     def unit(self) -> tuple[int, ...]:
-        """Shape of a unit."""
+        """Shape of a unit: of ``aval``, with ``aval.shape[0] / units.rows`` rows and 1 / ``units.parts`` of the tokens.
+
+        Between stages of one module, of a rank's whole shard.
+        """
         if self.placements == INSIDE_MODULE:
             return self.source_aval.sharding.shard_shape(self.aval.shape)
         rows, *trailing = self.aval.shape
@@ -162,19 +165,19 @@ class Routing(ABC):
 
     @cached_property
     def source_aval(self) -> jax.ShapeDtypeStruct:
-        """The tensor in the source's layout."""
+        """Global shape, dtype and sharding of the tensor in the source's layout."""
         return self._placed(self.source_end)
 
     @cached_property
     def target_aval(self) -> jax.ShapeDtypeStruct:
-        """The tensor in the target's layout."""
+        """Global shape, dtype and sharding of the tensor in the target's layout."""
         return self._placed(self.target_end)
 
     def _placed(self, end: End) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=end.submesh.sharding(end.spec))
 
     def as_units(self, x: jax.Array) -> jax.Array:
-        """The units of a source rank's shard, ``[units, *unit]``, by rows and then by parts."""
+        """Cuts a source rank's local shard into its units ``[source_units, *unit]``, by rows and then by parts."""
         rows, *trailing = self.unit
         parts = self.units.parts // self.source_end.sharding.parts  # parts of each row on this rank
         if parts == 1:
@@ -183,7 +186,7 @@ class Routing(ABC):
         return jnp.moveaxis(split, 2, 1).reshape(self.source_units, rows, *trailing)
 
     def of_units(self, units: jax.Array) -> jax.Array:
-        """A target rank's shard from its units, ``[units, *unit]``."""
+        """Joins a target rank's units ``[target_units, *unit]`` to its local shard; the inverse of ``as_units``."""
         rows, *trailing = self.unit
         parts = self.units.parts // self.target_end.sharding.parts
         if parts == 1:
@@ -196,12 +199,12 @@ class Routing(ABC):
     @property
     @abstractmethod
     def routes(self) -> tuple[Route, ...]:
-        """Which piece of a source rank becomes which piece of a target rank."""
+        """The routes of all pieces, from world ranks of the source to world ranks of the target."""
 
     @property
     @abstractmethod
     def piece(self) -> tuple[int, ...]:
-        """Shape of a piece, the same for all."""
+        """Shape of a piece, the same for all: of a unit, or of a flat slice ``(size,)``."""
 
     @property
     @abstractmethod
@@ -217,21 +220,22 @@ class Routing(ABC):
 
     @abstractmethod
     def cutting(self) -> Spmd | None:
-        """The function from rows to ``source_pieces`` arrays, stacked over the source's ranks.
+        """The function from the tensor in ``source_aval`` to ``source_pieces`` arrays, stacked over the source's ranks.
 
-        ``None`` if there is one piece, the rows themselves.
+        Each array has a ``piece`` for each rank, along its first dimension. ``None`` if there is one piece, the rows
+        themselves.
         """
 
     @abstractmethod
     def joining(self) -> Spmd | None:
-        """The function from ``target_pieces`` arrays, stacked over the target's ranks, to rows.
+        """The function from ``target_pieces`` arrays, each of ``received_aval``, to the tensor in ``target_aval``.
 
         ``None`` if there is one piece, the rows themselves.
         """
 
     @cached_property
     def received_aval(self) -> jax.ShapeDtypeStruct:
-        """Aval of each array that ``joining`` takes; of the rows if ``joining`` is ``None``."""
+        """Global shape, dtype and sharding of each array that ``joining`` takes; ``target_aval`` if it is ``None``."""
         if not self.joining():
             return self.target_aval
         first, *trailing = self.piece
@@ -251,24 +255,30 @@ class PeerRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
+        """One route for each source rank, to its counterpart."""
         return peer_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
+        """Shape of a rank's whole shard."""
         return self.unit
 
     @property
     def source_pieces(self) -> int:
+        """1, the whole shard."""
         return 1
 
     @property
     def target_pieces(self) -> int:
+        """1, the whole shard."""
         return 1
 
     def cutting(self) -> None:
+        """``None``: nothing is cut."""
         return None
 
     def joining(self) -> None:
+        """``None``: nothing is joined."""
         return None
 
 
@@ -277,24 +287,33 @@ class LeaderRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
+        """One route for each unit, from a leader to a leader."""
         return leader_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
+        """Shape of a unit."""
         return self.unit
 
     @property
     def source_pieces(self) -> int:
+        """Number of units on a source rank."""
         return self.source_units
 
     @property
     def target_pieces(self) -> int:
+        """Number of units on a target rank."""
         return self.target_units
 
     def cutting(self) -> Spmd | None:
+        """The function from rows to their units; ``None`` if a source rank has one unit. See ``Routing.cutting``."""
         return self._over_source(self._cut) if self.source_units > 1 else None
 
     def joining(self) -> Spmd | None:
+        """The function that broadcasts units in a target group and joins them; ``None`` for one unit on one rank.
+
+        See ``Routing.joining``.
+        """
         joins = self.target_units > 1 or self.target_end.sharding.width > 1
         return self._over_target(self._join) if joins else None
 
@@ -314,18 +333,22 @@ class SlicedRouting(Routing):
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
+        """Routes of slices, such that every rank sends and every rank receives."""
         return sliced_routes(self.source_end.sharding, self.target_end.sharding)
 
     @property
     def piece(self) -> tuple[int, ...]:
+        """Shape of a flat slice, ``(size,)``, with padding."""
         return (-(-math.prod(self.unit) // (self._slices_received * self.target_end.sharding.width)),)
 
     @property
     def source_pieces(self) -> int:
+        """Largest number of slices that a source rank sends."""
         return self.source_units * self._slices_sent
 
     @property
     def target_pieces(self) -> int:
+        """Number of slices that a target rank receives."""
         return self.target_units * self._slices_received
 
     @property
@@ -337,9 +360,11 @@ class SlicedRouting(Routing):
         return slices_received(self.source_end.sharding, self.target_end.sharding)
 
     def cutting(self) -> Spmd:
+        """The function from rows to the slices that each source rank sends; see ``Routing.cutting``."""
         return self._over_source(self._cut)
 
     def joining(self) -> Spmd:
+        """The function that all-gathers the slices of a target group, and joins them; see ``Routing.joining``."""
         return self._over_target(self._join)
 
     def _cut(self, rows: jax.Array) -> tuple[jax.Array, ...]:
@@ -368,8 +393,9 @@ def make_routing(
 ) -> Routing:
     """The routing for the setting ``route`` (``leader`` or ``sliced``) between two stages.
 
-    Stages of equal degrees need no leader: every rank sends its shard to its counterpart. Between groups of one rank
-    a slice is a whole unit, so ``sliced`` is the same as ``leader``.
+    Other arguments and errors are those of ``Routing``. Stages of equal degrees need no leader: every rank sends its
+    shard to its counterpart. Between groups of one rank a slice is a whole unit, so ``sliced`` is the same as
+    ``leader``.
     """
     degrees = {End(submesh, placement).degrees for submesh, placement in zip((source, target), placements, strict=True)}
     routing_class = LeaderRouting

@@ -33,13 +33,16 @@ class Spmd:
     check_vma: bool = True
 
     def __call__(self, *args: Any) -> Any:
-        """Runs on global arrays."""
+        """Runs ``body`` on the shards of global arrays; returns global arrays in the structure of its result."""
         return jax.shard_map(
             self.body, mesh=self.mesh, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma
         )(*args)
 
     def abstract(self, *avals: Any) -> Any:
-        """Shapes, dtypes and shardings of the outputs, without running anything."""
+        """Global shapes, dtypes and shardings of the outputs, as ``ShapeDtypeStruct``, without running anything.
+
+        ``avals`` are the arguments as global arrays or ``ShapeDtypeStruct``.
+        """
         return with_sharding(jax.eval_shape(self, *avals), self.mesh, self.out_specs)
 
 
@@ -54,12 +57,15 @@ class PretracedSpmd(Spmd):
     call: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Runs on global arrays."""
+        """Runs ``call`` on global arrays; see ``Spmd.__call__``."""
         return self.call(*args)
 
 
 def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
-    """Attaches shardings on ``mesh`` to a tree of shapes; ``specs`` is a prefix of that tree."""
+    """Attaches shardings on ``mesh`` to a tree of global shapes and dtypes; returns a tree of ``ShapeDtypeStruct``.
+
+    ``specs`` are ``PartitionSpec`` in a prefix of that tree.
+    """
 
     def attach(spec: PartitionSpec, subtree: Any) -> Any:
         sharding = NamedSharding(mesh, spec)
@@ -69,7 +75,10 @@ def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Zeros of an aval's shape, dtype and sharding; inside a program, typed like an argument of that sharding."""
+    """Zeros of the global shape, dtype and ``NamedSharding`` of a ``ShapeDtypeStruct``.
+
+    Inside a program they are typed like an argument of that sharding.
+    """
     local_shape, sharding = aval.sharding.shard_shape(aval.shape), aval.sharding
     return Spmd(lambda: jnp.zeros(local_shape, aval.dtype), sharding.mesh, (), sharding.spec)()
 
@@ -78,8 +87,12 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     """Puts host arrays on devices; each process puts the shards on its own devices.
 
     Args:
-      tree: numpy arrays, objects that are indexed like them, or numbers.
-      shardings: a sharding for every array, or one for all.
+      tree: numpy arrays of the global shapes, or numbers. If other processes have shards too, also objects with a
+        ``shape`` that are indexed like arrays, only for this process's shards.
+      shardings: a ``NamedSharding`` for every array, or one for all.
+
+    Returns:
+      The tree of global arrays.
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
@@ -87,7 +100,7 @@ def to_devices(tree: Any, shardings: Any) -> Any:
 
 
 def local_shards(tree: Any, shardings: Any) -> Any:
-    """``to_devices`` shard by shard, for arrays with shards on devices of other processes."""
+    """Like ``to_devices``, but puts each array shard by shard; for arrays with shards on devices of other processes."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 
@@ -105,11 +118,12 @@ class Stitcher:
     """
 
     def __init__(self, piece: tuple[int, ...], dtype: Any):
+        """For pieces of the shape ``piece`` and this dtype."""
         self._piece, self._dtype = piece, dtype
         self._zeros: dict[Any, jax.Array] = {}
 
     def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-        """The array of this shape and sharding with ``pieces``, by device, as its shards."""
+        """The array of this global shape and sharding with ``pieces``, by device, as its shards."""
         shards = [pieces[d] if d in pieces else self._zero(d) for d in sharding.addressable_devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
 
@@ -125,18 +139,18 @@ def _platform(avals: Any) -> str:
 
 
 def has_local_devices(sharding: Any) -> bool:
-    """Whether this process has a device of a sharding."""
+    """Whether this process has a device of a ``jax.sharding.Sharding``."""
     me = jax_compat.process_index()
     return any(device.process_index == me for device in sharding.device_set)
 
 
 def remote_array(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array whose shards are all on other processes' devices."""
+    """An array of this shape, dtype and sharding, whose shards must all be on other processes' devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, [], dtype=aval.dtype)
 
 
 def by_device(array: jax.Array) -> dict[Any, jax.Array]:
-    """This process's shards of an array, as separate arrays."""
+    """This process's shards of an array, as separate arrays, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -165,6 +179,16 @@ class Program:
         donate: Sequence[int] = (),
         out_shardings: Any = None,
     ):
+        """Neither traces nor compiles.
+
+        Args:
+          name: shown in progress and errors.
+          fn: the function of global arrays.
+          avals: its positional arguments, as trees of ``ShapeDtypeStruct`` with shardings.
+          outputs: its result, likewise.
+          donate: numbers of the arguments whose buffers a call may reuse.
+          out_shardings: shardings of the result, as for ``jax.jit``; ``None`` leaves them to JAX.
+        """
         self.name, self.avals, self.outputs = name, tuple(avals), outputs
         self._fn, options = fn, jax_compat.compiler_options(_platform(self.avals))
 
@@ -179,7 +203,7 @@ class Program:
 
     @classmethod
     def of(cls, name: str, fn: Spmd, avals: Sequence[Any], donate: Sequence[int] = ()) -> Program:
-        """A program of one SPMD function."""
+        """A program of one SPMD function; its outputs are ``fn.abstract(*avals)``. Arguments as for ``__init__``."""
         return cls(name, fn, avals, fn.abstract(*avals), donate)
 
     @property
@@ -189,7 +213,7 @@ class Program:
 
     @property
     def compiled(self) -> Any:
-        """The compiled executable; compiles at the first use if ``compile`` was not called."""
+        """The compiled executable, a ``jax.stages.Compiled``; compiles at its first use unless ``compile`` has."""
         self.compile()
         return self._compiled
 
@@ -202,22 +226,28 @@ class Program:
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
     def lowered_text(self) -> str:
-        """The compiler's input; equal for programs that differ only in their devices."""
+        """The compiler's input, StableHLO; equal for programs that differ only in their devices.
+
+        Must be called before ``compile``.
+        """
         self.lower()
         return self._lowered.as_text()
 
     def compiled_with(self, options: Mapping[str, Any]) -> Any:
-        """A separate executable with other compiler options; ``compiled`` stays as it is."""
+        """A separate executable with other compiler options, by XLA's names; ``compiled`` stays as it is.
+
+        Must be called before ``compile``.
+        """
         self.lower()
         return self._lowered.compile(dict(options))
 
     def lower(self) -> None:
-        """Traces the function (holds Python's lock, so this part does not run in parallel)."""
+        """Traces and lowers the function, once (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:
             self._lowered = self._jitted.lower(*self.avals)
 
     def compile(self) -> None:
-        """Compiles; XLA releases Python's lock, so several programs compile side by side."""
+        """Compiles, once; XLA releases Python's lock, so several programs compile side by side in threads."""
         if self._compiled is None:
             Program.compiling.add(self.name)
             try:
@@ -228,7 +258,11 @@ class Program:
             self._lowered = None
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatches the program and returns at once."""
+        """Dispatches the program and returns the results at once, before they are ready.
+
+        Compiles first if need be. ``args`` have the structure, shapes, dtypes and shardings of ``avals``; donated ones
+        must not be used afterwards.
+        """
         result, Program.newest_end = self.compiled(*args)
         Program.dispatches += 1
         return result

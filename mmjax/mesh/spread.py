@@ -45,27 +45,30 @@ class Axes:
 
     @property
     def whole_rows(self) -> Axes:
-        """The same axes for whole rows on all ranks of cp and tp; ranks of cp then compute the same."""
+        """The same axes for whole rows on all ranks of cp and tp: ``positions`` and ``sp`` are ()."""
         return replace(self, positions=(), sp=())
 
     @property
     def unshared(self) -> Axes:
-        """The same axes without sequence parallelism."""
+        """The same axes without sequence parallelism: ``sp`` is ()."""
         return replace(self, sp=())
 
     @property
     def stream(self) -> tuple[str, ...]:
-        """Axes that split the features of a row's tokens between a layer's products, in the order of tokens."""
+        """Axes that split the features of a row's tokens between a layer's products: ``positions`` and then ``sp``."""
         return self.positions + self.sp
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every axis, outermost first."""
+        """The names of all mesh axes, outermost first: of ``copies``, ``dp``, ``cp`` and ``tp``."""
         return self.copies + self.dp + self.cp + self.tp
 
     @property
     def shard(self) -> tuple[str, ...]:
-        """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1)."""
+        """Axes of one optimizer instance, over which masters and moments are sharded (ZeRO-1).
+
+        They are those of ``dp`` and ``positions`` without ``instance``.
+        """
         return tuple(axis for axis in (*self.dp, *self.positions) if axis not in self.instance)
 
 
@@ -87,39 +90,42 @@ class Spread:
 
     @classmethod
     def of(cls, axes: Axes) -> Spread:
-        """Rows over dp, their tokens over ``Axes.positions``, and the tokens' features over ``Axes.stream``."""
+        """Rows over ``axes.dp``, their tokens over ``axes.positions``, and tokens' features over ``axes.stream``."""
         return cls(axes, rows=axes.dp, positions=axes.positions, stream=axes.stream)
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Axes over which ranks have features of different tokens."""
+        """Axes over which ranks have features of different tokens: ``rows`` and ``stream``."""
         return (*self.rows, *self.stream)
 
     @property
     def same_tokens(self) -> tuple[str, ...]:
-        """Axes over which ranks have features of the same tokens."""
+        """Axes over which ranks have features of the same tokens: all without ``data``."""
         return tuple(axis for axis in self.axes.all if axis not in self.data)
 
     @property
     def same_rows(self) -> tuple[str, ...]:
-        """Axes over which ranks have tokens of the same rows."""
+        """Axes over which ranks have tokens of the same rows: all without ``rows``."""
         return tuple(axis for axis in self.axes.all if axis not in self.rows)
 
     @property
     def same_inputs(self) -> tuple[str, ...]:
-        """Axes over which ranks have the same host inputs."""
+        """Axes over which ranks have the same host inputs: all without ``rows`` and ``positions``."""
         return tuple(axis for axis in self.same_rows if axis not in self.positions)
 
     # ---- computed arrays ---------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Spec of host inputs ``[rows, positions, ...]`` and of tokens ``[cells, listed, ...]`` from another module."""
+        """Spec of host inputs ``[rows, positions, ...]`` and of tokens ``[cells, listed, ...]`` from another module.
+
+        It shards the first dimension over the axes ``rows``, and the second over ``positions``, if there are any.
+        """
         return PartitionSpec(self.rows, self.positions) if self.positions else PartitionSpec(self.rows)
 
     @property
     def whole_rows(self) -> PartitionSpec:
-        """Spec of arrays that are equal on ranks of cp and tp.
+        """Spec of arrays that are equal on ranks of cp and tp, with the first dimension over the axes ``rows``.
 
         These are activations ``[rows, positions, ...]`` between modules and their gradients, losses ``[dp, losses]``
         and predictions ``[rows, ...]``.
@@ -129,22 +135,27 @@ class Spread:
     def activation(self, *, inside: bool) -> PartitionSpec:
         """Spec of a stage's activations ``[rows, positions, ...]`` and their gradients.
 
-        ``inside``: they go to a stage of the same module.
+        The first dimension is sharded over the axes ``rows``, and ``inside`` the second over ``stream``. ``inside``
+        means that they go to a stage of the same module.
         """
         return PartitionSpec(self.rows, self.stream) if inside and self.stream else self.whole_rows
 
     @property
     def replicated(self) -> PartitionSpec:
-        """Spec of arrays that are whole on every rank."""
+        """Spec of arrays that are whole on every rank: ``PartitionSpec()``."""
         return PartitionSpec()
 
     @property
     def per_rank(self) -> PartitionSpec:
-        """Spec of arrays with one block per rank, stacked along the first dimension."""
+        """Spec of arrays with one block per rank, stacked along the first dimension in the order of ranks."""
         return PartitionSpec(self.axes.all)
 
     def residual(self, varying: Collection[str]) -> tuple[tuple[str, ...], PartitionSpec]:
-        """The axes over which blocks of a value are stacked that varies over ``varying``, and the spec of the stack."""
+        """The axes and the spec ``(axes,)`` of an array that stacks ranks' blocks of a value.
+
+        ``varying`` are the mesh axes over which the value varies; on ranks of other axes the blocks are equal. The
+        axes are in the mesh's order.
+        """
         axes = tuple(axis for axis in self.axes.all if axis in varying)
         return axes, PartitionSpec(axes)
 
@@ -154,8 +165,8 @@ class Spread:
         These are segments ``[rows, S]``, and keys or values ``[rows, S, heads, K]`` or ``[layers, rows, S, heads, K]``.
 
         Args:
-          dimensions: number of dimensions.
-          varying: axes over which the local values vary; heads that are equal on all ranks of tp are whole.
+          dimensions: number of dimensions of the array: 2, 4 or 5.
+          varying: mesh axes over which the local values vary; heads that are equal on all ranks of tp are whole.
         """
         stacked = dimensions == len("LBSGK")
         heads = (None, self.axes.tp) if any(axis in varying for axis in self.axes.tp) else ()
@@ -164,15 +175,23 @@ class Spread:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def parameter(self, dimensions: Sequence[str], *, stacked: bool) -> PartitionSpec:
-        """Spec of a parameter whose dimensions have these names; the stacking dimension is whole."""
+        """Spec of a parameter: tp splits the dimensions in ``TP_DIMENSIONS``, and the others are whole.
+
+        Args:
+          dimensions: names of the dimensions of one layer's parameter, such as ("embed", "heads").
+          stacked: whether a first dimension stacks layers; it is whole.
+        """
         dims = [self.axes.tp if dimension in TP_DIMENSIONS else None for dimension in dimensions]
         return PartitionSpec(*([None] * stacked), *dims)
 
     def gradient_sums(self, parameter: PartitionSpec) -> PartitionSpec:
-        """Spec of a parameter's gradient sums: one block for each rank with different tokens."""
+        """Spec of the gradient sums of a parameter with this spec: ``[blocks, *parameter]``.
+
+        There is one block for each rank with different tokens.
+        """
         return PartitionSpec(self.gradient_axes(parameter), *parameter)
 
     def gradient_axes(self, parameter: PartitionSpec) -> tuple[str, ...]:
-        """Axes over which a step's single reduction sums the gradients of a parameter."""
+        """Mesh axes over which a step's single reduction sums the gradients of a parameter with this spec."""
         split = {axis for part in parameter for axis in ((part,) if isinstance(part, str) else part or ())}
         return tuple(axis for axis in self.data if axis not in split)

@@ -10,13 +10,13 @@ _file: Path | None = None
 
 
 def write_to(folder: Path | None, process: int) -> None:
-    """Sets the folder of the stack file of process number ``process``; ``None`` switches writing off."""
+    """Sets the stack file of process number ``process``: ``<folder>/stacks-<process>.txt``; ``None`` means no file."""
     global _file
     _file = folder / f"stacks-{process}.txt" if folder else None
 
 
 def path_pattern() -> str:
-    """Pattern of the stack files of all processes; empty if they are not written."""
+    """Pattern of the stack files of all processes, ``<folder>/stacks-*.txt``; "" if they are not written."""
     return str(_file.with_name("stacks-*.txt")) if _file else ""
 
 

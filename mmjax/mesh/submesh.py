@@ -37,9 +37,10 @@ class Submesh:
 
     @classmethod
     def of(cls, layout: Layout, ranks: tuple[int, ...], devices: Sequence[Any]) -> Submesh:
-        """The mesh of one stage's devices, in the order of its ranks.
+        """The submesh of one stage of a module with ``layout``.
 
-        Optimizer instances cut dp into two mesh axes, the instance outermost, so that a group is made of neighbours.
+        ``devices`` belong to ``ranks``, one by one, and both are in (copy, dp, cp, tp) order. Optimizer instances cut
+        dp into two mesh axes, the instance outermost, so that a group is made of neighbours.
         """
         instances, axes = layout.optimizer_instances, Axes()
         shape: tuple[int, ...] = (layout.dp, layout.cp, layout.tp)
@@ -56,22 +57,22 @@ class Submesh:
 
     @cached_property
     def spread(self) -> Spread:
-        """Sharding of arrays over these devices."""
+        """Specs of arrays over these devices, by the kind of array."""
         return Spread.of(self.axes)
 
     @property
     def row_sharding(self) -> RowSharding:
-        """Sharding of whole rows over these ranks."""
+        """Sharding of whole rows over these ranks: dp intervals of one part."""
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies)
 
     @property
     def list_sharding(self) -> RowSharding:
-        """Sharding of tokens of other modules that were listed for each rank of cp."""
+        """Sharding of tokens of other modules that were listed for each rank of cp: dp intervals of cp parts."""
         return RowSharding(self.ranks, self.layout.dp, self.layout.copies, self.layout.cp)
 
     @property
     def token_sharding(self) -> RowSharding:
-        """Sharding of features inside a module: each part of a row is an interval."""
+        """Sharding of features inside a module: dp intervals, times the ranks that share the tokens of a row."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.spread.stream)
         return RowSharding(self.ranks, self.layout.dp * parts, self.layout.copies)
 
@@ -82,7 +83,7 @@ class Submesh:
 
     @cached_property
     def processes(self) -> frozenset[int]:
-        """The processes that own devices of the submesh."""
+        """Indices of the processes that own devices of the submesh."""
         return frozenset(device.process_index for device in self.mesh.devices.flat)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:

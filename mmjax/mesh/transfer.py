@@ -38,23 +38,29 @@ class Transfer(ABC):
         self.source_aval, self.target_aval = routing.source_aval, routing.target_aval
 
     def pack(self, x: jax.Array) -> Any:
-        """Cuts the rows into pieces; runs a program on the source submesh, or does nothing."""
+        """Cuts the global array ``x``, of ``source_aval``, into pieces, for ``move``.
+
+        Runs a program on the source submesh, or does nothing.
+        """
         return x
 
     def move(self, packed: Any) -> Any:
-        """Carries the packed pieces to the target's devices."""
+        """Carries the result of ``pack`` to the target's devices, for ``unpack``; ``local`` returns it unchanged."""
         return packed
 
     @abstractmethod
     def unpack(self, moved: Any) -> jax.Array:
-        """Joins the pieces in the target's layout; runs a program on the target submesh, or does nothing."""
+        """Joins the result of ``move`` to a global array of ``target_aval``.
+
+        Runs a program on the target submesh, or does nothing.
+        """
 
     @abstractmethod
     def programs(self) -> list[Program]:
-        """Programs that have to be compiled."""
+        """Programs of this transfer that have to be compiled; it may have none."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """All three steps."""
+        """All three steps: the array ``x`` of ``source_aval``, in the layout of ``target_aval``."""
         return self.unpack(self.move(self.pack(x)))
 
 
@@ -73,15 +79,15 @@ class MovedTransfer(Transfer):
         self._unpack = Program.of(f"{routing.name} unpack", joining, received) if joining else None
 
     def pack(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The pieces of every source rank, one array for each number."""
+        """Cuts the rows: one array for each piece number, with a piece of every source rank; ``(x,)`` if uncut."""
         return self._pack(x) if self._pack else (x,)
 
     def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The pieces of every target rank, one array for each number."""
+        """Carries the result of ``pack``: one array for each piece number, with a piece of every target rank."""
         return self.mover.move(packed)
 
     def unpack(self, moved: tuple[jax.Array, ...]) -> jax.Array:
-        """The rows."""
+        """Joins the result of ``move`` to the rows, a global array of ``target_aval``."""
         if self._unpack:
             return self._unpack(*moved)
         (rows,) = moved
@@ -119,7 +125,7 @@ class LocalTransfer(Transfer):
         return [end.degrees[:2] for end in self.routing.ends]
 
     def trace(self, x: jax.Array) -> jax.Array:
-        """The transform as a traceable function of the global array."""
+        """The transform as a traceable function: a global array of ``source_aval`` to one of ``target_aval``."""
         (source_dp, source_parts), (target_dp, target_parts) = self._intervals
         if (source_dp, source_parts) == (target_dp, target_parts):
             return x
@@ -169,9 +175,9 @@ class LocalTransfer(Transfer):
         return joining(*exchanging(cutting(x)))
 
     def unpack(self, moved: jax.Array) -> jax.Array:
-        """The whole transform."""
+        """The whole transform, as a compiled program; returns ``moved`` itself if the layouts are equal."""
         return self._program(moved) if self._program else moved
 
     def programs(self) -> list[Program]:
-        """One program, or none for equal dp."""
+        """One program, or none if both ends have the same shards."""
         return [self._program] if self._program else []

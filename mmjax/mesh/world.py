@@ -43,9 +43,11 @@ class World:
       devices: ``jax.Device`` by rank: those of process 0 first, then those of process 1, and so on.
       local_ranks: ranks whose devices are this process's own.
       processes: number of processes that own the devices.
+      mesh: a mesh of all devices with one axis, "world".
     """
 
     def __init__(self, devices: Iterable[Device]):
+        """For these devices, rank by rank; starts and runs nothing."""
         self.devices: tuple[Device, ...] = tuple(devices)
         self.mesh = Mesh(np.array(self.devices), ("world",))
         me = jax_compat.process_index()
@@ -65,7 +67,7 @@ class World:
         Args:
           config: the devices to use.
           layouts: layouts of all modules.
-          require: called with the number of accelerators when they are too few; may raise a better error.
+          require: called with the number of accelerators here when they are too few; may raise a better error.
           deterministic: start a GPU with ``DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
 
         Raises:
@@ -110,7 +112,7 @@ class World:
         return self.devices[0].platform
 
     def submesh(self, layout: Layout, stage: int) -> Submesh:
-        """The submesh of pipeline stage ``stage`` of a module with ``layout``."""
+        """The submesh of pipeline stage ``stage`` of a module with ``layout``. Raises IndexError for another stage."""
         ranks = layout.stage_ranks(stage)
         return Submesh.of(layout, ranks, [self.devices[r] for r in ranks])
 
@@ -126,7 +128,10 @@ class World:
             raise RuntimeError(f"warm-up collective over {self.size} devices gave {total}, expected {expected}")
 
     def total(self, value: float) -> jax.Array:
-        """Sum of the processes' values, each counted once per rank of its process; dispatched, not waited for."""
+        """Sum of the processes' values, each counted once per rank of its process, as an fp32 array ``[1]``.
+
+        It is dispatched, not waited for. All processes call it.
+        """
         return self._sum(np.full(self.size, value, np.float32))
 
     def _sum(self, values: np.ndarray) -> jax.Array:

@@ -44,10 +44,10 @@ class TensorInfo:
     """A tensor of a folder.
 
     Attributes:
-      file: name of its file.
+      file: name of its file in the folder.
       shape: its shape.
-      dtype: numpy's name of its dtype.
-      bytes: its size.
+      dtype: numpy's name of its dtype, such as "float32", or "bfloat16".
+      bytes: its size in bytes.
     """
 
     file: str
@@ -62,8 +62,8 @@ class WeightsFolder:
 
     Attributes:
       path: the folder as it was named.
-      config: its ``config.json``.
-      tensors: its tensors by key.
+      config: its ``config.json``, or ``adapter_config.json`` of a folder of PEFT.
+      tensors: its tensors by key, such as "model.layers.0.self_attn.q_proj.weight".
       fresh: numbers of rows that are added to tensors of the folder, by key; see ``grown``.
     """
 
@@ -89,7 +89,11 @@ class WeightsFolder:
         return cls(path=path, config=config, tensors=tensors)
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor of a key; indexing it reads a slice from the file."""
+        """The tensor of a key. Indexed with a slice for each dimension, it reads that part as a numpy array.
+
+        Raises:
+          KeyError: the folder has no such tensor.
+        """
         tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
         if not (rows := self.fresh.get(key, 0)):
             return tensor
@@ -97,7 +101,10 @@ class WeightsFolder:
         return GrownTensor(tensor, key, (shape[0] - rows, *shape[1:]), rows)
 
     def grown(self, key: str, rows: int) -> WeightsFolder:
-        """The folder with at least `rows` rows in a tensor; rows behind the folder's are fresh."""
+        """The folder with at least `rows` rows in the tensor of `key`; rows behind the folder's are fresh.
+
+        No file changes. It is this object itself if the tensor has that many rows already.
+        """
         info = self.tensors[key]
         added = rows - info.shape[0]
         if added <= 0:
@@ -107,10 +114,10 @@ class WeightsFolder:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A folder's ``config.json``.
+    """A folder's ``config.json`` as a dict, or ``adapter_config.json`` if it has only that.
 
     Raises:
-      ConfigError: the folder has none, or it is no JSON object.
+      ConfigError: the folder has neither, or it is no JSON object.
     """
     folder, file = Path(path), Path(path) / CONFIG
     if not folder.is_dir():
@@ -125,7 +132,9 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_extractor(path: str) -> dict[str, Any]:
-    """A folder's settings for turning recordings into frames; ``{}`` if it has none.
+    """A folder's settings for turning recordings into frames; ``{}`` if it has none of the files ``EXTRACTORS``.
+
+    They are the part "feature_extractor" of the first such file, or else the whole file.
 
     Raises:
       ConfigError: its file is no JSON object.

@@ -20,10 +20,19 @@ class GrownTensor:
     """A tensor of a folder with fresh rows behind its own.
 
     Fresh rows are close to the mean of the folder's rows, so that none of their tokens starts as the likeliest, but
-    differ from one another. They depend only on the folder and the tensor's key.
+    differ from one another. They depend only on the folder's tensor, its key and the number of fresh rows. Indexed with
+    a slice of step 1 for each dimension, it reads that part as a numpy array.
     """
 
     def __init__(self, tensor: Tensor, key: str, shape: Shape, rows: int):
+        """Reads nothing.
+
+        Args:
+          tensor: the tensor in the folder.
+          key: its key.
+          shape: its shape, without fresh rows.
+          rows: number of fresh rows.
+        """
         self._tensor, self._key, self._shape, self._rows = tensor, key, shape, rows
 
     def __getitem__(self, index: Any) -> np.ndarray:

@@ -29,8 +29,8 @@ class FolderParameters:
 
     Attributes:
       folder: the folder.
-      places: by leaf, such as "llm/embed", the key of its tensor and its view.
-      copies: by key of a duplicate of a tensor, the leaf and the view.
+      places: by leaf, such as "llm/embed", the key of its tensor and the leaf as a view of it.
+      copies: by key of a duplicate of a tensor, the leaf, such as "llm/embed", and the view.
     """
 
     folder: WeightsFolder
@@ -39,11 +39,11 @@ class FolderParameters:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of each leaf's tensor."""
+        """Numpy's name of the dtype of each leaf's tensor, by leaf: {"llm/embed": "float32"}."""
         return {leaf: self.folder.tensors[key].dtype for leaf, (key, _) in self.places.items()}
 
     def describe(self) -> str:
-        """One line: the folder, and the size and dtypes of these modules in it."""
+        """One line: the folder, and the size and dtypes of these modules in it: "models/a (12.5 MiB of float32)"."""
         tensors = [self.folder.tensors[key] for key in {key for key, _ in self.places.values()}]
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
         return f"{self.folder.path} ({sum(tensor.bytes for tensor in tensors) / 2**20:,.1f} MiB of {dtypes})"
@@ -52,8 +52,14 @@ class FolderParameters:
         """Reads leaves for the devices of this process, for each shard only the slices that it needs.
 
         Args:
-          targets: shape, dtype and sharding by leaf; values are rounded to the dtype.
-          report: called after each leaf.
+          targets: global shape, dtype and sharding by leaf, such as "llm/embed"; values are rounded to the dtype.
+          report: called after each leaf, with the bytes read and the bytes to read by this process.
+
+        Returns:
+          The leaves by the same names, without leaves that have no device in this process.
+
+        Raises:
+          KeyError: a leaf is none of ``places``.
         """
         local = {leaf: target for leaf, target in targets.items() if has_local_devices(target.sharding)}
         sizes = {leaf: target.size * np.dtype(target.dtype).itemsize for leaf, target in local.items()}
@@ -66,7 +72,10 @@ class FolderParameters:
         return result
 
     def checksum(self, leaf: str, shape: Shape, dtype: Any) -> int:
-        """Reads a leaf, and returns the CRC-32 of its bytes in this dtype."""
+        """Reads a leaf, such as "llm/embed", and returns the CRC-32 of its bytes in the numpy dtype `dtype`.
+
+        ``shape`` is the leaf's. Raises KeyError for a leaf that is none of ``places``.
+        """
         key, view = self.places[leaf]
         values = view.read(self.folder.tensor(key), shape, tuple(slice(0, size) for size in shape))
         return zlib.crc32(_packed(values, dtype).reshape(-1).view(np.uint8).data)
@@ -115,9 +124,9 @@ def find_leaves(
 
     Args:
       folder: the folder.
-      module: the module's name.
-      entries: its table.
-      shapes: the shape of each of its leaves, by name in the module.
+      module: the module's name, such as "llm".
+      entries: its table, as ``table.expand`` makes it.
+      shapes: the shape of each of its leaves, by name in the module, such as "embed" or "layers/000/attn/q".
       prefixes: prefixes of this module's keys.
       other_prefixes: prefixes of the other modules' keys; a key belongs to the module with its longest prefix.
       unused: see ``table.match``.
@@ -158,9 +167,12 @@ def find_copies(
 
     Args:
       folder: the folder.
-      module: the module's name.
-      entries: its table.
-      places: places of the module's leaves; see ``find_leaves``.
+      module: the module's name, such as "llm".
+      entries: its table, as ``table.expand`` makes it.
+      places: places of the module's leaves, as ``find_leaves`` returns them.
+
+    Returns:
+      By key of a duplicate, the leaf such as "llm/embed", and the leaf as a view of the duplicate; ``{}`` without any.
 
     Raises:
       ConfigError: a duplicate and its tensor have different values; ``transformers`` reads such a folder as another
@@ -189,10 +201,13 @@ def _equal(folder: WeightsFolder, first: str, second: str) -> bool:
 
 
 def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:
-    """Requires that a leaf of this shape is a view of a tensor.
+    """Raises ConfigError unless a leaf of this shape is ``view`` of the tensor ``key`` of the folder.
+
+    ``leaf`` is the leaf's name for the message.
 
     Raises:
       ConfigError: the tensor has another shape.
+      KeyError: the folder has no such tensor.
     """
     actual, expected = folder.tensors[key].shape, view.shape_of(shape)
     is_view = actual == expected if view.rows is None else actual[1:] == expected[1:] and view.rows[1] <= actual[0]
@@ -201,6 +216,6 @@ def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view
 
 
 def some(names: Sequence[str], joint: str = ", ", limit: int = 4) -> str:
-    """The first `limit` names, and the number of further ones."""
+    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return joint.join(names[:limit]) + suffix

@@ -42,16 +42,19 @@ class View:
     rows: tuple[int, int] | None = None
 
     def shape_of(self, leaf: Shape) -> Shape:
-        """The shape of the tensor, or of its rows, for a leaf of this shape."""
+        """The shape of the tensor, or of its rows, for a leaf of this shape: (4, 2) for (2, 4) if transposed."""
         return self.theirs or tuple(leaf[place] for place in np.argsort(self._order(len(leaf))))
 
     def read(self, tensor: Tensor, leaf: Shape, index: Index) -> np.ndarray:
-        """Reads a part of a leaf, with as little of the tensor as possible.
+        """Reads a part of a leaf, with as little of the tensor as possible, as an array in the tensor's dtype.
 
         Args:
-          tensor: the tensor.
+          tensor: the whole tensor, with the rows of other leaves too.
           leaf: the complete leaf's shape.
           index: the part, a slice of step 1 for each dimension of the leaf.
+
+        Raises:
+          ValueError: a leaf of this shape is no such view.
         """
         tensor_shape = self.shape_of(leaf)
         order = self._order(len(tensor_shape))
@@ -70,7 +73,7 @@ class View:
         return part.transpose(order).reshape(read_shape)[tuple(leaf_index)]
 
     def undo(self, leaf: np.ndarray) -> np.ndarray:
-        """Makes the tensor, or its rows, from a complete leaf."""
+        """Makes the tensor, or with ``rows`` these rows of it, from a complete leaf; an array in the leaf's dtype."""
         tensor_shape = self.shape_of(leaf.shape)
         order = self._order(len(tensor_shape))
         return leaf.reshape([tensor_shape[o] for o in order]).transpose(np.argsort(order))
@@ -86,7 +89,10 @@ TRANSPOSED = View(order=(1, 0))
 
 
 def third(number: int, width: int, view: View = TRANSPOSED) -> View:
-    """The query, key or value (number 0, 1 or 2) in a tensor of ``[3 * width, ...]``."""
+    """The view of the query, key or value (``number`` 0, 1 or 2) in a tensor of ``[3 * width, ...]``.
+
+    ``view`` is the leaf as a view of its ``width`` rows.
+    """
     return replace(view, rows=(number * width, (number + 1) * width))
 
 
@@ -110,7 +116,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row for one leaf: its name in the module, its possible keys, its view, and the keys of duplicates."""
+    """A row for one leaf of one layer: as `Row`, with the layer's number in place of "{}".
+
+    Attributes:
+      leaf: the leaf's name in the module, such as "layers/000/attn/q".
+      keys: the tensor's possible keys, today's first.
+      view: the leaf as a view of the tensor.
+      copies: keys under which a folder may have a duplicate of the tensor.
+    """
 
     leaf: str
     keys: tuple[str, ...]
@@ -123,7 +136,7 @@ class Matches:
     """The result of comparing a table with the keys of a folder.
 
     Attributes:
-      places: by leaf, the key in the folder, and the view.
+      places: by leaf, such as "layers/000/attn/q", the key in the folder, and the leaf as a view of that tensor.
       missing: today's keys of leaves that the folder does not have.
       unexpected: keys of the folder without a leaf.
       copies: by key of a duplicate of a tensor, the leaf that is a view of it, and the view.
@@ -140,7 +153,11 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
 
     Args:
       rows: a module's rows, with the keys of a folder of that module alone.
-      prefixes: by a key's prefix, the new prefixes, today's first. The longest prefix of a key counts.
+      prefixes: by a key's prefix, the new prefixes, today's first: {"model.": ["model.language_model."]}. The longest
+        prefix of a key counts; "" is a prefix of every key.
+
+    Returns:
+      The rows in their order, with the new keys and copies.
 
     Raises:
       ValueError: a key has none of the prefixes.
@@ -165,7 +182,11 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
 
 
 def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
-    """The entries of all rows for a number of layers."""
+    """The entries of all rows: for a row with "{}" one for each of `layers` layers, else one.
+
+    They are in the order of rows, then of layers. A layer's number has three digits in leaves, such as
+    "layers/003/attn/q", and as few as it needs in keys.
+    """
     entries = []
     for row in rows:
         for number in range(layers if "{}" in row.leaf else 1):
@@ -175,10 +196,10 @@ def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
 
 
 def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str] = ()) -> Matches:
-    """Finds each leaf's tensor among the keys of a folder.
+    """Finds each leaf's tensor among the keys of a folder; leaves without one are in `Matches.missing`.
 
     Args:
-      entries: the table.
+      entries: the table, as `expand` makes it.
       keys: the folder's keys.
       unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as a table that mmjax
         computes.
@@ -204,6 +225,9 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
     Args:
       entries: the rows of `expand`, for all leaves of each tensor.
       leaves: the unsharded array of each entry, by `Entry.leaf`.
+
+    Returns:
+      The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined along its first dimension.
 
     Raises:
       KeyError: an entry's leaf is absent.

@@ -16,7 +16,7 @@ from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE
 from mmjax.weights.table import Entry, View, assemble
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
-"""Returns leaves by name."""
+"""Called with names of leaves, returns their whole arrays by name."""
 SHARD_BYTES = 5 * 2**30
 """Largest file of a new folder, the same as of save_pretrained."""
 _METADATA = {"format": "pt"}
@@ -37,14 +37,17 @@ def rewrite(
 
     Args:
       folder: the folder; tensors of which no leaf is a view, and files other than weights, are copied unchanged.
-      places: by leaf, the key of its tensor and its view.
-      read: returns whole leaves.
-      out: the directory to make.
+      places: by leaf, such as "llm/embed", the key of its tensor and its view.
+      read: returns whole leaves, by the names in ``places``; called for one leaf at a time.
+      out: the directory to make, which appears when it is complete.
       copies: by key of a duplicate of a tensor, the leaf that is a view of it, and the view.
-      files: files that replace the folder's, by name.
+      files: contents of files that replace the folder's, by name, such as "config.json".
 
     Returns:
-      The number of tensors made from leaves.
+      The number of tensors made from leaves, duplicates counted.
+
+    Raises:
+      OSError: ``out`` is a directory with files, or cannot be written.
     """
     by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
@@ -89,16 +92,19 @@ def write(
     """Writes a new folder of a model.
 
     Args:
-      config: its ``config.json``.
-      entries: its table.
-      read: returns whole leaves.
-      out: the directory to make.
+      config: its ``config.json``, to which "dtype" is added.
+      entries: its table, as ``table.expand`` makes it.
+      read: returns whole leaves, by ``Entry.leaf``; called for the leaves of one tensor at a time.
+      out: the directory to make, which appears when it is complete.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
       shard_bytes: the largest file, unless a single tensor is larger.
-      files: further files by name.
+      files: contents of further files by name, such as "tokenizer.json".
 
     Returns:
       The number of tensors written.
+
+    Raises:
+      OSError: ``out`` is a directory with files, or cannot be written.
     """
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     by_key: dict[str, list[Entry]] = {}
@@ -119,7 +125,13 @@ def write(
 
 
 def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:
-    """Writes a folder of PEFT: its ``adapter_config.json`` and its tensors by key."""
+    """Writes a folder of PEFT, ``out``: ``config`` as its ``adapter_config.json``, and its tensors by key.
+
+    Tensors keep their dtypes. The directory appears when it is complete.
+
+    Raises:
+      OSError: ``out`` is a directory with files, or cannot be written.
+    """
     with _new_directory(out) as directory:
         (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _save(tensors, directory / ADAPTERS)
