@@ -14,6 +14,7 @@ import numpy as np
 from mmjax.optimizer_config import OptimizerConfig
 
 Leaves = dict[str, np.ndarray]
+"""Arrays by a leaf's name, with its kind ("params/llm/embed") or without ("llm/embed")."""
 MOMENTS = ("adam_m", "adam_v")
 QUANTITIES = ("grad", "update", "moments", "leaf")
 LEAST_SHARE = 0.1
@@ -37,8 +38,9 @@ class Run:
 
     Attributes:
       losses: loss of each step.
-      norms: for each step, the gradient norm of each trained module before clipping.
-      leaves: logical leaves with both moments, before the first step and after each step.
+      norms: for each step, by module, the gradient norm before clipping; frozen modules may be absent.
+      leaves: logical leaves of parameters and both moments, with their kinds in their names, before the first step and
+        after each step: one more than steps.
     """
 
     losses: list[float]
@@ -48,7 +50,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(Run):
-    """The dense reference's run, with the gradients before clipping of every step."""
+    """The dense reference's run.
+
+    Attributes:
+      gradients: for each step, gradients before clipping by a leaf's name without a kind; frozen modules have none.
+    """
 
     gradients: list[Leaves]
 
@@ -59,9 +65,9 @@ class Comparison:
 
     Attributes:
       loss: difference of the loss at each step.
-      modules: by module and quantity, the difference at each step.
-      initial: by module, the difference of the parameters before the first step.
-      limits: limit by quantity; see ``LIMITS``.
+      modules: by module, then by each of ``QUANTITIES``, the difference at each step.
+      initial: by module, the difference of the parameters before the first step; 0 if they are equal.
+      limits: limit by quantity, "loss" among them; see ``LIMITS``.
     """
 
     loss: list[float]
@@ -70,14 +76,17 @@ class Comparison:
     limits: Mapping[str, float]
 
     def largest(self, quantity: str, module: str | None = None) -> float:
-        """The largest difference over the steps, of one module or of all."""
+        """The largest difference over the steps of "loss" or one of ``QUANTITIES``, of one module or of all (None).
+
+        Of the loss it is always that of all.
+        """
         if quantity == "loss":
             return max(self.loss)
         return max(max(table[quantity]) for name, table in self.modules.items() if module in (None, name))
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """The quantities that are compared module by module."""
+        """The quantities that are compared module by module: those of ``QUANTITIES`` that have a limit."""
         return tuple(quantity for quantity in QUANTITIES if quantity in self.limits)
 
     @property
@@ -90,9 +99,9 @@ class Comparison:
         """Finds the first step at which the runs differ.
 
         Returns:
-          The step (from 1; 0 is the start), and names of the quantities that differ: "loss", "vision grad", … Updates
-          and moments are named only if loss and gradients agree, because wrong gradients make wrong updates. None if
-          the runs agree.
+          The step (from 1; 0 is the start), and names of the quantities that differ: "loss", "vision grad", …, or at
+          the start "vision parameters". Updates and moments are named only if loss and gradients agree, because wrong
+          gradients make wrong updates. None if the runs agree.
         """
         if quantities := [f"{module} parameters" for module, value in self.initial.items() if value]:
             return 0, quantities
@@ -120,10 +129,10 @@ def compare(
 
     Args:
       actual: the run.
-      expected: the reference's run.
-      optimizers: by module.
+      expected: the reference's run, of as many steps.
+      optimizers: by module, of all modules that have parameters.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
-      dtype: dtype in which the run computes.
+      dtype: dtype in which the run computes, a key of ``LIMITS``.
     """
     start = [of_kind(run.leaves[0], "params") for run in (actual, expected)]
     modules: dict[str, dict[str, list[float]]] = {m: {q: [] for q in QUANTITIES} for m in optimizers}
@@ -184,6 +193,14 @@ def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], cli
 
     So the programs of training are checked unchanged. The error is the rounding of the moments, about 1e-7 / (1 - b1)
     of their norm.
+
+    Args:
+      run: the run.
+      optimizers: by module.
+      clip_norm: largest norm of all modules' gradients together; 0 does not clip.
+
+    Returns:
+      For each step, float64 gradients by a leaf's name without a kind; leaves without moments are absent.
     """
     result = []
     for step, norms in enumerate(run.norms):
@@ -207,23 +224,23 @@ def module_of(name: str) -> str:
 
 
 def of_kind(leaves: Mapping[str, np.ndarray], kind: str) -> Leaves:
-    """Leaves of one kind, without the kind in their names."""
+    """Leaves of one kind, such as "params", without it in their names: "llm/embed" for "params/llm/embed"."""
     return {name.removeprefix(f"{kind}/"): leaf for name, leaf in leaves.items() if name.startswith(f"{kind}/")}
 
 
 def of_module(leaves: Mapping[str, np.ndarray], module: str) -> Leaves:
-    """Leaves of one module."""
+    """Leaves of one module, such as "llm", with their names; these have no kind: "llm/embed"."""
     return {name: leaf for name, leaf in leaves.items() if module_of(name) == module}
 
 
 def difference(after: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray]) -> Leaves:
-    """Difference of each leaf, in float64."""
+    """``after`` − ``before`` of each leaf of ``after``, in float64; ``before`` has them too, in the same shapes."""
     with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, which ``_ratio`` makes infinite
         return {name: after[name].astype(np.float64) - before[name].astype(np.float64) for name in after}
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:
-    """Euclidean norm over all elements."""
+    """Euclidean norm over all elements of all arrays together, summed in float64; 0 without arrays."""
     return math.sqrt(sum(float(np.sum(np.square(a.astype(np.float64)))) for a in arrays))
 
 

@@ -26,10 +26,10 @@ def run_reference(
     Args:
       model: the model.
       optimizers: by module.
-      initial: initial parameters by logical name.
+      initial: initial parameters by logical name without ``params/``.
       samples: the samples of every step.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
-      report: called with the number of steps done.
+      report: called after each step with the number of steps done.
     """
     state = reference.TrainState(leaves=dict(initial))
     factors = reference.rate_factors(initial, model, optimizers)

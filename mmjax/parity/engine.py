@@ -37,7 +37,7 @@ class CheckReport:
     Attributes:
       comparison: the comparison with the reference.
       shrunk: the shrunk configuration that ran.
-      programs: number of programs of a step.
+      programs: number of different programs of a step.
     """
 
     comparison: Comparison
@@ -50,7 +50,13 @@ class CheckReport:
         return self.comparison.ok
 
     def numbers(self) -> dict[str, Any]:
-        """The largest relative differences over the steps, in all and by module, and the configuration that ran."""
+        """The result as an object for ``json.dumps``; differences are relative, and the largest over the steps.
+
+        "ok" is a bool. "loss", "grad" and each further quantity with a limit is the largest difference of any module,
+        "modules" has them by module and quantity, and "limits" their limits. "first_off" has "step" and "what" as in
+        ``Comparison.first_off``, or is None. "steps", "layouts" (text by module) and "programs" are of the shrunk
+        configuration that ran.
+        """
         comparison, config = self.comparison, self.shrunk.recipe
         modules = {m: {q: comparison.largest(q, m) for q in comparison.quantities} for m in comparison.modules}
         first = comparison.first_off()
@@ -77,19 +83,21 @@ def check(
 ) -> CheckReport | None:
     """Runs a shrunk configuration under its layouts and with the dense reference, and compares them.
 
-    All processes run it. Only the first compares; the others return ``None``. Writes no file. JAX must not have been
-    used before, or with as many CPU devices as the layouts need.
+    All processes call it. Only the first compares; the others return ``None``. Differences beyond the limits are no
+    error: see ``CheckReport.ok``. Writes no file. JAX must not have been used before, or with as many CPU devices as
+    the layouts need.
 
     Args:
       recipe: a checked configuration; see ``load_config``.
       steps: optimizer steps.
       dtype: dtype of the layouts, ``float32`` or ``bfloat16``; the reference always computes in fp32.
       say: called with a line for each shrunk part of the run, before anything runs.
-      style: style of the progress display; see ``Progress``.
+      style: style of the progress display: "auto", "bar", "lines" or "silent"; see ``Progress``.
       uniform: whether all tokens have the same loss weight.
 
     Raises:
-      ConfigError: the data do not fit the configuration, or there are not enough virtual devices.
+      ConfigError: the data do not fit the configuration, the reference cannot compute one of its modules or callbacks,
+        or there are not enough virtual devices.
     """
     say = say or _say_nothing
     for line in itertools.chain(_user_modules(recipe), _user_callbacks(recipe)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from mmjax.parity.samples import Samples
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.place import PlacedModel, Stage
+from mmjax.pipeline.state_shapes import State
 from mmjax.pipeline.world_gather import WorldGather
 from mmjax.recipe import Recipe
 from mmjax.schedule.schedules import ONE_F_ONE_B
@@ -34,7 +35,7 @@ from mmjax.train.warm_up import Initializer
 
 
 def sample_packer(recipe: Recipe, tokenizer: Tokenizer, samples: Samples) -> Packer:
-    """The packer of a check's samples, for a shrunk configuration."""
+    """The packer of a check's samples; ``recipe`` is the shrunk configuration. Its rows are padded with token 0."""
     packer = packer_for(recipe, tokenizer, samples, one_bucket=one_bucket(recipe))
     return replace(packer, pad=0)  # the tokenizer's padding id may be outside of the small vocabulary
 
@@ -50,7 +51,7 @@ class Session:
     """
 
     def __init__(self, recipe: Recipe, packer: Packer, source: Source | None = None):
-        """Assembles, and makes the batches of all steps of ``source``."""
+        """Places and traces the configuration, and makes the batches of all its steps from ``source``, if given."""
         self.recipe, self.parts = recipe, assemble(recipe, packer)
         self.placed, self.schedule, self.executor = self.parts.placed, self.parts.schedule, self.parts.executor
         self.batches: list[StepBatch] = self._batches(source) if source else []
@@ -64,11 +65,13 @@ class Session:
         return Initializer(self.recipe.world, self.parts.world, self.executor)
 
     def programs(self) -> list[Program]:
-        """All programs of a step and of the initialisation."""
+        """All programs of a step and of the initialisation; one that several stages share is repeated."""
         return [*self.executor.programs(), *self._initializer.programs()]
 
     def start(self, report: Callable[[int, int, str], None] | None = None) -> Self:
-        """Compiles and initialises, and tries boundaries and collectives if a run would.
+        """Compiles and initialises, and tries boundaries and collectives if a run would; returns the session.
+
+        report: called with (done, total, name of the program just compiled).
 
         Raises:
           WarmUpError: a boundary or a collective does not work.
@@ -79,16 +82,16 @@ class Session:
         return self
 
     def step(self, index: int) -> tuple[float, dict[str, float]]:
-        """Loss and gradient norms of one step."""
+        """Trains on batch ``index``, after ``start``: the loss, and by module the gradient norm before clipping."""
         batch = self.batches[index]
         return self.executor.step([signed(part) for part in batch.microbatches], batch.divisors).fetch()
 
     def leaves(self) -> Leaves:
-        """Every logical leaf, on the host."""
+        """Every logical leaf in float32, on the host of every process, as in ``logical_leaves``."""
         return logical_leaves(self.placed, self.executor.states)
 
     def run(self, report: Callable[[int], None] | None = None) -> Run:
-        """Runs every step; calls ``report`` with the number of steps done."""
+        """Runs every step, after ``start``; calls ``report`` after each with the number of steps done."""
         result = Run(losses=[], norms=[], leaves=[self.leaves()])
         for index in range(len(self.batches)):
             loss, norms = self.step(index)
@@ -100,12 +103,15 @@ class Session:
         return result
 
 
-def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
-    """Logical leaves of all stages' states in float32, on the host of every process.
+def logical_leaves(placed: PlacedModel, states: Mapping[str, State]) -> Leaves:
+    """Logical leaves of all stages' states in float32, on the host of every process; all processes call it.
 
     Args:
       placed: the model.
-      states: states of the stages on this process's devices.
+      states: by stage name ("llm.0"), states of the stages on this process's devices.
+
+    Returns:
+      Whole arrays by name, with the kind: "params/llm/embed", "adam_m/llm/embed".
     """
     result: Leaves = {}
     for name, stage in placed.stages.items():
@@ -115,7 +121,7 @@ def logical_leaves(placed: PlacedModel, states: Mapping[str, Any]) -> Leaves:
     return result
 
 
-def _fetch_leaves(placed: PlacedModel, stage: Stage, state: Any) -> Leaves:
+def _fetch_leaves(placed: PlacedModel, stage: Stage, state: State | None) -> Leaves:
     """A stage's leaves on the host. Other processes receive them as one flat array from the stage's first device."""
     named = stage.state.to_logical(state) if state else {}
     if placed.world.processes == 1:

@@ -87,14 +87,14 @@ class Maker:
 
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
-        """A maker for a model with a set vocabulary size."""
+        """A maker for a model whose LLM has a vocabulary size above 0; uniform, repeated: see the attributes."""
         media = {name: node.medium for name, node in model.nodes.items()}
         specs = {name: spec for name, spec in media.items() if spec}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """Placeholder id by encoder and generator."""
+        """Token id of the placeholder by encoder and generator: the last of the vocabulary, descending."""
         return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
 
     @property
@@ -103,7 +103,12 @@ class Maker:
         return longest(many=self.repeated)
 
     def sample(self, rng: np.random.Generator, kind: int) -> Sample:
-        """A sample of a kind (an index into ``KINDS``, modulo their number) with random text, media and weights."""
+        """A sample of a kind with random text, media and weights.
+
+        Args:
+          rng: the source of randomness, which is advanced.
+          kind: an index into ``KINDS``, modulo their number; also chooses between several generators.
+        """
         shape, ids = KINDS[kind % len(KINDS)], self.placeholders
         tokens, weights = self._text(rng, shape)
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
@@ -208,8 +213,12 @@ class BatchSizes:
     def of(cls, cells: int, microbatches: int, *, many: bool = False) -> BatchSizes:
         """Sizes with four, two or one rows for each cell, fewer with more cells.
 
-        With several cells every microbatch has an empty row. With ``many`` a cell has 16 rows, so that a repeated token
-        is read often.
+        With several cells every microbatch has an empty row.
+
+        Args:
+          cells: cells of a microbatch.
+          microbatches: microbatches of a step.
+          many: whether a cell has 16 rows, so that a repeated token is read often.
         """
         per_cell = 16 if many else 4 if cells <= 2 else 2 if cells <= 4 else 1
         rows = cells * per_cell
@@ -236,7 +245,10 @@ class Samples:
     seed: int
 
     def sample(self, index: int, media: Collection[str] | None = None, learned: bool = True) -> Sample:
-        """Sample ``index``, with only the media of the encoders ``media`` (by default all)."""
+        """Sample ``index``, from 0 and counted over all steps, with only the media of the encoders ``media``.
+
+        By default it has all media. ``learned`` changes nothing.
+        """
         step, place = divmod(index, self.sizes.samples)
         microbatch, row = divmod(place, self.sizes.per)
         turn, second_half = step * self.sizes.microbatches + microbatch, row >= self.sizes.rows // 2
@@ -248,7 +260,7 @@ class Samples:
         return replace(sample, media={name: arrays for name, arrays in sample.media.items() if name in media})
 
     def meta(self, index: int) -> SampleMeta:
-        """Counts of sample ``index``."""
+        """The metadata of sample ``index``."""
         return meta_of(self.sample(index), self.maker.encoders)
 
     def worst_case(self) -> WorstCase:
@@ -262,7 +274,7 @@ class Samples:
         )
 
     def steps(self, count: int) -> Steps:
-        """The samples of the first ``count`` steps."""
+        """The samples of the first ``count`` steps: a tuple of ``sizes.samples`` samples for each step."""
         size = self.sizes.samples
         return tuple(tuple(self.sample(step * size + place) for place in range(size)) for step in range(count))
 
@@ -277,19 +289,31 @@ def _kind(turn: int, index: int, *, second_half: bool) -> int:
 
 
 def longest(*, many: bool) -> int:
-    """The most tokens of a sample; with ``many`` rows texts repeat a token."""
+    """The most tokens of a sample: ``LENGTH``, or ``REPEATS`` with ``many``, where texts repeat a token."""
     return REPEATS if many else LENGTH
 
 
 def text_buckets(samples_per_cell: int, length: int, *, several: bool) -> tuple[tuple[int, int], ...]:
-    """LLM rows that hold the samples of a cell, two of ``length`` in a row; and half of them for texts alone."""
+    """Shapes (rows of a cell, tokens of a row) of LLM buckets that hold the samples of a cell.
+
+    Args:
+      samples_per_cell: samples of a cell.
+      length: the most tokens of a sample; two fit into a row.
+      several: whether a bucket of about half as many tokens comes first, for microbatches of texts alone.
+    """
     rows = -(-samples_per_cell // 2)
     large, small = (rows, 2 * length), (rows // 2, 2 * length) if rows > 1 else (1, length)
     return (small, large) if several else (large,)
 
 
 def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
-    """Encoder rows that hold the samples' media: one shape, or with a smaller one for microbatches with few."""
+    """Shapes (rows of a cell, positions of a row) of an encoder's buckets that hold the samples' media.
+
+    Args:
+      spec: the encoder's or generator's media.
+      rows_per_cell: LLM rows of a cell.
+      several: whether a smaller bucket comes first, for microbatches with few media.
+    """
     per_row = ROOM // LARGEST
     medium = LARGEST * spec.patches_per_token + spec.prefix
     if spec.newline:  # an image is as many media of one token each

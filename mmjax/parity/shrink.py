@@ -59,8 +59,8 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
     Args:
       recipe: a legal configuration; the result is legal too.
       steps: steps of the check.
-      vocab: the tokenizer's vocabulary size.
-      dtype: dtype that the stages compute in.
+      vocab: the tokenizer's vocabulary size, which an LLM has whose own is not set.
+      dtype: dtype that the stages compute in, ``float32`` or ``bfloat16``.
     """
     layouts = recipe.model.layouts
     smaller = {name: _layout(recipe, name) for name in layouts}
@@ -131,7 +131,7 @@ def _source(source: SourceConfig) -> SourceConfig:
 
 
 def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
-    """Optimizers whose updates stand out from fp32 rounding.
+    """Copies of the optimizers, by module, whose updates stand out from fp32 rounding.
 
     Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up. A large eps keeps the noise
     of elements without a gradient small, and with a small b1 gradients can be computed from the moments.

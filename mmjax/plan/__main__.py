@@ -71,7 +71,13 @@ GIGA = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the best plan; the exit status is 1 if nothing fits, and 2 if the input is not legal."""
+    """Prints the best plan and writes the files of the flags; returns the exit status: 0, or 1 if nothing fits.
+
+    argv: the arguments without the program's name; None takes the process's.
+
+    Raises:
+      SystemExit: the input is not legal (status 2), or Ctrl-C (130); also after --help.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE, gin=True, make_help=_help)
         problem = str(flags.values["problem"])
@@ -136,7 +142,9 @@ def _plan_config(flags: Flags) -> int:
 
 
 def read_devices(flags: Flags) -> dict[str, int]:
-    """The number of devices of each accelerator; 0 means the number of the configuration's own layouts.
+    """The number of devices by accelerator, such as {"h100": 64, "l20": 16}, from --devices and --accelerator.
+
+    Without --devices the number is 0, which means that of the configuration's own layouts.
 
     Raises:
       ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
@@ -169,7 +177,9 @@ def read_devices(flags: Flags) -> dict[str, int]:
 
 
 def read_strategy(flags: Flags) -> tuple[str, ...]:
-    """The modes to try: all of them, or those of --strategy; none for loose coupling.
+    """The modes to try, in the order of `MODES`: all of them, or those of --strategy; () for loose coupling.
+
+    With --problem they are always ().
 
     Raises:
       ConfigError: there is no such strategy; a problem in numbers has no modes.
@@ -268,7 +278,7 @@ def _bound(plan: Plan) -> float:
 
 
 def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
-    """The plan as lines of text."""
+    """The plan as lines of text; bound: seconds that no plan's step goes below, which get a line too, if not None."""
     width = max(map(len, plan.modules)) + 2
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     wide = max(map(len, kinds.values()), default=-2) + 2

@@ -43,10 +43,12 @@ def plan_recipe(recipe: Recipe, kinds: Mapping[str, int]) -> PlannedRecipe:
 
     Args:
       recipe: a checked recipe.
-      kinds: the number of devices of each kind, such as {"h100": 64}; 0 for as many as the recipe's layouts need.
+      kinds: the number of devices of each kind, such as {"h100": 64}, by names in `ACCELERATORS`; 0, for one kind, for
+        as many as the recipe's layouts need.
 
     Raises:
-      ConfigError: no layout fits the devices' memory, or a kind is unknown.
+      ConfigError: a kind is unknown, or a setting does not fit the data.
+      DoesNotFit: no layout fits the devices' memory.
     """
     source = open_source(recipe, split="train")
     recipe = with_steps(recipe, source)
@@ -67,12 +69,14 @@ def choose_plan(
     Args:
       recipe: a checked recipe with a known number of steps.
       source: its training samples.
-      kinds: the number of devices of each kind; 0, for one kind, for as many as the recipe's layouts need.
-      strategy: ways to place modules, as ``mmjax.plan --strategy`` has them; () for loosely coupled modules.
-      profile: measured times in place of a datasheet's, for devices of one kind.
+      kinds: the number of devices of each kind, such as {"h100": 64}, by names in `ACCELERATORS`; 0, for one kind, for
+        as many as the recipe's layouts need.
+      strategy: ways to place modules, of `MODES`; () for loosely coupled modules.
+      profile: measured times in place of a datasheet's; of no effect with several kinds.
 
     Raises:
-      ConfigError: no layout fits the devices' memory, or a kind is unknown.
+      ConfigError: a kind is unknown, or a setting does not fit the data.
+      DoesNotFit: no layout fits the devices' memory.
     """
     work, rows_of = read_work(recipe, source), planned.rows_by_candidate(recipe, source)
     if len(kinds) == 1:

@@ -65,7 +65,12 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
 
 
 def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> RowShapes:
-    """Rows of a microbatch and their width by module, as a run of `recipe` packs them; `known` is a cache over calls.
+    """By module name, rows of a microbatch on all ranks and positions of a row, as a run of `recipe` packs them.
+
+    Args:
+      recipe: the configuration.
+      source: its training samples.
+      known: a cache for several calls with the same model, data and global batch; it is added to.
 
     Raises:
       ConfigError: a bucket is too small for the data.
@@ -99,7 +104,10 @@ def _packing_settings(recipe: Recipe) -> tuple[object, ...]:
 
 
 def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
-    """A function from a candidate to the rows of its run; candidates with the same packing are packed once."""
+    """A function from a candidate to the rows of its run; candidates with the same packing are packed once.
+
+    The function raises `ConfigError` if the recipe with the candidate is not legal, or a bucket is too small.
+    """
     known: Known = {}
     return lambda candidate: exact_rows(planned(recipe, candidate), source, known)
 
@@ -108,9 +116,9 @@ def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
 
 
 def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
-    """The text of a gin file, to load after the files of `recipe`.
+    """The text of a gin file of the plan `estimate`, to load after the files of `recipe`.
 
-    It has the plan's layouts, microbatches, schedule, buckets and offloads.
+    It has the plan's layouts, microbatches, schedule, buckets and offloads. choice: has the numbers of devices.
     """
     changed = planned(recipe, estimate.candidate)
     lines = [
@@ -137,7 +145,7 @@ def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
 
 
 def used(choice: PlanChoice, candidate: Candidate) -> str:
-    """How many of the devices a candidate uses, by kind where there are several: "64 of 64 h100 and 16 of 32 l20"."""
+    """The devices that a candidate uses: "8 of 16 devices", or by kind "64 of 64 h100 and 16 of 32 l20"."""
     if not choice.kinds:
         return f"{candidate.devices} of {choice.devices} devices"
     counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
@@ -161,9 +169,10 @@ def _where(candidate: Candidate) -> str:
 
 
 def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
-    """For each kind of device, in the order of ranks: its name, the number of its ranks, and devices of a node.
+    """(name, number of ranks, devices of a node) for each kind of device in use, in the order of ranks.
 
-    A kind's ranks go up to where the next kind begins, so a few at the end of its last node may have nothing to do.
+    The name is "" where there is one kind. A kind's ranks go up to where the next kind begins, so a few at the end of
+    its last node may have nothing to do.
     """
     candidate, result = estimate.candidate, []
     modules = {
@@ -177,7 +186,12 @@ def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
 
 
 def as_json(choice: PlanChoice) -> dict[str, Any]:
-    """The plan, the best of each mode, and all that were simulated."""
+    """The choice as an object for `json.dumps`.
+
+    "plan" is the best estimate, "modes" the best by mode, "simulated" a list of all: each with "step_seconds", "mfu",
+    "bytes_a_device", "layouts", "stages" and further figures. Beside them are "devices", "source", "why" and
+    "without_a_plan", the reasons by mode; with several kinds of device also "kinds".
+    """
     return {
         "devices": choice.devices,
         **({"kinds": dict(choice.kinds)} if choice.kinds else {}),
@@ -276,7 +290,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def draw(estimate: Estimate, path: str | Path) -> None:
-    """Draws the timeline of a step's first microbatches to `path`."""
+    """Draws the timeline of a step's first microbatches (`StepSeconds.shown`) to a picture, such as plan.png."""
     timeline, count = estimate.shown, estimate.candidate.microbatches
     shown = timeline.schedule.microbatches
     part = "" if shown == count else f", the first {shown} of {count} microbatches"

@@ -81,7 +81,10 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
 
 
 def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
-    """Rows of a microbatch and their width by module, in the combination of buckets with the most positions."""
+    """By module name, rows of a microbatch on all ranks and positions of a row, with the largest buckets.
+
+    Of all combinations of buckets it is the one with the most positions.
+    """
     shapes = max(bucket_shapes(packer, _samples(recipe)).values(), key=_positions)
     result: dict[str, tuple[float, int]] = {}
     for module, inputs in shapes.items():
@@ -105,7 +108,7 @@ def _positions(inputs: InputShapes) -> int:
 
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
-    """Every tp of `TPS` that divides the sizes of a module."""
+    """Every tp of `TPS`, ascending, that divides the sizes of the module of this name."""
     common = math.gcd(*sharded_sizes(recipe, module).values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
@@ -119,8 +122,17 @@ def real_work(
     metas: Sequence[SampleMeta],
     pairs: Mapping[str, flops.Pairs] | None = None,
 ) -> dict[str, Real]:
-    """Positions and training FLOPs that are no padding, mean over the samples, by module; a projector's and adapters'
-    count as their module's. `pairs` are those that masks allow in these samples (see `flops.visible_pairs`)."""
+    """Positions and training FLOPs of a sample that are no padding, mean over the samples, by module name.
+
+    The FLOPs of a projector and of adapters count as their module's.
+
+    Args:
+      recipe: the configuration, which says what is frozen.
+      model: its model.
+      metas: one or more samples.
+      pairs: by module name and mask, the pairs that it allows in these samples together (see `flops.visible_pairs`);
+        without them lengths decide.
+    """
     lengths, frozen = lengths_of(metas, recipe.model.media), _frozen(recipe, model)
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
@@ -135,7 +147,19 @@ def real_work(
 def mask_pairs(
     model: MultimodalModel, packer: Packer, source: Source, indices: Sequence[int]
 ) -> dict[str, dict[Mask, int]]:
-    """The pairs that the LLM's masks allow in some samples, where words say which; no media are opened."""
+    """The pairs of tokens that the LLM's masks allow in some samples together, if its mask has rules in words.
+
+    No media are opened.
+
+    Args:
+      model: the model.
+      packer: has the mask.
+      source: the samples.
+      indices: numbers of the samples.
+
+    Returns:
+      {"llm": {mask: number of pairs}}; {} for a mask without rules, such as a causal one.
+    """
     module, rules = model.nodes[LLM].module, Rules.parse(packer.mask)
     pairs_by_mask = Counter[Mask]()
     for index in indices if rules.kind == "words" else ():
@@ -162,9 +186,16 @@ def _frozen(recipe: Recipe, model: MultimodalModel) -> set[str]:
 def module_work(
     recipe: Recipe, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
 ) -> ModuleWork:
-    """The work of a module in rows of `width`; `rows`, `memory` and `real` are left for the caller to fill in.
+    """The work of a module and its projector in rows of `width` positions, without memory.
 
-    `shares` are pairs that its masks allow over those of a causal one, where its lengths do not tell.
+    `rows` is 0, `memory` empty and `real` None: they are left for the caller to fill in.
+
+    Args:
+      recipe: the configuration.
+      model: its model.
+      name: the module's name.
+      width: positions of a row.
+      shares: by mask, the pairs of tokens that it allows over those of a causal mask, if lengths do not determine them.
     """
     node = model.nodes[name]
     settings, frozen = node.config, _frozen(recipe, model)

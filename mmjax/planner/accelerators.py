@@ -18,6 +18,7 @@ class Accelerator:
     """Peaks of a device, and of the nodes that it usually comes in.
 
     Attributes:
+      name: the product's name, such as "H100 80GB SXM".
       flops: dense bfloat16 operations per second.
       memory: bytes.
       bandwidth: bytes per second of its own memory.
@@ -118,14 +119,14 @@ A40 = Accelerator(
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {"a100": A100, "a800": A800, "h100": H100, "h200": H200, "h800": H800, "l20": L20, "a40": A40}
 )
-"""By the name that users give."""
+"""By the name that users give, in small letters: "h100"."""
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, in small or capital letters.
+    """The accelerator of a name in `ACCELERATORS`, in small or capital letters: "h100" or "H100".
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none of this name.
     """
     device = ACCELERATORS.get(name.lower())
     if device is None:

@@ -32,7 +32,7 @@ def module_costs(
     tp: tuple[int, ...] = (1, 2, 4, 8),
     efficiency: float = 0.5,
 ) -> ModuleCosts:
-    """Costs of a module of equal layers.
+    """Seconds of one sample, by tp, and bytes of a module of equal layers without ends.
 
     Each layer has two all-reduces of its activations in bfloat16 over the tp group in forward and two in backward
     (Shoeybi et al., "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link.
@@ -40,15 +40,15 @@ def module_costs(
     Args:
       accelerator: the device.
       flops: FLOPs of the forward of one sample.
-      parameters: number of parameters.
-      layers: number of layers.
+      parameters: number of parameters of all layers.
+      layers: number of layers; pp has to divide it.
       tokens: tokens of one sample.
       width: width of activations.
       backward: the backward as a multiple of the forward (`mmjax.schedule.partition.backward_factor`); with 0 no
         activations are kept.
       trained: whether the module has gradients and optimizer states.
       microbatch: samples of a microbatch.
-      tp: every tp to give times for.
+      tp: every tp to give times for, the keys of `forward` and `backward`; it need not divide any size.
       efficiency: share of the datasheet's FLOPs per second that is reached.
     """
     forward_seconds, backward_seconds = {}, {}
@@ -79,9 +79,16 @@ def module_work(
     after: tuple[str, ...] = (),
     tp: tuple[int, ...] = (1, 2, 4, 8),
 ) -> ModuleWork:
-    """The work of a trained module of equal layers, from the numbers that `module_costs` takes; a sample is a row.
+    """The work of a trained module of equal layers without ends, in which a sample is one row of `tokens` positions.
 
-    With a split backward, as many bytes are assumed to be kept from B to W as from F to B.
+    The backward has twice the FLOPs of the forward. With a split backward, as many bytes are assumed to be kept from B
+    to W as from F to B.
+
+    Args:
+      name: the module's name, such as "vision".
+      flops, parameters, layers, tokens, width: as for `module_costs`.
+      after: names of the modules whose activations it takes.
+      tp: every tp that it may have, the keys of `ModuleWork.memory`.
     """
     row = 2 * tokens * width
     layer = ACTIVATION_BYTES * tokens * width

@@ -53,13 +53,13 @@ class Candidate:
 
     Attributes:
       mode: "homogeneous", "colocated", "non-colocated" or "nested".
-      layouts: layout by module.
+      layouts: layout by module name, "llm" among them.
       microbatches: microbatches of a step.
-      schedule: as `Train.schedule`.
-      window: as `Train.window`.
-      inner: as `Train.inner`.
-      offloads: the arrays that each module offloads, for modules that offload any.
-      kinds: kind of device by module; empty where there is one kind.
+      schedule: a name in `SCHEDULES`, as `Train.schedule`.
+      window: as `Train.window`, microbatches of a three-phase schedule's window; 0 is the whole step.
+      inner: as `Train.inner`, the LLM's schedule inside a nested one.
+      offloads: by module name, the arrays that are offloaded; a module that offloads nothing may be absent.
+      kinds: by module name, the kind of its devices, such as "h100"; empty where there is one kind.
     """
 
     mode: str
@@ -91,16 +91,16 @@ class Candidate:
         return llm_schedule == ONE_F_ONE_B and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
-        """The candidate with another schedule of the LLM, which is the inner one of a nested schedule."""
+        """A copy whose LLM has another of `SCHEDULES`, which becomes the inner one of a nested schedule."""
         return replace(self, inner=schedule) if self.traits.nests else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
-        """The modules that do not run while other modules do: the encoders if the schedule has phases."""
+        """The modules that do not run while other modules do: the encoders if the schedule has phases, otherwise ()."""
         return work.encoders if self.traits.phases else ()
 
     @property
     def devices(self) -> int:
-        """Number of devices in use."""
+        """Number of ranks that some module has."""
         return len({rank for layout in self.layouts.values() for rank in layout.ranks})
 
     def offload(self, module: str) -> OffloadConfig:
@@ -119,27 +119,27 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The mode and the kinds of devices in use."""
+        """The mode, with the kinds of devices in use where there are several: "nested", or "nested on h100 and l20"."""
         return self.mode + self.on_kinds
 
     @property
     def world(self) -> int:
-        """Number of ranks up to the last in use."""
+        """Number of ranks from 0 to the last in use, unused ones between them included."""
         return max(layout.rank_offset + layout.size for layout in self.layouts.values())
 
     def ranks(self, kind: str) -> set[int]:
-        """Ranks in use on devices of a kind."""
+        """Ranks in use on devices of a kind; "" is the kind of all devices where there is one."""
         layouts = (layout for name, layout in self.layouts.items() if self.kinds.get(name, "") == kind)
         return {rank for layout in layouts for rank in layout.ranks}
 
     def kind_start(self, module: str) -> int:
-        """The first rank on a module's kind of device; ranks of a kind are neighbours, and its nodes start there."""
+        """The first rank of the module's kind of device, 0 where there is one kind; nodes of the kind start there."""
         if not self.kinds:
             return 0
         return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
 
     def describe(self) -> str:
-        """Layouts in one line, with the kinds of their devices and the offloaded arrays."""
+        """One line such as "vision dp=4 on ranks 0-3 (l20); llm tp=2 pp=2 on ranks 4-7 (h100), optimizer offloaded"."""
         notes = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
         for name, offload in self.offloads.items():
             arrays = " and ".join(array for array, on in vars(offload).items() if on)
@@ -162,22 +162,33 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
 
 def contexts(module: ModuleWork, devices: int) -> list[int]:
-    """Every cp to try for a module on at most `devices` devices: powers of two that leave each rank enough of a row."""
+    """Every cp to try for a module on at most `devices` devices, ascending from 1: powers of two.
+
+    Each leaves a rank `LEAST_TOKENS` positions of a row or more. It is [1] for a module whose cp ranks share no rows.
+    """
     most = min(devices, module.width // LEAST_TOKENS if module.ring else 1)
     return [1 << power for power in range(max(1, most).bit_length())]
 
 
 def depths(module: ModuleWork, devices: int) -> list[int]:
-    """Every pp to try for a module; on more than `FEW` devices only divisors of its layers."""
+    """Every pp to try for a module, ascending, from 1 to at most its layers and `MOST_STAGES`.
+
+    If there are more than `FEW` devices in all, only divisors of its layers are tried.
+    """
     if devices > FEW:
         return divisors(module.layers, MOST_STAGES)
     return list(range(1, min(module.layers, MOST_STAGES) + 1))
 
 
 def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """All modules with the LLM's tp and dp, encoders on its first stage and generators on its last.
+    """Yields layouts with the LLM's tp and dp for all modules, encoders on its first stage and generators on its last.
 
     Where the LLM has stages and cp, other modules may have more dp, or tp, on the ranks of one stage (`_end_layouts`).
+
+    Args:
+      work: the work of the model.
+      devices: the most devices in use; their ranks start at 0.
+      node: devices of a node, and so the largest tp.
     """
     common = sorted(set.intersection(*(set(module.memory) for module in work.modules.values())))
     for llm, microbatches in _llm_layouts(work, devices, node, common):
@@ -211,7 +222,11 @@ def _end_layouts(work: Work, llm: Layout, samples: int, node: int, *, split: boo
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Encoders in layouts of their own on all devices of the LLM, generators on those of its last stage."""
+    """Yields encoders in layouts of their own on all devices of the LLM, generators on those of its last stage.
+
+    The arguments are those of `homogeneous`. Where the LLM has one stage, or there are no encoders, layouts with the
+    same tp, cp and dp for all modules are left out.
+    """
     for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory)):
         samples = work.global_batch // microbatches
         last = (llm.pp - 1) * llm.stage_size
@@ -261,11 +276,11 @@ def _filling(
 
 
 def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Modules in lanes over the LLM's devices: encoders and generators, or only one of both; the LLM runs 1F1B.
+    """Yields modules in lanes over the LLM's devices: encoders and generators, or only one of both; the LLM runs 1F1B.
 
-    Modules without lanes are placed as in `homogeneous`. Less tp sends less, and more tp means fewer activations a
-    device, so every tp is tried. The LLM's submeshes are cut into the fewest lanes in which a module fits, since each
-    lane has microbatches of its own.
+    The arguments are those of `homogeneous`. The LLM always has several stages. Modules without lanes are placed as in
+    `homogeneous`. Less tp sends less, and more tp means fewer activations a device, so every tp is tried. The LLM's
+    submeshes are cut into the fewest lanes in which a module fits, since each lane has microbatches of its own.
     """
     laned_sets = _laned_sets(work)
     pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory))
@@ -309,9 +324,14 @@ def _in_lanes(work: Work, name: str, llm: Layout, microbatches: int, *, most_tp:
 
 
 def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
-    """The candidate of a plan: devices of a kind are neighbours, and the devices of the LLM's kind come first.
+    """The non-colocated candidate of a plan, with 1F1B: ranks of a kind are neighbours, those of the LLM's kind first.
 
     A kind that spans several nodes takes full nodes before the next kind begins, so that no node has two kinds.
+
+    Args:
+      work: the work of the model.
+      plan: a plan whose `kinds` has every module, as those of `best_plans` have.
+      fleet: the devices; its kinds have the names in the plan.
     """
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     start, layouts, home = 0, dict[str, Layout](), plan.kinds[LLM]

@@ -48,8 +48,9 @@ from mmjax.planner.variants import (
 from mmjax.planner.work import ModuleWork, StagePart, Work
 
 RowShapes = Mapping[str, tuple[float, int]]
-"""Rows of a microbatch and their width, by module."""
+"""By module name, rows of a microbatch, those of all ranks together and padding included, and positions of a row."""
 RowsOf = Callable[[Candidate], RowShapes]
+"""Gives the rows of a candidate's microbatches; raises `ConfigError` if a run would refuse the candidate."""
 SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
 """The modes in which modules share devices, and the functions that make their candidates."""
 FINALISTS = 4
@@ -75,7 +76,8 @@ class PlanChoice:
     Attributes:
       devices: number of devices that are available.
       estimates: the simulated candidates, the shortest step first.
-      misses: for each mode without a candidate that fits, the reason.
+      misses: for each mode without a candidate that fits, one line with the reason; on several kinds of device by mode
+        and kinds, such as "nested on l20".
       kinds: number of devices by kind; empty where there is one kind.
     """
 
@@ -93,7 +95,10 @@ class PlanChoice:
 
     @cached_property
     def by_mode(self) -> dict[str, Estimate]:
-        """The best candidate of each mode that has one; with several kinds, of each mode and kinds in use."""
+        """The best candidate of each mode that has one, by mode, in the order of `MODES`.
+
+        With several kinds of device, the best of each mode and kinds in use, by `Candidate.label`: "nested on h100".
+        """
         best: dict[str, Estimate] = {}
         for estimate in (self.best, *self.estimates):
             best.setdefault(estimate.candidate.label, estimate)
@@ -120,7 +125,7 @@ class PlanChoice:
 
 
 def longer(seconds: float, than: float) -> str:
-    """The relative difference of a time to a shorter one, such as "+3.1%"; never "-0.0%"."""
+    """The relative difference of `seconds` to a shorter time `than`, both above 0, such as "+3.1%"; never "-0.0%"."""
     return f"{round(seconds / than - 1, 3) + 0.0:+.1%}"
 
 
@@ -154,6 +159,11 @@ def choose(
 def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
     """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
 
+    Args:
+      work: the work of the model on its data.
+      fleet: the devices; fewer may be used.
+      rows_of, modes: as for `choose`.
+
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
@@ -177,7 +187,10 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
 
 
 def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
-    """The choice among estimates, the shortest step first."""
+    """The choice among one or more estimates in any order; of equally long steps the one on fewer devices comes first.
+
+    misses: as `PlanChoice.misses`.
+    """
     ordered = sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
     return PlanChoice(devices=fleet.devices, estimates=ordered, misses=misses, kinds=kinds)
@@ -210,7 +223,7 @@ def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: R
 
 
 def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
-    """The estimate of a candidate with exact rows; empty if a run would refuse it, or if it does not fit."""
+    """The estimate of a candidate as a list of one; [] if `rows_of` refuses it, or if it does not fit into memory."""
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
     except ConfigError:
@@ -219,12 +232,12 @@ def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> li
 
 
 def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
-    """The estimate of a candidate with the times of its devices."""
+    """The estimate of a candidate with the times of its devices. Raises `ConfigError` if `rows_of` refuses it."""
     return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
 
 
 def missing(fleet: Fleet, estimate: Estimate) -> float:
-    """Bytes that the worst device lacks; zero or negative if all devices have enough."""
+    """Bytes that the device with the largest lack is short of; zero or negative if all devices have enough."""
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
     return max(size - rooms[rank] for rank, size in estimate.memory.items())
 
@@ -235,7 +248,7 @@ def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
 
 
 def proportional(work: Work) -> RowsOf:
-    """A `rows_of` with rows proportional to the samples of a microbatch."""
+    """A `RowsOf` with rows in proportion to the samples of a microbatch, not always whole; it refuses no candidate."""
 
     def rows_of(candidate: Candidate) -> RowShapes:
         samples = work.global_batch // candidate.microbatches
@@ -245,9 +258,11 @@ def proportional(work: Work) -> RowsOf:
 
 
 def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest few candidates, by closed form, that fit into memory, and a faster one that fits only with offload.
+    """The fastest candidates, by closed form, that fit into memory: up to `FINALISTS`, the fastest first.
 
-    If none fits without offload, the result is the fastest few that fit with it.
+    Behind them are up to `RELIEVED` that fit only with offload, have as little of it as they need, and are no slower
+    than the first (`TIE`). If none fits without offload, the result is up to `FINALISTS` that fit with it. Rows are
+    `proportional`.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
@@ -346,7 +361,9 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
 
 
 def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
-    """The problem of Eq. 1 and 2 for each number of samples and each bound on the LLM's stages.
+    """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
+
+    Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.
 
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
     leaves encoders more memory.
@@ -361,7 +378,11 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
 
 
 def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Problem:
-    """The problem of Eq. 1 and 2, with `samples` in a microbatch of an LLM replica and at most `stages` LLM stages."""
+    """The problem of Eq. 1 and 2, with `samples` in a microbatch of an LLM replica and at most `stages` LLM stages.
+
+    Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
+    that may be behind it.
+    """
     modules = {}
     for name, module in work.modules.items():
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1

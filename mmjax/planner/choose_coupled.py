@@ -23,7 +23,7 @@ def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -
     Args:
       work: the work of the model on its data.
       fleet: the devices; of several kinds each module may have any.
-      rows_of: as for `choose.choose`.
+      rows_of: returns the exact rows of a candidate, as for `choose.choose`; without it rows are `proportional`.
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.

@@ -49,7 +49,7 @@ class Clocks(Protocol):
         ...
 
     def of(self, module: str) -> Clock:
-        """The times of a module's devices."""
+        """The times of the devices of a module, such as "llm"."""
         ...
 
 
@@ -80,7 +80,15 @@ class Clock(Clocks, Protocol):
         ...
 
     def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
-        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        """Seconds of a microbatch in a stage, without moves and without the communication of dp and cp.
+
+        Args:
+          module: the module's name.
+          part: the part of the module that the stage has.
+          rows: rows of the microbatch on one dp rank, divided by cp too where ranks share them; may be fractional.
+          width: positions of a row, padding included.
+          tp: one of the tp in `ModuleWork.memory` of the module.
+        """
         ...
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
@@ -88,11 +96,14 @@ class Clock(Clocks, Protocol):
         ...
 
     def move(self, size: float, *, across: bool) -> float:
-        """Seconds in which a device sends `size` bytes to another, across nodes or within one."""
+        """Seconds in which a device sends `size` bytes to another: to another node if `across`, else within one."""
         ...
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all."""
+        """Seconds of an all-gather or reduce-scatter over `ranks` devices, across nodes or within one.
+
+        size: bytes of the whole array, which each rank has after a gather and before a scatter.
+        """
         ...
 
     def copy(self, size: float) -> float:
@@ -101,7 +112,7 @@ class Clock(Clocks, Protocol):
 
 
 def group_gather(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
-    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, within a node or across nodes.
+    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, as in `Clock.gather`; 0 for one rank.
 
     The group is `ranks` of the clock's devices from number `first` on, each `apart` from the next; a node starts at 0.
     Ranks of one node share the traffic to other nodes, each with its own network card.
@@ -137,6 +148,13 @@ class AnalyticClock:
 
     A layer has two all-reduces of its activations over the tp group in forward and two in backward (Shoeybi et al.,
     "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link. The host costs nothing: its work is hidden.
+
+    Attributes:
+      work: the work of all modules that are asked about.
+      accelerator: the figures of the datasheet.
+      efficiency: the shares of them that are reached.
+      process: devices of a process; 0 where one process has all.
+      op, shared: as in `Clocks`.
     """
 
     work: Work
@@ -172,7 +190,7 @@ class AnalyticClock:
         return self
 
     def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
-        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
+        """Seconds of a microbatch in a stage; arguments as for `Clock.stage`."""
         work = self.work.modules[module]
         scale = rows * width / work.width
         forward, backward = work.forward.of(part) * scale, work.backward.of(part) * scale
@@ -186,12 +204,15 @@ class AnalyticClock:
         )
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
-        """Bytes that the largest program of a stage needs on a device while it runs, from its trace."""
+        """Bytes that the largest program of a stage needs on a device while it runs, from its trace.
+
+        The arguments are those of `Clock.stage`.
+        """
         work = self.work.modules[module]
         return work.memory[tp].running(part, rows * width / work.width)
 
     def move(self, size: float, *, across: bool) -> float:
-        """Seconds in which a device sends `size` bytes to another, across nodes or within one."""
+        """Seconds in which a device sends `size` bytes to another: to another node if `across`, else within one."""
         return size / self._speed(across=across)
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:

@@ -83,7 +83,7 @@ class ClusterJob:
 
     @property
     def gpus(self) -> str:
-        """Devices of a node in Slurm's notation, with their kind where it has a name."""
+        """Devices in use on a node in Slurm's notation: "8", or "h100:8" where the kind has a name."""
         return f"{self.kind}:{self.on_node}" if self.kind else str(self.on_node)
 
     @property
@@ -95,9 +95,13 @@ class ClusterJob:
 def train_command(
     gin_files: Sequence[str], bindings: Sequence[str] = (), run_dir: str = "", *, allow_code: bool = False
 ) -> tuple[str, ...]:
-    """The command that trains a configuration: gin files in order, then bindings (``vision/Layout.tp=2``).
+    """The command that trains a configuration, word by word: ("python", "-m", "mmjax.train", "--gin_file=F", ...).
 
-    allow_code: see `load_config`.
+    Args:
+      gin_files: paths, in the order in which they are loaded.
+      bindings: settings that override the files', such as ``vision/Layout.tp=2``.
+      run_dir: value of ``--run_dir``; "" leaves the flag out.
+      allow_code: see `load_config`.
     """
     flags = [*(f"--gin_file={file}" for file in gin_files), *(f"--gin.{binding}" for binding in bindings)]
     options = [*(["--allow_code"] if allow_code else []), *([f"--run_dir={run_dir}"] if run_dir else [])]
@@ -125,10 +129,11 @@ def slurm_file(*jobs: ClusterJob) -> str:
 
     It is submitted in a folder that all nodes share; relative paths of the command start there.
 
-    jobs: one, or one for each kind of device, in the order of ranks.
+    jobs: one, or one for each kind of device, in the order of ranks, each with its `kind`. The name and the command are
+    those of the first.
 
     Raises:
-      ConfigError: see `_starts`.
+      ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
     """
     job, head = jobs[0], _slurm_head(jobs[0])
     if len(jobs) > 1:
@@ -228,14 +233,14 @@ def jobset_file(
 
     Args:
       jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes whose label
-        `KIND_LABEL` has its name.
+        `KIND_LABEL` has its name. The JobSet has the name of the first.
       image: an image with Python and mmjax.
       claim: a PersistentVolumeClaim for configurations, data and run directories, which all pods see as /shared; the
         command runs there.
       resource: Kubernetes' name of a node's devices.
 
     Raises:
-      ConfigError: see `_starts`.
+      ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
     """
     name, starts = _label(jobs[0].name.lower(), _DNS), _starts(jobs)
     address = f"{name}-{jobs[0].kind or _POD}-0-0.{name}:{PORT}"

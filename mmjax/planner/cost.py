@@ -59,12 +59,21 @@ ROUNDING = 1e-12
 
 
 def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
-    """P / tp + S / (tp·dp): parameters, gradients and optimizer states of a device with all stages."""
+    """P / tp + S / (tp·dp): bytes of parameters, gradients and optimizer states of a device with all stages.
+
+    tp, dp: numbers, or arrays of one shape; the result is a number, or an array of this shape.
+    """
     return costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp)
 
 
 def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
-    """Bytes of activations on a device; share: the LLM's dp over the module's."""
+    """Bytes of activations on a device of a module, for any pp.
+
+    Args:
+      costs: the module's costs.
+      tp: its tp, a number or an array.
+      share: the LLM's dp over the module's, a number or an array of the same shape.
+    """
     if costs.activation_bytes_by_tp:
         sizes = [costs.activation_bytes_by_tp[int(size)] for size in np.ravel(tp)]
         return share * (np.array(sizes) if np.ndim(tp) else sizes[0])
@@ -72,13 +81,20 @@ def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
 
 
 def passing_seconds(problem: Problem, costs: ModuleCosts, share: Any) -> Any:
-    """Seconds in which a stage sends a microbatch and its gradient; share: the LLM's dp over the module's."""
+    """Seconds in which a stage sends the activation of a microbatch and, with a backward, receives its gradient.
+
+    They are 0 if the problem's bandwidth is infinite. share: the LLM's dp over the module's, a number or an array, as
+    the result.
+    """
     directions = 2 if any(costs.backward.values()) else 1
     return share * problem.microbatch * costs.chunks * directions * costs.sent_bytes / problem.bandwidth
 
 
 def reducing_seconds(problem: Problem, costs: ModuleCosts, tp: Any, dp: Any) -> Any:
-    """D·pp: seconds of a step in which a device with all stages would reduce gradients and gather parameters."""
+    """D·pp: seconds of a step in which a device with all stages would reduce gradients and gather parameters.
+
+    tp, dp: numbers, or arrays of one shape, as the result.
+    """
     reduced = costs.param_bytes if costs.optimizer_bytes else 0.0
     return reduced / tp * (dp - 1) / dp / problem.bandwidth
 
@@ -125,7 +141,7 @@ class Plan:
         return sum(degrees.devices for degrees in self.modules.values())
 
     def devices_of(self, kind: str) -> int:
-        """Number of devices of a kind in use."""
+        """Number of devices in use of a kind; "" is the one kind of a `Problem`."""
         return sum(degrees.devices for name, degrees in self.modules.items() if self.kinds.get(name, "") == kind)
 
     @property
@@ -155,7 +171,7 @@ class Plan:
 
     @property
     def bottleneck(self) -> str:
-        """The module whose stages take longest, its dp communication included."""
+        """Name of the module whose stages take longest, its dp communication included."""
         return max(self.modules, key=lambda name: (self._steady(name), self.stage_seconds(name)))
 
     def stage_seconds(self, name: str) -> float:
@@ -171,13 +187,16 @@ class Plan:
         return reducing_seconds(self._problem(name), self.costs(name), degrees.tp, degrees.dp) / degrees.pp
 
     def memory(self, name: str) -> float:
-        """Bytes on a device of module `name`."""
+        """Bytes on a device of module `name`: parameters, gradients, optimizer states and activations."""
         degrees, costs = self.modules[name], self.costs(name)
         weights = weight_bytes(costs, degrees.tp, degrees.dp) / degrees.pp
         return weights + activation_bytes(costs, degrees.tp, self.modules[LLM].dp / degrees.dp)
 
     def as_json(self) -> dict[str, object]:
-        """``{"objective": seconds, "modules": {name: {"devices", "tp", "dp", "pp"}}}``; with several kinds a "kind"."""
+        """``{"objective": seconds, "modules": {name: {"devices": 8, "tp": 4, "dp": 2, "pp": 1}}}``.
+
+        With several kinds of device each module has its "kind" too.
+        """
         modules = {
             name: self._kind(name) | {"devices": degrees.devices, "tp": degrees.tp, "dp": degrees.dp, "pp": degrees.pp}
             for name, degrees in self.modules.items()

@@ -22,7 +22,7 @@ class Estimate(StepSeconds):
 
     @cached_property
     def device_bytes(self) -> dict[str, DeviceBytes]:
-        """Bytes of each device of a stage, by stage."""
+        """Bytes of one device of each stage, by stage name ("llm.0")."""
         return {name: self._device_bytes(name) for name in self.parts}
 
     def _device_bytes(self, stage: str) -> DeviceBytes:
@@ -81,7 +81,7 @@ class Estimate(StepSeconds):
         return exchanged_bytes(self.work.modules[name], layout, self.rows[name], gradient_ratio)
 
     def in_flight(self, node: StageNode) -> int:
-        """The most microbatches that a device of a stage keeps at once; a device of a lane keeps those of its lane."""
+        """The most microbatches that a device of a stage of `graph` keeps at once; with lanes, those of its lane."""
         count, lead = self.candidate.span, self.candidate.traits.lead
         if node.module in self.candidate.phases(self.work):
             return -(-count // node.lanes)

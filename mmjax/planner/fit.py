@@ -25,7 +25,7 @@ class DoesNotFit(ValueError):
 
 
 def why(problem: Problem | MixedProblem) -> str:
-    """One line with the reason why a problem has no plan, and with remedies."""
+    """One line with the reason why a problem has no plan, and with remedies; the problem must have none."""
     if isinstance(problem, MixedProblem):
         return _why_mixed(problem)
     fewest = {name: min(costs.seconds) * costs.least_pp for name, costs in problem.modules.items()}
@@ -52,7 +52,7 @@ def _bytes(number: float) -> str:
 def least_memory(problem: Problem) -> int:
     """The fewest bytes of a device, a whole number, with which a plan exists on the problem's devices.
 
-    There must be enough devices: no fewer than the sum of the modules' least tp.
+    `problem.memory` is ignored. There must be enough devices: no fewer than the sum of the modules' least tp.
     """
     memory = _least(lambda memory: _fits(replace(problem, memory=memory)))
     assert memory is not None, "with enough memory there is a plan"
@@ -78,7 +78,10 @@ def _least(
 
 
 def least_devices(problem: Problem) -> int | None:
-    """The fewest devices on which a plan exists with the problem's memory; None if no number is enough."""
+    """The fewest devices on which a plan exists with the problem's memory; None if no number is enough.
+
+    `problem.devices` is ignored; up to `MOST_DEVICES` are tried.
+    """
     # More devices allow more dp, up to the batch.
     most = problem.global_batch * max(max(costs.seconds) for costs in problem.modules.values())
     enlarged = replace(problem, devices=min(most, MOST_DEVICES))

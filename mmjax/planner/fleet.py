@@ -33,7 +33,7 @@ class MixedClock:
     """The times of modules on devices of different kinds.
 
     Attributes:
-      clocks: clock by module.
+      clocks: clock by module name.
     """
 
     clocks: Mapping[str, Clock] = field(hash=False)
@@ -54,7 +54,7 @@ class MixedClock:
         return 0.0
 
     def of(self, module: str) -> Clock:
-        """The times of a module's devices."""
+        """The times of the devices of a module, such as "llm"."""
         return self.clocks[module]
 
 
@@ -79,11 +79,11 @@ class Fleet:
         return {name: Fleet(kinds={name: kind}) for name, kind in self.kinds.items()}
 
     def kind(self, kinds: Mapping[str, str], module: str) -> DeviceKind:
-        """The kind of a module's devices; kinds: name of the kind by module, empty if there is one kind."""
+        """The devices of a module's kind. kinds: name of the kind by module; if empty, there must be one kind."""
         return self.kinds[kinds[module]] if kinds else next(iter(self.kinds.values()))
 
     def clocks(self, kinds: Mapping[str, str]) -> Clocks:
-        """The times of modules on the kinds of device in `kinds` (as in `kind`)."""
+        """The times of modules that are on these kinds of device; kinds: as for `kind`."""
         if len(set(kinds.values())) > 1:
             return MixedClock(clocks={module: self.kinds[kind].clock for module, kind in kinds.items()})
         return self.kind(kinds, next(iter(kinds), "")).clock

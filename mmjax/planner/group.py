@@ -45,36 +45,45 @@ class DegreeTable:
 
     @cached_property
     def unit(self) -> np.ndarray:
-        """Devices of one stage."""
+        """Devices of one stage of each row, [R]."""
         return self.tp * self.dp
 
     @cached_property
     def fewest(self) -> float:
-        """The fewest devices that the module can have."""
+        """The fewest devices that the module can have, a whole number unless pp may be real."""
         return float((self.unit * self.least).min())
 
     def stages(self, pace: float, real_from: float = math.inf) -> np.ndarray:
-        """The least pp of each row with stages of at most `pace` seconds; from `real_from` on it may be any real."""
+        """The least pp of each row with stages of at most `pace` seconds, float [R]; infinite where no pp is enough.
+
+        From `real_from` on it may be any real number, as in `allowed`.
+        """
         return allowed(self.depths, real_from, np.maximum(self.least, self.least_real(pace)))
 
     def least_real(self, pace: float) -> np.ndarray:
-        """The least real pp of each row with stages of at most `pace` seconds; infinite where no pp is enough."""
+        """The least real pp of each row with stages of at most `pace` seconds, [R]; infinite where no pp is enough.
+
+        It may be below 1, and ignores `least`.
+        """
         room = pace * (1 + ROUNDING) - self.hop if self.hop.any() else np.full(len(self.load), pace)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.load > 0, np.where(room > 0, self.load / room, np.inf), 0.0)
 
     def taken(self, keep: np.ndarray) -> DegreeTable:
-        """The rows selected by a mask or by indices."""
+        """A table of the rows that `keep` selects, a mask [R] or indices; `depths` stays."""
         names = ("tp", "dp", "work", "load", "hop", "lead", "least")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
     def degrees(self, row: int, pace: float) -> Degrees:
-        """The layout of one row at `pace`."""
+        """Degrees of the row of this index with the least pp at `pace`, which must be finite."""
         return Degrees(tp=int(self.tp[row]), dp=int(self.dp[row]), pp=math.ceil(self.stages(pace)[row]))
 
 
 def first_real(depths: np.ndarray, real_from: float) -> float:
-    """The first pp from `real_from` on that a module may have; from there on any real number is allowed."""
+    """The first pp from `real_from` on that a module may have; from there on any real number is allowed.
+
+    depths: as in `DegreeTable`. The result is infinite if all of them are smaller.
+    """
     if not len(depths):
         return float(np.ceil(real_from))
     return float(np.append(depths, np.inf)[np.searchsorted(depths, real_from)])
@@ -83,7 +92,12 @@ def first_real(depths: np.ndarray, real_from: float) -> float:
 def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
     """Rounds each number of stages up to the next that a module may have; infinite where there is none.
 
-    From `first_real` on any real number is allowed, up to the last of `depths` (see `DegreeTable`).
+    From `first_real` on any real number is allowed, up to the last of `depths`.
+
+    Args:
+      depths: as in `DegreeTable`.
+      real_from: the pp from which on it may be any real number; infinite for whole numbers only.
+      stages: real numbers of stages, of any shape, as the result.
     """
     start = first_real(depths, real_from)
     if not len(depths):
@@ -115,7 +129,7 @@ class Group:
 
     Attributes:
       devices: number of devices; if pp may be real, with a rounding error added.
-      rows: rows by module.
+      rows: table by module name.
       real_from: the pp from which on it may be any real number.
     """
 
@@ -125,7 +139,7 @@ class Group:
 
     @cached_property
     def least_work(self) -> float:
-        """A lower bound on the work of every combination."""
+        """A lower bound on the work (warm-up seconds) of every combination."""
         return sum(float(rows.work[0]) for rows in self.rows.values())
 
     @cached_property
@@ -135,15 +149,18 @@ class Group:
 
     @cached_property
     def slowest_pace(self) -> float:
-        """The pace at which every row has its fewest stages; a slower pace allows no other combination."""
+        """The pace, in seconds, at which every row has its fewest stages; a slower pace allows no other combination."""
         return max(float((rows.load / rows.least + rows.hop).max()) for rows in self.rows.values())
 
     def least_with(self, share: float) -> float:
-        """The least sum over modules of (work + `share` · load · devices of a stage)."""
+        """The least sum over modules of (work + `share` · load · devices of a stage).
+
+        With the further microbatches of a step over the devices as `share` it is a lower bound on the step in seconds.
+        """
         return sum(float((rows.work + share * rows.load * rows.unit).min()) for rows in self.rows.values())
 
     def least_work_at(self, pace: float) -> float:
-        """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
+        """The least work (warm-up seconds) of a combination with stages of at most `pace` seconds, or infinity."""
         front: Front | None = None
         fronts = self._module_fronts(pace)
         if fronts is None:
@@ -159,14 +176,14 @@ class Group:
         return float((front.work[fits] + last.work[row[fits]]).min()) if fits.any() else math.inf
 
     def fronts(self, pace: float) -> list[Front]:
-        """The fronts at `pace` of the first module, the first two, and so on; empty where nothing fits."""
+        """The fronts at `pace` of the first module, of the first two, and so on to all modules; [] if nothing fits."""
         joint: list[Front] = []
         for front in self._module_fronts(pace) or ():
             joint.append(front if not joint else merged(joint[-1], front, self.devices))
         return joint if joint and len(joint[-1].work) else []
 
     def chosen(self, fronts: list[Front], index: int, pace: float) -> dict[str, Degrees]:
-        """The layouts of combination `index` of the last front."""
+        """Degrees by module name, in the order of `rows`, of combination `index` of the last of `fronts` at `pace`."""
         chosen = {}
         for (name, rows), front in zip(reversed(self.rows.items()), reversed(fronts), strict=True):
             chosen[name] = rows.degrees(int(front.row[index]), pace)
@@ -180,7 +197,7 @@ class Group:
         return replace(self, rows=rows)
 
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
-        """Every stage time from `fastest` to `slowest` that a row can have, in no order."""
+        """Every stage time from `fastest` to `slowest` seconds that a row can have, in no order; some are repeated."""
         paces = []
         for rows in self.rows.values():
             if len(rows.depths):
@@ -237,7 +254,10 @@ def _taken(front: Front, keep: np.ndarray) -> Front:
 
 
 def merged(front: Front, module: Front, devices: float) -> Front:
-    """The front of every combination of `front` with a row of `module` on at most `devices` devices."""
+    """The front of every combination of `front` with one of `module`, on at most `devices` devices.
+
+    `before` of the result is an index into `front`, `row` is that of `module`. It is empty if no combination fits.
+    """
     total = front.devices[:, None] + module.devices[None, :]
     before, index = np.nonzero(total <= devices)
     work = front.work[before] + module.work[index]

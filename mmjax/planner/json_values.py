@@ -15,7 +15,7 @@ MOST = 1e18
 
 
 def read_json(flag: str, path: str | Path) -> Any:
-    """The content of a JSON file; messages name `flag`, the command's flag with its path.
+    """The content of a JSON file; messages start with `flag` and the path: "--problem=plan.json: ...".
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, has a key twice in an object, or a number that is not finite.
@@ -37,9 +37,12 @@ def read_json(flag: str, path: str | Path) -> Any:
 def fields(
     data: Any, where: str, names: tuple[str, ...], optional: tuple[str, ...] = (), *, top: str = "the file"
 ) -> dict[str, Any]:
-    """Requires a JSON object that has all of `names`, may have `optional`, and has no other fields; returns it.
+    """Returns `data`, a JSON object that has all fields `names`, may have the fields `optional`, and has no others.
 
-    Messages name the object `where`, or `top` if `where` is "".
+    Messages name the object `where`, such as "modules.llm", or `top` if `where` is "".
+
+    Raises:
+      ConfigError: `data` is no object, or a field is unknown or missing.
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{where or top}={shown(data)}: must be an object with {', '.join(names)}")
@@ -57,7 +60,11 @@ def _join(where: str, name: str) -> str:
 
 
 def whole_number(where: str, value: Any, most: int) -> int:
-    """A whole number from 1 to `most`."""
+    """Returns `value`, a whole number from 1 to `most`, as an int; 8.0 counts as 8.
+
+    Raises:
+      ConfigError: it is none; the message names the field `where`, such as "kinds.h100.devices".
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -66,7 +73,11 @@ def whole_number(where: str, value: Any, most: int) -> int:
 
 
 def number(where: str, value: Any, *, least: float, positive: bool = False) -> float:
-    """A number from `least` to `MOST`; above 0 if `positive`."""
+    """Returns `value`, a number from `least` to `MOST`, as a float; with `positive` it is 1 / `MOST` or more.
+
+    Raises:
+      ConfigError: it is none; the message names the field `where`, such as "modules.llm.param_bytes".
+    """
     legal = "a number above 0" if positive else f"a number of {least:g} or more"
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
         raise ConfigError(f"{where}={shown(value)}: must be {legal}, up to {MOST:g}")
@@ -76,7 +87,7 @@ def number(where: str, value: Any, *, least: float, positive: bool = False) -> f
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON, cut so that a message stays one line."""
+    """`value` as JSON of at most 60 letters, for messages of one line; longer JSON is cut and ends in "..."."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = json.dumps(value)

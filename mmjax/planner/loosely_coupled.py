@@ -36,6 +36,8 @@ TIE = 4 * ROUNDING
 def best_coupled(problem: Problem | MixedProblem) -> Plan:
     """The plan of Algorithm 1 with the shortest simulated step; of equal ones, the one on fewest devices.
 
+    problem: has no communication and no chunks, which are not simulated.
+
     Raises:
       DoesNotFit: there is none; the message says whether any other plan exists.
     """
@@ -59,7 +61,7 @@ def best_coupled(problem: Problem | MixedProblem) -> Plan:
 
 
 def coupled_plans(problem: Problem | MixedProblem, kinds: int = 1) -> Iterator[Plan]:
-    """The plan of each layout of the LLM for which all encoders fit, in no order.
+    """Yields the plan of each layout of the LLM for which all encoders fit, in no order.
 
     kinds: the least number of kinds of device in use.
     """

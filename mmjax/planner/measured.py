@@ -51,7 +51,7 @@ class Line:
     values: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """The value at a size."""
+        """The value at a size of 0 or more."""
         sizes, values = self.sizes, self.values
         if len(sizes) == 1:
             return values[0] * size / sizes[0]
@@ -146,7 +146,7 @@ class MeasuredClock:
         return self
 
     def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
-        """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage.
+        """Seconds of a microbatch in a stage, without the host's part; arguments as for `Clock.stage`.
 
         Raises:
           ConfigError: the module was not timed, or not with this tp.
@@ -160,7 +160,7 @@ class MeasuredClock:
         )
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
-        """Bytes that the larger of a stage's compiled programs needs on a device; arguments as `stage`.
+        """Bytes that the larger of a stage's compiled programs needs on a device; arguments as for `Clock.stage`.
 
         Raises:
           ConfigError: the module was not compiled, or not with this tp.
@@ -186,7 +186,11 @@ class MeasuredClock:
         return max(map(needed, table))
 
     def move(self, size: float, *, across: bool) -> float:
-        """Seconds in which a device sends `size` bytes to another."""
+        """Seconds in which a device sends `size` bytes to another; `across` changes nothing.
+
+        Raises:
+          ConfigError: the profile has no moves.
+        """
         return _line(self.profile.moves, "moves").at(size)
 
     def copy(self, size: float) -> float:
@@ -194,10 +198,10 @@ class MeasuredClock:
         return _line(self.profile.copies, "copies").at(size) if self.profile.copies else math.inf
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
-        """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all.
+        """Seconds of an all-gather or reduce-scatter over `ranks` devices of `size` bytes in all; 0 for one rank.
 
-        Between two measured numbers of ranks the seconds are linear. Beyond them they are those of the nearest number,
-        scaled by (ranks - 1)/ranks, the share of the bytes that a ring moves.
+        `across` changes nothing. Between two measured numbers of ranks the seconds are linear. Beyond them they are
+        those of the nearest number, scaled by (ranks - 1)/ranks, the share of the bytes that a ring moves.
 
         Raises:
           ConfigError: the profile has no gathers.
@@ -305,9 +309,10 @@ def _fit(times: Mapping[StagePart, Lines], positions: float, width: int) -> np.n
 
 
 def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Non-negative least squares: the x ≥ 0 for which matrix·x is closest to `target`.
+    """Non-negative least squares: the x ≥ 0, [K], for which matrix·x is closest to `target`.
 
-    Tries every set of unknowns that may be above 0, the largest sets first; there are few unknowns.
+    `matrix` is [N, K], `target` [N]. Tries every set of unknowns that may be above 0, the largest sets first; there are
+    few unknowns.
     """
     count = matrix.shape[1]
     best, least = np.zeros(count), float(target @ target)

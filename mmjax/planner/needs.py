@@ -83,10 +83,15 @@ def fullest_split(lanes: Iterable[Iterable[str]], *, residuals: float, deferred:
 def bytes_by_rank(
     graph: StageGraph, by_stage: Mapping[str, DeviceBytes], phased: Collection[str] = ()
 ) -> dict[int, float]:
-    """Bytes that a device holds, by rank, for the first rank of each stage.
+    """The most bytes that a device holds at once, by rank, for the first rank of each stage.
 
     Only one of the stages on a device has temporaries at a time. Ranks of a stage are neighbours, so the most stages
-    overlap on the first rank of one of them. phased: modules that do not run while other modules do.
+    overlap on the first rank of one of them.
+
+    Args:
+      graph: the stage graph.
+      by_stage: bytes of a device of each stage, by stage name ("llm.0").
+      phased: names of the modules that do not run while other modules do.
     """
     totals: dict[int, float] = {}
     for rank in sorted({min(node.ranks) for node in graph.stages}):

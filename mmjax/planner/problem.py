@@ -27,7 +27,7 @@ TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 
 def divisors(number: int, most: int) -> list[int]:
-    """The divisors of `number` up to `most`, ascending."""
+    """The divisors of `number` from 1 up to `most`, ascending."""
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
@@ -158,7 +158,9 @@ class MixedProblem:
 
 
 def read_problem(path: str | Path) -> Problem | MixedProblem:
-    """The problem in a JSON file.
+    """The problem in a JSON file: a `MixedProblem` if it has the field "kinds", else a `Problem`.
+
+    See `parse_mixed_problem` and `parse_problem` for the fields.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, or a value in it is not legal.
@@ -168,7 +170,11 @@ def read_problem(path: str | Path) -> Problem | MixedProblem:
 
 
 def parse_problem(data: Any) -> Problem:
-    """The problem on devices of one kind in parsed JSON (see ``docs/planner.md``).
+    """The problem on devices of one kind in parsed JSON; ``docs/planner.md`` describes the fields.
+
+    Required are "devices", "global_batch", "microbatch", "memory" (bytes) and "modules": by name, "llm" among them,
+    each has "fwd" and "bwd" (seconds of a sample by tp: {"1": 0.12}), "param_bytes", "optimizer_bytes" and
+    "activation_bytes". Optional are "bandwidth" and, in a module, "layers", "chunks" and "sent_bytes".
 
     Raises:
       ConfigError: a field is unknown, missing, or not legal.
@@ -182,10 +188,14 @@ def parse_problem(data: Any) -> Problem:
 
 
 def parse_mixed_problem(data: Any) -> MixedProblem:
-    """The problem on several `kinds` of devices in parsed JSON (see ``docs/planner.md``).
+    """The problem on several kinds of device in parsed JSON; ``docs/planner.md`` describes the fields.
+
+    In place of "devices" and "memory" there is "kinds": {"h100": {"devices": 64, "memory": 80e9}}, each with an
+    optional "bandwidth". In place of "fwd" and "bwd" a module has "kinds": {"h100": {"fwd": {"4": 0.3}, "bwd": {"4":
+    0.6}}}, with the kinds on which it may be. All else is as for `parse_problem`.
 
     Raises:
-      ConfigError: a field is unknown, missing, or not legal.
+      ConfigError: a field is unknown, missing, or not legal, or there are too many kinds and modules.
     """
     values = fields(data, "", ("kinds", "global_batch", "microbatch", "modules"), top="the problem")
     kinds = _kinds(values["kinds"])

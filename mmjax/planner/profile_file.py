@@ -106,9 +106,9 @@ class Profile:
       device: the devices of the measurement.
       jax: version of JAX.
       dtype: dtype of computation (`Train.dtype`).
-      model: by module, the fields of its configuration that determine times.
-      data: by module, figures of its samples or media: count, and mean, median, p90, p99 and most positions; and their
-        average number in a sample (`per_sample`).
+      model: by part of the model, the fields of its configuration that determine times, as `model_of` gives them.
+      data: by module name, figures of its samples or media: count, and mean, median, p90, p99 and most positions; and
+        their average number in a sample (`per_sample`).
       trials: timed stages.
       compiled: temporaries of these stages and others.
       moves: times from one device to another.
@@ -148,7 +148,7 @@ class Profile:
         return tuple(sorted({trial.tp for trial in self.trials if trial.module == module}))
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON, which `parse_profile` reads."""
+        """The profile as an object for `json.dumps`, with "format" and the attributes as keys; see `parse_profile`."""
         return {
             "format": FORMAT,
             "device": dataclasses.asdict(self.device),
@@ -208,7 +208,7 @@ def _umask() -> int:
 
 
 def require_writable(path: str | Path) -> None:
-    """Requires that a profile can be written to `path`; called before anything is measured.
+    """Requires that a profile can be written to `path`, and leaves nothing there; called before anything is measured.
 
     Raises:
       ConfigError: no file can be made there.
@@ -224,7 +224,7 @@ def require_writable(path: str | Path) -> None:
 
 
 def read_profile(path: str | Path, recipe: Recipe | None = None) -> Profile:
-    """Reads a profile; with `recipe`, requires a profile of its model.
+    """Reads the file of a profile, as `write_profile` writes it; with `recipe`, requires a profile of its model.
 
     Raises:
       ConfigError: the file cannot be read, is no profile, or is a profile of another model.
@@ -236,7 +236,7 @@ def read_profile(path: str | Path, recipe: Recipe | None = None) -> Profile:
 
 
 def parse_profile(data: Any, where: str = "the profile") -> Profile:
-    """The profile in parsed JSON; messages start with `where`.
+    """The profile in parsed JSON, as `Profile.as_json` gives it; messages start with `where`.
 
     Raises:
       ConfigError: a field is unknown, missing, or not legal.
@@ -343,7 +343,12 @@ def _text(where: str, data: Any) -> str:
 
 
 def model_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """For each module, the fields that determine the times of its stages: its sizes, and whether it is trained."""
+    """By part of the model, the fields that determine the times of its stages: its settings by name, and "trained".
+
+    Parts are modules, projectors and adapters: "llm", "vision", "vision_projector", "llm_lora". Values are as in JSON:
+    a tuple is a list, and "trained" is a bool. Numbers of layers are not among them. An LLM whose `vocab` is 0 has
+    "tokenizer" too.
+    """
     parts = recipe.model.parts.items()
     sizes = {name: _sizes(part.settings) | {"trained": not part.optimizer.frozen} for name, part in parts}
     if not recipe.model[LLM].settings.vocab:
@@ -357,7 +362,7 @@ def _sizes(module: Any) -> dict[str, Any]:
 
 
 def require_same_model(profile: Profile, recipe: Recipe, where: str = "the profile") -> None:
-    """Requires a profile of the configuration's model.
+    """Requires that `profile` is of the configuration's model and dtype; messages start with `where`.
 
     Raises:
       ConfigError: it is a profile of another model; the message names the first difference.

@@ -36,7 +36,7 @@ class Relaxed:
     Attributes:
       bound: seconds; no plan takes less.
       step: seconds of the best combination, by cvxpy; at most `SLACK` above the bound.
-      devices: number of devices by module, a real number.
+      devices: number of devices by module name, a real number.
     """
 
     bound: float
@@ -45,7 +45,10 @@ class Relaxed:
 
 
 def relax(problem: Problem | MixedProblem, real_from: float = 1.0) -> Relaxed | None:
-    """The relaxation of `problem` in which pp is real from `real_from` on; None if it does not fit either."""
+    """The relaxation of `problem` in which pp is real from `real_from` on; None if it does not fit either.
+
+    problem: has no communication and no chunks.
+    """
     nonempty = [space.pruned() for space in spaces(problem, real_from)]
     if not nonempty:
         return None
@@ -90,10 +93,15 @@ def program(
     real_from: float = 1.0,
     kinds: Mapping[str, str] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of a step and devices by module, with tp and dp of `degrees` and any real pp.
+    """The shortest step with given tp and dp and real pp: its seconds, and by module the real number of devices.
 
-    A pp below `real_from` stays as it is; other pp may be any real number from `real_from` on. kinds: kind of device by
-    module if there are several; each kind has a program of its own, and the slowest sets the pace.
+    Each kind of device has a program of its own, and the slowest sets the pace.
+
+    Args:
+      problem: the problem, without communication and chunks.
+      degrees: by module name, tp and dp, and a pp that counts only if it is below `real_from`: then it stays.
+      real_from: other pp may be any real number from here on.
+      kinds: kind of device by module name, if there are several kinds.
 
     Raises:
       ValueError: no number of devices fits.
@@ -136,7 +144,8 @@ def _program(
 def divide(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
     """Numbers of devices x with the smallest max(load / x), from `least` to `most`, at most `devices` in all.
 
-    Arrays are of shape [M]. A module with `least` = `most` is no variable: a solver prefers ranges with an interior.
+    Arrays, the result too, are of shape [M]. A module with `least` = `most` is no variable: a solver prefers ranges
+    with an interior.
     """
     free = np.flatnonzero(most > least * (1 + ROUNDING))
     if not len(free):

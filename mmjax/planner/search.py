@@ -109,7 +109,7 @@ def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int
     """The best plan for each dp of the LLM and each assignment of modules to kinds of device, the shortest step first.
 
     Plans whose step is certainly longer than the best by more than the share `within` are left out. kinds: the least
-    number of kinds in use.
+    number of kinds in use. The result is [] if no plan fits.
     """
     plans, best = [], math.inf
     for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):

@@ -71,7 +71,9 @@ def make_grid(problem: Problem, name: str) -> Grid:
 class Grids:
     """The grids of a problem on devices of one kind, and the groups of each dp of the LLM, which are made from them.
 
-    real_from: the pp from which on it may be any real number.
+    Args:
+      problem: the problem on these devices.
+      real_from: the pp from which on it may be any real number; infinite for whole numbers only.
     """
 
     def __init__(self, problem: Problem, real_from: float = math.inf) -> None:
@@ -80,7 +82,11 @@ class Grids:
         self._groups: dict[tuple[tuple[str, ...], int], Group | None] = {}
 
     def rows(self, name: str, llm_dp: int) -> DegreeTable | None:
-        """The rows of module `name` that fit into memory on some number of stages, or None."""
+        """The rows of module `name` that fit into memory on some number of stages; None if none does.
+
+        Seconds are for one microbatch of each of the `llm_dp` LLM replicas, shared among the module's dp. The LLM's
+        rows have `llm_dp` as dp.
+        """
         grid, costs = self._grids[name], self.problem.modules[name]
         rows, weights = grid.rows, grid.weights
         dp, replicas, activations = rows.dp, llm_dp, grid.activations * llm_dp
@@ -113,7 +119,7 @@ class Grids:
         return replace(rows, load=load, hop=passing, lead=passing / costs.chunks)
 
     def group(self, names: Collection[str], llm_dp: int) -> Group | None:
-        """The group of these modules; None if their fewest devices are more than available."""
+        """The group of the modules of these names; None if one does not fit, or all together need too many devices."""
         key = (tuple(names), llm_dp)
         if key not in self._groups:
             self._groups[key] = self._group(*key)
@@ -142,7 +148,7 @@ class Space:
     Attributes:
       llm_dp: the LLM's dp.
       steps: number of microbatches after the first; 1 for a single microbatch that is followed by dp communication.
-      groups: the groups of modules by kind of device.
+      groups: the groups of modules by kind of device, without empty ones; "" is the one kind of a `Problem`.
     """
 
     llm_dp: int
@@ -151,16 +157,19 @@ class Space:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of each module's devices."""
+        """The kind of each module's devices, by module name."""
         return {name: kind for kind, group in self.groups.items() for name in group.rows}
 
     def step(self, work: Any, pace: float) -> Any:
-        """Seconds of a step with this work (a number or an array); with one microbatch the pace does not matter."""
+        """Seconds of a step with this work (warm-up seconds, a number or an array) and pace (seconds of a stage).
+
+        With one microbatch the pace does not matter, and may be infinite.
+        """
         return work + self.steps * pace if self.steps else work
 
     @cached_property
     def least_work(self) -> float:
-        """A lower bound on the work of every combination."""
+        """A lower bound on the work (warm-up seconds) of every combination."""
         return sum(group.least_work for group in self.groups.values())
 
     @cached_property
@@ -170,7 +179,7 @@ class Space:
 
     @cached_property
     def slowest_pace(self) -> float:
-        """The pace at which every row has its fewest stages; a slower pace allows no other combination."""
+        """The pace, in seconds, at which every row has its fewest stages; a slower pace allows no other combination."""
         return max(group.slowest_pace for group in self.groups.values())
 
     @cached_property
@@ -189,13 +198,14 @@ class Space:
         return max(bounds)
 
     def least_work_at(self, pace: float) -> float:
-        """The least work of a combination whose stages take at most `pace`; infinite where there is none."""
+        """The least work (warm-up seconds) of a combination with stages of at most `pace` seconds, or infinity."""
         return sum(group.least_work_at(pace) for group in self.groups.values())
 
     def chosen(self, pace: float, limit: float) -> tuple[int, dict[str, Degrees]]:
-        """Number of devices and degrees of the combination on fewest devices whose step takes at most `limit`.
+        """Number of devices, and degrees by module name, of the best combination at `pace`.
 
-        Only combinations at `pace` count, and there must be one. If no step is so short, it is the one with least work.
+        It is the one on fewest devices among those whose step takes at most `limit` seconds. If no step is so short, it
+        is the one with least work. There must be a combination at this pace.
         """
         by_group = [group.fronts(pace) for group in self.groups.values()]
         joint = [replace(by_group[0][-1], row=np.arange(len(by_group[0][-1].work)))]
@@ -218,7 +228,7 @@ class Space:
         return replace(self, groups={kind: group.pruned() for kind, group in self.groups.items()})
 
     def paces(self, fastest: float, slowest: float) -> np.ndarray:
-        """Every stage time from `fastest` to `slowest` that a row can have, ascending."""
+        """Every stage time in seconds from `fastest` to `slowest` that a row can have, ascending, each once."""
         paces = np.unique(np.concatenate([group.paces(fastest, slowest) for group in self.groups.values()]))
         return paces[np.diff(paces, prepend=-1) > paces * ROUNDING]
 
@@ -228,7 +238,7 @@ def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: 
 
     Args:
       problem: the problem.
-      real_from: the pp from which on it may be any real number.
+      real_from: the pp from which on it may be any real number; infinite for whole numbers only.
       kinds: the least number of kinds in use.
     """
     grids = {kind: Grids(on_kind, real_from) for kind, on_kind in problem.kinds.items()}
@@ -248,7 +258,11 @@ def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: 
 
 
 def assignments(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Every assignment of modules to kinds of device on which they have times: modules by kind, without empty kinds."""
+    """Every assignment of modules to kinds of device on which they have times.
+
+    Yields the names of the modules by kind, without empty kinds: {"h100": ("llm",), "l20": ("vision",)}. The one kind
+    of a `Problem` is "".
+    """
     choices = [[kind for kind, on_kind in problem.kinds.items() if name in on_kind.modules] for name in problem.names]
     for kinds in itertools.product(*choices):
         by_kind = {

@@ -11,9 +11,13 @@ from mmjax.schedule.graph import EdgeKind, StageGraph, StageNode, connected
 
 
 def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[str, StagePart]) -> StageGraph:
-    """Stages and edges in the same order as in a run.
+    """The stage graph of a candidate, with stages and edges in the same order as in a run.
 
-    clock: has the number of devices of a process. parts: the part of its module that each stage has, by stage name.
+    Args:
+      work: the work of the model.
+      candidate: layouts and offloads of its modules.
+      clock: has the number of devices of a process.
+      parts: by stage name ("llm.0"), in order, the part of its module; see `StepSeconds.parts`.
     """
     nodes: list[StageNode] = []
     pairs: list[tuple[str, str]] = []
@@ -42,10 +46,15 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
 
 
 def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], int], *stages: StageNode) -> bool:
-    """Whether stages are in different groups of devices, such as nodes or processes.
+    """Whether the ranks of some stages are in more than one group of devices, such as a node or a process.
 
-    `size_of` returns the number of devices of a group, which are neighbours; 0 means one group of all devices. Groups
-    of a kind of device are counted from its first rank.
+    Groups of a kind of device are counted from its first rank.
+
+    Args:
+      candidate: the candidate that has the stages.
+      clock: its times.
+      size_of: returns the number of devices of a group, such as `clock.node`; 0 means one group of all devices.
+      stages: the stages, of which all ranks count.
     """
     groups: set[tuple[int, int]] = set()
     for stage in stages:

@@ -35,7 +35,7 @@ class StepSeconds:
       work: the work of all modules.
       clock: the times.
       candidate: the candidate that is estimated.
-      rows: by module, rows of a microbatch and their width, padding included.
+      rows: by module name, rows of a microbatch on all ranks together, and positions of a row, padding included.
     """
 
     work: Work
@@ -47,7 +47,7 @@ class StepSeconds:
 
     @cached_property
     def parts(self) -> dict[str, StagePart]:
-        """The part of its module that each stage has, by stage name."""
+        """The part of its module that each stage has, by stage name ("llm.0"): modules in order, then their stages."""
         return {
             f"{name}.{index}": part
             for name, module in self.work.modules.items()
@@ -63,7 +63,7 @@ class StepSeconds:
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of every op."""
+        """Seconds of every op of `graph`, with the host's time; ops on lanes may differ by microbatch."""
         seconds: dict[CostKey, float] = {}
         for node in self.graph.stages:
             part = self.parts[node.name]
@@ -87,7 +87,7 @@ class StepSeconds:
         return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.traits.splits)]
 
     def w_share(self, name: str, part: StagePart) -> float:
-        """The share of W in a backward that is split, by FLOPs."""
+        """The share of W in the FLOPs of a split backward of this part of module `name`; 0 without a backward."""
         module = self.work.modules[name]
         flops = module.backward.of(part)
         return module.weight_gradients.of(part) / flops if flops else 0.0
@@ -199,7 +199,7 @@ class StepSeconds:
     def list_share(self, source: str, target: str) -> float:
         """The share of the tokens of `source` in the send list of a rank of `target`; 1 if ranks take whole rows.
 
-        See `mmjax.data.send_lists`.
+        Both are names of modules. See `mmjax.data.send_lists`.
         """
         sender, reader = self.work.modules[source], self.work.modules[target]
         if not sender.together or sum(source in module.after for module in self.work.modules.values()) > 1:
@@ -245,13 +245,13 @@ class StepSeconds:
         return windows * first + (count - windows) * max(loads.values(), default=0.0) + exclusive + once
 
     def once_seconds(self, name: str) -> float:
-        """Seconds of prepare, reduce and update in the slowest stage of a module."""
+        """Seconds of prepare, reduce and update together in the slowest stage of the module of this name."""
         parts = self.work.modules[name].parts(self.candidate.layouts[name])
         costs = (self._once(name, parts.index(part), part) for part in set(parts))
         return max(cost["prepare"] + cost["reduce"] + cost["update"] for cost in costs)
 
     def stage_seconds(self, stage: str) -> float:
-        """Seconds of forward and backward of a microbatch in a stage."""
+        """Seconds of forward and backward (B and W) of a microbatch in the stage of this name, such as "llm.0"."""
         return sum(self.costs.seconds[kind, stage, False] for kind in self._kinds(self.graph.stage(stage)))
 
     # ---- the simulated step ------------------------------------------------------------------------------------------
@@ -262,7 +262,10 @@ class StepSeconds:
         return 1 + max(self.graph.distance(node.name) for node in self.graph.stages)
 
     def timeline(self, microbatches: int = 0, graph: StageGraph | None = None) -> Timeline:
-        """A simulated step of `microbatches` microbatches; 0 means all microbatches of a step."""
+        """A simulated step of `microbatches` microbatches; 0 means all microbatches of a step.
+
+        graph: takes the place of the candidate's stage graph, with the same stages and edges.
+        """
         count = microbatches or self.candidate.microbatches
         window = self.candidate.window if count > self.candidate.window else 0
         schedule = make_schedule(
@@ -356,7 +359,7 @@ class StepSeconds:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the peak of the devices in use, as in a run's metrics: real positions, no recompute.
+        """Model FLOPs per second over the peak of the devices in use: real positions, without recompute.
 
         None if a peak is not known.
         """
@@ -372,7 +375,7 @@ class StepSeconds:
 
     @property
     def recompute(self) -> float:
-        """Share of recompute in the FLOPs of a step."""
+        """Share of recompute in the FLOPs of a step, padding included."""
         recompute = total = 0.0
         for name, module in self.work.modules.items():
             rows, width = self.rows[name]
@@ -382,7 +385,7 @@ class StepSeconds:
 
     @cached_property
     def bottleneck(self) -> str:
-        """The longest stage on the ranks with the most seconds for a microbatch."""
+        """Name of the longest stage on the ranks with the most seconds for a microbatch, such as "llm.0"."""
         return max(self.graph.stages, key=lambda n: (self.loads[n.ranks], self.stage_seconds(n.name))).name
 
     @cached_property

@@ -28,9 +28,16 @@ EdgeCosts = tuple[dict[CostKey, float], dict[tuple[str, str, bool, int], float]]
 def edge_costs(
     graph: StageGraph, candidate: Candidate, clock: Clocks, size_of: Callable[[EdgeNode], float]
 ) -> EdgeCosts:
-    """Seconds of each edge's move, or of its unpack if the edge is local; for an edge with lanes, of its slowest pair.
+    """Seconds of each edge's move, or of its unpack if the edge is local, in both directions, with the host's time.
 
-    size_of: bytes of a microbatch's activation over an edge, for all dp ranks together.
+    For an edge with lanes the first dict has its slowest pair of lanes, and the second each microbatch of a step. For
+    other edges the second has nothing.
+
+    Args:
+      graph: the stage graph.
+      candidate: the layouts of its modules.
+      clock: their times.
+      size_of: returns the bytes of a microbatch's activation over an edge, for all dp ranks together.
     """
     seconds: dict[CostKey, float] = {}
     overrides: dict[tuple[str, str, bool, int], float] = {}
@@ -65,7 +72,7 @@ def exchange_seconds(
       module: the work of the module.
       layout: its layout.
       clock: its times.
-      shape: rows of a microbatch and their width.
+      shape: rows of a microbatch on all ranks together, and positions of a row.
       part: the part of the module that a stage has.
       compute: seconds of the stage without the exchange.
       gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
@@ -107,7 +114,7 @@ Gather = Callable[[float], float]
 
 
 def head_chunks(module: ModuleWork, layout: Layout) -> int:
-    """The number of chunks in which the key/value heads of a rank are gathered."""
+    """The number of chunks in which "gather" sends the key/value heads of a rank: at most `MAX_CHUNKS`, all equal."""
     groups = _heads_per_rank(module.heads[1], layout)
     return next(count for count in range(min(MAX_CHUNKS, groups), 0, -1) if groups % count == 0)
 
@@ -157,7 +164,10 @@ def _all_to_all_seconds(
 
 
 def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], gradient_ratio: float = 2.0) -> float:
-    """Bytes of keys and values of other ranks, and of their gradients, that a rank holds while a backward runs."""
+    """Bytes of keys and values of other cp ranks, and of their gradients, that a rank holds while a backward runs.
+
+    They are those of one layer, and 0 without cp. shape, gradient_ratio: as for `exchange_seconds`.
+    """
     ranks = module.context(layout)
     if ranks == 1:
         return 0.0

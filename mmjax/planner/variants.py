@@ -32,7 +32,10 @@ SCHEDULE_GAIN, INSTANCES_GAIN, CP_METHOD_GAIN = 0.02, 0.005, 0.005
 
 
 def split_rows(work: Work, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with cp in place of a factor of modules' tp, or dp, in every combination of modules."""
+    """Yields the candidate with cp in place of a factor of modules' tp, or dp, in every combination of modules.
+
+    Ranks stay the same. It yields nothing where no module may have cp.
+    """
     choices = [_with_context(work.modules[name], layout) for name, layout in candidate.layouts.items()]
     for layouts in itertools.product(*choices):
         if any(layout.cp > 1 for layout in layouts):
@@ -74,7 +77,11 @@ def _quick(estimate: Estimate, layouts: Mapping[str, Layout]) -> float:
 
 
 def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[Candidate]:
-    """The candidate with an interleaved schedule and `chunks` LLM stages on each submesh, if that is legal."""
+    """Yields the candidate with an interleaved schedule and `chunks` LLM stages on each submesh, if that is legal.
+
+    It is legal if the LLM runs 1F1B, chunks·pp divides its layers and pp divides the microbatches; otherwise nothing is
+    yielded.
+    """
     llm = candidate.layouts[LLM]
     divisible = work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0
     if candidate.is_pipelined_1f1b and divisible:
@@ -83,7 +90,11 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
 
 
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
-    """A 1F1B candidate with each other schedule whose step, by a closed form, could be well below `best` seconds."""
+    """Yields a 1F1B candidate with each other schedule whose step, by a closed form, could be well below `best`.
+
+    `best` is in seconds, and the least gain `SCHEDULE_GAIN`. It yields nothing unless the LLM of the estimate runs 1F1B
+    in several stages.
+    """
     candidate, limit = estimate.candidate, best * (1 - SCHEDULE_GAIN)
     for schedule, gain in gains(estimate).items() if candidate.is_pipelined_1f1b else ():
         if estimate.seconds - gain < limit:
@@ -94,7 +105,9 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
 
 
 def gains(estimate: Estimate) -> dict[str, float]:
-    """For each schedule, the seconds that it may save over 1F1B in a step, if all stages take as long as the longest.
+    """By schedule, the seconds of a step that it may save over 1F1B if all stages take as long as the longest.
+
+    The schedules are "zb-h1", "eager-1f1b" and "interleaved" with `MORE_CHUNKS` chunks; a gain may be negative.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
     every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
@@ -135,6 +148,12 @@ def balanced(
 
     Ends, and modules that share a stage's ranks, count too. None if layers are cut like this already. See
     `mmjax.schedule.partition`.
+
+    Args:
+      work: the work of the model.
+      clock: the times of its modules.
+      rows: as `StepSeconds.rows`.
+      candidate: the candidate; modules of one stage stay as they are.
     """
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
@@ -210,7 +229,7 @@ def _once_seconds(estimate: Estimate, layouts: Mapping[str, Layout], names: Iter
 def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate | None:
     """The candidate with only as much offload as it needs to fit; the largest copies are dropped first.
 
-    None if no offload makes it fit.
+    None if no offload makes it fit. fits: whether an estimate, which has some offload, fits into memory.
     """
     most = everything_offloaded(estimate)
     if not fits(most):
@@ -225,7 +244,10 @@ def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate
 
 
 def everything_offloaded(estimate: Estimate) -> Estimate:
-    """The estimate with the most offload that the schedule allows, for modules whose devices can copy to the host."""
+    """The estimate with the most offload that the schedule allows, for modules whose devices can copy to the host.
+
+    Masters and moments of all are offloaded, and compute parameters of encoders that have phases of their own.
+    """
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)
     able = [name for name in candidate.layouts if not isinf(estimate.clock.of(name).copy(1.0))]

@@ -39,7 +39,7 @@ class Shares:
     last: float = 0.0
 
     def of(self, part: StagePart) -> float:
-        """The quantity for a part of the module."""
+        """The quantity for a part: `layer` times its layers, with `first` and `last` if it has these ends."""
         return self.layer * part.layers + self.first * part.first + self.last * part.last
 
     @property
@@ -78,7 +78,7 @@ class StageMemory:
     split: float = 1.0
 
     def running(self, part: StagePart, rows: float) -> float:
-        """Bytes of temporaries that the programs of a part need for `rows` rows."""
+        """Bytes of temporaries that the programs of a part need for `rows` rows, if the backward is not split."""
         sizes = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
         most = max(rows * row + fixed for row, fixed, present in sizes if present)
         return most + self.fixed_layer * part.layers
@@ -125,7 +125,7 @@ class ModuleWork:
       together: positions that make one token for other modules; 0 if other modules always take whole rows.
       blended: number of its tokens whose mean is one position of another module.
       memory: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
-      after: modules whose activations it takes.
+      after: names of the modules whose activations it takes.
       enters: layers of its targets, beside the first, that its activations enter.
     """
 
@@ -183,7 +183,7 @@ class ModuleWork:
         )
 
     def context(self, layout: Layout) -> int:
-        """Number of cp ranks that share the positions of a row."""
+        """Number of cp ranks that share the positions of a row; 1 if each of them computes whole rows."""
         return layout.cp if self.ring else 1
 
     @property
@@ -216,16 +216,16 @@ class Work:
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """Modules before the LLM."""
+        """Names of the modules whose activations the LLM takes, in the order of `modules`."""
         return tuple(name for name in self.modules if name in self.modules[LLM].after)
 
     @property
     def generators(self) -> tuple[str, ...]:
-        """Modules behind the LLM."""
+        """Names of the modules that take the LLM's activations, in the order of `modules`."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
     def states(self, name: str, part: StagePart, *, tp: int, shards: int) -> StateBytes[float]:
-        """Bytes of states of a part of module `name` on a device; shards: as for `state_bytes`."""
+        """Bytes of states of a part of module `name` on a device; shards: ranks that share its masters and moments."""
         module = self.modules[name]
         return state_bytes(
             module.parameters.of(part) / tp,

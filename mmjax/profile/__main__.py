@@ -34,7 +34,13 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and writes a profile."""
+    """Measures a profile, writes it to the file of --out and prints it; returns the exit status 0.
+
+    argv: the arguments without the program's name; None takes the process's.
+
+    Raises:
+      SystemExit: the input is not legal (status 2), or Ctrl-C (130); also after --help.
+    """
     with one_line_errors("interrupted: no profile was written"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.profile")
         require_gin_file(flags)
@@ -58,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(profile: Profile) -> Iterator[str]:
-    """The profile as lines of text."""
+    """The profile as lines of text: the device, every compiled stage, the data and the links."""
     yield f"{profile.source}, {profile.dtype}"
     yield (
         f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"

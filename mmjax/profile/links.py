@@ -28,12 +28,15 @@ _ITEM = 4
 
 
 def ranks_here(world: World) -> tuple[int, ...]:
-    """The numbers of ranks over which collectives are measured, as far as there are devices."""
+    """The numbers of ranks over which collectives are measured: of 2, 4 and 8 those that the world has."""
     return tuple(ranks for ranks in _RANKS if ranks <= world.size)
 
 
 def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
-    """All-gathers over the first ranks: bytes of the result, and seconds."""
+    """Measures all-gathers over the first `ranks` ranks: (bytes of the result, seconds) for each of `sizes`.
+
+    All processes call it. Seconds are 0 in a process that has none of these ranks.
+    """
 
     def gather(x: jax.Array) -> jax.Array:
         return jax_compat.all_gather_invariant(x, ("r",), 0)
@@ -42,7 +45,10 @@ def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
 
 
 def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
-    """All-reduces over the first ranks: bytes on each, and seconds."""
+    """Measures all-reduces over the first `ranks` ranks: (bytes on each rank, seconds) for each of `sizes`.
+
+    All processes call it. Seconds are 0 in a process that has none of these ranks.
+    """
 
     def reduce(x: jax.Array) -> jax.Array:
         return lax.psum(x, "r")
@@ -63,10 +69,10 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
 
 
 def moves(world: World, sizes: tuple[int, ...]) -> Samples:
-    """Moves from the first device to the second: bytes, and seconds of pack, move and unpack.
+    """Measures moves from the first device to the second: (bytes, seconds) for each of `sizes`, with pack and unpack.
 
-    The time is half of that of a move there and back: between two processes only a move back tells the first one that
-    its own has arrived.
+    The world has two devices or more, and all processes call it. The time is half of that of a move there and back:
+    between two processes only a move back tells the first one that its own has arrived.
     """
     ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
     samples = []
@@ -82,7 +88,10 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
 
 
 def copies(world: World, sizes: tuple[int, ...]) -> Samples:
-    """Copies from a device here to its host's pinned memory: bytes, and seconds; none where it has no such memory."""
+    """Measures copies from a device of this process to pinned host memory: (bytes, seconds) for each of `sizes`.
+
+    The result is () where the device has no such memory.
+    """
     device = world.devices[min(world.local_ranks)]
     if HOST not in [memory.kind for memory in device.addressable_memories()]:
         return ()

@@ -33,7 +33,7 @@ _ALL = 0.9
 
 
 def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> Profile:
-    """Measures the configured model on the devices here.
+    """Measures the configured model on the devices here. All processes call it, and get the profile of the first.
 
     Layouts and numbers of layers of the configuration are not used. `World.devices` says how many devices to measure;
     without it, all accelerators here or eight virtual CPU devices.
@@ -41,10 +41,10 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
     Args:
       recipe: model, data, batch and buckets.
       quick: fewer shapes and sizes.
-      style: the style of the progress display; see `Progress`.
+      style: the style of the progress display: "auto", "bar", "lines" or "silent"; see `Progress`.
 
     Raises:
-      ConfigError: two settings contradict each other.
+      ConfigError: two settings contradict each other, or there are fewer devices than `World.devices`.
     """
     source = open_source(recipe, split="train")
     recipe = with_buckets(with_steps(recipe, source), source)
@@ -87,13 +87,19 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
 
 
 def sampled(recipe: Recipe, source: Source, samples: int) -> dict[str, dict[str, float]]:
-    """Figures of the lengths of samples or media by module, in positions, from the metadata of the first samples."""
+    """By module name, figures of the lengths of its samples or media, in positions, from the first `samples` samples.
+
+    The figures of a module are those of `FIGURES` ("count", "mean", ...) and "per_sample", the average number in a
+    sample.
+    """
     lengths = lengths_of([source.meta(index) for index in range(samples)], recipe.model.media)
     return {name: figures_of(values) | {"per_sample": len(values) / samples} for name, values in lengths.items()}
 
 
 def world_for(recipe: Recipe) -> World:
-    """The devices here, whatever the layouts need; of several processes as many as they need, as in a run.
+    """The devices to measure: `World.devices` of them, or else all accelerators here or `VIRTUAL` CPU devices.
+
+    Of several processes it is as many as a run has, by default those of the layouts. Starts the backend of JAX.
 
     Raises:
       ConfigError: there are fewer than `World.devices`.

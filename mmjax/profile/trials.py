@@ -54,7 +54,7 @@ class Cut:
     stages: int
 
     def part(self, index: int) -> StagePart:
-        """The part of the module that stage `index` has."""
+        """The part of the module that stage `index`, from 0, has."""
         return StagePart(layers=self.layers // self.stages, first=index == 0, last=index == self.stages - 1)
 
 
@@ -74,7 +74,7 @@ class Point:
     """An input shape for every module.
 
     Attributes:
-      shapes: (rows, width) by module.
+      shapes: (rows of a microbatch, positions of a row) by module name.
       ends: whether first and last ends are timed apart (`HALVES`).
       loops: whether loops with the first end alone are compiled (`LOOPS`).
     """
@@ -101,7 +101,7 @@ def points(packer: Packer, rows: int, *, quick: bool) -> list[Point]:
 
     Args:
       packer: packs the data.
-      rows: LLM rows of a microbatch.
+      rows: samples of a microbatch, which are its LLM rows unless they are packed.
       quick: only the widest bucket, with all rows and a quarter.
     """
     tried = {name: _shapes(packer, name, rows, quick=quick) for name in (LLM, *packer.encoders)}
@@ -132,7 +132,7 @@ def _shapes(packer: Packer, module: str, rows: int, *, quick: bool) -> list[tupl
 
 
 def legal_tps(recipe: Recipe, module: str, devices: int) -> tuple[int, ...]:
-    """Every tp that divides the sizes of a module and needs no more than `devices`."""
+    """Every tp up to `devices`, ascending, that divides the sizes of the module of this name."""
     return tuple(tp for tp in work.legal_tps(recipe, module) if tp <= devices)
 
 
@@ -142,7 +142,15 @@ def legal_tps(recipe: Recipe, module: str, devices: int) -> tuple[int, ...]:
 def placed_for(
     recipe: Recipe, tokenizer: Tokenizer, world: World, cut: Cut, layout: Mapping[str, Layout]
 ) -> PlacedModel:
-    """The configuration's model, every module cut in this way, on the first devices."""
+    """The configuration's model with every module cut in this way, on the first devices; no weights are made.
+
+    Args:
+      recipe: the configuration.
+      tokenizer: its tokenizer.
+      world: the devices.
+      cut: layers and stages of each module, in place of the configuration's.
+      layout: by module name, the degrees; `cut` gives the pp.
+    """
 
     def cut_node(node: ModuleSpec) -> ModuleSpec:
         node = node.with_settings(layers=cut.layers)
@@ -155,7 +163,7 @@ def placed_for(
 
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
-    """Shapes of the host inputs of every module at a point, with `times` as many rows."""
+    """By module and input name, shapes of a microbatch's host inputs at a point, with `times` as many rows."""
     empty, shapes = replace(packer, lists=False).microbatch([], packer.cells), {}
     for name, arrays in empty.inputs.items():
         rows, width = point.shapes[name]
@@ -175,9 +183,9 @@ class Attempt:
       stage: the stage.
       programs: its programs.
       part: the part of the module that it has.
-      tp: its tp.
+      tp: its tp; its dp is 1.
       rows: rows of its input.
-      width: width of its input.
+      width: positions of a row.
       timed: whether the programs are run, not just compiled.
     """
 
@@ -190,7 +198,11 @@ class Attempt:
     timed: bool = True
 
     def run(self) -> tuple[Trial, float]:
-        """Runs and times the programs. Also returns the seconds that the host needs to call the forward."""
+        """Runs and times the programs, several times each; compiles them first where that is not done.
+
+        Returns:
+          The trial, and the seconds that the host needs to call the forward.
+        """
         functions = self.programs.functions
         params, inputs, carry = _filled(functions.forward_avals)
         devices = len(self.stage.submesh.ranks)
@@ -210,7 +222,7 @@ class Attempt:
         return Trial(**self._about, forward=ahead.of(devices), backward=backward), ahead.called
 
     def compiled(self) -> Compiled:
-        """Temporary bytes of the compiled programs; nothing is run."""
+        """Temporary bytes of the programs, which are compiled where that is not done; nothing is run."""
         both = (self.programs.forward, self.programs.backward)
         ahead, back = (float(program.compiled_temporary_bytes()) if program else 0.0 for program in both)
         return Compiled(**self._about, forward=ahead, backward=back)
@@ -230,7 +242,19 @@ def attempts(
     tried: list[Point],
     cuts: Sequence[Cut] = CUTS,
 ) -> Iterator[Attempt]:
-    """All attempts with this tp, each program once, of the modules that can have it."""
+    """Yields the attempts with this tp of stages on this process's devices, each program once, not yet compiled.
+
+    Modules that cannot have this tp are left out.
+
+    Args:
+      recipe: the configuration.
+      tokenizer: its tokenizer.
+      packer: packs its data.
+      world: the devices.
+      tp: one of the `legal_tps` of some module.
+      tried: the shapes, as `points` gives them.
+      cuts: the cuts to try.
+    """
     legal_by_module = {name: legal_tps(recipe, name, world.size) for name in recipe.model}
     layout = {name: Layout(tp=max(size for size in legal if size <= tp)) for name, legal in legal_by_module.items()}
     for cut in cuts:
@@ -259,14 +283,19 @@ def attempts(
 
 
 def compiled(stages: Sequence[Attempt], report: Callable[[int, int, str], None]) -> None:
-    """Compiles all programs of some attempts."""
+    """Compiles all programs of some attempts; report: as for `compile_all`, called with (done, total, name)."""
     compile_all([program for stage in stages for program in stage.programs.programs], report)
 
 
 def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[list[Trial], list[float]]:
-    """The shortest times of all attempts, and of the host's calls, over `ROUNDS` rounds.
+    """Runs all attempts in turn, `ROUNDS` times, and takes the shortest times.
 
-    `done` is called after each attempt of each round.
+    Args:
+      stages: compiled attempts.
+      done: called after each attempt of each round.
+
+    Returns:
+      In the order of `stages`, the trials, and the seconds that the host needs to call the forward.
     """
     trials, calls = list[Trial](), list[float]()
     for number in range(ROUNDS):
@@ -284,9 +313,10 @@ def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[li
 
 
 def at_a_time(recipe: Recipe, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
-    """How many devices work at a time, from 1 to all; not whole where they share cores.
+    """Measures the number of devices that work at a time, from 1 to all; not whole where they share cores.
 
-    Compares the time of a forward of the LLM on one device with that of the same forward on all devices at once.
+    All processes call it, with the same point, which has a shape for every module. Compares the time of a forward of
+    the LLM on one device with that of the same forward on all devices at once.
     """
     ready = []
     for dp in (1, world.size):
@@ -337,7 +367,10 @@ class Took:
 
 
 def shortest(run: Callable[[], Any]) -> Took:
-    """Runs a program several times, and takes the shortest times; the first run is not counted."""
+    """Runs a program several times, and takes the shortest times; the first run is not counted.
+
+    run: calls the compiled program, and returns its results without waiting for them.
+    """
     jax.block_until_ready(run())
     best = np.full(3, np.inf)
     spent, count = 0.0, 0
