@@ -73,8 +73,8 @@ def place(
       recipe: the run's configuration.
       packer: the packer, for samples that are not the configured data's; by default the configuration's.
       world: the run's devices; started here if not given.
-      source: the run's training samples, where they are open already.
-      trained: whether something is to be trained.
+      source: the run's training samples, where they are open already; opened here if not given.
+      trained: whether something is to be trained, so that not every part may be frozen.
 
     Raises:
       ConfigError: there are too few devices, or two settings contradict each other.
@@ -86,7 +86,7 @@ def place(
 
 
 def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
-    """``assemble`` without devices: no backend is started, and the result cannot be run.
+    """``assemble`` without devices: no backend is started, and the result cannot be run. For ``source`` see ``place``.
 
     All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
 
@@ -98,7 +98,11 @@ def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
 
 
 def planned_data_spec(recipe: Recipe) -> DataSpec:
-    """The ``data_spec`` of a configuration, made without a run and without its devices."""
+    """The ``data_spec`` of a configuration, made without a run and without its devices.
+
+    Raises:
+      ConfigError: two settings contradict each other, or the data cannot be read.
+    """
     if recipe.data.reorder == "none":
         tokenizer = tokenizer_of(recipe.data, recipe.model.media)
         return data_spec(recipe, build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe)), None)

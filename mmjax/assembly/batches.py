@@ -36,6 +36,8 @@ def data_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> DataSp
 def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
     """The spec of a run's batches, and the maker of this process's rows of them. All processes have to call it.
 
+    ``source`` has the run's training samples, see ``open_source``.
+
     Raises:
       ConfigError: the processes have found different samples.
     """
@@ -49,7 +51,7 @@ def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
 
     Args:
       placed: the model on its devices.
-      names: the names of each module's host inputs.
+      names: the names of host inputs by module, such as {"llm": ["segments", …]}; see ``Packer.inputs``.
       microbatches: microbatches of a step.
     """
     if placed.world.processes == 1:
@@ -83,5 +85,5 @@ def _cells(shard: int, dp: int, cells: int) -> range:
 
 
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
-    """The bucket signature and the inputs of a microbatch, as the executor takes them."""
+    """The bucket signature of a microbatch, such as (("vision", 0),), and its inputs: a pair for ``Executor.step``."""
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs

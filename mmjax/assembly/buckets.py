@@ -61,7 +61,7 @@ def with_buckets(
     Args:
       recipe: the run's configuration.
       source: the run's training samples; opened here if not given.
-      say: called with a line for each module.
+      say: called with a line for each module whose buckets are chosen now.
       before: the configuration of the run so far; its buckets stay while batch, data and layouts stay the same.
 
     Raises:
@@ -86,7 +86,7 @@ def with_buckets(
 
 
 def added_buckets(recipe: Recipe, packer: Packer) -> Iterator[str]:
-    """A line about each bucket that was added because a module's given ones do not hold the largest cells.
+    """Yields a line about each bucket that was added because a module's given ones do not hold the largest cells.
 
     Args:
       recipe: the run's configuration.

@@ -23,7 +23,8 @@ DATA = "data"
 def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
     """The configuration with the records in the metadata of a run's newest checkpoint; all processes have to call it.
 
-    A checkpoint of an earlier version names no records: the run then has those that its data have now.
+    Those of process 0 count. Without a checkpoint, where ``newest`` is ``None``, no records are known. A checkpoint of
+    an earlier version names no records: the run then has those that its data have now.
     """
     stored = newest.extra.get(DATA, {}) if newest else {}
     records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
@@ -31,12 +32,15 @@ def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
 
 
 def known_in(recipe: Recipe, run_dir: str | Path) -> Recipe:
-    """The configuration with the records in the newest checkpoint of ``run_dir``."""
+    """The configuration with the records in the newest checkpoint of ``run_dir``; with none where it has none."""
     return with_known_records(recipe, Checkpointer(Path(run_dir) / "checkpoints").latest_metadata())
 
 
 def stored_records(source: Source) -> dict[str, Any]:
-    """The records of each dataset, for a checkpoint."""
+    """The records of each dataset as JSON, for ``Metadata.extra``: {"data": {dataset: {field of ``KnownRecords``: …}}}.
+
+    {} for a source that is no ``Mixture``, such as that of a task.
+    """
     if not isinstance(source, Mixture):
         return {}
     return {DATA: {name: asdict(known) for name, known in source.known().items()}}
@@ -44,6 +48,8 @@ def stored_records(source: Source) -> dict[str, Any]:
 
 def describe_data(recipe: Recipe, source: Source) -> tuple[str, ...]:
     """Lines about records that are left out and about datasets that have changed since the run's last checkpoint.
+
+    () for a source that is no ``Mixture``.
 
     Raises:
       ConfigError: too many records cannot be used, or the data have changed and `Data.require_same` is set.

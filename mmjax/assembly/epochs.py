@@ -34,7 +34,7 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
 
 
 def describe_epochs(recipe: Recipe, source: Source) -> tuple[str, ...]:
-    """A line about the steps of a configuration that is given in epochs."""
+    """One line about the steps of a configuration from ``with_steps``; () where ``Train.epochs`` is 0."""
     train = recipe.train
     if not train.epochs:
         return ()

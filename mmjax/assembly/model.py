@@ -27,7 +27,7 @@ from mmjax.user_code import import_named
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; where the configuration leaves the vocabulary open, it is the tokenizer's."""
+    """The module graph; where the configuration leaves the vocabulary open (0), it is the tokenizer's."""
     nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
     model = MultimodalModel(nodes, star_edges(nodes))
     return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll)
@@ -46,12 +46,15 @@ def _node(spec: ModuleSpec) -> Node:
 
 
 def build_modules(recipe: Recipe) -> dict[str, Any]:
-    """The ``Module`` of each encoder, the LLM and each generator, by name."""
+    """The ``mmjax.models.module.Module`` of each encoder, the LLM and each generator, by name; none has parameters."""
     return {name: node.module() for name, node in recipe.model.nodes.items()}
 
 
 def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
-    """Names of the parameters in each module, such as "layers/000/attn/q"; they are the same under any layout."""
+    """Names of the parameters by part, such as {"llm": ["embed", "layers/000/attn/q", …], "vision_projector": …}.
+
+    They are the same under any layout.
+    """
     names: dict[str, list[str]] = {}
     for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
         for leaf in (leaf for part in stage.slices for leaf in jax.tree.leaves(part.leaves())):
@@ -77,7 +80,11 @@ def with_fitting_rates(recipe: Recipe) -> Recipe:
 
 
 def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Requires that each pattern of ``Optimizer.rates`` fits a parameter of its module.
+    """Requires that each pattern of ``Optimizer.rates`` fits a parameter of its part.
+
+    Args:
+      model: the module graph.
+      optimizers: the optimizer of each part, by the names of ``ModelSpec.parts``.
 
     Raises:
       ConfigError: one fits none; the message lists the nearest names, or all.
@@ -115,7 +122,7 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
 
 
 def splits_of(recipe: Recipe) -> dict[str, Split]:
-    """How the rows of each module are split over ranks, for the data side; modules with whole rows are left out."""
+    """How the rows of each module are split over ranks, by name, for the data side; without modules of whole rows."""
     splits = {}
     for name, module in build_modules(recipe).items():
         layout = recipe.model[name].layout
@@ -132,7 +139,7 @@ def split_of(module: Module, layout: Layout) -> Split:
 
 
 def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
-    """The specs of all encoders and generators by name, for the data side."""
+    """The specs of all encoders and generators by name, for the data side; ``buckets`` are those that are configured."""
     cells = cell_count(recipe.model.layouts.values())
     modules, projectors = build_modules(recipe), recipe.model.projectors
     media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in recipe.model.media}

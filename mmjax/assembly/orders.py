@@ -15,7 +15,7 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(recipe: Recipe) -> dict[str, float]:
-    """The FLOPs of a pair of positions that attend to each other over those of a position, by module."""
+    """By node, the forward FLOPs of a pair of positions that attend to each other over those of a position alone."""
     pairs = {}
     for name, module in build_modules(recipe).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.
@@ -38,7 +38,7 @@ def step_order(recipe: Recipe, parts: PlacedRun) -> StepOrder | None:
 
 
 def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
-    """The order of samples by ``method`` instead of the configured one."""
+    """``step_order`` by ``method``, one of ``METHODS`` of ``mmjax.data.reorder``, instead of the configured one."""
     inputs, train, packer = next(iter(parts.shapes.values())), recipe.train, parts.packer
     costs, length = parts.placed.nominal_costs(inputs), recipe.data.sequence_length
     widths = {name: arrays["segments"].shape[1] for name, arrays in inputs.items()}

@@ -28,7 +28,7 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
     """``build_packer`` without a check of the vocabulary, and without a choice of buckets.
 
     Raises:
-      ConfigError: a bucket is too small for the samples.
+      ConfigError: a bucket is too small for the samples, or ``Data.reorder`` is set and every module has one bucket.
     """
     cells = cell_count(recipe.model.layouts.values())
     llm = build_modules(recipe)[LLM]
@@ -53,7 +53,10 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
 
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
-    """Input shapes of a microbatch of ``rows`` LLM rows for every combination of the media's buckets."""
+    """Input shapes of a microbatch of up to ``rows`` samples, by signature: for every combination of modules' buckets.
+
+    By module and input name they are ``ShapeDtypeStruct`` of all cells' rows.
+    """
     empty = replace(packer, lists=False).microbatch([], rows)
     counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
     for buckets in itertools.product(*map(range, counts.values())):
@@ -79,7 +82,7 @@ def one_bucket(recipe: Recipe) -> bool:
 
 
 def is_pipelined(recipe: Recipe) -> bool:
-    """Whether there is more than one stage submesh."""
+    """Whether there is more than one stage submesh: stages, lanes or modules on different sets of ranks."""
     layouts = [layout.lane(k) for layout in recipe.model.layouts.values() for k in range(layout.lanes)]
     return len({layout.stage_ranks(stage) for layout in layouts for stage in range(layout.pp)}) > 1
 

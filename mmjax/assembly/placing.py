@@ -54,7 +54,7 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
 
 
 def planned_world(recipe: Recipe) -> tuple[Recipe, World]:
-    """The configuration for a world without devices, and that world."""
+    """The configuration for a world without devices, with transport "device_put" in place of "auto"; and that world."""
     transport = "device_put" if recipe.world.transport == "auto" else recipe.world.transport
     world = World.planned(recipe.world.devices or recipe.devices)
     return replace(recipe, world=replace(recipe.world, transport=transport)), world

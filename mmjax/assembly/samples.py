@@ -19,7 +19,7 @@ def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> S
     Args:
       recipe: the run's configuration.
       split: "train" or "test".
-      skipped: a file for the names of samples that cannot be read.
+      skipped: a JSONL file for the names of samples that cannot be read; ``None`` writes none.
 
     Raises:
       ConfigError: a setting does not fit the data, or the data cannot be read.

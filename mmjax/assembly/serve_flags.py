@@ -33,7 +33,12 @@ _ANSWER = "--answer="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks the command line and the configuration; returns the exit status."""
+    """Checks the command line and the configuration; returns the exit status.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process. "--answer=N", if it is there,
+        comes first.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     answer = arguments.pop(0).removeprefix(_ANSWER) if arguments[:1] and arguments[0].startswith(_ANSWER) else ""
     with one_line_errors():

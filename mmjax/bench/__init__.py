@@ -26,7 +26,7 @@ class Bench:
     Attributes:
       where: "module:function".
       doc: one sentence for ``--help``.
-      flags: beside those of every benchmark; their values are keyword arguments of the function.
+      flags: flags beside those of every benchmark; their values are keyword arguments of the function.
       on_request: whether it runs only where it is named.
     """
 
@@ -41,7 +41,10 @@ class Bench:
         return not self._of_checkout or _is_checkout()
 
     def function(self) -> Callable[..., Iterator[Row]]:
-        """Imports the benchmark's function, which takes a number of rounds and the values of ``flags``."""
+        """Imports the benchmark's function, which is called as ``function(rounds, **values)``, a value for each flag.
+
+        May put the checkout at the front of ``sys.path``.
+        """
         if self._of_checkout and str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))  # before other folders: `benchmarks` is a common name
         module, _, function = self.where.partition(":")
@@ -181,12 +184,12 @@ def run_bench(name: str, rounds: int, **flags: str | int | bool) -> Iterator[Row
     """The rows of one benchmark, each as soon as it is known.
 
     Args:
-      name: of the benchmark.
-      rounds: measurements of each case.
-      flags: values of the benchmark's flags, by name.
+      name: a key of ``BENCHES``, such as "soak".
+      rounds: measurements of each case; some benchmarks ignore it.
+      flags: a value for each of the benchmark's flags, by name; defaults are not filled in.
 
     Raises:
-      ConfigError: when something that the benchmark needs is missing.
+      ConfigError: a flag is wrong, or something that the benchmark needs is missing.
     """
     return BENCHES[name].function()(rounds, **flags)
 

@@ -27,7 +27,14 @@ USAGE = "python -m mmjax.bench [NAME …]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named benchmarks, or all, and prints each row at once; returns 1 if a target was missed, else 0."""
+    """Runs the named benchmarks, or all, and prints each row at once; returns 1 if a target was missed, else 0.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     all_ok = True
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)

@@ -16,7 +16,7 @@ class Target:
     value: float
 
     def met_by(self, value: float) -> bool:
-        """Whether ``value`` keeps the promise; NaN does not."""
+        """Whether ``value`` is within the bound, which is itself legal; NaN is not."""
         return bool(value <= self.value if self.bound == "≤" else value >= self.value)  # NumPy's is no JSON
 
     def __str__(self) -> str:
@@ -24,12 +24,12 @@ class Target:
 
 
 def at_most(value: float) -> Target:
-    """An upper bound."""
+    """The target that a result is at most ``value``."""
     return Target(bound="≤", value=value)
 
 
 def at_least(value: float) -> Target:
-    """A lower bound."""
+    """The target that a result is at least ``value``."""
     return Target(bound="≥", value=value)
 
 
@@ -64,7 +64,7 @@ class Row:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Row:
-        """The row that ``as_json`` wrote."""
+        """The row from the dict that ``as_json`` returned."""
         target = None if row["target"] is None else Target(bound=row["bound"], value=row["target"])
         return cls(bench=row["bench"], case=row["case"], value=row["value"], unit=row["unit"], target=target)
 

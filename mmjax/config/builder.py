@@ -40,7 +40,15 @@ FIELD = re.compile(r"(\w+)\.(\w+)")
 
 
 class ConfigBuilder:
-    """Builds the dataclasses from bindings. Remembers where each value was set, for messages."""
+    """Builds the dataclasses from bindings. Remembers where each value was set, for messages.
+
+    Args:
+      bindings: all of a configuration, with macros looked up, see `read_bindings`; of two with one key the later wins.
+      allow_code: whether the code of a user's own modules may be imported.
+
+    Raises:
+      ConfigError: a class or field is unknown, a value has the wrong type, or code is named that is not allowed.
+    """
 
     def __init__(self, bindings: Sequence[Binding], *, allow_code: bool = False):
         self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
@@ -60,7 +68,11 @@ class ConfigBuilder:
             by_field[binding.scope, binding.field] = dataclasses.replace(binding, value=value)
 
     def recipe(self) -> Recipe:
-        """Builds the `Recipe`. Each dataclass has checked itself, and every scope exists."""
+        """Builds the `Recipe`. Each dataclass has checked itself; `validate` checks how they fit one another.
+
+        Raises:
+          ConfigError: a scope does not exist, a dataclass refuses a value, or a folder of weights does not fit.
+        """
         model, data = self._build(ModelConfig), self._build(DataConfig)
         loras = {name: self._lora(name, family) for name, family in model.families}
         scopes = scopes_of(model, data, [name for name, lora in loras.items() if lora.rank])
@@ -85,11 +97,16 @@ class ConfigBuilder:
         )
 
     def steps(self) -> int:
-        """The steps of the run."""
+        """`Train.steps`; its default where it is not bound."""
         return self._build(TrainConfig).steps
 
     def located(self, error: ConfigError, scope: str = "") -> ConfigError:
-        """Returns the error with the scope in front of its field and, at its end, the place where the field was set."""
+        """Returns the error with the scope in front of its field and, at its end, the place where the field was set.
+
+        Args:
+          error: its message begins with a field, such as "Layout.tp=3: …"; another one is returned as it is.
+          scope: the scope of that field, such as "vision"; "" where it has none, or the message names it.
+        """
         message = str(error)
         setting = FIELD.match(message.removeprefix(f"{scope}/"))
         if setting and scope and not message.startswith(f"{scope}/"):
@@ -261,9 +278,14 @@ class ConfigBuilder:
 
 
 def stored_dtype(folder: str, family: Family, settings: Any) -> str:
-    """The one dtype of a module's tensors in a folder of safetensors; "" for no folder.
+    """The dtype of a module's tensors in a folder of safetensors, such as "bfloat16"; "" if the folder cannot be read.
 
-    It is float32, which holds the others exactly, where there are several, and for float64.
+    It is "float32", which holds the others exactly, where there are several, and for float64.
+
+    Args:
+      folder: the path; "" for none, which gives "".
+      family: the module's family.
+      settings: of the family's class, such as ``ViTConfig``.
     """
     if not folder:
         return ""

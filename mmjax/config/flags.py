@@ -83,7 +83,7 @@ def require_gin_file(flags: Flags, content: str = "a configuration") -> None:
 
 
 def join_processes(flags: Flags) -> None:
-    """Connects to the other processes of the run, if the flags of `PROCESS_FLAGS` or the environment name any.
+    """Connects to the other processes of the run, if `flags`, parsed with `PROCESS_FLAGS`, or the environment name any.
 
     Raises:
       ConfigError: the flags contradict each other, or the processes do not meet.
@@ -97,7 +97,10 @@ def join_processes(flags: Flags) -> None:
 
 
 def one_line_errors(interrupted: str = "interrupted") -> contextlib.AbstractContextManager[None]:
-    """`mmjax.flags.one_line_errors` for a CheckpointError too."""
+    """A context in which ConfigError and CheckpointError become one line on stderr and ``SystemExit`` with status 2.
+
+    Ctrl-C and SIGTERM become the line `interrupted` and status 130.
+    """
     return base_flags.one_line_errors(interrupted, (CheckpointError,))
 
 
@@ -157,7 +160,7 @@ def _report_crash(error: Exception) -> None:
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", *, gin: bool = True) -> str:
-    """The text that `--help` prints."""
+    """The text that `--help` prints; for the arguments see `parse_flags`."""
     if not gin:
         return base_flags.help_text(flags, usage)
     example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."

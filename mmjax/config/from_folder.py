@@ -20,10 +20,13 @@ _MEDIA = ("vision_config", "audio_config")
 
 
 def folder_bindings(path: str) -> list[str]:
-    """Bindings for the model of a folder, with messages as data.
+    """Lines of gin for the model of a folder, such as "Model.weights='/models/llava'", with the dataset "messages".
+
+    Args:
+      path: the folder of a whole model or of a language model, as ``save_pretrained`` writes it.
 
     Raises:
-      ConfigError: the folder holds no such model; one line.
+      ConfigError: the folder has no ``config.json`` that can be read; one line, which names --weights.
     """
     try:
         folder_config = read_config(path)

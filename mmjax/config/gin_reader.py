@@ -99,7 +99,8 @@ def _parser() -> tuple[Any, Any]:
 def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
     """Reads the bindings of gin files and then of `lines` ("vision/Layout.tp=2"), and looks macros up.
 
-    A file may be a path or the name of one of mmjax's, see `find_config`.
+    They are in the order of the text, so that of two with one key the later one counts. A file may be a path or the
+    name of one of mmjax's, see `find_config`.
 
     Raises:
       ConfigError: a file or include is missing, the text is no gin, or a macro has no value.
@@ -137,7 +138,10 @@ def resolve(bindings: Iterable[Binding]) -> list[Binding]:
 
 
 def renamed(key: str) -> str:
-    """Returns a setting's name of today: "vision/Layout.tp"."""
+    """Returns the name of today of a setting: "Digits.scale" for "Data.scale"; a name of today stays as it is.
+
+    A scope stays in front: "vision/Layout.tp".
+    """
     scope, slash, name = key.rpartition("/")
     return f"{scope}{slash}{MOVED.get(name, name)}"
 

@@ -151,10 +151,10 @@ def _runs_beside(run_dir: Path) -> str:
 
 
 def require_devices(recipe: Recipe, available: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
-    """Requires that the number of available devices is enough for the layouts.
+    """Requires that `available` devices are enough for the layouts.
 
     Raises:
-      ConfigError: it is not; the message names a flag, and a gin file beside `gin_files`, that fit.
+      ConfigError: they are not; the message names a flag, and a gin file beside the last of `gin_files`, that fit.
     """
     if available < recipe.devices:
         check_devices(recipe, available, config_that_fits(available, gin_files))
@@ -185,7 +185,7 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
 
 
 def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
-    """`runs/<name of the last gin file>`; for the operative config of a run, that run's directory.
+    """The run directory for gin files, `runs/<name of the last one>`; for a run's config.gin, the directory of that run.
 
     Raises:
       ConfigError: there is no gin file to take the name from.

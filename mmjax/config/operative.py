@@ -23,7 +23,9 @@ def operative_config(recipe: Recipe) -> str:
 
 
 def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
-    """Compares two operative configs: the two values of each setting that differs, "?" where one text lacks it.
+    """Compares two texts of `operative_config`: by setting that differs, such as "vision/Layout.tp", its value in each.
+
+    The values are text; "?" stands for one that a text lacks.
 
     Names of earlier versions appear under today's names. They are left out if today's run has no such setting.
     """

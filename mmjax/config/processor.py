@@ -25,7 +25,7 @@ _DEFAULT_TEMPLATES = {"llava": "vicuna"}
 
 
 def find_tokenizer(folders: Iterable[str]) -> str:
-    """Returns the first folder that has a tokenizer; "" if none has. Folders may be "".
+    """Returns the first of these paths of folders whose folder has a tokenizer; "" if none has. A path may be "".
 
     Raises:
       ConfigError: a folder has a tokenizer that cannot be read.
@@ -36,13 +36,15 @@ def find_tokenizer(folders: Iterable[str]) -> str:
 def data_settings(
     values: Mapping[str, Any], llm: str, model: str, weights: Mapping[str, WeightsConfig]
 ) -> dict[str, Any]:
-    """The fields of `Data` that the language model's folder and `Weights` decide: the tokenizer and its new tokens.
+    """The fields of `Data` that the language model's folder and `Weights` decide: "tokenizer" and "new_tokens".
+
+    "tokenizer" is absent where it is set, and "new_tokens" where no `Weights` has any.
 
     Args:
-      values: fields that are set.
+      values: fields of `Data` that are set, by name.
       llm: the folder that the language model starts from; "" for none.
-      model: Model.weights.
-      weights: where each module starts from.
+      model: Model.weights; "" for none.
+      weights: the start of each part, by name, such as "llm", which is needed.
 
     Raises:
       ConfigError: two settings of new tokens contradict each other, or a folder's tokenizer cannot be read.
@@ -59,10 +61,10 @@ def data_settings(
 
 
 def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int]:
-    """The field `vocab` of a language model, with rows for new tokens; {} without new tokens.
+    """``{"vocab": rows}``, the field of a language model with rows for new tokens too; {} without new tokens.
 
     Args:
-      settings: fields that the language model's folder decides.
+      settings: fields that the language model's folder decides, by name, "vocab" among them.
       data: names the tokenizer and the new tokens.
     """
     if not data.new_tokens:
@@ -72,10 +74,10 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
 
 
 def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
-    """The fields of a `Source` that folders decide.
+    """The fields of a `Source` that folders decide, by name: "template", and rules for images such as "resize".
 
     Args:
-      values: fields that are set. They keep their values: a `template`, and with a `resize` all rules for images.
+      values: fields that are set, by name. A `template` that is set stays, and with a `resize` all rules for images.
       name: the source's, for messages.
       tokenizer: Data.tokenizer.
       folder: the folder that the image encoder starts from; "" for none.

@@ -21,7 +21,7 @@ from mmjax.recipe.train_config import TrainConfig
 
 
 def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ()) -> dict[type[Any], tuple[str, ...]]:
-    """The scopes that each class takes; () for a class of the whole run.
+    """The scopes that each configurable class takes: ("vision", "llm") for ``Layout``; () for a class of the whole run.
 
     Args:
       model: the modules.

@@ -19,7 +19,7 @@ CONFIGS = next(
 
 
 def config_names() -> list[str]:
-    """Names of all configurations and of the parts that they include."""
+    """Names of all configurations, such as "digits_vlm" and "finetune/lora", and of their parts, sorted."""
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.gin"))
 
 
@@ -38,7 +38,12 @@ def find_config(name: str | os.PathLike[str]) -> Path:
 
 
 def nearest_file(path: Path, parents: Sequence[Path] = ()) -> str:
-    """A gin file to use instead of one that is missing; none of `parents`, which would include themselves."""
+    """The fix for a missing gin file, for a message: "did you mean 'runs/mine.gin'?" or "use 'runs/mine.gin'".
+
+    Args:
+      path: the missing file.
+      parents: resolved paths of files that are never named, since they would include themselves.
+    """
     folder = path.parent
     neighbours = folder.glob("*.gin") if folder.is_dir() else ()
     names = sorted(p.name for p in neighbours if p.resolve() not in parents)

@@ -23,11 +23,11 @@ def fit_to_steps(bindings: Sequence[Binding], file_steps: Callable[[], int]) -> 
     """Changes the settings that do not fit into the `Train.steps` of a flag.
 
     Args:
-      bindings: all settings.
-      file_steps: returns the steps without the flag.
+      bindings: all settings, macros looked up; later ones win.
+      file_steps: returns `Train.steps` without the flag.
 
     Returns:
-      The bindings, and a line for each changed one.
+      The bindings in their order, and a line for each changed one.
 
     Raises:
       ConfigError: flags set both steps and epochs.

@@ -17,7 +17,7 @@ class Mismatch(Exception):
 
 
 def convert(value: object, annotation: Any) -> Any:
-    """`value` converted to the annotation's type: an int may become a float, and a list a tuple.
+    """`value` converted to the type `annotation`, such as `tuple[int, ...]`: an int may become a float, a list a tuple.
 
     Raises:
       Mismatch: the value has another type; bool is not an int here.

@@ -27,7 +27,14 @@ DRAWN = 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluates the newest checkpoint of a run; returns the exit status."""
+    """Evaluates the newest checkpoint of a run, and prints the scores; returns the exit status, 0.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.eval")
         run_dir, data, count = str(flags.values["run_dir"]), str(flags.values["data"]), int(flags.values["samples"])

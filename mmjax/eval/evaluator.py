@@ -40,7 +40,9 @@ def require_checkpoint(run_dir: str | Path) -> None:
 
 
 def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
-    """The step of the newest readable checkpoint of `run_dir`, and its parameters by stage, on the stage's devices.
+    """The step of the newest readable checkpoint of `run_dir`, and its parameters on the devices of `parts`.
+
+    They are the states of this process's stages, by name such as "llm.0", without moments. All processes call it.
 
     Raises:
       ConfigError: there is no checkpoint.
@@ -64,8 +66,8 @@ class Evaluator:
 
         Args:
           parts: the run.
-          task: the task that the samples are from.
-          room: see `Predictor`.
+          task: the task that the samples are from; `recipe.data.origin` for those of a recipe.
+          room: tokens of a row, for prompt and answer; 0 for those of the widest row of prompts. See `room_for`.
 
         Raises:
           ConfigError: under the LLM's mask a token attends to later ones, so no text can be generated.
@@ -84,11 +86,11 @@ class Evaluator:
         report: Callable[[int], None] = lambda done: None,
         meet: Meet = lambda: None,
     ) -> list[str]:
-        """The model's answer to each sample's last question.
+        """The text of the model's answer to each sample's last question, by greedy decoding; all processes call it.
 
         Args:
-          states: parameters by stage.
-          samples: the samples.
+          states: the states of this process's stages by name, such as "llm.0"; only parameters are read.
+          samples: the samples; right answers follow their prompts, and limit how long an answer is.
           report: called after each round with the number of samples answered so far.
           meet: called before each round on the devices; may raise.
         """
@@ -112,16 +114,17 @@ class Evaluator:
         meet: Meet = lambda: None,
         on_token: Callable[[int, Sequence[Answer]], None] = lambda first, replies: None,
     ) -> list[Answer]:
-        """The tokens with which the model continues each sample's prompt, up to an end token.
+        """The tokens with which the model continues each sample's prompt, up to an end token, which is left out.
 
         Args:
-          states: parameters by stage.
-          samples: the samples.
+          states: see `answers`.
+          samples: the samples; tokens behind their prompts are not read.
           limit: the most tokens of an answer.
           sampling: how tokens are chosen.
           report: see `answers`.
           meet: see `answers`.
-          on_token: called after each token of a round with the number of its first sample and the answers so far.
+          on_token: called after each token of a round with the number of its first sample, from 0, and the answers so
+            far to the samples of the round, in their order.
         """
         stops, result = stop_tokens(self.parts.tokenizer, samples), list[Answer]()
         with self._loaded(states, meet):
@@ -144,13 +147,19 @@ class Evaluator:
     def evaluate(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None, *, loss: bool = False
     ) -> Evaluation:
-        """Answers, drawings and scores, and the loss where `loss` is set; see `answers` for the other arguments."""
+        """The evaluation of `samples`: answers, drawings and scores, and the loss where `loss` is set.
+
+        See `answers` for the other arguments.
+        """
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
         return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None, self.task)
 
     def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
-        """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight."""
+        """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight.
+
+        For `states` and `meet` see `answers`.
+        """
         total, weight = 0.0, sum(loss_weight(sample.loss_weights) for sample in samples)
         if not weight:
             return None
@@ -163,7 +172,10 @@ class Evaluator:
     def drawings(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
     ) -> list[Drawings]:
-        """Media that the generators draw, for each sample; empty for one without noise to start from."""
+        """For each sample, the media [h, w, C] that each generator draws; {} for one without noise to start from.
+
+        For `states` and `meet` see `answers`.
+        """
         result: list[Drawings] = [{} for _ in samples]
         indices = [index for index, sample in enumerate(samples) if sample.noise]
         if not indices:
@@ -195,14 +207,14 @@ class Evaluator:
 
 
 def room_for(metas: Sequence[SampleMeta], most: int) -> int:
-    """Tokens that a row needs for any of the prompts and the longest right answer; at most `most`."""
+    """Tokens that a row needs for any of these samples' prompts and the longest right answer; at most `most`."""
     longest = max((meta.tokens for meta in metas), default=most)
     answer = max((meta.learned or math.ceil(meta.weight) for meta in metas), default=0)
     return min(most, longest + answer)
 
 
 def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's, and the token that the template puts after every answer."""
+    """Ids of the tokens that end an answer: the tokenizer's, and the one that the template puts after every answer."""
     tails = {sample.tail.strip() for sample in samples}
     ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
     return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))

@@ -26,7 +26,7 @@ def for_folder(recipe: Recipe, folder: str, source: str = "") -> Recipe:
 
     Args:
       recipe: the run's configuration.
-      folder: a folder of images with a data.jsonl.
+      folder: the path of a folder of images with a data.jsonl.
       source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
 
     Raises:
@@ -62,7 +62,7 @@ def source_like(recipe: Recipe, name: str, flag: str = "--data") -> SourceConfig
 
     Args:
       recipe: the run's configuration.
-      name: the source's name; needed where the run's sources differ in preprocessing.
+      name: the source's name in `Data.sources`; "" takes the first one, if all have the same preprocessing.
       flag: the flag that names the other samples, for errors.
 
     Raises:

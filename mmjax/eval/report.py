@@ -34,7 +34,7 @@ class EvalReport:
     swapped: Mapping[str, Evaluation]
 
     def numbers(self) -> dict[str, Any]:
-        """All figures, by the names of `eval.jsonl`."""
+        """All figures by the names of `eval.jsonl`: "step", "samples" (how many), and those of `figures`."""
         from mmjax.eval.scores import figures
 
         return {"step": self.step, "samples": len(self.samples)} | figures(self.evaluation, self.swapped)
@@ -47,7 +47,7 @@ def evaluate(
 
     Args:
       recipe: the run's, under any layout; see `load_run_config`.
-      run_dir: the run's directory.
+      run_dir: the run's directory, which only is read.
       data: a folder of images with a data.jsonl; empty for held-out samples.
       count: how many samples; 0 for as many as the run evaluates, or the whole folder.
       style: the style of the progress display; see `Progress`.

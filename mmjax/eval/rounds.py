@@ -41,7 +41,7 @@ class Rounds:
     """
 
     def __init__(self, packer: Packer, samples: int):
-        """Takes the packer of training, and ``samples``, the most samples of one of its microbatches."""
+        """Takes the packer of training, and the most samples of one of its microbatches, ``PlacedRun.samples``."""
         per_cell = -(-samples // packer.cells)
         rows = packer.text[packer.widest][0] if packer.text else per_cell
         self.packer, self._each = packer, min(per_cell, rows) * packer.cells
@@ -62,7 +62,7 @@ class Rounds:
             yield round_samples, self._packed(round_samples)
 
     def plan(self, metas: Sequence[SampleMeta]) -> list[MicrobatchPlan]:
-        """The plans of the microbatches of one round.
+        """The plans of the microbatches of one round, of at most ``size`` samples; empty ones too.
 
         Raises:
           ConfigError: a sample is too long.

@@ -25,7 +25,10 @@ def held_out(recipe: Recipe, count: int) -> list[Sample]:
 
 
 def held_out_metas(recipe: Recipe, count: int) -> list[SampleMeta]:
-    """Metadata of the first `count` evaluation samples, unreadable ones included; no medium is opened."""
+    """Metadata of the first `count` evaluation samples, or of all there are, unreadable ones included.
+
+    No medium is opened.
+    """
     source, count = _source_and_count(recipe, count)
     return [source.meta(index) for index in range(count)]
 
@@ -37,7 +40,7 @@ def _source_and_count(recipe: Recipe, count: int) -> tuple[Source, int]:
 
 
 def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """The samples with one encoder's media exchanged between them, by encoder.
+    """By encoder, a copy of all samples, in their order, with its media exchanged between them.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.

@@ -59,9 +59,9 @@ def score(
 
     Args:
       samples: the samples.
-      answers: the model's answer to each sample.
-      drawings: the drawings for each sample, or none at all.
-      loss: see `Evaluation`.
+      answers: the model's answer to each sample, in their order.
+      drawings: the drawings for each sample, in their order, or () for none.
+      loss: kept as `Evaluation.loss`.
       task: the task that the samples are from.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
@@ -97,7 +97,16 @@ def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: T
 
 
 def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, Any]:
-    """The columns of `eval.jsonl` for an evaluation; `swapped` is by the encoder whose media were exchanged."""
+    """The columns of `eval.jsonl` for an evaluation, without "step"; shares are in [0, 1].
+
+    They are "exact_match", "<unit>_accuracy", such as "character_accuracy", and where there are any "loss" and
+    "perplexity", "kinds" (exact match by kind), "drawing_accuracy", "swapped_<encoder>_<unit>_accuracy" and
+    "swapped_<encoder>_kinds".
+
+    Args:
+      plain: the evaluation of the samples as they are.
+      swapped: evaluations by the encoder whose media were exchanged.
+    """
     row: dict[str, Any] = {"exact_match": plain.exact_match}
     if plain.loss is not None:
         row |= {"loss": plain.loss, "perplexity": plain.perplexity}
@@ -110,7 +119,7 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
 
 
 def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
-    """An evaluation in one line."""
+    """An evaluation in one line, "exact match 12.3%, characters right 45.6%, …"; for the arguments see `figures`."""
     right = f"{plain.unit}s right"
     parts = [f"exact match {show('exact_match', plain.exact_match)}"]
     if len(plain.kinds) > 1:
@@ -127,7 +136,10 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
 
 
 def show(name: str, value: Any) -> str:
-    """A figure of `eval.jsonl` for people: a share as "12.3%", a loss as "1.234", shares by kind as "read 90.0%, …"."""
+    """A figure of `eval.jsonl` for people: a share as "12.3%", "loss" as "1.234", shares by kind as "read 90.0%, …".
+
+    The name matters only for "loss" and "perplexity"; all others are shares in [0, 1], or dicts of them.
+    """
     if isinstance(value, Mapping):
         return ", ".join(f"{kind} {show(kind, share)}" for kind, share in value.items())
     return f"{value:.4g}" if name in ("loss", "perplexity") else f"{value:.1%}"

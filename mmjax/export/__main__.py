@@ -42,7 +42,14 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the parameters of one checkpoint; returns the exit status."""
+    """Writes the parameters of one checkpoint; returns the exit status: 1 if a module was not written, else 0.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.export", gin=False)
         run_dir, out, step = str(flags.values["run_dir"]), str(flags.values["out"]), int(flags.values["step"])

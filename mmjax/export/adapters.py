@@ -20,7 +20,7 @@ def export_adapters(
     which the module is.
 
     Returns:
-      Each folder and its module.
+      Each folder's path and the name of its module, such as ("out/llm", "llm").
 
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters; `out` exists; or PEFT names no such

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # see `importing`
 
     from mmjax.checkpoint import Checkpointer, SavedParameters
 Read = Callable[[Collection[str]], Mapping[str, "np.ndarray"]]
-"""Reads the leaves of these names into the host's memory."""
+"""Reads the leaves of these names, such as "llm/embed", into the host's memory; returns whole arrays by name."""
 PREFIX = "params/"
 
 
@@ -44,7 +44,12 @@ def best_step(run_dir: str | Path, *, allow_code: bool = False) -> int:
 
 
 def read_merged(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the leaves of these names into the host's memory, with low-rank adapters added to them."""
+    """``read_leaves``, with low-rank adapters added to the weights that have any.
+
+    Args:
+      saved: the parameters, adapters among them.
+      names: names of leaves that are no adapters, such as "llm/embed".
+    """
     parts = (name.partition("/") for name in names)
     factors = [f"{lora_name(module)}/{weight}/{factor}" for module, _, weight in parts for factor in "ab"]
     leaves = read_leaves(saved, [*names, *(name for name in factors if name in saved.leaves)])
@@ -52,7 +57,16 @@ def read_merged(saved: SavedParameters, names: Collection[str]) -> dict[str, np.
 
 
 def read_leaves(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the leaves of these names into the host's memory."""
+    """Reads leaves into the host's memory; returns whole arrays by name, in the dtype that they are stored in.
+
+    Args:
+      saved: the parameters.
+      names: names of leaves, such as "llm/layers/000/attn/q".
+
+    Raises:
+      KeyError: there is no leaf of a name.
+      CheckpointError: a leaf cannot be read.
+    """
     import jax
     import numpy as np
 
@@ -72,7 +86,16 @@ def require_out(out: str | Path, step: int) -> None:
 
 
 def chosen_step(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> int:
-    """`step`, or the newest step where it is 0. Raises ConfigError where there is no such checkpoint."""
+    """`step`, or the newest step where it is 0.
+
+    Args:
+      checkpointer: the run's checkpoints.
+      run_dir: the run's directory, for messages.
+      step: the step of a checkpoint, or 0.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or none at all.
+    """
     steps = checkpointer.steps()
     if not steps:
         missing = "has no readable checkpoint" if Path(run_dir).is_dir() else "is no directory"
@@ -85,7 +108,10 @@ def chosen_step(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> i
 
 
 def host_memory() -> jax.sharding.SingleDeviceSharding:
-    """A sharding on the CPU: parameters pass through the host's memory, whatever accelerator is here."""
+    """A sharding on the CPU: parameters pass through the host's memory, whatever accelerator is here.
+
+    Where no backend is started yet, JAX is set to the CPU alone, for the whole process.
+    """
     import jax
 
     from mmjax import jax_compat

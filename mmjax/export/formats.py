@@ -31,11 +31,14 @@ def export(
     Args:
       run_dir: the run's directory.
       out: the directory to make.
-      format: one of ``FORMATS``.
+      format: "orbax", "safetensors" or "peft".
       step: the checkpoint's; 0 for the newest.
       allow_code: see ``load_config``.
       merge_lora: whether low-rank adapters are added to the weights that they adapt; ``None`` merges where the format
         has no place for adapters, as a folder of safetensors.
+
+    Returns:
+      ``Exported`` for "orbax", ``ExportedFolders`` for "safetensors", and for "peft" each folder with its module.
 
     Raises:
       ConfigError: there is no such run, checkpoint or format, `out` exists, or the run has nothing in that format.

@@ -38,7 +38,14 @@ USAGE = "python -m mmjax.generate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answers messages; returns the exit status."""
+    """Answers messages, and prints the answers; returns the exit status, 0.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), USAGE)
         run_dir, weights = str(flags.values["run_dir"]), str(flags.values["weights"])

@@ -42,7 +42,7 @@ def generate(
     on_token: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
     style: str = "auto",
 ) -> list[Answer]:
-    """Answers dialogues; all processes of a run call it.
+    """Answers dialogues, one after another in the result; all processes of a run call it.
 
     Args:
       recipe: a run's, under any layout, or that of a folder of weights.
@@ -53,7 +53,7 @@ def generate(
       sampling: how tokens are chosen.
       source: the source of the run whose template and preprocessing the messages get, where these differ.
       named: name of the messages in errors.
-      on_token: called after each token with the text so far of every answer, and whether it is complete.
+      on_token: called after each token with the text so far of every answer, and whether each is complete.
       style: the style of the progress display; see `Progress`.
 
     Raises:

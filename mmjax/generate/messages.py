@@ -46,7 +46,7 @@ class Prompts:
         return [self.source.sample(index) for index in range(len(self.source))]
 
     def require_positions(self, samples: Sequence[Sample]) -> None:
-        """Requires that the model has positions for every prompt and its answer. Raises ConfigError."""
+        """Raises ConfigError unless the model has positions for the prompt of every sample and `limit` more tokens."""
         most = positions_of(self.recipe)
         for number, sample in enumerate(samples, 1):
             fix = f"prompt {number} has {sample.prompt} tokens, and the model has positions for {most} tokens"

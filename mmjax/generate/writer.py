@@ -22,7 +22,7 @@ from mmjax.progress import Progress
 from mmjax.train.starts import find_starts
 
 OnToken = Callable[[Sequence[str], Sequence[bool]], None]
-"""Called after each token with the text so far of every answer, and whether it is complete."""
+"""Called after each token with the text so far of every answer, and whether each is complete."""
 
 
 class Writer:
@@ -60,10 +60,10 @@ class Writer:
     def write(
         self, samples: Sequence[Sample], sampling: Sampling, on_token: OnToken | None = None
     ) -> list[tuple[str, Answer]]:
-        """The answer to each sample's last question, as text and as tokens.
+        """The answer to each sample's last question, as text and as tokens, in the order of samples.
 
         Args:
-          samples: the samples.
+          samples: those of the prompts, see ``Prompts.samples``.
           sampling: how tokens are chosen.
           on_token: see ``OnToken``.
         """

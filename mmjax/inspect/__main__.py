@@ -30,7 +30,14 @@ MOSTLY_BROKEN = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the figures, and draws them into the folder `--out`."""
+    """Prints the figures, and draws them into the folder `--out`; returns 1 if a run would be refused, else 0.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m mmjax.inspect")
         steps, out = int(flags.values["steps"]), str(flags.values["out"])

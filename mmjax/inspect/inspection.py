@@ -101,12 +101,16 @@ class Inspection:
         return any(records.share > self.max_broken for records in self.left_out)
 
     def efficiency(self, method: str, module: str) -> float:
-        """Share of a module's positions that are real."""
+        """Share of a module's positions that are no padding, with samples reordered by ``method`` of ``METHODS``."""
         uses = self.used[method][module]
         return sum(use.real for use in uses) / max(1, sum(use.all for use in uses))
 
     def numbers(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON, with the names that the attributes have; lengths and media are summed up by ``figures_of``.
+
+        "reorder" has by method "efficiency" and "buckets" by module, and the means of "makespan", "bubble" and
+        "imbalance". "left_out" is by dataset.
+        """
         return {
             "steps": self.steps,
             "samples": self.samples,
@@ -137,7 +141,7 @@ class Inspection:
         }
 
     def describe(self) -> Iterator[str]:
-        """As text for a terminal."""
+        """Yields the lines of a text for a terminal."""
         yield from self._left_out()
         yield f"{self.samples} samples in {self.steps} steps"
         yield f"{'':24}{'count':>10}{'mean':>10}{'median':>10}{'90%':>10}{'99%':>10}{'most':>10}"
@@ -249,7 +253,10 @@ def _unit(module: str) -> str:
 
 
 def draw(inspection: Inspection, path: str | Path | None = None) -> Figure:
-    """Lengths, efficiency, buckets and simulated steps, one below the other; also to `path` where one is given."""
+    """Draws lengths, efficiency, buckets and simulated steps, one below the other.
+
+    Writes the picture to `path` where one is given; its suffix chooses the format.
+    """
     modules = list(inspection.lengths)
     count = sum(len(uses) for uses in inspection.used[inspection.configured].values())
     heights = [2.6, max(2.6, 0.5 + 0.15 * count), 2.6]
@@ -317,7 +324,10 @@ def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -
 
 
 def draw_samples(recipe: Recipe, path: str | Path | None = None) -> Figure:
-    """The first training samples with their media, questions and answers."""
+    """Draws the first training samples, 12 or a batch of them, with media, questions and answers.
+
+    Writes the picture to `path` where one is given. Raises ConfigError if the data cannot be read.
+    """
     source = open_source(recipe, split="train")
     samples = [source.sample(index) for index in range(min(_SAMPLES, recipe.train.global_batch))]
     return draw_answers(samples, None, path, title="training samples")

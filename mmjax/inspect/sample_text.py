@@ -37,7 +37,13 @@ class Span:
 
 
 def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec]) -> Iterator[Span]:
-    """Yields the runs of a sample's tokens that are learned, are not, or stand for media, in order."""
+    """Yields the runs of a sample's tokens that are learned, are not, or stand for media, in order.
+
+    Args:
+      sample: the sample; its media are not read.
+      tokenizer: the tokenizer of its tokens.
+      encoders: specs of all encoders and generators by name; see ``encoder_specs``.
+    """
     names = {number: name for name, number in sample.media_tokens.items()}
     kinds = [names.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
     read, text_before = list[int](), ""
@@ -55,7 +61,7 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
 
 
 def first_samples(recipe: Recipe, count: int) -> Iterator[tuple[Sample, list[Span]]]:
-    """Yields the first training samples of a configuration, no medium opened, with their spans.
+    """Yields the first ``count`` training samples of a configuration, no medium opened, with their spans.
 
     Raises:
       ConfigError: the data cannot be read.
@@ -68,9 +74,10 @@ def first_samples(recipe: Recipe, count: int) -> Iterator[tuple[Sample, list[Spa
 
 
 def write_samples(recipe: Recipe, count: int, file: TextIO | None = None) -> None:
-    """Writes the text of the first training samples, to standard output unless to ``file``.
+    """Writes the text of the first ``count`` training samples, to standard output unless to ``file``.
 
-    Learned text is green on a terminal, and elsewhere between "[[" and "]]".
+    Learned text is green on a terminal, and elsewhere between "[[" and "]]". Raises ConfigError if the data cannot be
+    read.
     """
     console = Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
     marks = "in green" if console.is_terminal else "between [[ and ]]"

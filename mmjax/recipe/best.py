@@ -9,12 +9,16 @@ _LOWER = ("loss", "perplexity")
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether lower is better, as for loss and perplexity. All other figures are shares of correct answers."""
+    """Whether lower is better: for "loss" and "perplexity". All other figures are shares of correct answers."""
     return metric in _LOWER
 
 
 def check_best(recipe: Recipe) -> None:
-    """Checks ``Checkpoint.best`` and ``Train.patience``. Raises ``ConfigError``."""
+    """Checks that the evaluations of a run have the figure ``Checkpoint.best``, and that ``Train.patience`` has one.
+
+    Raises:
+      ConfigError: they have not, or nothing is evaluated.
+    """
     train, best, task = recipe.train, recipe.checkpoint.best, recipe.data.origin
     if best:
         unit = f"{task.unit}_accuracy"

@@ -38,7 +38,7 @@ def write_whole(recipe: Recipe, model: Composed, read: Read, out: Path) -> int:
     Args:
       recipe: the run's.
       model: the folder's content.
-      read: returns whole leaves by name, such as "llm/embed".
+      read: a function of names of leaves, such as ["llm/embed"], that returns the whole leaves by name.
       out: the directory to make.
 
     Returns:
@@ -72,7 +72,12 @@ def image_token(recipe: Recipe) -> int:
 
 
 def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
-    """The files of the folder without weights, by name: for the tokenizer, the template and images."""
+    """The content of the folder's files without weights, by file name: for the tokenizer, the template and images.
+
+    Args:
+      recipe: the run's.
+      model: the folder's content.
+    """
     text, tower = _text_folder(recipe), recipe.model.folder(model.modules[0])
     files = {name: (text / name).read_bytes() for name in _TEXT_FILES if text and (text / name).is_file()}
     if text:
@@ -94,7 +99,7 @@ def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
 
 
 def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The small files of a language model's folder that new tokens change, by name; {} without new tokens.
+    """The new content of a language model's small files that new tokens change, by file name; {} without new tokens.
 
     Args:
       recipe: the run's.

@@ -44,11 +44,11 @@ class Datasets:
     batch: int
 
     def config(self, processor: Processor) -> DataConfig:
-        """The settings of the data of a run, whose model has this processor."""
+        """The settings of a run's data, for a model with this processor: shares, length of rows and tokenizer."""
         return DataConfig(sources=dict(self.shares), sequence_length=self.length, tokenizer=processor.tokenizer)
 
     def sources(self, processor: Processor) -> dict[str, SourceConfig]:
-        """The settings of each dataset of a run, whose model has this processor."""
+        """The settings of each dataset by name: the processor's, changed by those that are set here."""
         return {name: replace(processor.source, **settings) for name, settings in self.settings.items()}
 
 
@@ -79,8 +79,8 @@ def mixture(datasets: Mapping[str, Datasets], shares: Mapping[str, float]) -> Da
     """A mixture of datasets that each have one; length and batch are the first one's.
 
     Args:
-      datasets: each dataset by a name of its own.
-      shares: the share of the samples that each gives.
+      datasets: results of ``messages``, each by a name of its own.
+      shares: the share of the samples that each gives, by the same names.
 
     Raises:
       ValueError: names differ between both, or there are none.

@@ -33,7 +33,10 @@ def compose_run(recipe: Recipe, vocab: int, image_token: int) -> tuple[Composed 
 
 
 def export_advice(recipe: Recipe) -> tuple[str, ...]:
-    """A line that says why a run with modules from folders cannot be exported as one folder; () if it can."""
+    """One line that says why a run with modules from folders cannot be exported as one folder; () if it can.
+
+    () also for a run without such modules.
+    """
     unwritten = [name for name in _modules(recipe) if not recipe.model.folder(name)]
     if len(unwritten) == len(_modules(recipe)):
         return ()

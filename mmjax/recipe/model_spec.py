@@ -42,7 +42,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, *nodes: ModuleSpec) -> ModelSpec:
-        """A model of these nodes, sources before users: encoders, the LLM, generators."""
+        """A model of these nodes, sources before users: ``of(encoder(…), language_model(…), generator(…))``."""
         return cls(nodes={node.name: node for node in nodes})
 
     def __getitem__(self, name: str) -> ModuleSpec:
@@ -53,7 +53,7 @@ class ModelSpec:
 
     @property
     def config(self) -> ModelConfig:
-        """Names and families of the nodes, as gin has them."""
+        """Names and families of the nodes by role, and ``weights``: the settings ``Model`` of gin."""
         families = {role: {n.name: n.kind for n in self.nodes.values() if n.role == role} for role in ROLES}
         return ModelConfig(
             encoders=families["encoder"],
@@ -96,7 +96,7 @@ class ModelSpec:
 
     @property
     def parts(self) -> dict[str, PartSpec]:
-        """What has parameters of its own: each node, its adapters and its projector.
+        """The parts with parameters of their own: each node, its adapters if it has any, and its projector.
 
         The keys are the first words of the names of parameters, and scopes in gin: "vision", "vision_projector",
         "llm_lora".
@@ -111,11 +111,11 @@ class ModelSpec:
         return parts
 
     def parts_of(self, name: str) -> dict[str, PartSpec]:
-        """The parts of one node."""
+        """The parts of the node ``name``, by the names of ``parts``."""
         return {part: spec for part, spec in self.parts.items() if self.node_of(part) is self.nodes[name]}
 
     def node_of(self, part: str) -> ModuleSpec:
-        """The node of a part: that of "vision" for "vision_projector"."""
+        """The node that a part belongs to: the node "vision" for "vision", "vision_projector" and "vision_lora"."""
         owners = {name: (name, lora_name(name), projector_name(name)) for name in self.nodes}
         return next(self.nodes[name] for name, parts in owners.items() if part in parts)
 
@@ -126,26 +126,26 @@ class ModelSpec:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of each node."""
+        """The layout of each node, by name."""
         return {name: node.layout for name, node in self.nodes.items()}
 
     @property
     def packing(self) -> dict[str, PackingConfig]:
-        """The buckets of each node's rows."""
+        """The buckets of each node's rows, by name."""
         return {name: node.packing for name, node in self.nodes.items()}
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
-        """The optimizer of each part."""
+        """The optimizer of each part, by the names of ``parts``."""
         return {name: part.optimizer for name, part in self.parts.items()}
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parts that are not trained."""
+        """Names of the parts that are not trained."""
         return frozenset(name for name, optimizer in self.optimizers.items() if optimizer.frozen)
 
     def folder(self, part: str) -> str:
-        """The folder of safetensors that a part's parameters are read from; "" for none."""
+        """The folder of safetensors that the parameters of a part, by its name, are read from; "" for none."""
         spec = self.parts[part]
         if isinstance(spec, LoraSpec):
             return "" if spec.weights.init_from else spec.settings.path
@@ -154,7 +154,7 @@ class ModelSpec:
     # ---- modified copies ---------------------------------------------------------------------------------------------
 
     def replace(self, **nodes: ModuleSpec) -> ModelSpec:
-        """A copy with other settings of some nodes.
+        """A copy with other settings of some nodes: ``model.replace(vision=model["vision"].frozen())``.
 
         Raises:
           ValueError: the model has no node of that name.
@@ -164,19 +164,19 @@ class ModelSpec:
         return replace(self, nodes={**self.nodes, **nodes})
 
     def map(self, change: Change) -> ModelSpec:
-        """A copy in which all nodes are changed."""
+        """A copy in which each node is replaced by ``change`` of it."""
         return replace(self, nodes={name: change(node) for name, node in self.nodes.items()})
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> ModelSpec:
-        """A copy with other layouts of some nodes."""
+        """A copy with other layouts of some nodes, by name. Raises ``KeyError`` for a name of no node."""
         return self.replace(**{name: self.nodes[name].at(layout) for name, layout in layouts.items()})
 
     def with_packing(self, packing: Mapping[str, PackingConfig]) -> ModelSpec:
-        """A copy with other buckets of some nodes' rows."""
+        """A copy with other buckets of rows, by node's name. Raises ``KeyError`` for a name of no node."""
         return self.replace(**{name: replace(self.nodes[name], packing=buckets) for name, buckets in packing.items()})
 
     def with_optimizers(self, optimizers: Mapping[str, OptimizerConfig]) -> ModelSpec:
-        """A copy with other optimizers of some parts."""
+        """A copy with other optimizers of some parts, by the names of ``parts``; other names are ignored."""
 
         def changed(name: str, part: P) -> P:
             return replace(part, optimizer=optimizers.get(name, part.optimizer))
@@ -188,7 +188,7 @@ class ModelSpec:
         return self.map(with_parts)
 
     def with_default_optimizer(self, optimizer: OptimizerConfig) -> ModelSpec:
-        """A copy in which every part whose optimizer is not set has this one; frozen parts stay frozen."""
+        """A copy in which every part whose optimizer has only defaults has this one; frozen parts stay frozen."""
         optimizers = {}
         for name, part in self.parts.items():
             frozen = {"frozen": part.optimizer.frozen, "frozen_dtype": part.optimizer.frozen_dtype}

@@ -9,7 +9,7 @@ from mmjax.weights.folder import read_config
 
 
 def positions_of(recipe: Recipe) -> int:
-    """The number of positions that the language model's folder states; 0 if it states none."""
+    """The number of positions that the language model's folder states; 0 if it states none, or there is no folder."""
     llm, folder = recipe.model.llm, recipe.model.folder(recipe.model.llm.name)
     try:
         folder_config = read_config(folder) if folder else {}

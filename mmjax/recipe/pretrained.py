@@ -19,7 +19,7 @@ from mmjax.weights.table import Shape, View, expand, match
 
 
 def pretrained_folders(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """Groups the modules by the folder of safetensors that they start from."""
+    """The parts that start from folders of safetensors, by folder: {"/models/llava": ("vision", "llm")}."""
     folders: dict[str, list[str]] = {}
     for module in recipe.model.parts:
         if folder := recipe.model.folder(module):
@@ -33,7 +33,7 @@ def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) ->
     Args:
       recipe: the run's.
       path: the folder; a key of ``pretrained_folders``.
-      shapes: shapes of all leaves, by name such as "llm/embed".
+      shapes: whole shapes of all leaves of the model, by name such as "llm/embed".
 
     Raises:
       ConfigError: the folder cannot be used, or does not fit; one line.
@@ -70,7 +70,7 @@ def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) ->
 
 
 def adapted_module(recipe: Recipe, name: str) -> AdaptedModule:
-    """A module with adapters, with the names that folders of PEFT give its weights."""
+    """The module ``name``, such as "llm", which has adapters, with the names that folders of PEFT give its weights."""
     node = recipe.model[name]
     return AdaptedModule(
         name=name,

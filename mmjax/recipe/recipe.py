@@ -98,7 +98,11 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def init_from(self, part: str) -> str:
-        """The run, checkpoint or export that a part's parameters start from; "" for none."""
+        """The run, checkpoint or export that a part's parameters start from; "" for none, and for a ``model.folder``.
+
+        Args:
+          part: one of ``model.parts``, such as "vision_projector".
+        """
         if self.model.folder(part):
             return ""
         folder = self.model.parts[part].weights.init_from or self.checkpoint.init_from
@@ -106,16 +110,19 @@ class Recipe:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders of safetensors that parts start from."""
+        """The folders of safetensors that parts start from, each once."""
         return tuple(dict.fromkeys(filter(None, map(self.model.folder, self.model.parts))))
 
     @property
     def devices(self) -> int:
-        """Number of devices that the layouts need."""
+        """Number of devices that the layouts need: one more than the highest rank."""
         return max(layout.rank_offset + layout.size for layout in self.model.layouts.values())
 
     def walk(self) -> Iterator[tuple[str, Any]]:
-        """Every configurable object with its scope in gin, "" for the run's own."""
+        """Yields the scope in gin and the settings of every configurable object, as ("vision", ``ViTConfig(…)``).
+
+        The scope of the run's own settings is "".
+        """
         task = self.data.origin.settings(self.task)
         for settings in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model.config)):
             yield "", settings

@@ -95,7 +95,7 @@ class ModuleSpec(PartSpec):
         return family_of(family_setting(self.name, self.role), self.kind, self.role)
 
     def module(self) -> Any:
-        """The ``Module`` with these settings."""
+        """A ``mmjax.models.module.Module`` with these settings, of the family's class."""
         return self.family.module(self.settings)
 
     # ---- modified copies ---------------------------------------------------------------------------------------------
@@ -114,14 +114,15 @@ class ModuleSpec(PartSpec):
         return replace(self, optimizer=replace(optimizer or self.optimizer, frozen=False, frozen_dtype=""))
 
     def with_settings(self, **changes: Any) -> ModuleSpec:
-        """A copy with other settings of the module, such as ``layers=2``."""
+        """A copy with other settings of the module, such as ``layers=2``; raises ``ConfigError`` for illegal ones."""
         return replace(self, settings=replace(self.settings, **changes))
 
     def with_projector(self, **changes: Any) -> ModuleSpec:
-        """A copy with other settings of its projector, such as ``hidden=4096``.
+        """A copy with other settings of its projector, fields of ``ProjectorConfig`` such as ``hidden=4096``.
 
         Raises:
           ValueError: it has no projector.
+          ConfigError: a value is illegal.
         """
         if self.projector is None:
             raise ValueError(f"{self.name}: it has no projector")
@@ -154,17 +155,24 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
       name: its name in the model, such as "vision".
       settings: of a family of encoders, such as ``ViTConfig``.
       projector: the projector at its end; by default one with the defaults.
+
+    Raises:
+      ValueError: the settings are of no family of encoders.
     """
     return _node(name, "encoder", settings, projector or ProjectorConfig())
 
 
 def generator(name: str, settings: Any, projector: ProjectorConfig | None = None) -> ModuleSpec:
-    """A node that draws from the LLM's features; arguments as those of ``encoder``, settings such as ``DiTConfig``."""
+    """A node that draws from the LLM's features; arguments and errors as for ``encoder``, settings as ``DiTConfig``."""
     return _node(name, "generator", settings, projector or ProjectorConfig())
 
 
 def language_model(settings: Any) -> ModuleSpec:
-    """The node that reads text, with settings such as ``DecoderConfig``."""
+    """The node that reads text, named "llm", with settings such as ``DecoderConfig``.
+
+    Raises:
+      ValueError: the settings are of no family of language models.
+    """
     return _node(LLM, "llm", settings, None)
 
 

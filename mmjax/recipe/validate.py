@@ -100,7 +100,10 @@ def _check_size(recipe: Recipe) -> None:
 
 
 def advise(recipe: Recipe) -> tuple[str, ...]:
-    """A line for each setting that was changed to fit a flag, that wastes devices or rows, or that changes nothing."""
+    """Lines about settings that were changed to fit a flag, that waste devices or rows, or that change nothing.
+
+    And one where an export could not be one folder of a whole model. They are for people: "Train.global_batch=6: …".
+    """
     lines = list(recipe.fitted)
     cells = cell_count(recipe.model.layouts.values())
     rows = recipe.train.global_batch // recipe.train.microbatches
@@ -322,7 +325,12 @@ def _llm_field(recipe: Recipe, name: str) -> str:
 
 
 def sharded_sizes(recipe: Recipe, module: str) -> dict[str, int]:
-    """The sizes of a module that tp must divide, by setting."""
+    """The sizes of a module that tp must divide, by setting: {"llm/Decoder.heads": 32}.
+
+    Args:
+      recipe: the configuration.
+      module: name of a node; sizes of its projector, or of projectors that inject into the LLM, are there too.
+    """
     values = recipe.model[module].settings
     prefix = f"{module}/{gin_name(type(values))}"
     sizes = {f"{prefix}.{name}": getattr(values, name) for name in _SHARDED if hasattr(values, name)}

@@ -45,7 +45,16 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, or continues the run that is in the directory; returns the exit status."""
+    """Trains, or continues the run that is in the directory; returns the exit status.
+
+    0 is a finished run, 1 one that could not go on, write all files or evaluate, and 130 one that was interrupted.
+
+    Args:
+      argv: the arguments without the program's name; by default those of this process.
+
+    Raises:
+      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+    """
     with one_line_errors("interrupted; the same command continues from the last checkpoint"):
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.train")
         recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)

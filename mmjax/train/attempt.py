@@ -27,7 +27,7 @@ def attempt(work: Callable[[Callable[[], None]], T], check: Callable[[], None] =
 
     Args:
       work: does the same in all processes, unless it fails.
-      check: called at each meeting; may raise ``Stopped`` in all processes.
+      check: called at each meeting, the last one after ``work`` included; may raise ``Stopped`` in all processes.
 
     Raises:
       GivenUp: some process failed.

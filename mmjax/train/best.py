@@ -32,7 +32,7 @@ class BestEvaluation:
 
     @classmethod
     def agreed(cls, metric: str, patience: int, rows: Sequence[Mapping[str, Any]]) -> BestEvaluation:
-        """Makes it from the rows of process 0; all processes have to call it."""
+        """Makes it from the rows of process 0, for the arguments see ``__init__``; all processes have to call it."""
         return cls(metric, patience, json.loads(broadcast_text(json.dumps(list(rows)))) if metric else ())
 
     @property
@@ -41,12 +41,12 @@ class BestEvaluation:
         return self.step_among(self._values)
 
     def step_among(self, steps: Collection[int]) -> int | None:
-        """The step of the best evaluation among some steps; ``None`` where none of them is evaluated."""
+        """The step of the best evaluation among ``steps``; ``None`` where none of them is evaluated."""
         evaluated = sorted(step for step in self._values if step in steps)
         return min(evaluated, key=lambda step: self._sign * self._values[step], default=None)
 
     def add(self, step: int, row: Mapping[str, Any]) -> bool:
-        """Adds an evaluation by its figures, see ``evaluation.figures``; returns whether it is the best so far.
+        """Adds an evaluation by its figures, see ``mmjax.eval.scores.figures``; returns whether it is the best so far.
 
         All processes have to call it; the figures of process 0 count.
         """

@@ -47,14 +47,17 @@ def _totals(busy: Busy) -> dict[int, float]:
 
 
 class SlowRanks:
-    """Names ranks that are slow in several measured steps in a row."""
+    """Names ranks that are slow in `IN_A_ROW` measured steps in a row; call it with the times of each step."""
 
     def __init__(self) -> None:
         self._newest = deque[dict[tuple[str, int], float]](maxlen=IN_A_ROW)
         self._steps, self._quiet_until = 0, dict[tuple[str, int], int]()
 
     def __call__(self, busy: Busy) -> list[str]:
-        """Takes the times of a step; returns a line for each rank that is slow and was not named lately."""
+        """Takes the times of a step; returns a line for each rank that is slow and was not named lately.
+
+        Such as "rank 3 (vision) takes 2.1 × the median of its module".
+        """
         self._steps += 1
         self._newest.append(_ratios(busy))
         if len(self._newest) < IN_A_ROW:
@@ -139,7 +142,10 @@ class BusyTimes:
             self._report(f"step {step}: {line}")
 
     def columns(self) -> dict[str, Any]:
-        """Columns of `metrics.jsonl`: `imbalance`, and the busy seconds of each module's busiest rank."""
+        """Columns of `metrics.jsonl`: "imbalance", and as "vision/busy_s" the busy seconds of a module's busiest rank.
+
+        `None` where nothing was measured yet.
+        """
         with self._lock:
             busy = self._busy
         modules = dict.fromkeys(stage.module for stage in self._schedule.graph.stages)

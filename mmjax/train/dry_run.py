@@ -89,7 +89,12 @@ class DryRun:
         return round(least * seconds, 1), round(most * seconds, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure as JSON; sizes in bytes, times in seconds."""
+        """Every figure as JSON, as ``--dry_run --json`` prints it; sizes in bytes, times in seconds, shares in [0, 1].
+
+        By name: "devices", "layouts" and "buckets" by module, "stages" by stage, "in_flight", "most_loaded", "fullest"
+        (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or ``None``), "schedule",
+        "planned_bubble", "cp_imbalance" and "advice".
+        """
         stages, report = self.parts.placed.stages, self.parts.report
         return {
             "devices": self.parts.world.size,
@@ -117,7 +122,7 @@ class DryRun:
         }
 
     def draw(self, folder: str | Path) -> None:
-        """Writes layout.png and timeline.png."""
+        """Writes ``layout.png`` and ``timeline.png`` into a folder."""
         draw_layout(self.recipe.model.layouts, Path(folder) / "layout.png")
         source, unit = "planned with nominal costs", "forwards of the costliest stage"
         draw_timeline(self.parts.planned, Path(folder) / "timeline.png", source=source, unit=unit)
@@ -126,7 +131,7 @@ class DryRun:
         return self.describe()
 
     def describe(self) -> str:
-        """Everything as text for a terminal."""
+        """Everything as text of several lines for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.recipe.model.layouts.items()]
         lines += [*advise(self.recipe), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]
@@ -238,7 +243,10 @@ def _imbalance(recipe: Recipe, packer: Packer, source: Source) -> dict[str, floa
 
 
 def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
-    """How many different programs there are of each kind; a boundary's are its packs, moves and unpacks."""
+    """How many different programs there are by kind: {"F": 3, "B": 3, "update": 2, "pack": 2, "move": 2, "unpack": 2}.
+
+    A kind is the kind of an op; a boundary's programs are its packs, moves and unpacks.
+    """
     unique = {id(program): program for program in programs}.values()
     return dict(Counter(_kind(program.name) for program in unique))
 
@@ -267,7 +275,9 @@ def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
 
 
 def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list[str]:
-    """The layout for a terminal: ranks are columns, at most ``columns`` side by side; stages are rows.
+    """The layout of a world of ``size`` ranks, in lines for a terminal: ranks are columns, stages are rows.
+
+    At most ``columns`` are side by side.
 
     In a world of more than four such lines a column is a group of ranks that are all of the same stages.
     """
@@ -308,7 +318,7 @@ def _table(stages: Mapping[str, tuple[tuple[int, ...], Memory]]) -> list[str]:
 
 
 def show_bytes(size: int) -> str:
-    """Bytes as "1.5 GiB", "12 KiB" or "0"."""
+    """A number of bytes as "1.5 GiB", "12 KiB", "100 B" or "0"."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"

@@ -31,7 +31,10 @@ _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 
 
 def recorded(run_dir: Path, *, allow_code: bool = False) -> Recipe | None:
-    """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal."""
+    """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal.
+
+    For ``allow_code`` see ``load_config``.
+    """
     with contextlib.suppress(ConfigError):
         return load_run_config(run_dir, allow_code=allow_code)
     return None
@@ -63,7 +66,7 @@ class RunFiles:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of ``eval.jsonl``."""
+        """The rows of ``eval.jsonl`` in order, each with a "step"; [] where there is no file."""
         path = self.run_dir / "eval.jsonl"
         return read_metrics(path) if path.exists() else []
 
@@ -101,6 +104,8 @@ class RunFiles:
     def open_metrics(self, step: int, sinks: Sequence[str]) -> MetricsWriter:
         """Opens ``metrics.jsonl`` for the rows after ``step``; in it and in ``eval.jsonl`` later rows are dropped.
 
+        ``sinks`` are those of ``Train.sinks``.
+
         Raises:
           ConfigError: the files cannot be written.
         """
@@ -112,12 +117,15 @@ class RunFiles:
         return self._metrics
 
     def add_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to ``eval.jsonl``, and drops earlier rows of its step and of later steps."""
+        """Appends a row, with its "step", to ``eval.jsonl``, and drops earlier rows of its step and of later steps.
+
+        A row that cannot be written is reported, and written by a later call or ``flush``.
+        """
         self._evaluations.append(row)
         self.flush()
 
     def flush(self) -> None:
-        """Writes the evaluations that are not in ``eval.jsonl`` yet."""
+        """Writes the evaluations that are not in ``eval.jsonl`` yet; a failure is reported and not raised."""
         if not self._evaluations:
             return
         first = self._evaluations[0]
@@ -131,12 +139,17 @@ class RunFiles:
             self._evaluations = []
 
     def write(self, name: str, text: str) -> None:
-        """Writes the file ``name``; an older one stays until the new one is complete."""
+        """Writes the file ``name`` of the directory; an older one stays until the new one is complete.
+
+        A failure is reported and not raised; ``unwritten`` names the file.
+        """
         with self._attempt(name):
             _put(self.run_dir / name, text)
 
     def draw(self, name: str, draw: Callable[[Path], object]) -> None:
-        """Makes the picture ``name`` with ``draw``; an older one stays until the new one is complete.
+        """Makes the picture ``name``, such as "curves.png"; an older one stays until the new one is complete.
+
+        ``draw`` is called with the path that it has to write.
 
         A picture is no reason to end a run: one that cannot be drawn is reported like one that cannot be written.
         """
@@ -217,7 +230,7 @@ def _difference(before: str, after: str, limit: int = 3) -> str:
 
 
 def made_run_dir(path: str | Path) -> Path:
-    """The run directory, made if missing.
+    """Makes the run directory if it is missing, and tries to write there; returns its path.
 
     Raises:
       ConfigError: it cannot be made or written to, or the disk is full.

@@ -23,7 +23,12 @@ so that all time the same steps."""
 
 
 class Following:
-    """A context in which the ops of an executor are followed."""
+    """A context in which the ops of an executor are followed.
+
+    Attributes:
+      enter, observe: see ``Watchdog``.
+      columns: see ``BusyTimes``.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class Following:
         self._executor.follow(None)
 
     def step(self, step: int, run: Callable[[], Any]) -> Any:
-        """Dispatches the ops of a step by `run`, whose result it returns."""
+        """Dispatches the ops of a step, a number from 1, by calling `run`, whose result it returns."""
         self._watchdog.enter("step", step)
         self._ends.begin_step(step, timed=step % self._every == 0)
         result = run()

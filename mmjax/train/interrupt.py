@@ -39,7 +39,12 @@ class StopRequest:
     """
 
     def __init__(self, total: Callable[[float], jax.Array] | None = None) -> None:
-        """`total` is for several processes that run the same steps: it dispatches a sum over one number of each."""
+        """Nobody has asked to stop yet.
+
+        Args:
+          total: for several processes that run the same steps, `World.total`, which dispatches a sum over one number of
+            each; `None` for one process.
+        """
         self.wanted, self._total, self._agreed = False, total, False
         self._previous: Any = None
         self._sigterm = Sigterm(self._stop_soon)
@@ -56,16 +61,19 @@ class StopRequest:
         self._sigterm.__exit__(kind, error, at)
 
     def check(self) -> None:
-        """Raises `Stopped` if somebody asked to stop, and all processes agreed."""
+        """Raises `Stopped` if somebody asked to stop, and all processes agreed, see `hear`; else does nothing."""
         if self._agreed or (self.wanted and not self._total):
             raise Stopped
 
     def ask(self) -> jax.Array | None:
-        """Dispatches the question whether any process was asked to stop, for `hear`; all ask in the same order."""
+        """Dispatches the question whether any process was asked to stop, for `hear`; all ask in the same order.
+
+        `None` in a run of one process.
+        """
         return self._total(float(self.wanted)) if self._total else None
 
     def hear(self, answer: jax.Array | None) -> None:
-        """Waits for the answer, which is the same in all processes; the next `check` acts on it."""
+        """Waits for an answer from `ask`, which is the same in all processes; the next `check` acts on it."""
         if answer is not None:
             self._agreed = self._agreed or bool(np.asarray(answer.addressable_shards[0].data)[0])
 

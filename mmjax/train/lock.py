@@ -21,7 +21,7 @@ class RunLock:
     """Holds a run directory from its creation to ``close``, or until its process dies: the kernel releases it then."""
 
     def __init__(self, run_dir: Path):
-        """Takes the lock.
+        """Takes the lock of a directory, which must exist.
 
         Raises:
           ConfigError: another process, or another trainer in this one, has it.

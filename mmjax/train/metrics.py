@@ -59,9 +59,13 @@ COLUMNS = (
 class Sink(Protocol):
     """A receiver of numbers beside the file."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the numbers of a row by column, without "step", and without columns that are no numbers."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes everything that was taken, and closes the receiver."""
+        ...
 
 
 class MetricsWriter:
@@ -152,7 +156,7 @@ class MetricsWriter:
 
     @property
     def unwritten(self) -> str:
-        """The rows that are not in the file, and why; empty when all are."""
+        """The rows that are not in the file, and why: "metrics.jsonl: steps 3 to 5 (…)"; "" when all are."""
         if not self._waiting:
             return ""
         first, last = self._waiting_steps[0], self._waiting_steps[-1]
@@ -296,7 +300,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def require_sinks(names: Sequence[str]) -> None:
-    """Raises `ConfigError` for a sink whose package is not installed, without importing it."""
+    """Raises `ConfigError` for a sink, "tensorboard" or "wandb", whose package is not installed; imports none."""
     for name in names:
         if not importlib.util.find_spec(_PACKAGES[name]):
             fix = f"needs a package that is not installed: pip install {_PACKAGES[name]}, or use ()"
@@ -304,7 +308,7 @@ def require_sinks(names: Sequence[str]) -> None:
 
 
 def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:
-    """Opens the named sinks, writing below `folder`.
+    """Opens the named sinks, "tensorboard" or "wandb", which write below `folder`; the caller closes them.
 
     Raises:
       ConfigError: an unknown name, or one whose package is not installed.

@@ -36,7 +36,7 @@ class ProfileWindow:
     def enter(self, step: int, report: Callable[[str], None]) -> None:
         """Begins the trace if the step after ``step`` belongs to it; a continued run may begin in the middle of it.
 
-        Of several processes only the first is traced.
+        ``report`` gets a line where it begins. Of several processes only the first is traced.
         """
         if self._open is None and self._before <= step < self._last and is_first():
             self._open = ExitStack()
@@ -49,12 +49,12 @@ class ProfileWindow:
             report(f"profiling steps {step + 1} to {self._last}")
 
     def leave(self, step: int, report: Callable[[str], None]) -> None:
-        """Ends the trace if ``step`` was its last step."""
+        """Ends the trace if ``step`` was its last step, or is behind it; ``report`` gets a line about where it is."""
         if step >= self._last:
             self.close(report)
 
     def close(self, report: Callable[[str], None]) -> None:
-        """Ends the trace wherever it is."""
+        """Ends the trace if one is open, wherever it is; ``report`` gets a line about where its files are."""
         if self._open is not None:
             self._open.close()
             self._open = None

@@ -41,12 +41,14 @@ class PendingStep:
     stop_answer: jax.Array | None = None
 
     def row(self, parts: Assembly, throughput: Throughput, seconds: float, *, updates: int) -> dict[str, Any]:
-        """Its columns in ``metrics.jsonl``; ``skipped`` is 1 where the update was skipped.
+        """Waits for the results; returns the step's columns of ``metrics.jsonl``, all but those of busy times.
+
+        ``skipped`` is 1 where the update was skipped, else 0.
 
         Args:
           parts: the parts of the run.
           throughput: computes rates from the batch.
-          seconds: how long the step took.
+          seconds: how long the step took; above 0.
           updates: how often parameters were updated before it.
         """
         loss, norms = self.result.fetch()
@@ -64,7 +66,7 @@ class PendingStep:
 
 
 def watch_end(result: StepResult, threads: Threads) -> Future[float]:
-    """The time at which the results of a step are computed; a thread of ``threads`` waits for them.
+    """The time of ``time.perf_counter`` at which a step's results are computed; a thread of ``threads`` waits for them.
 
     The dispatching thread would see them too late: it dispatches the next step first.
     """
@@ -107,5 +109,5 @@ class TrainResult:
     unwritten: tuple[str, ...] = ()
 
     def take(self, scored: Scored) -> None:
-        """Keeps an evaluation as the last one."""
+        """Keeps an evaluation, or its failure, as the last one: changes the fields of evaluations."""
         self.evaluation, self.swapped, self.evaluation_failure = scored.plain, scored.swapped, scored.failure

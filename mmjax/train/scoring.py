@@ -68,11 +68,11 @@ class Scoring:
             self.evaluator.rounds.require_room(metas)
 
     def programs(self) -> list[Program]:
-        """The programs of evaluations, which have to be compiled."""
+        """The programs of evaluations, which have to be compiled; [] where nothing is evaluated."""
         return self.evaluator.predictor.programs() if self.evaluator else []
 
     def samples(self) -> list[Sample]:
-        """The held-out samples, the same in every run of a configuration."""
+        """The ``Train.eval_samples`` held-out samples, or as many as there are; the same in every run."""
         return held_out(self.recipe, self.recipe.train.eval_samples)
 
     def evaluate(
@@ -81,7 +81,7 @@ class Scoring:
         """Scores of the samples as they are, and with each encoder's media exchanged; appended to ``eval.jsonl``.
 
         Args:
-          states: parameters by stage.
+          states: the states of this process's stages by name, such as "llm.0"; only parameters are read.
           step: the step after which these are the parameters.
           draw: whether ``predictions.png`` is drawn.
           meet: see ``Evaluator.answers``.
@@ -108,9 +108,7 @@ class Scoring:
         """Runs ``evaluate``; if it fails, all processes get the same reason, and training can go on.
 
         Args:
-          states: parameters by stage.
-          step: the step after which these are the parameters.
-          draw: whether ``predictions.png`` is drawn.
+          states, step, draw: see ``evaluate``.
           check: called by all processes before each round; may raise ``Stopped``.
 
         Raises:

@@ -21,18 +21,21 @@ class Soundness:
 
         Args:
           placed: the model on its devices.
-          states: gives the states of this process's stages.
+          states: returns the states of this process's stages, by name such as "llm.0".
           max_skipped: ``Train.max_skipped``.
         """
         self._placed, self._states, self._max_skipped = placed, states, max_skipped
         self.skipped = self._step = 0
 
     def add_update(self, step: int, *, skipped: bool) -> None:
-        """Counts the update of a step."""
+        """Counts the update of a step; one that was not skipped sets ``skipped`` to 0."""
         self.skipped, self._step = self.skipped + 1 if skipped else 0, step
 
     def require_updates(self) -> None:
-        """Raises ``NonFiniteError`` with the name of the leaf at fault where too many updates in a row were skipped."""
+        """Raises ``NonFiniteError`` with the leaf at fault where ``max_skipped`` updates in a row were skipped.
+
+        It raises nothing where ``max_skipped`` is 0. All processes have to call it.
+        """
         if not self._max_skipped or self.skipped < self._max_skipped:
             return
         leaf = self.first_unsound()
@@ -41,10 +44,10 @@ class Soundness:
         raise NonFiniteError(f"step {self._step}: {why} (Train.max_skipped={self._max_skipped}); {cause}")
 
     def require_finite(self, step: int) -> None:
-        """Raises ``NonFiniteError`` where a parameter or a moment is not finite after a step."""
+        """Raises ``NonFiniteError`` where a parameter or a moment is not finite; ``step`` is for the message."""
         if leaf := self.first_unsound():
             raise NonFiniteError(f"step {step}: {leaf}; no checkpoint is saved")
 
     def first_unsound(self) -> str:
-        """The first parameter or moment that is not finite; "" where all are."""
+        """Name and index, in words, of the first parameter or moment that is not finite; "" where all are."""
         return first_nonfinite(self._placed, self._states())

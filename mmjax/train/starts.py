@@ -53,7 +53,7 @@ class Start:
 
     Attributes:
       saved: the folder's parameters.
-      modules: names of the modules.
+      modules: names of the modules: parts of the model, such as "vision_projector".
       converted: by module whose parameters change dtype, the change in words.
     """
 
@@ -62,7 +62,7 @@ class Start:
     converted: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line."""
+        """One line: the modules, the origin of their parameters, and changes of dtype."""
         line = f"{', '.join(self.modules)}: parameters of {self.saved.describe()}"
         return "; ".join([line, *(f"{module}: {change}" for module, change in self.converted.items())])
 
@@ -81,14 +81,15 @@ class Starts:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The origin of each module's parameters; nothing where all have new values."""
+        """A line about the origin of each module's parameters; () where all have new values."""
         fresh = (f"{', '.join(self.fresh)}: new values",) if self.fresh else ()
         return (*(start.describe() for start in self.loaded), *fresh) if self.loaded else ()
 
     def elsewhere(self, modules: Collection[str], placed: PlacedModel) -> dict[str, LeafInfo]:
         """The entries of some modules' given parameters, for a checkpoint that refers to their files.
 
-        The first process reads all tensors of these modules that are in folders of safetensors, for their checksums.
+        They are by leaf, such as "params/llm/embed"; without leaves of no known checksum, and tables with new rows. The
+        first process reads all tensors of these modules that are in folders of safetensors, for their checksums.
         """
         result, avals = {}, _parameter_avals(placed)
         for start in self.loaded:
@@ -103,7 +104,9 @@ class Starts:
         return result
 
     def read(self, placed: PlacedModel, say: Callable[[str], None] = lambda line: None) -> dict[str, jax.Array]:
-        """The given parameters as checkpoint leaves, on the devices that own them; all processes call it.
+        """The given parameters as checkpoint leaves, by name such as "params/llm/embed"; all processes call it.
+
+        They are whole arrays, of which each process has the shards of its own devices.
 
         Those of a run, a checkpoint or an export are as they are stored; see ``StageState.from_logical``.
 
@@ -154,7 +157,12 @@ class _ReadProgress:
 
 
 def require_seed(recipe: Recipe, stored: Metadata, run_dir: Path) -> None:
-    """Requires that a checkpoint of the run directory is of a run with the seed of this one: its data follow from it.
+    """Requires that a checkpoint's run has the seed of this one: its data follow from it.
+
+    Args:
+      recipe: this run's.
+      stored: the checkpoint's metadata.
+      run_dir: the run directory, for the message.
 
     Raises:
       ConfigError: it is of a run with another seed.
@@ -245,7 +253,10 @@ def _changes(recipe: Recipe, with_moments: Collection[str], restored: Metadata) 
 
 
 def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
-    """The leaves in a run's checkpoint that refer to another folder's bytes, of the modules that are frozen now."""
+    """The leaves in a run's checkpoint that refer to another folder's bytes, of the modules that are frozen now.
+
+    They are by name, such as "params/llm/embed".
+    """
     frozen = {module for module, optimizer in recipe.model.optimizers.items() if optimizer.frozen}
     away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
     return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}

@@ -33,13 +33,16 @@ class Throughput:
     """Measures steps of one run."""
 
     def __init__(self, model: MultimodalModel, world: World, frozen: Collection[str], peak_tflops: float):
-        """Looks up the devices' peak; ``peak_tflops`` above 0 overrides it."""
+        """Looks up the devices' peak; ``peak_tflops`` above 0 overrides it.
+
+        ``frozen`` are names of parts that are not trained, such as "vision_projector".
+        """
         self.model, self.world, self.frozen = model, world, frozen
         kind = world.devices[0].device_kind
         self.peak = peak_tflops or next((peak for name, peak in PEAK_TFLOPS.items() if name in kind), None)
 
     def flops(self, batch: StepBatch) -> int:
-        """Model FLOPs of a step; real tokens count, padding does not.
+        """Model FLOPs of a step on all devices together; real tokens count, padding does not.
 
         For a mask of words the pairs in the rows of this process are counted. In all other rows the same share of the
         causal pairs is assumed.
@@ -55,7 +58,11 @@ class Throughput:
         return sum(training_flops(self.model, lengths, self.frozen, pairs).values())
 
     def measure(self, batch: StepBatch, seconds: float) -> dict[str, Any]:
-        """Metrics of a step that took ``seconds``."""
+        """Columns of ``metrics.jsonl`` for a step that took ``seconds``.
+
+        They are tokens_per_s, media_per_s, tflops_per_device, mfu, padding and peak_memory_bytes; ``mfu`` and
+        ``peak_memory_bytes`` are ``None`` where the devices' peak or memory is unknown.
+        """
         counts = batch.counts
         tflops = self.flops(batch) / seconds / self.world.size / 1e12
         nodes = self.model.nodes.items()

@@ -70,6 +70,10 @@ class Trainer:
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
       step: optimizer steps done.
+      skipped: how many of their updates were skipped, because gradients were not finite.
+      resumed: whether the state is that of a checkpoint in ``run_dir``.
+      executor: runs the steps; has the state.
+      scoring: evaluates.
       started: lines about what modules start from; none if all have new values, or all state is the last checkpoint's.
     """
 
@@ -186,7 +190,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written, and unlocks the run directory."""
+        """Waits for a checkpoint that is being written, and unlocks the run directory; saves nothing."""
         self._opened.close()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -198,7 +202,11 @@ class Trainer:
         at once.
         Evaluates on the way and at the end as ``Train.eval_every`` and ``Train.eval_samples`` say.
 
+        Args:
+          steps: the step to end after, counted from the run's beginning; beyond ``Train.steps`` it counts as that.
+
         Raises:
+          NoBatchError: no data server gives a batch.
           WarmUpError: before the first step, a boundary or collective is down; see ``World.warm_up``.
           NonFiniteError: ``Train.max_skipped`` updates in a row were skipped, or a parameter or moment is not finite
             where a checkpoint is due, which is not saved.
@@ -378,7 +386,7 @@ class Trainer:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def held_out(self) -> list[Sample]:
-        """The evaluation samples, the same in every run of a configuration."""
+        """The evaluation samples, the same in every run of a configuration; see ``Scoring.samples``."""
         return self.scoring.samples()
 
     def evaluate(self, draw: bool = False) -> tuple[Evaluation, dict[str, Evaluation]]:
@@ -386,6 +394,9 @@ class Trainer:
 
         Args:
           draw: whether ``predictions.png`` is drawn.
+
+        Returns:
+          The evaluation of the samples as they are, and the others by encoder; {} where media are not exchanged.
 
         Raises:
           ValueError: the configuration has no evaluation samples.
@@ -400,7 +411,9 @@ class Trainer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, jax.Array]:
-        """The whole state as logical leaves: parameters and moments by name, whatever the stages and layouts.
+        """The whole state as logical leaves by name, such as "params/llm/embed" and its moment "adam_m/llm/embed".
+
+        Names and global shapes are the same whatever the stages and layouts are.
 
         Every process gets all names, but only those shards of the arrays that are on its own devices.
         """
@@ -420,7 +433,9 @@ class Trainer:
         return self._checkpointer.latest_step()
 
     def save(self) -> None:
-        """Writes a checkpoint; in a ``with`` of the trainer in the background, and training may go on.
+        """Writes a checkpoint of the state; nothing before the first step, or without a run directory.
+
+        In a ``with`` of the trainer it is written in the background, and training may go on.
 
         Raises:
           NonFiniteError: a parameter or a moment is not finite, and nothing is written.
@@ -478,7 +493,7 @@ class Trainer:
         return list({id(program): program for program in programs}.values())
 
     def compile(self) -> None:
-        """Compiles every program that is not compiled yet, several at a time."""
+        """Compiles every program that is not compiled yet, several at a time; ``train`` does it by itself."""
         programs = self.programs()
         total = len(programs)
         with Progress(total, "compiling programs", log_every=max(1, total // 4), style=self.style) as progress:

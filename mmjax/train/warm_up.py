@@ -75,7 +75,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """GB/s."""
+        """GB/s (1e9 bytes)."""
         return self.bytes / self.seconds / 1e9
 
     @property
@@ -117,7 +117,7 @@ class WarmUp:
         return lines
 
     def numbers(self) -> dict[str, Any]:
-        """As JSON."""
+        """The content of ``warm_up.json``: "hosts" by process, and "links", a list of dicts of their figures."""
         return {
             "hosts": list(self.hosts),
             "links": [
@@ -141,16 +141,18 @@ class Initializer:
     """Tries the links of an executor's steps, once."""
 
     def __init__(self, config: WorldConfig, world: World, executor: Executor | OneProgramExecutor):
-        """Plans the trials of this world's links; none where `config` does not want them."""
+        """Plans the trials of this world's links; none where `is_wanted` says so. Runs nothing."""
         self._config, self._world = config, world
         self._trials = link_trials(executor) if is_wanted(config, world) else ()
 
     def programs(self) -> list[Program]:
-        """The programs of the trials, which this process has to compile first."""
+        """The programs of the trials, which this process has to compile before they run; [] without trials."""
         return programs_of(self._trials)
 
     def __call__(self, files: RunFiles | None) -> list[str]:
         """Runs the trials and writes `warm_up.json`; returns lines about the results, none when called again.
+
+        All processes call it; `files` are the run directory's in the process that writes them, else `None`.
 
         Raises:
           WarmUpError: see `warm_up`.
@@ -166,7 +168,7 @@ class Initializer:
 
 @contextlib.contextmanager
 def ends_where_down() -> Iterator[None]:
-    """A context for the first step of a command: if a link is down, the process ends with a line about it."""
+    """A context for the first step of a command: a `WarmUpError` ends the process, and its peers, with its line."""
     try:
         yield
     except WarmUpError as error:
@@ -177,7 +179,10 @@ def ends_where_down() -> Iterator[None]:
 
 
 def is_wanted(config: WorldConfig, world: World) -> bool:
-    """Whether a run tries its links: by default where they can be slow or down, unlike those of virtual devices."""
+    """Whether a run tries its links, see `World.warm_up`.
+
+    With "auto" it does where they can be slow or down, unlike those of one process's virtual devices.
+    """
     if config.warm_up == "auto":
         return world.size > 1 and (world.processes > 1 or world.platform != "cpu")
     return config.warm_up == "on"
@@ -234,7 +239,7 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
 
 
 def compared(links: Sequence[Link]) -> tuple[Link, ...]:
-    """The links, each with the median rate of similar ones."""
+    """The links in their order, each with ``like``, the median rate of similar ones among them."""
     result = []
     for link in links:
         rates = [peer.rate for peer in links if peer is not link and _alike(link, peer)]

@@ -67,9 +67,13 @@ class Note:
 class NoteBoard(Protocol):
     """A board on which processes pin their notes."""
 
-    def pin(self, note: str) -> None: ...
+    def pin(self, note: str) -> None:
+        """Puts this process's note in place of its last one."""
+        ...
 
-    def read(self) -> dict[int, str]: ...
+    def read(self) -> dict[int, str]:
+        """The newest note of each process that has pinned one, by process."""
+        ...
 
 
 class Watchdog:
@@ -100,10 +104,10 @@ class Watchdog:
           board: shared with the other processes.
           seconds: the longest time without progress in a step; 0 derives it from the steps' times, below 0 is no limit.
           data_seconds: the longest wait for data, if that is longer than other limits.
-          process, processes: number of this process, and of all.
-          measured: given the times of each timed step.
-          end: given the process that holds up the run, and the news.
-          clock: seconds.
+          process, processes: the number of this process, from 0, and how many there are.
+          measured: called with the times of each timed step, in the watching thread.
+          end: called with the number of the process that holds up the run, and the news; ends this process by default.
+          clock: returns seconds that rise.
         """
         self._ends, self._number, self._board, self._seconds = ends, number, board, seconds
         self._limits = LIMITS | {"data": max(LIMITS["data"], data_seconds)}
@@ -136,17 +140,17 @@ class Watchdog:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def enter(self, phase: str, step: int) -> None:
-        """The host begins with the data, the ops, the checkpoint or the evaluation of a step."""
+        """The host begins with ``phase`` of a step: "data", "step" (its ops), "checkpoint" or "evaluation"."""
         self._phase, self._step = phase, step
 
     def observe(self, seconds: float) -> None:
-        """A step took so long."""
+        """Takes the seconds of a step that has ended, for the limit of later ones."""
         self._newest.append(seconds)
 
     # ---- the watching thread -----------------------------------------------------------------------------------------
 
     def limit(self, phase: str) -> float:
-        """Seconds within which a process has to move in a phase."""
+        """Seconds within which a process has to move in a phase, "step" or one of `LIMITS`."""
         step = self._seconds or max(LEAST, TIMES * max(tuple(self._newest), default=FIRST / TIMES))
         return max(step, self._limits.get(phase, 0.0))
 
@@ -174,7 +178,7 @@ class Watchdog:
             self._pin_and_judge(self.note(now - self._moved), now)
 
     def note(self, idle: float) -> Note:
-        """The position of this process in its run."""
+        """The position of this process in its run; ``idle`` is in seconds."""
         phase = "compile" if Program.compiling else self._phase
         op, step = self._ends.op, self._step
         number = {"data": _BEFORE, "compile": _BEFORE, "step": _BEFORE}.get(self._phase, _BEHIND + 1)

@@ -25,8 +25,17 @@ def draw_answers(
 ) -> Figure:
     """Draws samples on cards: media, question, answer and prediction. Writes the picture to `path` where one is given.
 
-    Images are shown as they were before normalisation. Where `drawings` are given, the model's drawings for a sample
-    come after its media. Without `answers` no sample is marked right or wrong.
+    Images are shown as they were before normalisation. Without `answers` no sample is marked right or wrong.
+
+    Args:
+      samples: the samples; at most 24 of them are drawn.
+      answers: the model's answer to each sample, right if it equals the sample's; `None` where there is no model.
+      path: its suffix chooses the format (.png, .svg, .pdf).
+      title: a line above.
+      drawings: the model's drawings for each sample, which come after its media; () for none.
+
+    Raises:
+      ValueError: there is no sample, or there are more or fewer answers or drawings than samples.
     """
     predictions = answers if answers is not None else [None] * len(samples)
     items = [

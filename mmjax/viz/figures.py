@@ -19,7 +19,10 @@ _DPI = 150
 
 
 def fitted_lines(text: str, width: float, most: int, *, size: float = SMALL, bold: bool = False) -> list[str]:
-    """At most `most` lines of `width` inches; characters that no font draws become visible escapes."""
+    """The text in at most `most` lines of `width` inches, in a font of `size` points; the last ends in "…" if cut.
+
+    White space counts as one blank; characters that cannot be printed become escapes such as "\\x07".
+    """
     text = " ".join(text.split())
     text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
     lines = wrapped(text, width=0.98 * width, size=size, bold=bold)  # drawn characters are hinted, so a little wider
@@ -32,7 +35,10 @@ def fitted_lines(text: str, width: float, most: int, *, size: float = SMALL, bol
 
 
 def finished(figure: Figure, path: str | Path | None) -> Figure:
-    """The figure, which a notebook shows by itself; also written to `path` where one is given."""
+    """Returns the figure, which a notebook shows by itself; also writes it to `path` where one is given.
+
+    The path's suffix chooses the format, .png without one; its folder is made.
+    """
     FigureCanvasAgg(figure)
     if path is None:
         return figure

@@ -45,8 +45,8 @@ class MaskedRow:
     """A packed row of the LLM.
 
     Attributes:
-      inputs: its host inputs, with all that masks read.
-      kinds: the kind of each token: "padding", "prompt", "learned text", or the module of its medium.
+      inputs: its host inputs that masks read, by name, such as "segments" [T].
+      kinds: [T], the kind of each token: "padding", "prompt", "learned text", or the module of its medium.
       masks: its masks, each with the number of layers that have it.
       line: the rules of the masks, in words.
       field: the name of the setting that has these rules.
@@ -106,7 +106,13 @@ def _kinds(packer: Packer, part: MicrobatchPlan, samples: Mapping[int, Sample], 
 
 
 def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Float[np.ndarray, "N N"]:
-    """The share of pairs that a mask allows between blocks of queries and blocks of keys."""
+    """The share of pairs, in [0, 1], that a mask allows between each block of queries (axis 0) and of keys (axis 1).
+
+    Args:
+      mask: the attention mask.
+      inputs: a row's host inputs by name, those of ``mask.input_names``: [T], or [T, A] for "positions".
+      block: tokens of a block; the last one may be shorter.
+    """
     pairs, starts = pairs_of(mask, inputs), np.arange(0, len(inputs["segments"]), block)
     number_T = np.arange(pairs.tokens) // block
     sizes = np.bincount(number_T)
@@ -115,7 +121,10 @@ def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Flo
 
 
 def draw_mask(row: MaskedRow, path: str | Path | None = None) -> Figure:
-    """Draws a panel for each mask: queries downwards, keys to the right, in the colour of the key's kind."""
+    """Draws a panel for each mask: queries downwards, keys to the right, in the colour of the key's kind.
+
+    Writes the picture to `path` where one is given; its suffix chooses the format.
+    """
     length = len(row.kinds)
     block = -(-length // MOST_BLOCKS)
     names = [str(name) for name in dict.fromkeys(row.kinds.tolist())]

@@ -183,8 +183,14 @@ def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
 
 
 def as_image(medium: np.ndarray, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Float[np.ndarray, "h w c"]:
-    """An image as it was before it was normalised by `mean` and `std`; a recording [F, M] as its spectrogram: time to
-    the right, pitch upwards, dark to bright."""
+    """An image [h, w, c] as it was before it was normalised; a recording [F, M] as a picture [M, F, 3] in [0, 1].
+
+    The picture is a spectrogram: time to the right, pitch upwards, dark to bright.
+
+    Args:
+      medium: the image, or the recording of F frames and M mel bins.
+      mean, std: a number for each channel of an image; () where it was not normalised.
+    """
     if medium.ndim == 3:
         return medium * np.asarray(std, np.float32) + np.asarray(mean, np.float32) if len(mean) else medium
     low, high = float(medium.min()), float(medium.max())

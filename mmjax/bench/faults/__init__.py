@@ -20,9 +20,11 @@ from mmjax.configurable import ConfigError, require, suggest
 def bench_faults(rounds: int, *, processes: str, only: str, out: str) -> Iterator[Row]:
     """Yields for each fault and number of processes: seconds until it is named, steps lost, difference of losses.
 
+    A fault that a run does not survive is one row, with the target missed.
+
     Args:
       rounds: not used; every fault happens once.
-      processes: numbers of processes, with commas between them.
+      processes: numbers of processes, "2", "4" or "2,4".
       only: faults by name, with commas between them; all where it is empty.
       out: folder for the files of runs; those of a run that survived are removed.
     """
@@ -66,11 +68,11 @@ def _faults(count: int, names: Sequence[str], folder: Path) -> Iterator[Row]:
 
 
 def try_fault(fault: Fault, trial: FaultTrial, undisturbed: FaultTrial) -> FaultResult:
-    """Trains a run in which the fault happens.
+    """Trains a run in which the fault happens, to its end.
 
     Args:
-      fault: the fault.
-      trial: a trial that has not started.
+      fault: the fault, one of ``KINDS``.
+      trial: a trial that has not started; gets the fault's settings.
       undisturbed: a finished trial of the same configuration and number of processes, without a fault.
 
     Raises:

@@ -34,7 +34,10 @@ _FOR_EVER = 10_000.0
 
 
 def hang() -> None:
-    """Installs an op that never returns."""
+    """Changes this process so that in process 1, from a step after ``STEP`` on, the next op never returns.
+
+    This and the other faults patch classes of mmjax for good; see ``MMJAX_FAULT_MARK`` above.
+    """
     dispatch = Walker.dispatch
 
     def faulty_dispatch(self: Walker, op: Op) -> None:
@@ -47,7 +50,10 @@ def hang() -> None:
 
 
 def slow() -> None:
-    """Installs slow forwards of the encoder on the devices of one process."""
+    """Changes this process so that in process 1, after ``STEP`` steps, each forward of "vision" takes longer.
+
+    ``SLOWNESS`` has the seconds.
+    """
     call = Program.__call__
 
     def slow_call(self: Program, *args: Any) -> Any:
@@ -61,7 +67,7 @@ def slow() -> None:
 
 
 def nan() -> None:
-    """Installs a parameter that becomes NaN."""
+    """Changes this process so that in process 1, after ``STEP`` steps, a parameter becomes NaN, once."""
     original_step = Executor.step
 
     def step(self: Executor, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +82,7 @@ def nan() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {"hang": hang, "slow": slow, "nan": nan}
-"""Installs a fault, by name."""
+"""By name, the function that installs the fault in this process."""
 
 _steps = 0
 _begun = False
@@ -106,7 +112,7 @@ def _happens() -> bool:
 
 
 def after_waiting(x: jax.Array, seconds: float) -> jax.Array:
-    """Returns `x` after the devices of this process have waited."""
+    """Returns `x`, a global array with a `NamedSharding`, after each device of this process has waited `seconds`."""
 
     def wait(part: Any) -> Any:
         time.sleep(seconds)

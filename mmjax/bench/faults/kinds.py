@@ -31,9 +31,10 @@ class Fault:
       doc: the fault in words.
       line: pattern of the line that names it; ``{process}`` stands for the faulty process.
       inside: name in ``faulty.FAULTS`` of a fault inside the faulty process; empty for a fault from outside.
-      inject: causes a fault from outside; returns its time, by ``time.time``.
+      inject: causes a fault from outside, in a trial that has started; returns its time, by ``time.time``. The
+        functions below wait for step ``AT`` first, and raise ``FaultFailure`` where the run does not come to it.
       around: a context in which the run is trained, such as a small disk; yields further bindings.
-      settings: further bindings of the run.
+      settings: further bindings of the run, such as ("Train.max_skipped=2",).
       layout: further bindings that change losses; the run without a fault has them too.
       restarted: whether steps after the last checkpoint may be lost.
     """
@@ -56,17 +57,17 @@ def _signalled(trial: FaultTrial, number: signal.Signals) -> float:
 
 
 def kill(trial: FaultTrial) -> float:
-    """SIGKILL to one process."""
+    """SIGKILL to process 1; see ``Fault.inject``."""
     return _signalled(trial, signal.SIGKILL)
 
 
 def stop(trial: FaultTrial) -> float:
-    """SIGSTOP to one process, for ever."""
+    """SIGSTOP to process 1, for ever; see ``Fault.inject``."""
     return _signalled(trial, signal.SIGSTOP)
 
 
 def terminate(trial: FaultTrial) -> float:
-    """SIGTERM to the launcher, as a cluster sends it."""
+    """SIGTERM to the launcher, as a cluster sends it; see ``Fault.inject``."""
     trial.wait_for_step(AT)
     now = trial.now()
     os.kill(trial.command.pid, signal.SIGTERM)
@@ -74,7 +75,7 @@ def terminate(trial: FaultTrial) -> float:
 
 
 def kill_worker(trial: FaultTrial) -> float:
-    """SIGKILL to a data worker."""
+    """SIGKILL to a data worker of process 0; see ``Fault.inject``."""
     trial.wait_for_step(AT)
     now = trial.now()
     os.kill(trial.worker(), signal.SIGKILL)
@@ -82,7 +83,10 @@ def kill_worker(trial: FaultTrial) -> float:
 
 
 def tear_checkpoint(trial: FaultTrial) -> float:
-    """SIGKILL to all processes; then the largest file of the newest checkpoint loses its second half."""
+    """SIGKILL to all processes; then the largest file of the newest checkpoint loses its second half.
+
+    Starts the command again, and returns the time of that. See ``Fault.inject``.
+    """
     trial.wait_for_step(AT)
     trial.wait_for(lambda: trial.newest_checkpoint().name == f"{2 * EVERY:08}", "the second checkpoint")
     for number in range(trial.processes):
@@ -100,7 +104,9 @@ def tear_checkpoint(trial: FaultTrial) -> float:
 
 @contextlib.contextmanager
 def small_disk(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
-    """The run directory on a file system of its own, in a mount namespace that ends with the trial.
+    """A context in which the run directory is a file system of ``DISK`` bytes, in a mount namespace that ends with it.
+
+    Changes ``trial.run`` to a path by which this process reaches it; yields no bindings.
 
     Raises:
       FaultFailure: this process may not mount one.
@@ -120,7 +126,7 @@ def small_disk(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
 
 
 def fill_disk(trial: FaultTrial) -> float:
-    """Fills the file system of the run directory until the run has noticed it and gone on."""
+    """Fills the run directory's file system until a checkpoint is not saved, then makes room; see ``Fault.inject``."""
     trial.wait_for_step(AT)
     now, ballast = trial.now(), trial.run / "ballast"
     with contextlib.suppress(OSError), open(ballast, "ab", buffering=0) as file:
@@ -135,7 +141,7 @@ def fill_disk(trial: FaultTrial) -> float:
 
 @contextlib.contextmanager
 def data_server(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
-    """A data server; yields the binding with its address."""
+    """A context with a data server of the trial; yields the binding with its address. Sets ``trial.port``."""
     trial.port = free_port()
     start_server(trial)
     try:
@@ -146,7 +152,14 @@ def data_server(trial: FaultTrial) -> Iterator[tuple[str, ...]]:
 
 
 def start_server(trial: FaultTrial) -> None:
-    """Starts a data server of the trial's configuration on the trial's port; returns when it serves."""
+    """Starts a data server of the trial's configuration on ``trial.port``; returns when it serves.
+
+    It becomes the last of ``trial.servers``.
+
+    Raises:
+      FaultFailure: the server has ended.
+      TimeoutError: it does not serve in time.
+    """
     flags = ["-u", "-m", "mmjax.serve", f"--gin_file={trial.folder / 'run.gin'}", f"--port={trial.port}", "--workers=1"]
     flags += [f"--gin.{setting}" for setting in trial.settings if not setting.startswith("Data.servers")]
     server = Process(program(flags), trial.folder / f"serve{len(trial.servers)}.log")
@@ -157,7 +170,7 @@ def start_server(trial: FaultTrial) -> None:
 
 
 def kill_server(trial: FaultTrial) -> float:
-    """SIGKILL to the data server; another one starts when the run has noticed."""
+    """SIGKILL to the data server; another one starts when the run has noticed; see ``Fault.inject``."""
     trial.wait_for_step(AT)
     now = trial.now()
     trial.servers[-1].signal(signal.SIGKILL)

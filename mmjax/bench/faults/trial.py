@@ -87,8 +87,8 @@ class FaultTrial:
       processes: number of processes.
       folder: folder of all files.
       inside: name in ``faulty.FAULTS`` of a fault inside process 1; empty for a fault from outside.
-      settings: further bindings.
-      run: the run directory.
+      settings: further bindings, such as ("Train.max_skipped=2",).
+      run: the run directory, ``folder``/run.
       commands: commands so far; the last one may be running.
       servers: data servers of the run, the newest one last.
       port: port of the data servers.
@@ -120,7 +120,7 @@ class FaultTrial:
         return self.commands[-1]
 
     def start(self) -> None:
-        """Starts the command, which is the same every time."""
+        """Starts the command, which is the same every time, in the background; it becomes the last of ``commands``."""
         module = "mmjax.bench.faults.faulty" if self.inside else "mmjax.train"
         flags = [f"--gin_file={self.folder / 'run.gin'}", f"--run_dir={self.run}"]
         flags += [f"--gin.{setting}" for setting in self.settings]
@@ -141,7 +141,7 @@ class FaultTrial:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_for(self, condition: Callable[[], object], waited_for: str) -> None:
-        """Waits until ``condition`` holds.
+        """Waits until ``condition`` returns something true; ``waited_for`` names it in messages, such as "step 3".
 
         Raises:
           FaultFailure: the command ends before, or it takes too long.
@@ -156,7 +156,7 @@ class FaultTrial:
             time.sleep(_POLL)
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until a step is recorded."""
+        """Waits until a row of a step, or of a later one, is recorded; see ``wait_for``."""
         self.wait_for(lambda: self.last_step() >= step, f"step {step}")
 
     def now(self) -> float:
@@ -165,7 +165,18 @@ class FaultTrial:
         return time.time()
 
     def wait_for_line(self, pattern: str, since: float) -> tuple[str, float]:
-        """Waits for a line after ``now`` that matches; returns it, and the seconds from ``since`` to it."""
+        """Waits for a line of the command's output, written after the call of ``now``, that has a match of ``pattern``.
+
+        Args:
+          pattern: a regular expression.
+          since: a time by ``time.time``.
+
+        Returns:
+          The first such line, and the seconds from ``since`` until it was seen.
+
+        Raises:
+          FaultFailure: see ``wait_for``.
+        """
         matches, line = list[str](), re.compile(f"^.*(?:{pattern}).*$", flags=re.MULTILINE)
 
         def appears() -> bool:
@@ -176,7 +187,11 @@ class FaultTrial:
         return matches[0].strip(), time.time() - since
 
     def wait_for_end(self) -> int:
-        """The exit status of the command; after a time it is killed and counts as failed."""
+        """Waits for the end of the command; returns its exit status.
+
+        Raises:
+          FaultFailure: it did not end in time, and was killed.
+        """
         try:
             status = self.command.wait(PATIENCE)
         except TimeoutError:
@@ -185,7 +200,11 @@ class FaultTrial:
         return status
 
     def finish(self) -> str:
-        """Starts the same command until the run is at its end; returns a summary in words."""
+        """Waits for the command, and starts it again until its status is 0; returns a summary in words.
+
+        Raises:
+          FaultFailure: ``COMMANDS`` commands have failed, or the run is not at its last step.
+        """
         statuses = [self.wait_for_end()]
         while statuses[-1] != 0 and len(statuses) < COMMANDS:
             self.start()
@@ -201,7 +220,7 @@ class FaultTrial:
     # ---- processes and files of a run ------------------------------------------------------------------------------
 
     def process(self, number: int = FAULTY_PROCESS) -> int:
-        """The process id of a process of the run."""
+        """The process id of a process of the run, by its number. Raises ``FaultFailure`` where it is not running."""
         for pid, parent, environment in _living():
             if parent == self.command.pid and f"MMJAX_PROCESS_ID={number}" in environment:
                 return pid
@@ -213,7 +232,7 @@ class FaultTrial:
         return [pid for pid, _, environment in _living() if mark in environment]
 
     def worker(self) -> int:
-        """The process id of a data worker of the run, the newest of process 0's children."""
+        """The process id of a data worker: the newest of process 0's children. Raises ``FaultFailure`` without any."""
         first = self.process(0)
         workers = sorted(pid for pid, parent, _ in _living() if parent == first)
         if not workers:
@@ -221,18 +240,18 @@ class FaultTrial:
         return workers[-1]
 
     def losses(self) -> dict[int, float]:
-        """Recorded losses by step; a line that is being written is left out."""
+        """Recorded losses by step; {} before the first. A line that is being written is left out."""
         path = self.run / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows}
 
     def last_step(self) -> int:
-        """The last recorded step."""
+        """The last recorded step; 0 before the first."""
         return max(self.losses(), default=0)
 
     def newest_checkpoint(self) -> Path:
-        """The newest whole checkpoint."""
+        """The directory of the newest whole checkpoint. Raises ``ValueError`` where there is none."""
         checkpoints = [path for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal()]
         return max(checkpoints)
 

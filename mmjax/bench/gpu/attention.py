@@ -54,7 +54,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        """The mask between tokens of one segment."""
+        """The ``Mask`` between tokens of one segment: causal or full, with the window."""
         return Mask("causal" if self.kind == "causal" else "full", self.window)
 
     @property
@@ -103,7 +103,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def run(job: Job) -> None:
-    """Measures one case after another. A backend that is not available is noted with its error."""
+    """Notes as ``cases`` the figures of each backend by case and name, and checks the backends' values.
+
+    A backend that is not available has its "error" instead.
+    """
     by_case: dict[str, Any] = {}
     last_seconds = 0.0
     for case in SMALL if job.small else CASES:
@@ -138,7 +141,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def implementations(case: Case) -> Mapping[str, Attend]:
-    """The attention functions that are compared for a case, by name."""
+    """The attention functions that are compared for a case, by name: those of mmjax, and "xla" without a window."""
     backends = {name: _backend(name, case) for name in BACKENDS if name != AUTO}
     return backends if case.window else backends | {"xla": partial(_of_jax, case=case)}
 

@@ -13,7 +13,15 @@ from mmjax.configurable import ConfigError, suggest
 
 
 def bench_gpu(rounds: int, *, out: str, only: str, small: bool, seconds: int, keep: bool) -> Iterator[Row]:
-    """Runs the sections, or computes the kept results again; ``rounds`` is not used.
+    """Runs the sections, and yields a row for each: 1 if its checks passed, else 0.
+
+    Args:
+      rounds: not used.
+      out: folder for the results.
+      only: names of sections, with commas between them; all where it is empty.
+      small: whether shapes are small enough for a CPU.
+      seconds: the longest time of all sections together.
+      keep: whether instead the results that are kept in the package are computed again, on this CPU.
 
     Raises:
       ConfigError: a section is unknown, or there is no accelerator and shapes are not small.

@@ -22,7 +22,10 @@ LIMITS = {FEW: 1e-4, STEPS: 2e-2}
 
 
 def run(job: Job) -> None:
-    """Trains with products in fp32, whose losses have to agree, and as XLA chooses, which is TF32 on a GPU."""
+    """Trains with products in fp32, whose losses have to agree with the kept ones, and as XLA chooses (TF32 on a GPU).
+
+    Notes losses and seconds of each.
+    """
     expected = kept()["digits"]
     recipe = config_of_values(expected["config"])
     steps = 2 if job.small else STEPS
@@ -44,7 +47,12 @@ def run(job: Job) -> None:
 
 
 def train(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, float]]:
-    """Trains; returns losses, and the seconds of the first step, compilation included, and of a later one."""
+    """Trains ``steps`` steps, 2 or more, without a run directory.
+
+    Returns:
+      The loss of each step, and "first_step_seconds", set-up and compilation included, and "step_seconds", the mean of
+      the later ones.
+    """
     start, ends = time.perf_counter(), list[float]()
     with Trainer(recipe, style="silent") as trainer:
         losses = list[float]()
@@ -56,13 +64,13 @@ def train(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, float]]:
 
 
 def expected() -> dict[str, Any]:
-    """The configuration, and its losses on this CPU."""
+    """The kept results: {"config": values of the configuration, "losses": its losses on this CPU}."""
     config = trained_config()
     return {"config": values_of(config), "losses": train(config, STEPS)[0]}
 
 
 def trained_config() -> Recipe:
-    """The configuration of the file, without evaluation, on one device of any platform."""
+    """The configuration of ``FILE``, without evaluation and data workers, on one device of any platform."""
     recipe = load_config([CONFIGS / FILE])
     return replace(
         recipe,

@@ -33,7 +33,13 @@ class Driver:
     """
 
     def __init__(self, folder: Path, *, small: bool, seconds: float):
-        """``seconds`` from now on is the deadline of all sections together."""
+        """Takes the folder for results, which is made.
+
+        Args:
+          folder: the folder.
+          small: whether shapes are small enough for a CPU.
+          seconds: from now on, the time of all sections together.
+        """
         self._folder, self._small, self._start = folder, small, time.monotonic()
         self._end = self._start + seconds
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +48,10 @@ class Driver:
         self.results: dict[str, Any] = {**settings, "machine": {}, "sections": {}}
 
     def run(self, sections: Sequence[Section], machine: Section = MACHINE) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Runs the sections, and yields the name and the findings of each when it has ended.
+        """Runs ``machine`` and the sections; yields the name and the findings of each when it has ended.
+
+        Findings have a "status": "ok", "wrong" (a check failed), "failed", "out of time" or "left out" (a package is
+        missing).
 
         Raises:
           ConfigError: there is no accelerator, and shapes are not small.

@@ -20,12 +20,12 @@ class Job:
 
     Attributes:
       small: whether shapes are small enough for a CPU.
-      folder: folder for pictures.
+      folder: folder for pictures, that of the file for findings.
       values: the findings so far.
     """
 
     def __init__(self, path: Path, *, small: bool, seconds: float = math.inf):
-        """``path`` is the file for findings; the process will be ended after ``seconds``."""
+        """``path`` is the JSON file for findings; the process will be ended after ``seconds``."""
         self.small, self.folder, self.values = small, path.parent, dict[str, Any]()
         self._path, self._end = path, time.monotonic() + seconds
 
@@ -37,17 +37,20 @@ class Job:
         return False
 
     def note(self, **values: Any) -> None:
-        """Adds figures, and writes all figures to the file at once."""
+        """Adds figures by name, in place of earlier ones of the name, and writes all figures to the file at once."""
         self.values |= values
         write_json(self._path, self.values)
 
     def check(self, name: str, passed: bool) -> None:
-        """Notes whether a check has passed; a section with a failed check is wrong."""
+        """Notes under ``checks`` whether a check has passed; a section with a failed check is wrong."""
         self.note(checks={**self.values.get("checks", {}), name: bool(passed)})
 
 
 def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:
-    """Writes the file by renaming a complete one: a reader never sees half of it, even if this process is killed."""
+    """Writes ``plain`` values as a JSON file, by renaming a complete one.
+
+    A reader never sees half of it, even if this process is killed.
+    """
     new = path.with_name(path.name + ".new")
     text = json.dumps(plain(values, digits), indent=1, ensure_ascii=False)
     text = _LIST.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
@@ -56,7 +59,10 @@ def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:
 
 
 def plain(value: Any, digits: int = 6) -> Any:
-    """A value for JSON: numbers rounded to ``digits`` digits, and ``None`` for those that are not finite."""
+    """A copy of a value for JSON: floats rounded to ``digits`` significant digits, ``None`` for those not finite.
+
+    Dicts and lists are copied, and tuples become lists.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -24,33 +24,36 @@ KEPT = Path(__file__).with_name("kept.json")
 PROJECTIONS = 8
 Digest = list[float]
 Digests = dict[str, Digest]
-"""Digests by leaf."""
+"""Digests by leaf, such as "llm/embed"."""
 
 
 def kept() -> dict[str, Any]:
-    """The content of the file, under ``parity`` and ``digits``."""
+    """The content of the file: {"parity": ``parity.expected()``, "digits": ``digits.expected()``}."""
     return json.loads(KEPT.read_text(encoding="utf-8"))
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
-    """The values of a configuration in the file's form: no platform, one device."""
+    """``changed_values`` of a configuration without a platform, on one device, as the file has them."""
     return changed_values(replace(recipe, world=replace(recipe.world, platform="", devices=1)))
 
 
 def digest(name: str, array: np.ndarray) -> Digest:
-    """The digest of a leaf; its signs depend on name and size alone, and on no version of NumPy."""
+    """The digest of a leaf: its norm, then its ``PROJECTIONS`` products with vectors of random signs.
+
+    The signs depend on name and size alone, and on no version of NumPy.
+    """
     flat = array.astype(np.float64).ravel()
     signs = np.random.RandomState(zlib.crc32(name.encode())).randint(0, 2, (PROJECTIONS, flat.size)) * 2 - 1
     return [float(np.linalg.norm(flat)), *map(float, signs @ flat)]
 
 
 def digests(leaves: Mapping[str, np.ndarray]) -> Digests:
-    """Digests of every leaf."""
+    """The digest of every leaf, by name."""
     return {name: digest(name, leaf) for name, leaf in leaves.items()}
 
 
 def relative(got: Digests, want: Digests) -> float:
-    """An estimate of ‖got − want‖ / ‖want‖ over all leaves; infinite where the leaves are not the same."""
+    """An estimate of ‖got − want‖ / ‖want‖ over all leaves; infinite where the names of leaves differ."""
     if got.keys() != want.keys():
         return math.inf
     gap = sum(float(np.mean(np.square(np.subtract(got[name][1:], want[name][1:])))) for name in want)
@@ -62,5 +65,5 @@ def relative(got: Digests, want: Digests) -> float:
 
 
 def of_module(leaf_digests: Digests, module: str) -> Digests:
-    """Digests of one module's leaves."""
+    """The digests of one module's leaves: of those whose names begin with "<module>/"."""
     return {name: leaf_digest for name, leaf_digest in leaf_digests.items() if name.partition("/")[0] == module}

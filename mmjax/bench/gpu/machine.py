@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def describe(job: Job) -> None:
-    """Notes the host and packages, then JAX's devices, which come last since JAX may fail."""
+    """Notes the host and packages, then JAX's devices ("platform", "device", …), which come last since JAX may fail."""
     packages = {name: installed for name in PACKAGES if (installed := _installed(name))}
     missing = [name for name, module in PACKAGES.items() if module and not _is_there(module)]
     job.note(

@@ -18,8 +18,7 @@ _MARK = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 def run(job: Job) -> None:
     """Runs pytest on the files that have such tests, in a process that picks the accelerator itself.
 
-    Raises:
-      RuntimeError: pytest could not run them.
+    Notes its exit status, summary and failed tests, and checks that all pass.
     """
     files = marked_files(ROOT / "tests")
     job.note(files=[str(path.relative_to(ROOT)) for path in files])
@@ -38,5 +37,5 @@ def run(job: Job) -> None:
 
 
 def marked_files(folder: Path) -> list[Path]:
-    """The test files with a test that is marked ``gpu``."""
+    """The test files below a folder with a test that is marked ``gpu``, sorted."""
     return [path for path in sorted(folder.rglob("test_*.py")) if _MARK.search(path.read_text(encoding="utf-8"))]

@@ -49,7 +49,10 @@ WAYS = (("float32", "highest"), ("bfloat16", ""), ("float32", ""))
 
 
 def run(job: Job) -> None:
-    """Runs all cases in one precision after another; the programs of a precision are compiled side by side."""
+    """Runs all cases in one precision after another; notes and checks their ``distances`` from the kept results.
+
+    The programs of a precision are compiled side by side.
+    """
     expected, results = kept()["parity"], dict[str, Any]()
     cases = dict(list(expected.items())[: 1 if job.small else None])
     precisions, last_seconds = WAYS[: 2 if job.small else None], 0.0
@@ -84,7 +87,7 @@ def _check(job: Job, way: str, name: str, *, gaps: Mapping[str, float], case: Ma
 
 
 def samples_of(recipe: Recipe) -> tuple[Samples, int]:
-    """The samples of a configuration, and a checksum of those of all steps."""
+    """The samples of a configuration, and a CRC-32 of the samples of all ``STEPS`` steps."""
     maker = Maker.of(build_model(recipe, tokenizer_of(recipe.data, recipe.model.media)))
     samples = Samples(maker=maker, sizes=BatchSizes.of(1, recipe.train.microbatches), seed=recipe.train.seed)
     steps = samples.steps(STEPS)
@@ -96,7 +99,15 @@ def samples_of(recipe: Recipe) -> tuple[Samples, int]:
 
 
 def session(recipe: Recipe, dtype: str, **train: Any) -> Session:
-    """A traced run on one device. Its batches are packed here, since a run's loader needs Grain."""
+    """A traced run of ``STEPS`` steps on one device; nothing is compiled yet.
+
+    Its batches are packed here, since a run's loader needs Grain.
+
+    Args:
+      recipe: its configuration.
+      dtype: ``Train.dtype`` instead of the configured one.
+      train: other fields of ``Train`` to change, such as ``lowering="ops"``.
+    """
     recipe = replace(recipe, train=replace(recipe.train, dtype=dtype, **train))
     samples = samples_of(recipe)[0]
     traced = Session(recipe, sample_packer(recipe, tokenizer_of(recipe.data, recipe.model.media), samples))
@@ -107,7 +118,12 @@ def session(recipe: Recipe, dtype: str, **train: Any) -> Session:
 
 
 def outcome(traced: Session) -> dict[str, Any]:
-    """Runs it: losses, norms by module, and digests of the first gradients and of the update by all steps."""
+    """Initialises and runs a session.
+
+    Returns:
+      "losses" of each step, "norms" of each step by module, and the ``Digests`` "gradient" of the first step's
+      gradients and "update" of the change by all steps.
+    """
     traced.executor.initialise(traced.recipe.train.seed)
     run = traced.run()
     gradients = recovered_gradients(run, traced.recipe.model.optimizers, traced.recipe.train.clip_norm)
@@ -127,7 +143,12 @@ def _outcome(
 
 
 def distances(got: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, Any]:
-    """The largest relative differences over the steps, and those of gradients and updates by module."""
+    """Relative differences of two results of ``outcome``.
+
+    Returns:
+      "loss" and "norm", the largest over steps; "gradient" and "update", the largest over modules; and of both
+      "<name> by module" and "<name>, worst leaf", a leaf's name with its difference.
+    """
     norms = [(a[module], b[module]) for a, b in zip(got["norms"], want["norms"], strict=True) for module in b]
     pairs = {"loss": list(zip(got["losses"], want["losses"], strict=True)), "norm": norms}
     gaps: dict[str, Any] = {
@@ -155,7 +176,7 @@ def _worst(got: Digests, want: Digests) -> list[Any]:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """A context in which fp32 products are traced with ``precision``, in all threads."""
+    """A context in which fp32 products are traced with ``precision``, in all threads: "highest", or "" for XLA's."""
     before = jax.config.values["jax_default_matmul_precision"]
     jax.config.update("jax_default_matmul_precision", precision or None)
     try:
@@ -168,12 +189,16 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def expected() -> dict[str, Any]:
-    """The configuration, the reference's results, and the distance of bf16 on this CPU from them, by case."""
+    """The kept results by case of ``CASES``.
+
+    Each has "config", the configuration's values; "samples", their checksum; "results" of the reference, as
+    ``outcome``'s; and "bfloat16", the ``distances`` of bf16 on this CPU from them.
+    """
     return {name: _expected(small_config(file)) for name, file in CASES.items()}
 
 
 def small_config(file: str) -> Recipe:
-    """A shipped configuration as ``mmjax.check`` shrinks it, on one device."""
+    """A shipped configuration, by its file's name in ``configs``, as ``mmjax.check`` shrinks it, on one device."""
     recipe = load_config([CONFIGS / file])
     alone = replace(recipe.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
     recipe = replace(recipe, model=recipe.model.map(lambda node: node.at(Layout())), train=alone)

@@ -11,7 +11,14 @@ from mmjax.bench.gpu.job import Job
 
 
 def main(where: str, file: str, seconds: str, size: str = "") -> int:
-    """Runs the section, and returns the exit status: 1 where it failed; its error is then in the file."""
+    """Runs the section, and returns the exit status: 1 where it failed; its error is then in the file.
+
+    Args:
+      where: "module:function"; the function is called with a ``Job``.
+      file: path of the JSON file for its findings.
+      seconds: seconds until the process will be ended, as text.
+      size: "small" for shapes that are small enough for a CPU.
+    """
     job = Job(Path(file), small=size == "small", seconds=float(seconds))
     try:
         module, _, function = where.partition(":")

@@ -14,7 +14,7 @@ import numpy as np
 def seconds(run: Callable[[], Any], *, rounds: int = 5, least: float = 0.05, most: int = 50) -> float:
     """Seconds of one call: the median over rounds of up to ``most`` calls in a row that take about ``least`` seconds.
 
-    The first call, which may compile, does not count.
+    The first call, which may compile, does not count. Each round waits for the result of its last call.
     """
     jax.block_until_ready(run())
     start = time.perf_counter()
@@ -31,7 +31,7 @@ def seconds(run: Callable[[], Any], *, rounds: int = 5, least: float = 0.05, mos
 
 
 def apart(got: Any, want: Any) -> float:
-    """‖got − want‖ / ‖want‖ over all leaves of two equal trees, in float64."""
+    """‖got − want‖ / ‖want‖ over all leaves of two trees of arrays with the same structure, in float64."""
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
     arrays = [(np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)) for a, b in pairs]
     gap = sum(float(np.sum(np.square(a - b))) for a, b in arrays)

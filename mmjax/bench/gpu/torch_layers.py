@@ -44,7 +44,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Layers of one kind: their configuration, and the rows and positions that go through them."""
+    """Layers of one kind, and the size of their input.
+
+    Attributes:
+      name: the case in words.
+      config: their settings, a ``DecoderConfig`` or a ``ViTConfig``.
+      rows: rows of the input.
+      length: positions of a row.
+    """
 
     name: str
     config: Any
@@ -76,7 +83,10 @@ CASES = (
 
 
 def run(job: Job) -> None:
-    """Compares values of both kinds of layers, then times."""
+    """Compares values of mmjax's and PyTorch's layers in fp32, then times in bf16, then times FlexAttention.
+
+    Notes them as ``cases`` and ``flex``, by case.
+    """
     job.note(torch=torch.__version__, cuda=torch.version.cuda, torch_device=_torch_device())
     small = {case.name: _small(case) for case in CASES}
     results: dict[str, Any] = {name: {"fp32": compare(case)} for name, case in small.items()}
@@ -127,7 +137,7 @@ def _small(case: Case) -> Case:
 
 
 def weights(case: Case) -> Leaves:
-    """Random stacked weights in fp32, with the shapes of the models' layers."""
+    """Random weights in fp32, by name such as "attn/q", stacked: [layers, …], the same at every call."""
     c, rng = case.config, np.random.default_rng(0)
     d, f, n = c.width, c.mlp, c.layers
     shapes = {f"attn/{name}": (d, d) for name in "qkvo"} | {"mlp/up": (d, f), "mlp/down": (f, d)}
@@ -148,7 +158,7 @@ def _drawn(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> np.nd
 
 
 def numbers(case: Case, seed: int) -> np.ndarray:
-    """Input ``[rows, length, width]`` of the layers, or the cotangent of their output."""
+    """Random numbers ``[rows, length, width]`` in fp32: an input of the layers, or a cotangent of their output."""
     shape = (case.rows, case.length, case.config.width)
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
@@ -157,7 +167,10 @@ def numbers(case: Case, seed: int) -> np.ndarray:
 
 
 def ours(case: Case) -> Any:
-    """A jitted function of weights, input and cotangent; it returns output and gradients of weights and input."""
+    """mmjax's layers as a jitted function of ``weights``, input and cotangent.
+
+    It returns the output, the gradients of the weights by name, and the gradient of the input.
+    """
     submesh = World(jax.devices()[:1]).submesh(Layout(), 0)
     B, T, module = case.rows, case.length, module_of(case.config)
 
@@ -189,7 +202,7 @@ def _nested(leaves: Leaves) -> Mapping[str, Any]:
 
 
 def time_ours(case: Case) -> dict[str, float]:
-    """Times of the models' layers in bf16."""
+    """Times of mmjax's layers in bf16: "compile_seconds", and "seconds" of a forward and backward."""
     cast = partial(jax.tree.map, lambda a: jnp.asarray(a, jnp.bfloat16))
     leaves, x, cotangent = cast(weights(case)), cast(numbers(case, 1)), cast(numbers(case, 2))
     start = time.perf_counter()
@@ -206,7 +219,7 @@ def _torch_device() -> str:
 
 
 def torch_layers(case: Case) -> Callable[[Sequence[Leaves], Any], Any]:
-    """The same layers as a function of torch tensors: of the weights of each layer, and the input."""
+    """The same layers as a function of torch tensors: of each layer's weights by name, and the input [B, T, D]."""
     c = case.config
     H, K = c.heads, c.head_width
 
@@ -280,7 +293,10 @@ def _forward_and_backward(
 
 
 def compare(case: Case) -> dict[str, float]:
-    """Relative differences of outputs and gradients in fp32, products in fp32 on both sides."""
+    """Relative differences of both kinds of layers: of "output", the gradient of "input" and the "worst weight"'s.
+
+    All is in fp32, products too.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     leaves, x, cotangent = _tensors(case, torch.float32)
     y, gradients = _forward_and_backward(torch_layers(case), leaves, x, cotangent)
@@ -302,7 +318,10 @@ def compare(case: Case) -> dict[str, float]:
 
 
 def time_torch(case: Case, *, compiled: bool = False) -> dict[str, float]:
-    """Times of PyTorch's layers in bf16."""
+    """As ``time_ours``, of PyTorch's layers, through ``torch.compile`` if ``compiled``.
+
+    "compile_seconds" are those of the first three calls.
+    """
     layers = torch_layers(case)
     leaves, x, cotangent = _tensors(case, torch.bfloat16)
     run = torch.compile(layers) if compiled else layers
@@ -320,7 +339,7 @@ def time_torch(case: Case, *, compiled: bool = False) -> dict[str, float]:
 
 
 def time_compiled(case: Case) -> dict[str, float]:
-    """Times of PyTorch's layers through ``torch.compile``."""
+    """``time_torch`` of compiled layers."""
     return time_torch(case, compiled=True)
 
 

@@ -23,7 +23,13 @@ _FRAMEWORK = ("/jax/", "/flax/", "/optax/", "<frozen")
 
 
 def traced_events(run: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
-    """The events of the trace of one call; the trace is kept beside ``folder`` as one file, if it is not large."""
+    """The events, as Perfetto's JSON has them, of the profiler's trace of one call of ``run``, its second.
+
+    Args:
+      run: waits for its results itself.
+      folder: a folder for the trace, which is emptied before and removed after. If the trace is not large, it stays
+        beside ``folder`` as trace.json.gz.
+    """
     run()
     shutil.rmtree(folder, ignore_errors=True)
     with jax.profiler.trace(str(folder), create_perfetto_trace=True):
@@ -38,9 +44,10 @@ def traced_events(run: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
 
 
 def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
-    """Seconds of device time in all, by kernel, by operation and by place in the source.
+    """Seconds of device time: "seconds" in all, and "by_kernel", "by_op" and "by_place" in the source, largest first.
 
-    A kernel is an event that names its HLO instruction. Other events of a GPU's streams count as ``other``.
+    ``events`` are those of ``traced_events``, ``hlo`` is the text of the compiled program. A kernel is an event that
+    names its HLO instruction. Other events of a GPU's streams count as ``other``.
     """
     origin = origins(hlo)
     by_kernel = {name.replace(".", "_").replace("-", "_"): name for name in origin}  # as XLA names its own kernels
@@ -57,7 +64,7 @@ def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
 
 
 def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, float]:
-    """The ``count`` largest, or all, in descending order."""
+    """The ``count`` largest entries, or all for ``None``, in descending order."""
     return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
 
@@ -80,7 +87,10 @@ def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def origins(hlo: str) -> dict[str, dict[str, str]]:
-    """The JAX operation and the line of source of each HLO instruction, where the text has them."""
+    """By HLO instruction that has metadata in the text, {"op": the JAX operation, "place": "file:line" or "other"}.
+
+    Both begin with "backward " or "again " in a backward or in a forward that is computed again.
+    """
     frames = _frames(hlo)
     by_instruction: dict[str, dict[str, str]] = {}
     for name, metadata in _metadata(hlo).items():
@@ -144,7 +154,13 @@ def _short(path: str) -> str:
 
 
 def draw_profile(kernels: Mapping[str, Any], path: Path, title: str) -> None:
-    """Bars of the places and kernels that take most time, as shares of all device time."""
+    """Draws bars of the places and kernels that take most time, as shares of all device time.
+
+    Args:
+      kernels: the result of ``kernels_of``; its "seconds" are above 0.
+      path: the picture to write.
+      title: a line above.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

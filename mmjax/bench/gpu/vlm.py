@@ -51,7 +51,7 @@ class Shape:
     """The shape of a step.
 
     Attributes:
-      values: values of the configuration.
+      values: values of the configuration by key, such as {"llm/Decoder.width": 32}.
       texts: by microbatch, the tokens of each sample beside its image's.
       row: (rows of a microbatch, tokens of an LLM row).
       image: pixels along an image's side.
@@ -103,7 +103,7 @@ ALWAYS: dict[str, Any] = {
 
 
 def run_few(job: Job) -> None:
-    """Measures few layers: the one program, its profile, then a program per op."""
+    """Measures steps with few LLM layers: the one program, its profile, then a program per op; notes all figures."""
     parts, batch = _measure(job, layers=2 if job.small else FEW)
     _profile(job, parts, batch)
     config, world = job_config(job, 2 if job.small else FEW, lowering="ops"), parts.world
@@ -114,12 +114,15 @@ def run_few(job: Job) -> None:
 
 
 def run_unrolled(job: Job) -> None:
-    """Measures few layers that are not stacked, beside the stack of ``run_few``."""
+    """Measures steps with few layers that are not stacked (``Train.unroll``), beside the stack of ``run_few``."""
     _measure(job, layers=2 if job.small else FEW, unroll=True)
 
 
 def run_full(job: Job) -> None:
-    """Measures as many layers as fit into the device's memory, by the estimate of a dry run."""
+    """Measures steps with as many LLM layers as fit into the device's memory by the estimate of a dry run, or fewer.
+
+    Notes all figures.
+    """
     stats = jax.devices()[0].memory_stats() or {}
     limit = int(stats.get("bytes_limit", 2**30))
     bytes_of = bytes_by_layers(job)
@@ -147,7 +150,7 @@ def _fits(job: Job, layers: int) -> bool:
 
 
 def job_config(job: Job, layers: int, **train: Any) -> Recipe:
-    """The configuration with ``layers`` LLM layers."""
+    """The configuration with ``layers`` LLM layers, and other fields of ``Train``, such as ``lowering="ops"``."""
     shape = SMALL if job.small else REAL
     rows, per = sum(map(len, shape.texts)), len(shape.texts)
     values: dict[str, Any] = {
@@ -205,14 +208,14 @@ def _sample(packer: Packer, tokenizer: Tokenizer, rng: np.random.Generator, *, s
 
 
 def placed(job: Job, recipe: Recipe, world: World | None = None) -> tuple[Assembly, StepBatch]:
-    """The traced run, and its one batch."""
+    """The traced run, in ``world`` or on the devices here, and its one batch."""
     tokenizer = tokenizer_of(recipe.data, recipe.model.media)
     packer = make_packer(job, recipe, tokenizer)
     return assemble(recipe, packer, world), make_batch(job, recipe, packer, tokenizer)
 
 
 def estimated_bytes(parts: Assembly) -> dict[str, int]:
-    """Bytes of the fullest device as a dry run estimates them, by kind and in all."""
+    """Bytes of the fullest device as a dry run estimates them: "parameters", "optimizer", …, and their "total"."""
     by_stage = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     fullest = most_loaded(parts.placed, by_stage)[1]
     kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries", "total")
@@ -220,13 +223,16 @@ def estimated_bytes(parts: Assembly) -> dict[str, int]:
 
 
 def bytes_by_layers(job: Job) -> dict[int, int]:
-    """Estimated bytes of the step with two and with three LLM layers, by number of layers."""
+    """Estimated bytes of the fullest device in a step, by number of LLM layers: two and three."""
     runs = {layers: placed(job, job_config(job, layers), World.planned(1))[0] for layers in (2, 3)}
     return {layers: estimated_bytes(parts)["total"] for layers, parts in runs.items()}
 
 
 def layers_within(room: float, bytes_of: Mapping[int, int]) -> int:
-    """Number of layers that fit into ``room`` bytes, from 1 to Vicuna-7B's 32: every layer takes the same bytes."""
+    """Number of layers that fit into ``room`` bytes, from 1 to Vicuna-7B's 32.
+
+    ``bytes_of`` has the bytes for two numbers of layers, the smaller first; every layer takes the same.
+    """
     (few, bytes_of_few), (many, bytes_of_many) = bytes_of.items()
     bytes_per_layer = (bytes_of_many - bytes_of_few) / (many - few)
     return max(1, min(32, few + int((room - bytes_of_few) // bytes_per_layer)))
@@ -262,7 +268,10 @@ def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
 
 
 def stepper(executor: Any, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
-    """A function that runs one step and waits for it: the step's result, and the seconds until its call returned."""
+    """A function that runs one step of ``batch`` and waits for it; each call goes on from the state before.
+
+    It returns the step's result, and the seconds until the executor's call returned, before the wait.
+    """
     microbatches = [signed(part) for part in batch.microbatches]
 
     def step() -> tuple[Any, float]:
@@ -313,7 +322,7 @@ def _time_ops(job: Job, recipe: Recipe, world: World) -> None:
 
 @contextmanager
 def op_seconds(executor: Executor) -> Iterator[list[tuple[Op, float]]]:
-    """A context in which every op is waited for and timed."""
+    """A context in which every op is waited for; yields a list that gets each op with its seconds, in order."""
     timed_ops: list[tuple[Op, float]] = []
 
     @contextmanager

@@ -50,7 +50,7 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
     Args:
       rounds: not used; every draw is made once.
       minutes: no draw starts later; 0 is no limit.
-      seed: seed of the draws.
+      seed: seed of the draws; a draw follows from seed and number.
       first: number of the first draw.
       draws: number of draws; 0 for as many as there is time for.
       jobs: number of draws at the same time.
@@ -83,7 +83,9 @@ def bench_soak(rounds: int, *, minutes: int, seed: int, first: int, draws: int, 
 
 
 def write_data(folder: Path) -> dict[str, Path]:
-    """Writes dialogues in every layout, in a process of its own; returns the paths by `Source.kind`.
+    """Writes dialogues in every layout below a folder; returns the path to each by its `Source.kind`.
+
+    This happens in a process of its own, and RuntimeError is raised if it fails.
 
     ArrayRecord's writer starts threads. A process that is forked later lacks them, and ends with a segmentation fault
     when its own ArrayRecord reader waits for one.
@@ -101,7 +103,10 @@ def write_data(folder: Path) -> dict[str, Path]:
 
 
 def write_weights(folder: Path) -> Path:
-    """Writes a folder of safetensors of a small language model, random numbers in bf16; returns its path."""
+    """Writes ``folder``/llm, safetensors of a small language model of random numbers in bf16; returns its path.
+
+    ``folder`` is emptied before. Raises RuntimeError if it cannot be written.
+    """
 
     def write() -> int:
         from mmjax.bench.soak.weights import write_folder

@@ -70,7 +70,7 @@ class Draw:
 
 
 def make_draw(seed: int, number: int, data: Mapping[str, Path], folder: Path | None = None) -> Draw:
-    """Draws run `number` of a seed.
+    """Draws run `number` of a seed; the same arguments give the same draw.
 
     Args:
       seed: the seed.

@@ -15,7 +15,10 @@ GROWTH = 7
 
 
 def with_copied_data(bindings: Iterable[str], folder: Path) -> Iterator[str]:
-    """Yields the bindings with the path of a copy, in ``folder``, of the data that grow."""
+    """Copies the data of the dataset ``GROWING`` into ``folder``; yields the bindings with the path of the copy.
+
+    Bindings are text, such as "Train.steps=8"; without the dataset all are yielded as they are.
+    """
     for binding in bindings:
         name, _, value = binding.partition("=")
         if name != f"{GROWING}/Source.path":
@@ -28,7 +31,7 @@ def with_copied_data(bindings: Iterable[str], folder: Path) -> Iterator[str]:
 
 
 def grow(folder: Path) -> None:
-    """Adds records to the run's copy of the data: its first records once more, under other names."""
+    """Adds ``GROWTH`` records to the copy of the data in ``folder``: its first ones once more, under other names."""
     (path,) = (folder / "data").glob("*.json")
     records = json.loads(path.read_text())
     new = [{**record, "id": f"new{record['id']}"} for record in records[:GROWTH]]
@@ -36,17 +39,22 @@ def grow(folder: Path) -> None:
 
 
 def held_out_records(checkpoint: Path) -> dict[str, str]:
-    """Keys of the records that a checkpoint keeps held out, by dataset; {} where no records are known."""
+    """Keys of the records that a checkpoint keeps held out, as one text by dataset; {} where no records are known.
+
+    ``checkpoint`` is its directory.
+    """
     metadata = json.loads((checkpoint / "mmjax" / "data.json").read_text())
     return {name: known["held_out"] for name, known in metadata["extra"].get("data", {}).items()}
 
 
 def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
-    """Compares an export with the newest checkpoint's parameters; returns exit status 0 if they are equal bit for bit.
+    """Compares an export with the newest checkpoint's parameters.
+
+    Returns exit status 0 if they are equal bit for bit, else 1 after a line about the first leaf that differs.
 
     Args:
       run_dir: the run directory.
-      out: the exported parameters.
+      out: the exported parameters, an Orbax checkpoint.
       folder: the run's LLM exported as a folder of safetensors, or None; one tensor of it is compared.
     """
     import jax

@@ -27,7 +27,7 @@ _POLL = 0.02
 
 
 def preload() -> None:
-    """Imports the modules of forked processes, and has programs compiled cheaply: they run a few times."""
+    """Imports the modules of forked processes into this one, and sets its environment: CPU, cheap compilation."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("MPLBACKEND", "agg")
     jax_compat.compile_cheaply()
@@ -38,7 +38,10 @@ def preload() -> None:
 
 
 def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
-    """A function that runs ``python -m mmjax.<name>`` with these flags in this process."""
+    """A function that runs ``python -m mmjax.<name>`` with these flags in the process that calls it, and ends it.
+
+    ``name`` is one of ``ENTRIES``.
+    """
     from mmjax.config.flags import run_command
 
     main = importlib.import_module(f"mmjax.{name}.__main__").main
@@ -46,7 +49,10 @@ def entry(name: str, flags: Sequence[str]) -> Callable[[], object]:
 
 
 def program(flags: Sequence[str]) -> Callable[[], object]:
-    """A function that replaces this process by Python with these flags: for programs that start processes."""
+    """A function that replaces the process that calls it by Python with these flags, such as ["-m", "mmjax.launch"].
+
+    It is for programs that start processes.
+    """
     return lambda: os.execv(sys.executable, [sys.executable, *flags])
 
 
@@ -60,7 +66,15 @@ class Process:
     """
 
     def __init__(self, work: Callable[[], object], log: Path, environment: Mapping[str, str] | None = None):
-        """Forks a process that calls ``work``; its result, or the code of its ``SystemExit``, is the exit status."""
+        """Forks a process that calls ``work``; its result, or the code of its ``SystemExit``, is the exit status.
+
+        A result that is false is status 0, and an exception ``CRASHED``.
+
+        Args:
+          work: called in the forked process.
+          log: file that output and errors are appended to.
+          environment: variables to add to this process's.
+        """
         self.log, self.status = log, None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks; no backend has been started in this process
@@ -71,14 +85,14 @@ class Process:
             os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
-        """The exit status; ``None`` while it runs."""
+        """The exit status, negative after a signal; ``None`` while it runs. Does not wait."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status: int | None = os.waitstatus_to_exitcode(status) if pid else None
         return self.status
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
-        """The exit status, or ``None`` as soon as ``until`` holds.
+        """Waits up to ``seconds`` for the end; the exit status, or ``None`` as soon as ``until`` holds before it.
 
         Raises:
           TimeoutError: neither happened in time; the process is killed.

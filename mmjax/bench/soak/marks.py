@@ -16,7 +16,7 @@ FADE = "mmjax.bench.soak.marks:fade"
 
 @reads("positions")
 def fade(context: Context, x: Array) -> Array:
-    """Scales features down with their position in the sample or medium."""
+    """A callback: features ``x`` [B, T, D], scaled down with their position in the sample or medium."""
     positions = context.tokens.positions
     first_BT = positions[..., 0] if positions.ndim == 3 else positions
     together = first_BT.shape[1] // x.shape[1]

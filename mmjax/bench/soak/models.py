@@ -26,7 +26,12 @@ _REMATS = ("none", "none", "dots", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Modules:
-    """The modules of a drawn model: kinds of encoders and of generators, and numbers of layers, by name."""
+    """The modules of a drawn model.
+
+    Attributes:
+      encoders, generators: the kind of each by name, such as {"vision": "vit"}.
+      layers: the number of layers of each by name, "llm" included.
+    """
 
     encoders: Mapping[str, str]
     generators: Mapping[str, str]
@@ -44,7 +49,7 @@ class Modules:
 
 
 def draw_modules(rng: random.Random) -> Modules:
-    """Draws encoders, generators and numbers of layers."""
+    """Draws encoders, generators and numbers of layers; uses, and so changes, ``rng``."""
     encoders = rng.choice(
         ({"vision": "vit"},) * 6 + ({"audio": "whisper"},) * 2 + ({"vision": "vit", "audio": "whisper"},)
     )
@@ -55,7 +60,7 @@ def draw_modules(rng: random.Random) -> Modules:
 
 
 def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
-    """Draws the settings of all modules and projectors."""
+    """Yields drawn settings of all modules and projectors as bindings, such as "vision/ViT.width=16"."""
     yield f"Model.encoders={dict(modules.encoders)!r}"
     yield f"Model.generators={dict(modules.generators)!r}"
     classes = {"vit": "ViT", "whisper": "Whisper", "dit": "DiT"}
@@ -105,7 +110,7 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 
 def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
-    """Bindings of the model with an LLM that starts from a folder; shapes are the folder's."""
+    """Yields the bindings of a model whose LLM starts from a folder: without the settings that the folder decides."""
     yield f"llm/Weights.path={str(folder)!r}"
     for binding in bindings:
         if not binding.startswith("llm/Decoder.") or binding.startswith(("llm/Decoder.remat", "llm/Decoder.z_loss")):

@@ -54,7 +54,7 @@ class SoakTrial:
     """One draw in a folder of its own."""
 
     def __init__(self, draw: Draw, folder: Path):
-        """Writes the draw's configuration into ``folder``."""
+        """Writes the draw's configuration into ``folder``, which exists, and copies data that grow there."""
         self.draw, self.folder, self.run = draw, folder, folder / "run"
         self._steps_before_growth: int | None = None
         self._held_out: dict[str, str] = {}  # when data grew
@@ -69,7 +69,7 @@ class SoakTrial:
         """Runs the trial from training to export; returns a summary in words.
 
         Raises:
-          Failure: something else happened.
+          Failure: a command did not do what it should.
           Refused: the run was refused at start.
         """
         try:

@@ -26,7 +26,7 @@ SAMPLE = "model.layers.1.self_attn.k_proj.weight", "params/llm/layers/001/attn/k
 
 
 def write_folder(folder: Path) -> None:
-    """Writes ``config.json`` and ``model.safetensors``."""
+    """Makes the folder and writes ``config.json`` and ``model.safetensors`` of a model with ``SETTINGS``, in bf16."""
     module, generator = Llama(SETTINGS), np.random.default_rng(0)
     runs = tuple(run for run, _ in layer_runs(module, range(SETTINGS.layers)))
     leaves = jax.tree.leaves(ModuleSlice("llm", runs, module.parts(first=True, last=True)).leaves())
