@@ -139,7 +139,7 @@ def split_of(module: Module, layout: Layout) -> Split:
 
 
 def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
-    """The specs of all encoders and generators by name, for the data side; ``buckets`` are those that are configured."""
+    """The specs of all encoders and generators by name, for the data side; ``buckets`` are the configured ones."""
     cells = cell_count(recipe.model.layouts.values())
     modules, projectors = build_modules(recipe), recipe.model.projectors
     media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in recipe.model.media}

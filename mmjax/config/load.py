@@ -185,7 +185,7 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
 
 
 def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
-    """The run directory for gin files, `runs/<name of the last one>`; for a run's config.gin, the directory of that run.
+    """The run directory for gin files, `runs/<name of the last>`; for the config.gin of a run, that run's directory.
 
     Raises:
       ConfigError: there is no gin file to take the name from.

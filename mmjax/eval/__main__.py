@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments without the program's name; by default those of this process.
 
     Raises:
-      SystemExit: with 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
+      SystemExit: 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
     """
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, (*FLAGS, *PROCESS_FLAGS), "python -m mmjax.eval")

@@ -169,7 +169,7 @@ def check_devices(recipe: Recipe, available: int, alternative: tuple[Path, int] 
 
 
 def _check_modules(recipe: Recipe) -> None:
-    """The data have the encoders' and the generators' media, and projectors fit what they connect."""
+    """The data have the encoders' and the generators' media, and projectors fit the modules that they connect."""
     media = {name: node.settings.medium for name, node in recipe.model.nodes.items() if name != LLM}
     encoder_media, generator_media = (
         {name: media[name] for name in names} for names in (recipe.model.encoders, recipe.model.generators)
