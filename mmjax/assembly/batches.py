@@ -20,7 +20,7 @@ from mmjax.recipe import Recipe
 
 
 def data_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> DataSpec:
-    """The spec from which the batches of a run are made; ``order`` is its ``step_order``."""
+    """The spec from which the batches of a run are made, also by data servers; ``order`` is its ``step_order``."""
     return DataSpec(
         data=recipe.data,
         task=recipe.task,

@@ -25,7 +25,7 @@ from mmjax.recipe import Recipe
 
 
 def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_bucket: bool = False) -> Packer:
-    """``build_packer`` without a check of the vocabulary, and without a choice of buckets.
+    """``build_packer`` without a check of the vocabulary, and without a choice of buckets; arguments are the same.
 
     Raises:
       ConfigError: a bucket is too small for the samples, or ``Data.reorder`` is set and every module has one bucket.

@@ -77,7 +77,7 @@ def parse_flags(
 
 
 def require_gin_file(flags: Flags, content: str = "a configuration") -> None:
-    """Requires a `--gin_file`, which the message of the ConfigError describes as `content`."""
+    """Raises ConfigError if there is no `--gin_file`; the message calls it `content`, such as "the trainer's"."""
     if not flags.gin_files:
         raise ConfigError(f"--gin_file is missing: name {content}, such as --gin_file=digits_vlm")
 

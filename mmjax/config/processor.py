@@ -25,7 +25,7 @@ _DEFAULT_TEMPLATES = {"llava": "vicuna"}
 
 
 def find_tokenizer(folders: Iterable[str]) -> str:
-    """Returns the first of these paths of folders whose folder has a tokenizer; "" if none has. A path may be "".
+    """Returns the path of the first of these folders that has a tokenizer; "" if none has. A path may be "".
 
     Raises:
       ConfigError: a folder has a tokenizer that cannot be read.

@@ -111,7 +111,7 @@ class ModelSpec:
         return parts
 
     def parts_of(self, name: str) -> dict[str, PartSpec]:
-        """The parts of the node ``name``, by the names of ``parts``."""
+        """The parts of the node ``name``, such as {"vision": …, "vision_projector": …}; ``KeyError`` for no node."""
         return {part: spec for part, spec in self.parts.items() if self.node_of(part) is self.nodes[name]}
 
     def node_of(self, part: str) -> ModuleSpec:

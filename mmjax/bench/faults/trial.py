@@ -156,7 +156,7 @@ class FaultTrial:
             time.sleep(_POLL)
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until a row of a step, or of a later one, is recorded; see ``wait_for``."""
+        """Waits until a row of a step, or of a later one, is recorded; raises ``FaultFailure`` as ``wait_for``."""
         self.wait_for(lambda: self.last_step() >= step, f"step {step}")
 
     def now(self) -> float:
