@@ -108,6 +108,10 @@ def test_wrong_recipes_are_refused_in_one_line(folder: Path, tmp_path: Path) -> 
         mm.build(replace(recipe, model=recipe.model.replace(llm=recipe.model.llm.at(mm.Layout(tp=3)))))
     with pytest.raises(ValueError, match="no module 'visoin'; use one of vision, llm"):
         recipe.model.replace(visoin=recipe.model["vision"])
+    with pytest.raises(ValueError, match="no module 'visoin'; use one of vision, llm"):
+        recipe.model.with_layouts({"visoin": mm.Layout()})
+    with pytest.raises(ValueError, match="no part 'llm_projector'; use one of vision, vision_projector, llm, llm_lora"):
+        recipe.model.with_optimizers({"llm_projector": mm.adamw(1e-3)})
     with pytest.raises(ValueError, match="vision: DecoderConfig is no settings of encoders; use ViTConfig"):
         mm.encoder("vision", mm.DecoderConfig())
     with pytest.raises(ValueError, match="llm: it has no projector"):

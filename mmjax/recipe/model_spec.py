@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -159,8 +159,7 @@ class ModelSpec:
         Raises:
           ValueError: the model has no node of that name.
         """
-        if unknown := sorted(nodes.keys() - self.nodes.keys()):
-            raise ValueError(f"no module {unknown[0]!r}; use one of {', '.join(self.nodes)}")
+        self._require("module", nodes, self.nodes)
         return replace(self, nodes={**self.nodes, **nodes})
 
     def map(self, change: Change) -> ModelSpec:
@@ -168,15 +167,18 @@ class ModelSpec:
         return replace(self, nodes={name: change(node) for name, node in self.nodes.items()})
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> ModelSpec:
-        """A copy with other layouts of some nodes, by name. Raises ``KeyError`` for a name of no node."""
+        """A copy with other layouts of some nodes, by name. Raises ``ValueError`` for a name of no node."""
+        self._require("module", layouts, self.nodes)
         return self.replace(**{name: self.nodes[name].at(layout) for name, layout in layouts.items()})
 
     def with_packing(self, packing: Mapping[str, PackingConfig]) -> ModelSpec:
-        """A copy with other buckets of rows, by node's name. Raises ``KeyError`` for a name of no node."""
+        """A copy with other buckets of rows, by node's name. Raises ``ValueError`` for a name of no node."""
+        self._require("module", packing, self.nodes)
         return self.replace(**{name: replace(self.nodes[name], packing=buckets) for name, buckets in packing.items()})
 
     def with_optimizers(self, optimizers: Mapping[str, OptimizerConfig]) -> ModelSpec:
-        """A copy with other optimizers of some parts, by the names of ``parts``; other names are ignored."""
+        """A copy with other optimizers of some parts, by their names in ``parts``. Raises ``ValueError`` for others."""
+        self._require("part", optimizers, self.parts)
 
         def changed(name: str, part: P) -> P:
             return replace(part, optimizer=optimizers.get(name, part.optimizer))
@@ -196,5 +198,8 @@ class ModelSpec:
                 optimizers[name] = replace(optimizer, **frozen)
         return self.with_optimizers(optimizers)
 
-
-ROLES: tuple[Role, ...] = ("encoder", "llm", "generator")
+    @staticmethod
+    def _require(kind: str, names: Iterable[str], legal: Collection[str]) -> None:
+        """Raises ``ValueError`` for a name that is none of the legal ones."""
+        if unknown := sorted(set(names) - set(legal)):
+            raise ValueError(f"no {kind} {unknown[0]!r}; use one of {', '.join(legal)}")
