@@ -23,7 +23,8 @@ from mmjax.optimizer_config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of updates done before.
+    """The learning rate as a function of the number of updates done before: ``learning_rate(config, 100)(0)`` is the
+    first.
 
     Update 0 has `learning_rate / (warmup + 1)`, and update `warmup` has `learning_rate`. The schedule reaches
     `final_learning_rate` at update `total_steps`, one after the last, so that the last update still changes parameters.
@@ -60,7 +61,7 @@ def make_optimizer(
     """AdamW for one module's parameters, in any tree and any shards.
 
     Args:
-      config: the module's configuration.
+      config: the module's configuration, of which `rates` and `layer_decay` are not read.
       total_steps: updates in the whole run.
       decay_mask: a tree of booleans like the parameters', true where weight decay applies (`Leaf.decayed`), or a
         function that makes it from the parameters.
@@ -97,13 +98,13 @@ class Moments:
 
 
 def moments(state: optax.OptState) -> Moments | None:
-    """Reads the moments out of a state of `make_optimizer`; `None` for a frozen module."""
+    """Reads the moments out of a state of `make_optimizer`, without a copy; `None` for a frozen module."""
     adam = _adam(state)
     return None if adam is None else Moments(m=adam.mu, v=adam.nu, count=jnp.asarray(adam.count))
 
 
 def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None = None) -> optax.OptState:
-    """A state of `make_optimizer` with other moments and count, such as restored ones.
+    """A copy of a state of `make_optimizer` with other moments and count, such as restored ones.
 
     Args:
       state: a state with any moments.

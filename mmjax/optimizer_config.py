@@ -70,7 +70,9 @@ class OptimizerConfig:
         require(0 < self.layer_decay <= 1, "Optimizer.layer_decay", self.layer_decay, fix)
 
     def idle(self) -> dict[str, str]:
-        """The settings that change nothing because of other settings, each with the reason."""
+        """The fields that change nothing because of other fields, each with the reason: {"frozen_dtype": "the module is
+        …"}.
+        """
         if self.frozen:
             names = (field.name for field in dataclasses.fields(self) if not field.name.startswith("frozen"))
             return dict.fromkeys(names, "the module is frozen")
@@ -80,14 +82,15 @@ class OptimizerConfig:
         return reasons
 
     def held_in(self, dtype: str) -> str:
-        """The dtype in which the module's parameters are stored between steps that compute in `dtype`.
+        """The dtype in which the module's parameters are stored between steps that compute in `dtype`, such as
+        "bfloat16".
 
         Updates need float32 masters. A frozen module has none: it has `frozen_dtype`, or the dtype of the computation.
         """
         return (self.frozen_dtype or dtype) if self.frozen else "float32"
 
     def factor(self, name: str, from_end: int) -> float:
-        """The factor of the learning rate of a parameter.
+        """The factor of the learning rate of a parameter, from `rates` and `layer_decay`; 1.0 without these.
 
         Args:
           name: its name in the module, such as "layers/003/attn/q".

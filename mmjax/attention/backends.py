@@ -56,11 +56,18 @@ class Backend:
         keys: Tokens | None = None,
         precomputed: TokenInfo | None = None,
     ) -> Float[Array, "B T H K"]:
-        """Attention of rows that are complete on this rank; for arguments see ``blockwise.attention`` and
-        ``precompute``.
+        """Grouped-query attention within segments, of rows that are complete on this rank; differentiable.
+
+        Args:
+          q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
+          tokens: the queries' tokens.
+          mask: the attention mask.
+          keys: the keys' tokens; by default the queries' tokens.
+          precomputed: the result of ``precompute`` for this mask and these tokens; by default it is computed here.
 
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, this mask or these devices.
+          ValueError: a host input of the mask is missing.
         """
         call = AttentionCall.of(q_BTHK, k_BSGK, tokens, mask, keys)
         name = self.resolve(call)
@@ -82,7 +89,22 @@ class Backend:
         cp_way: str,
         precomputed: TokenInfo | None = None,
     ) -> Float[Array, "B T H K"]:
-        """Attention with the tokens of rows split over mesh axes; see ``exchange.attend_across_ranks``."""
+        """Attention with the tokens of rows split over mesh axes, inside ``shard_map``.
+
+        Args:
+          q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
+          tokens: this rank's tokens.
+          mask: the attention mask.
+          keys: the tokens of complete rows, from ``exchange.gather_tokens`` with the same ``cp_way``.
+          axes: mesh axes that the tokens of rows are split over.
+          cp_way: a key of ``exchange.EXCHANGES``: "gather", "need", "ring" or "all-to-all".
+          precomputed: the result of ``precompute`` for this mask and these tokens.
+
+        Raises:
+          ConfigError: the backend is a kernel that does not support these arrays, this mask, ``cp_way`` or these
+            devices.
+          ValueError: the heads cannot be divided over the ranks, as "all-to-all" needs it.
+        """
         call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way)
         name = self.resolve(call)
         kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
@@ -93,11 +115,15 @@ class Backend:
     def precompute(self, mask: Mask, tokens: Tokens, keys: Tokens | None, cp_way: str) -> TokenInfo:
         """Arrays that kernels read beside the mask's inputs, computed once for all layers with this mask.
 
+        The result is for the argument ``precomputed`` of ``attend`` and ``attend_across_ranks``. It is {} unless the
+        backend's name is that of a kernel that needs such arrays; for "auto" it is {}.
+
         Args:
           mask: the mask of the layers.
           tokens: this rank's tokens.
-          keys: all tokens of the rows, where they are split over ranks.
-          cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``.
+          keys: all tokens of the rows, where they are split over ranks (see ``exchange.gather_tokens``); ``None`` where
+            rows are complete.
+          cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; not read where rows are complete.
         """
         if self.name not in KERNELS:
             return {}
@@ -110,7 +136,7 @@ class Backend:
         return kernel.precompute(mask, query_info, key_info, in_row_order=False)
 
     def resolve(self, call: AttentionCall) -> str:
-        """The name of the backend that computes a call; ``auto`` is resolved.
+        """The name of the backend that computes a call, such as "blockwise"; never "auto".
 
         Raises:
           ConfigError: the backend is a kernel that does not support the call.

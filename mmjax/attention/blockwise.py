@@ -41,13 +41,13 @@ def attention(
     mask: Mask,
     keys: Tokens | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Grouped-query attention among the tokens of one segment.
+    """Grouped-query attention among the tokens of one segment; differentiable, and in the dtype of the inputs.
 
     Query head ``h`` reads key head ``h // (H/G)``. Scores and the softmax are fp32. Where the scores of a row are no
     more than those of a pair of blocks, the row is one block, and there is no loop.
 
     Args:
-      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype; H is a multiple of G.
       tokens: the queries' tokens. The outputs of padding are finite and unused.
       mask: the attention mask.
       keys: the keys' tokens; by default the queries' tokens.
@@ -66,7 +66,13 @@ class Blockwise(AttentionVjp):
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-        """See the function ``forward``."""
+        """The output in the dtype of the inputs, and the fp32 logarithm of each softmax's denominator.
+
+        Args:
+          q, k, v: queries ``[B, T, H, K]`` and keys with rotary embedding, and values, ``[B, S, G, K]``.
+          query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
+            "segments" among them.
+        """
         return forward(self.mask, q, k, v, query_tokens, key_tokens)
 
     def backward(
@@ -77,10 +83,16 @@ class Blockwise(AttentionVjp):
         query_tokens: TokenInfo,
         key_tokens: TokenInfo,
         out: Array,
-        stats: Any,
+        stats: Float[Array, "B H T"],
         d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        """See the function ``backward``."""
+        """fp32 gradients of queries, keys and values, in the shapes of these.
+
+        Args:
+          q, k, v, query_tokens, key_tokens: the arguments of ``forward``.
+          out, stats: the results of ``forward``.
+          d_out: the gradient of ``out``.
+        """
         return backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out)
 
 
@@ -132,11 +144,19 @@ def forward(
     key_tokens: TokenInfo,
     block: int = 0,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
-    """The output, and the logarithm of each softmax's denominator: ``_HIDDEN_SCORE`` or less where a query sees
-    nothing.
+    """Attention without a gradient: the output in the dtype of the inputs, and fp32 ``lse`` for ``backward``.
 
-    All arrays vary over the same axes (see ``jax_compat.alike``). A block has at most ``block`` tokens; 0 stands for
-    ``BLOCK``.
+    ``lse`` is the logarithm of each softmax's denominator, by head: -1e30 or less where a query sees nothing.
+
+    Args:
+      mask: the attention mask.
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype. All arrays vary over
+        the same mesh axes (see ``jax_compat.alike``).
+      query_tokens, key_tokens: the results of ``custom_vjp.token_info`` for the T queries and the S keys.
+      block: the most tokens of a block; 0 stands for ``BLOCK``.
+
+    Raises:
+      ValueError: a host input of the mask is missing.
     """
     blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)
@@ -159,9 +179,14 @@ def backward(
     d_out_BTHK: Array,
     block: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """fp32 gradients of queries, keys and values.
+    """fp32 gradients of queries, keys and values, in the shapes of these.
 
-    The keys may be a part of all keys that the queries see; ``out`` and ``lse`` are of all of them.
+    The keys may be a part of all keys that the queries see; ``out_BTHK`` and ``lse_BHT`` are of all of them.
+
+    Args:
+      mask, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens, block: see ``forward``.
+      out_BTHK, lse_BHT: the results of ``forward``.
+      d_out_BTHK: the gradient of the output.
     """
     blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)

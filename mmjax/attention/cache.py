@@ -37,7 +37,8 @@ class Cache:
     ):
         """Starts with the keys and values of ``cached_layers``, or empty at the beginning of rows.
 
-        ``cached_inputs`` are the host inputs of the cached tokens; empty places have segment 0.
+        ``cached_inputs`` are the host inputs of the cached tokens by name, ``[B, S]`` or ``[B, S, A]``, with "segments"
+        among them; empty places have segment 0.
         """
         self.tokens, self.new = tokens, dict[str, Sequence[Pair]]()
         self._cached, self._all_tokens = cached_layers or {}, tokens
@@ -46,12 +47,18 @@ class Cache:
         self._open: tuple[Iterator[Pair], list[Pair]] | None = None
 
     def cached(self, name: str) -> Sequence[Pair]:
-        """The cached keys and values of the layers of this name; empty at the beginning of rows."""
+        """The cached keys and values of the layers of this name, a pair for each attention call; () at the beginning of
+        rows.
+        """
         return self._cached.get(name, ())
 
     @contextlib.contextmanager
     def layer(self, cached: Sequence[Pair]) -> Iterator[list[Pair]]:
-        """A context in which one layer is traced; its pairs of new keys and values are in the list afterwards."""
+        """A context in which one layer is traced; it yields a list that has the layer's new pairs of keys and values
+        afterwards.
+
+        ``cached`` are the layer's cached pairs, one for each of its attention calls; () at the beginning of rows.
+        """
         new: list[Pair] = []
         self._open = iter(cached), new
         try:
@@ -61,6 +68,10 @@ class Cache:
 
     def extended(self, k_BTGK: Array, v_BTGK: Array) -> tuple[Array, Array, Tokens]:
         """Keys, values and tokens that new tokens attend to: the layer's cached ones, followed by the new ones.
+
+        ``k_BTGK`` and ``v_BTGK`` are of the new tokens. The results are ``[B, S + T, G, K]``, or ``[B, T, G, K]`` at
+        the beginning of rows. To be called inside ``layer``, once for each attention call; it appends the new pair to
+        the list of ``layer``.
 
         Raises:
           ValueError: no layer is being traced.
@@ -83,12 +94,12 @@ def _concatenated(cached_inputs: Mapping[str, Array], tokens: Tokens) -> Tokens:
 
 
 def updated(cached: Array, new: Array, order_BT: Int[Array, "B T"]) -> Array:
-    """Cached keys, values or host inputs, with those of new tokens written at their places.
+    """A copy of cached keys, values or host inputs, with those of new tokens written at their places.
 
     Args:
       cached: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
       new: the same of new tokens, with T in place of S.
-      order_BT: the places of the new tokens; a token whose place is S or more is dropped.
+      order_BT: the places of the new tokens, from 0; a token whose place is S or more is dropped.
     """
     layers = (slice(None),) * (cached.ndim == len("LBSGK"))
     rows_B1 = lax.broadcasted_iota(jnp.int32, (len(order_BT), 1), 0)

@@ -42,7 +42,7 @@ class CuDNN(Kernel):
 
     @classmethod
     def of(cls, call: AttentionCall) -> CuDNN:
-        """The kernel for a call that is not refused."""
+        """The kernel for a call that ``refusal`` does not refuse."""
         return replace(super().of(call), packed=not call.window and call.device_is_one_of(*_PACKED_DEVICES))
 
     @property
@@ -53,7 +53,13 @@ class CuDNN(Kernel):
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "N H T"]]:
-        """The output, and the logarithm of each softmax's denominator by run; see ``AttentionVjp``."""
+        """The output, and the fp32 logarithm of each softmax's denominator by run. ``query_tokens`` is not read.
+
+        Args:
+          q, k, v: queries ``[B, T, H, K]`` and keys with rotary embedding, and values, ``[B, S, G, K]``.
+          query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
+            "segments" among them.
+        """
         del query_tokens  # queries and keys are the same tokens
         branches = [_unpacked_forward, *[_packed_forward] * self.packed, _blockwise_forward]
         row_order, (segments_BT, *arrays) = self._in_row_order(key_tokens, q, k, v)
@@ -72,7 +78,13 @@ class CuDNN(Kernel):
         stats: Array,
         d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        """See ``AttentionVjp``."""
+        """Gradients of queries, keys and values, in the shapes of these. ``query_tokens`` is not read.
+
+        Args:
+          q, k, v, query_tokens, key_tokens: the arguments of ``forward``.
+          out, stats: the results of ``forward``.
+          d_out: the gradient of ``out``.
+        """
         del query_tokens
         branches = [_unpacked_backward, *[_packed_backward] * self.packed, _blockwise_backward]
         row_order, (segments_BT, q, k, v, out, d_out) = self._in_row_order(key_tokens, q, k, v, out, d_out)

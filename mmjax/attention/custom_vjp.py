@@ -29,7 +29,9 @@ TokenInfo = dict[str, Array]
 
 
 def token_info(tokens: Tokens, mask: Mask) -> TokenInfo:
-    """The host inputs that the mask reads, without "order" where it is the tokens' index.
+    """The host inputs that the mask reads, by name, without "order" where it is the tokens' index.
+
+    Always has "segments" ``[B, T]``; by the mask also "order", "positions", "is", "attends" and "items".
 
     Raises:
       ValueError: a host input is missing.
@@ -48,11 +50,12 @@ class AttentionVjp:
     def forward(
         self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Any]:
-        """The output, and statistics of the softmax for backward.
+        """The output, and statistics of the softmax for backward: a tree of arrays whose structure depends on the
+        class.
 
         Args:
           q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; they vary over the same mesh axes.
-          query_tokens, key_tokens: descriptions of the T and of the S tokens.
+          query_tokens, key_tokens: results of ``token_info`` for the T queries and the S keys.
         """
         raise NotImplementedError
 
@@ -67,14 +70,28 @@ class AttentionVjp:
         stats: Any,
         d_out_BTHK: Array,
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values, in fp32 or in the dtypes of these."""
+        """Gradients of queries, keys and values, in fp32 or in the dtypes of these.
+
+        Args:
+          q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens: the arguments of ``forward``.
+          out_BTHK, stats: the results of ``forward``.
+          d_out_BTHK: the gradient of the output.
+        """
         raise NotImplementedError
 
 
 def attend(
     attention: AttentionVjp, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
 ) -> Float[Array, "B T H K"]:
-    """Differentiable attention; for arguments see ``AttentionVjp.forward``."""
+    """Differentiable attention, by ``attention.forward`` and ``attention.backward``.
+
+    Only queries, keys and values have gradients, in their dtypes.
+
+    Args:
+      attention: the backend.
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
+      query_tokens, key_tokens: results of ``token_info`` for the T queries and the S keys.
+    """
     q, k, v, *_ = jax_compat.alike(q_BTHK, k_BSGK, v_BSGK, *query_tokens.values(), *key_tokens.values())
     return _attend(attention, q, k, v, query_tokens, key_tokens)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.attention.distribution import METHODS, Ranks
+from mmjax.attention.distribution import METHODS, Ranks, Work
 from mmjax.attention.pairs import Intervals, Pairs, Words, block_work, rank_work, round_work
 from mmjax.configurable import ConfigError, one_of
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
@@ -41,7 +41,11 @@ _KINDS = 2**32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the blocks of each rank as JSON, or a summary of all methods."""
+    """Prints the blocks of each rank as JSON, or a summary of all methods; returns 0.
+
+    ``argv`` are flags such as ["--problem=mask.json", "--cp=8"]; by default those of the process. A wrong flag or file
+    ends the process with one line on stderr.
+    """
     with one_line_errors():
         values = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
         cp, block, method = int(values["cp"]), int(values["block"]), str(values["method"])
@@ -56,8 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def as_json(work_N: np.ndarray, cp: int, method: str) -> str:
-    """A line of JSON: the blocks and the work of each rank, and the run time of the method."""
+def as_json(work_N: Work, cp: int, method: str) -> str:
+    """A line of JSON, without a newline: {"ranks": blocks of each rank, "work": pairs of each rank, "seconds": run
+    time}.
+
+    Args:
+      work_N: the result of ``pairs.block_work``.
+      cp: the number of ranks.
+      method: a key of ``METHODS``, such as "lpt".
+
+    Raises:
+      ConfigError: the method "exact" cannot solve the problem.
+    """
     begun = time.perf_counter()
     rank_N = METHODS[method](work_N, cp)
     seconds = time.perf_counter() - begun
@@ -66,8 +80,15 @@ def as_json(work_N: np.ndarray, cp: int, method: str) -> str:
     return json.dumps(result, separators=(",", ":"))
 
 
-def summary(pairs: Pairs, work_N: np.ndarray, block: int, cp: int) -> str:
-    """A table of all methods: the busiest rank's pairs over the mean, in total and by rounds of a ring."""
+def summary(pairs: Pairs, work_N: Work, block: int, cp: int) -> str:
+    """A table of all methods: the busiest rank's pairs over the mean, in total and by rounds of a ring.
+
+    Args:
+      pairs: the mask.
+      work_N: ``block_work(pairs, block)``.
+      block: tokens of a block.
+      cp: the number of ranks.
+    """
     share = work_N.sum() / pairs.tokens**2
     lines = [
         f"{pairs.tokens} tokens, {len(work_N)} blocks of {block}, {cp} ranks; the mask allows {share:.1%} of all pairs",
@@ -89,7 +110,7 @@ def summary(pairs: Pairs, work_N: np.ndarray, block: int, cp: int) -> str:
     return "\n".join(lines)
 
 
-def _loads(work_N: np.ndarray, rank_N: Ranks, cp: int) -> np.ndarray:
+def _loads(work_N: Work, rank_N: Ranks, cp: int) -> np.ndarray:
     """The work of each rank."""
     loads = np.zeros(cp, np.int64)
     np.add.at(loads, rank_N, work_N)
@@ -100,10 +121,10 @@ def _loads(work_N: np.ndarray, rank_N: Ranks, cp: int) -> np.ndarray:
 
 
 def read_mask(path: Path) -> Pairs:
-    """Reads a mask from a JSON file.
+    """Reads a mask from a JSON file: `Intervals` or `Words`.
 
-    The file has either "intervals", a [first, last] pair of keys for each query, last excluded, or "is", "attends" and
-    "causal", the fields of `Words`.
+    The file is an object with the key "intervals" alone, a [first, last] pair of keys for each query, last excluded, or
+    with "is", "attends" (lists of a number for each token) and "causal" (true or false), the fields of `Words`.
 
     Raises:
       ConfigError: the file cannot be read, or its contents are wrong; the message says where.

@@ -29,6 +29,9 @@ Ranks = Int[np.ndarray, " N"]
 def lpt(work_N: Work, ranks: int) -> Ranks:
     """Longest processing time first: most work to the rank with the least, with equally many blocks a rank.
 
+    Takes the work of each block, whole numbers of 0 or more, and the number of ranks; returns the rank of each block,
+    as all methods of this file do. If ``ranks`` does not divide the blocks, ranks differ by one block.
+
     Blocks in descending order of work are cut into sets of one block a rank. Pairs of sets with similar differences
     between ranks are merged: the rank with the most work of one set gets the least work of the other, and so on.
     Differences between ranks never grow, so the busiest rank exceeds the mean by at most the work of one block. All
@@ -61,7 +64,10 @@ def lpt(work_N: Work, ranks: int) -> Ranks:
 
 
 def lpt_by_work(work_N: Work, ranks: int) -> Ranks:
-    """Longest processing time first, as published (Cornstarch, Algorithm 2): ranks may differ in numbers of blocks."""
+    """Longest processing time first, as published (Cornstarch, Algorithm 2): ranks may differ in numbers of blocks.
+
+    Returns the rank of each block: in descending order of work, each goes to the rank with the least work so far.
+    """
     heap = [(0, rank) for rank in range(ranks)]
     result = np.empty(len(work_N), np.int64)
     for block in np.argsort(-work_N, kind="stable"):
@@ -72,31 +78,37 @@ def lpt_by_work(work_N: Work, ranks: int) -> Ranks:
 
 
 def contiguous(work_N: Work, ranks: int) -> Ranks:
-    """One run of neighbouring blocks a rank, as in ring attention."""
+    """One run of neighbouring blocks a rank, as in ring attention: block i of N has rank i * ranks // N."""
     return np.arange(len(work_N)) * ranks // len(work_N)
 
 
 def striped(work_N: Work, ranks: int) -> Ranks:
-    """Round robin (Brandon et al. 2023, "Striped Attention")."""
+    """Round robin (Brandon et al. 2023, "Striped Attention"): block i has rank i % ranks."""
     return np.arange(len(work_N)) % ranks
 
 
 def zigzag(work_N: Work, ranks: int) -> Ranks:
-    """Two runs of blocks a rank, one from either end, which balances a causal mask."""
+    """Two runs of blocks a rank, one from either end, which balances a causal mask.
+
+    Returns the rank of each block, such as 0, 1, 1, 0 for 4 blocks and 2 ranks.
+    """
     run_N = np.arange(len(work_N)) * 2 * ranks // len(work_N)
     return np.minimum(run_N, 2 * ranks - 1 - run_N)
 
 
 def random_order(work_N: Work, ranks: int) -> Ranks:
-    """A random permutation with equally many blocks a rank; it depends on the number of blocks alone."""
+    """The rank of each block by a fixed permutation, with equally many blocks a rank; only the numbers of blocks and
+    ranks count.
+    """
     return np.random.default_rng(0).permutation(np.arange(len(work_N)) % ranks)
 
 
 def exact(work_N: Work, ranks: int) -> Ranks:
-    """The optimum with equally many blocks a rank, for small problems (Cornstarch, Equation 1).
+    """The optimum with equally many blocks a rank, for small problems (Cornstarch, Equation 1). Returns the rank of
+    each block.
 
     Raises:
-      ConfigError: the problem is too large, or was not solved in ``SECONDS``.
+      ConfigError: blocks times ranks are more than ``MAX_EXACT``, or the problem was not solved in ``SECONDS``.
     """
     blocks = len(work_N)
     if blocks * ranks > MAX_EXACT:
@@ -122,7 +134,7 @@ def assign_parts(work_N: Work, sizes_N: Int[np.ndarray, " N"], ranks: int, capac
     """Assigns parts of different sizes: most work first, to the rank with the least work among those with capacity.
 
     Args:
-      work_N: work of each part of a sequence.
+      work_N: work of each part of a sequence, as whole numbers such as pairs.
       sizes_N: tokens of each part.
       ranks: number of ranks.
       capacity: tokens of a rank.

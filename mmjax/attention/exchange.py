@@ -49,51 +49,64 @@ class CpGroup:
 
     @classmethod
     def over(cls, axes: tuple[str, ...]) -> CpGroup:
-        """The ranks along some axes, inside ``shard_map``."""
+        """The ranks along some mesh axes, such as ("cp",); to be called inside ``shard_map``."""
         return cls(axes, lax.axis_size(axes))
 
     @property
     def rank(self) -> Array:
-        """This rank's number in the group."""
+        """This rank's number in the group, an int32 scalar."""
         return lax.axis_index(self.axes)
 
     def all_gather(self, tree: Any) -> Any:
-        """Complete rows ``[B, S, ...]`` from each rank's ``[B, T, ...]``, in the order of the ranks."""
+        """A tree of complete rows ``[B, S, ...]`` from each rank's ``[B, T, ...]``, in the order of the ranks."""
         return lax.all_gather(tree, self.axes, axis=1, tiled=True)
 
     def reduce_scatter(self, tree: Any) -> Any:
-        """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, S, ...]``."""
+        """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, S, ...]``, for each array
+        of a tree.
+        """
         return lax.psum_scatter(tree, self.axes, scatter_dimension=1, tiled=True)
 
     def ring_shift(self, tree: Any) -> Any:
-        """The arrays of the next rank in a ring: after k shifts a rank has the arrays of rank + k."""
+        """The next rank's arrays in a ring, as a tree like this rank's: after k shifts a rank has the arrays of rank +
+        k.
+        """
         routes = [(rank, (rank - 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, routes), tree)
 
     def tokens_to_heads(self, x_BTHK: Array) -> Array:
-        """Complete rows of this rank's share of the heads, from this rank's tokens of all heads."""
+        """Complete rows ``[B, S, H/R, K]`` of this rank's share of the heads, from this rank's tokens ``[B, T, H, K]``
+        of all heads.
+
+        The number of ranks R divides H.
+        """
         return lax.all_to_all(x_BTHK, self.axes, split_axis=2, concat_axis=1, tiled=True)
 
     def heads_to_tokens(self, x_BSHK: Array) -> Array:
-        """The inverse of ``tokens_to_heads``."""
+        """The inverse of ``tokens_to_heads``: ``[B, T, H, K]`` from ``[B, S, H/R, K]``."""
         return lax.all_to_all(x_BSHK, self.axes, split_axis=1, concat_axis=2, tiled=True)
 
     def tokens_of_rank(self, row_tokens: TokenInfo, rank: Array) -> TokenInfo:
-        """Selects one rank's tokens from the description of complete rows."""
+        """The tokens ``[B, T, ...]`` of rank number ``rank``, by name, from the arrays ``[B, S, ...]`` of complete
+        rows.
+        """
         length = next(iter(row_tokens.values())).shape[1] // self.size
         return {name: lax.dynamic_slice_in_dim(x, rank * length, length, 1) for name, x in row_tokens.items()}
 
 
 def gather_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], cp_way: str) -> Tokens:
-    """The tokens of complete rows, from this rank's tokens; equal on all ranks of the group.
+    """The tokens of complete rows, from this rank's tokens; equal on all ranks of the group. Inside ``shard_map``.
 
-    Their inputs are those of the mask, and the plan of the exchange (see ``Exchange.plan``).
+    Their inputs are those of the mask, "order" included, and the plan of the exchange (see ``Exchange.plan``).
 
     Args:
       tokens: this rank's tokens.
       mask: the attention mask.
       axes: mesh axes that the tokens of rows are split over.
       cp_way: a key of ``EXCHANGES``.
+
+    Raises:
+      ValueError: a host input of the mask is missing.
     """
     rank_tokens = token_info_with_order(tokens, mask)
     row_tokens = {name: jax_compat.all_gather_invariant(x, axes, 1) for name, x in rank_tokens.items()}
@@ -101,7 +114,14 @@ def gather_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], cp_way: str
 
 
 def token_info_with_order(tokens: Tokens, mask: Mask) -> TokenInfo:
-    """The host inputs that the mask reads, "order" always included: an implicit order depends on the rank."""
+    """The host inputs that the mask reads, by name; with "order" ``[B, T]`` if it reads orders, even where that is
+    implicit.
+
+    An implicit order depends on the rank, so it has to be exchanged.
+
+    Raises:
+      ValueError: a host input of the mask is missing.
+    """
     return token_info(tokens, mask) | ({"order": tokens.orders_BT} if "order" in mask.input_names else {})
 
 
@@ -117,19 +137,19 @@ def attend_across_ranks(
     cp_way: str,
     precomputed: TokenInfo | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Grouped-query attention within segments whose tokens are on several ranks.
+    """Grouped-query attention within segments whose tokens are on several ranks; differentiable. Inside ``shard_map``.
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
-      tokens: this rank's tokens; with an order, if the mask is causal.
+      tokens: this rank's tokens.
       keys: the tokens of complete rows (see ``gather_tokens``).
-      kernel: computes the attention of queries to keys that are on one rank.
+      kernel: computes the attention of queries to keys that are on one rank; its mask is the attention mask.
       axes: mesh axes that the tokens of rows are split over.
       cp_way: a key of ``EXCHANGES``.
       precomputed: the kernel's arrays of the queries' tokens (see ``Backend.precompute``).
 
     Raises:
-      ValueError: the heads cannot be divided over the ranks as the exchange needs it.
+      ValueError: with "all-to-all", the number of query heads is no multiple of the number of ranks.
     """
     exchange = EXCHANGES[cp_way]
     query_tokens = token_info_with_order(tokens, kernel.mask) | (precomputed or {})
@@ -154,16 +174,21 @@ class Exchange(AttentionVjp):
 
     @classmethod
     def plan(cls, mask: Mask, group: CpGroup, row_tokens: TokenInfo) -> TokenInfo:
-        """Arrays that the exchange reads, computed once for all layers with a mask from the tokens of complete rows."""
+        """Arrays that the exchange reads, computed once for all layers with a mask from the tokens of complete rows.
+
+        Their names are ``PLAN_NAMES``; {} for an exchange without a plan. ``row_tokens`` has the mask's host inputs
+        ``[B, S]``.
+        """
         del mask, group, row_tokens
         return {}
 
     @classmethod
     def tokens_of_queries(cls, query_tokens: TokenInfo, key_tokens: TokenInfo) -> TokenInfo:
-        """The description of the queries that the kernel gets.
+        """The description of the queries that the kernel gets: this rank's tokens, or for "all-to-all" those of
+        complete rows.
 
         Args:
-          query_tokens: this rank's tokens.
+          query_tokens: this rank's tokens, and possibly arrays of ``Backend.precompute``.
           key_tokens: the tokens of complete rows.
         """
         del key_tokens

@@ -59,7 +59,10 @@ class AttentionCall:
         keys: Tokens | None = None,
         cp_way: str = "",
     ) -> AttentionCall:
-        """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments."""
+        """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments.
+
+        ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'.
+        """
         platform, device_kind = jax_compat.traced_devices()
         queries, heads, width = q_BTHK.shape[1:]
         return cls(
@@ -77,7 +80,7 @@ class AttentionCall:
         )
 
     def device_is_one_of(self, *words: str) -> bool:
-        """Whether the device's name contains one of the words, such as "H100"."""
+        """Whether the device's name contains one of the words, such as "H100", as a complete word."""
         return not {*words}.isdisjoint(self.device_kind.replace("-", " ").split())
 
     @property
@@ -102,12 +105,12 @@ class Kernel(AttentionVjp):
 
     @classmethod
     def of(cls, call: AttentionCall) -> Self:
-        """The kernel for a call that is not refused (see ``refusal``)."""
+        """The kernel for a call that ``refusal`` does not refuse."""
         return cls(replace(call.mask, window=call.window), call.in_row_order)
 
     @classmethod
     def refusal(cls, call: AttentionCall) -> str:
-        """The reason why the library cannot compute a call; "" where it can."""
+        """The reason in words why the library cannot compute a call on its device; "" where it can."""
         library = LIBRARIES[cls.LIBRARY]
         if call.platform != "gpu" or not call.device_is_one_of(*cls.DEVICES):
             return f"{library.name} runs on {library.devices} and this is {call.device_kind}"
@@ -119,29 +122,34 @@ class Kernel(AttentionVjp):
 
     @classmethod
     def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
-        """Arrays that ``forward`` and ``backward`` read from ``query_tokens``, computed once for all layers with a
-        mask.
+        """Arrays by name that ``forward`` and ``backward`` read from ``query_tokens``, computed once for all layers
+        with a mask.
+
+        {} for a kernel without such arrays.
 
         Args:
           mask: the mask of the layers.
-          query_tokens, key_tokens: descriptions of the queries' and the keys' tokens.
-          in_row_order: see ``AttentionCall``.
+          query_tokens, key_tokens: the host inputs of the queries' and the keys' tokens, see ``custom_vjp.token_info``.
+          in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
         """
         del mask, query_tokens, key_tokens, in_row_order
         return {}
 
 
 def run_starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether each token is the first of a run."""
+    """Whether each token is the first of a run: of neighbouring tokens of one segment, or of padding.
+
+    The first token of a row always is.
+    """
     previous_BT = jnp.concatenate([jnp.full_like(segments_BT[:, :1], -1), segments_BT[:, :-1]], axis=1)
     return segments_BT != previous_BT
 
 
 def segment_runs(segments_BT: Int[Array, "B T"], max_runs: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """First token and length of each run, with tokens numbered through all rows; (B·T, 0) behind the last run.
+    """First token and length of each run, int32, with tokens numbered through all rows; (B·T, 0) behind the last run.
 
     Args:
-      segments_BT: see ``Tokens``.
+      segments_BT: the sample or medium that each token belongs to, from 1; 0 is padding, which has runs too.
       max_runs: the size N of the results; further runs are left out.
     """
     total = segments_BT.size
@@ -151,7 +159,10 @@ def segment_runs(segments_BT: Int[Array, "B T"], max_runs: int) -> tuple[Int[Arr
 
 
 def run_intervals(segments_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """First token (included) and last token (excluded) of each token's run, as indices in the row."""
+    """First token (included) and last token (excluded) of each token's run, as int32 indices in the row.
+
+    A run is a stretch of neighbouring tokens of one segment, or of padding.
+    """
     T = segments_BT.shape[1]
     index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segments_BT.shape)
     starts_BT = run_starts(segments_BT)
@@ -177,7 +188,11 @@ class RowOrder:
 
     @classmethod
     def of(cls, key_tokens: TokenInfo, *, in_row_order: bool = False) -> RowOrder:
-        """The permutations of the keys by "order"; where the mask reads no order, tokens are sorted by segment."""
+        """The permutations of the keys by "order"; where the mask reads no order, tokens are sorted by segment.
+
+        ``key_tokens`` are host inputs by name, ``[B, S]``. The result is the identity if the keys are ``in_row_order``
+        already.
+        """
         if in_row_order:
             return cls()
         if "order" not in key_tokens:
@@ -190,7 +205,7 @@ class RowOrder:
         return x_BS if self.index_BS is None else take_per_row(x_BS, self.index_BS)
 
     def from_row_order(self, x_BS: Array) -> Array:
-        """The inverse of ``to_row_order``."""
+        """An array of keys ``[B, S, ...]`` permuted back from row order: the inverse of ``to_row_order``."""
         return x_BS if self.place_BS is None else take_per_row(x_BS, self.place_BS)
 
 
@@ -213,12 +228,12 @@ def visible_intervals(
 
     Args:
       mask: the attention mask.
-      query_tokens, key_tokens: descriptions of the tokens.
+      query_tokens, key_tokens: the host inputs of the T queries and the S keys, see ``custom_vjp.token_info``.
       block: number of queries that are tested at a time.
 
     Returns:
-      The first key of each query's interval, the key behind its last, and whether every query sees all keys of its
-      interval. The interval of padding is the first key.
+      The index of the first key of each query's interval, the index behind its last key (both int32), and whether every
+        query sees all keys of its interval. The interval of padding is the first key.
     """
     queries, keys = (mask.inputs(Tokens.of(tokens)) for tokens in (query_tokens, key_tokens))
     index_S = jnp.arange(keys.segments.shape[1], dtype=jnp.int32)

@@ -86,7 +86,7 @@ class Rules:
         """Parses a line of rules or the name of a preset.
 
         Args:
-          text: the line, see the module's docstring.
+          text: the line, such as "text sees all before; vision sees vision in item", or a key of ``PRESETS``.
           field: the setting's name in errors.
 
         Raises:
@@ -105,7 +105,7 @@ class Rules:
         return cls(rules)
 
     def require_kinds(self, modules: Iterable[str], field: str, text: str) -> None:
-        """Requires that every kind is one of ``KINDS`` or a module with media.
+        """Raises `ConfigError` unless every kind in the rules is one of ``KINDS`` or a module with media.
 
         Args:
           modules: names of the modules with media.
@@ -121,7 +121,9 @@ class Rules:
 
     @property
     def kind(self) -> MaskKind:
-        """The kind of a mask with these rules: ``causal`` and ``full`` need no words."""
+        """The kind of a mask with these rules: "causal" for "all sees all before", "full" for "all sees all
+        everywhere", else "words".
+        """
         plain: dict[Relation, MaskKind] = {"before": "causal", "everywhere": "full"}
         everyone = ("all",)
         if len(self.rules) == 1 and self.rules[0].query_kinds == self.rules[0].key_kinds == everyone:
@@ -130,16 +132,16 @@ class Rules:
 
     @property
     def relations(self) -> tuple[Relation, ...]:
-        """The relation of each rule; () for kinds other than ``words``."""
+        """The relation of each rule, such as ("before", "in item"); () for kinds other than "words"."""
         return tuple(rule.relation for rule in self.rules) if self.kind == "words" else ()
 
     def words(
         self, kinds: Mapping[str, Bool[np.ndarray, " N"]], items_N: Int[np.ndarray, " N"]
     ) -> tuple[UInt32[np.ndarray, " N"], UInt32[np.ndarray, " N"]]:
-        """The words ``is`` and ``attends`` of tokens.
+        """The words ``is`` and ``attends`` of tokens, in this order.
 
         Args:
-          kinds: by kind, whether each token is of that kind.
+          kinds: by kind, whether each token is of that kind; with every kind that the rules name.
           items_N: the number of each token's medium in its sample, from 1; 0 for text.
         """
         is_N, attends_N = np.zeros(len(items_N), np.uint32), np.zeros(len(items_N), np.uint32)
@@ -154,7 +156,7 @@ class Rules:
 
     @cached_property
     def generated(self) -> dict[str, int]:
-        """The words of a generated token, by host input."""
+        """The words of a generated token: {"is": bits, "attends": bits}."""
         words = {"is": 0, "attends": 0}
         for bit, rule in enumerate(self.rules):
             if rule.relation != ITEMS and set(rule.key_kinds) & set(_GENERATED_KINDS):
@@ -165,7 +167,9 @@ class Rules:
 
     @property
     def shows_later(self) -> Rule | None:
-        """A rule by which tokens see later generated text, if there is one: then text cannot be generated."""
+        """The first rule by which tokens see later generated text, else ``None``: with such a rule text cannot be
+        generated.
+        """
         for rule in self.rules:
             if rule.relation == "everywhere" and set(rule.key_kinds) & set(_GENERATED_KINDS):
                 return rule

@@ -28,6 +28,14 @@ class MaskInputs(NamedTuple):
     """The inputs of a mask: integers of each token, or a lower or upper bound of them in each block of tokens.
 
     Bounds of the bit fields ``seen_as`` and ``attends`` are the bits that any token of the block has.
+
+    Attributes:
+      segments: the sample or medium that each token belongs to, from 1; 0 is padding.
+      order: each token's place in its row; ``None`` for a full mask.
+      windows: the window of each token along every axis of positions; ``None`` without windows of a grid.
+      seen_as: the host input "is", the bits of the rules whose keys include the token; ``None`` but for "words".
+      attends: the bits of the rules whose queries include the token; ``None`` but for "words".
+      items: the number of each token's medium, 0 for text; ``None`` if no rule reads it.
     """
 
     segments: Int[Array, "*B T"]
@@ -74,20 +82,31 @@ class Mask:
 
     @classmethod
     def of(cls, rules: Rules | str, window: int = 0, grid_window: int = 0) -> Mask:
-        """The mask that rules describe; ``window`` is ignored where no rule is about earlier tokens."""
+        """The mask that rules describe, with a kind and relations from them.
+
+        Args:
+          rules: the rules, a line of rules, or the name of a preset such as "causal".
+          window: width of the sliding window over earlier tokens, ignored where no rule is about these; 0 is no limit.
+          grid_window: edge of the windows that segments are cut into along every axis of positions; 0 means no windows.
+
+        Raises:
+          ConfigError: the line is wrong.
+        """
         rules = Rules.parse(rules) if isinstance(rules, str) else rules
         has_before = rules.kind == "causal" or "before" in rules.relations
         return cls(rules.kind, window if has_before else 0, grid_window, rules.relations)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Names of the host inputs that the mask reads; "order" is optional (see ``Tokens.order_BT``)."""
+        """Names of the host inputs that the mask reads, "segments" first; "order" is optional (see
+        ``Tokens.order_BT``).
+        """
         order = ["order"] * (self.kind != "full")
         words = ["is", "attends"] * (self.kind == "words") + ["items"] * (ITEMS in self.relations)
         return ("segments", *order, *["positions"] * bool(self.grid_window), *words)
 
     def inputs(self, tokens: Tokens) -> MaskInputs:
-        """This mask's inputs, from the host inputs of ``tokens``.
+        """This mask's inputs, from the host inputs of ``tokens``; ``None`` for those that it does not read.
 
         Raises:
           ValueError: a host input is missing: positions for a grid window, or "is", "attends" and "items" for words.
@@ -103,7 +122,7 @@ class Mask:
         return MaskInputs(segments_BT, order, windows, tokens.input("is"), tokens.input("attends"), items)
 
     def allowed(self, queries: MaskInputs, keys: MaskInputs) -> Bool[Array, "*B T S"]:
-        """Whether each query sees each key. Padding, segment 0, sees padding."""
+        """Whether each query sees each key, from the results of ``inputs`` for both. Padding sees padding."""
         allowed = queries.segments[..., :, None] == keys.segments[..., None, :]
         if queries.order is not None and keys.order is not None:
             distance = queries.order[..., :, None] - keys.order[..., None, :]
@@ -115,10 +134,10 @@ class Mask:
         return allowed
 
     def may_allow(self, queries: Bounds, keys: Bounds) -> Bool[Array, "*B P N"]:
-        """Whether any query of a block may see any key of another block.
+        """Whether any query of a block may see any key of another block, from the results of ``bounds`` for both.
 
-        It is computed from bounds, so True may be too much. It is never False where ``allowed`` is True for a pair of
-        tokens that are not padding.
+        True may be too much. The result is never False where ``allowed`` is True for a pair of tokens that are not
+        padding.
         """
         (low, high), (key_low, key_high) = queries, keys
         may_see = _overlap(low.segments, high.segments, key_low.segments, key_high.segments)
@@ -189,6 +208,9 @@ class Mask:
 
 def bounds(inputs: MaskInputs, block: int) -> Bounds:
     """Lower and upper bounds of a mask's inputs in each block of ``block`` tokens.
+
+    The inputs are ``[B, T]`` or ``[B, T, A]``, where T is a multiple of ``block``; the bounds have T / ``block`` in
+    place of T.
 
     For bit fields both bounds are the bits of all tokens of the block. Padding is left out; the upper bound of segments
     in a block of padding alone is at most 0. Tokens of text are left out of the bounds of items.

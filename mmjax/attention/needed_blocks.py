@@ -37,28 +37,49 @@ NeededBlocks = Bool[Array, "B R R N"]
 
 
 def transfer_sizes(blocks: int) -> tuple[int, ...]:
-    """Possible numbers of blocks of a transfer, where a rank has ``blocks`` of them."""
+    """Possible numbers of blocks of a transfer, ascending, where a rank has so many: (0, 1, 2, 4, 8) for 8."""
     return tuple(sorted({int(np.ceil(share * blocks)) for share in _SHARES}))
 
 
 def size_indices(max_R: Int[Array, " R"], blocks: int) -> Int[Array, " R"]:
-    """The index in ``transfer_sizes`` of the transfer over each distance; ``max_R`` is from ``max_by_distance``."""
+    """The index in ``transfer_sizes(blocks)`` of the transfer over each distance.
+
+    ``max_R`` is a result of ``max_by_distance``; a number between two sizes is rounded up.
+    """
     return jnp.searchsorted(np.array(transfer_sizes(blocks)), max_R).astype(jnp.int32)
 
 
 def received_blocks(max_R: Int[np.ndarray, " R"], blocks: int) -> int:
-    """The number of blocks that a rank receives from all others, where each rank has ``blocks`` of them."""
+    """The number of blocks that a rank receives from all others, where each rank has ``blocks`` of them.
+
+    ``max_R`` is a result of ``max_by_distance``; each transfer is rounded up to one of ``transfer_sizes``.
+    """
     return int(np.array(transfer_sizes(blocks))[np.asarray(size_indices(jnp.asarray(max_R), blocks))][1:].sum())
 
 
 def block_size(tokens: int) -> int:
-    """The tokens of a block where a rank has ``tokens`` of them; its last block may be shorter."""
+    """The number of tokens of a block, where a rank has ``tokens`` tokens of a row: at most ``BLOCK``, such as 125 for
+    1000.
+
+    It is ``tokens`` divided by the least number of blocks, ``MIN_BLOCKS`` or more, and rounded up; the last may be
+    shorter.
+    """
     count = min(tokens, max(MIN_BLOCKS, -(-tokens // BLOCK)))
     return -(-tokens // count)
 
 
 def needed_blocks(mask: Mask, mask_inputs: MaskInputs, ranks: int) -> NeededBlocks:
-    """The blocks that each rank needs of each other rank; ``mask_inputs`` are of all S tokens of the rows."""
+    """Whether each rank needs each block of each other rank.
+
+    Args:
+      mask: the attention mask.
+      mask_inputs: the mask's inputs ``[B, S]`` of all tokens of the rows, in the order of the ranks.
+      ranks: the number of ranks; it divides S.
+
+    Returns:
+      Booleans by row, needing rank, holding rank and the block's index there; False for a rank's own blocks. A block
+        has ``block_size(S / ranks)`` tokens.
+    """
     tokens = mask_inputs.segments.shape[1] // ranks
     size = block_size(tokens)
 
@@ -91,6 +112,7 @@ def _renumber_segments(segments_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
 def max_by_distance(needed_BRRN: NeededBlocks) -> Int[Array, " R"]:
     """The maximal number of blocks that any rank needs, in any row, of the rank at each distance before it.
 
+    ``needed_BRRN`` is a result of ``needed_blocks``. Entry d is about rank r - d, modulo R, for all r; entry 0 is 0.
     The result is typed as equal on all devices.
     """
     counts_RR = needed_BRRN.sum(axis=-1, dtype=jnp.int32).max(axis=0)
@@ -116,12 +138,16 @@ class NeededBlocksExchange:
     max_R: Int[Array, " R"]
 
     def all_gather(self, tree: Any) -> Any:
-        """Complete rows ``[B, R·T, ...]`` from each rank's ``[B, T, ...]``; a block that is not needed may be 0."""
+        """Complete rows ``[B, R·T, ...]`` from each rank's ``[B, T, ...]``, for each array of a tree.
+
+        A block that this rank does not need may be 0.
+        """
         collective = partial(lax.all_gather, axis_name=self.axes, axis=1, tiled=True)
         return lax.cond(self._all_travel, collective, partial(jax.tree.map, self._gather), tree)
 
     def reduce_scatter(self, tree: Any) -> Any:
-        """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, R·T, ...]``.
+        """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, R·T, ...]``, for each
+        array of a tree.
 
         The blocks that a rank does not need are 0 in its rows.
         """

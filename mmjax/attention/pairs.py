@@ -26,7 +26,7 @@ class Pairs(Protocol):
         ...
 
     def key_counts(self, key_filter_T: Bool[np.ndarray, " T"] | None = None) -> Int[np.ndarray, " T"]:
-        """The number of keys that each query sees, of all keys or of those in the filter."""
+        """The number of keys that each query sees: of all keys, or of those where ``key_filter_T`` is True."""
         ...
 
 
@@ -43,9 +43,11 @@ class Intervals:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens T."""
         return len(self.first_T)
 
     def key_counts(self, key_filter_T: Bool[np.ndarray, " T"] | None = None) -> Int[np.ndarray, " T"]:
+        """The number of keys that each query sees: of all keys, or of those where ``key_filter_T`` is True."""
         if key_filter_T is None:
             return self.last_T - self.first_T
         before = _counts_before(key_filter_T)
@@ -68,9 +70,11 @@ class Words:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens T."""
         return len(self.is_T)
 
     def key_counts(self, key_filter_T: Bool[np.ndarray, " T"] | None = None) -> Int[np.ndarray, " T"]:
+        """The number of keys that each query sees: of all keys, or of those where ``key_filter_T`` is True."""
         result = np.zeros(self.tokens, np.int64)
         for attended, queries in self._queries():
             visible_T = (self.is_T & attended) != 0
@@ -98,9 +102,13 @@ class MaskedRow:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens T, padding included."""
         return len(self.inputs["segments"])
 
     def key_counts(self, key_filter_T: Bool[np.ndarray, " T"] | None = None) -> Int[np.ndarray, " T"]:
+        """The number of keys that each query sees: of all keys, or of those where ``key_filter_T`` is True. 0 for
+        padding.
+        """
         real_T, result = self.inputs["segments"] > 0, np.zeros(self.tokens, np.int64)
         key_filter_T = real_T if key_filter_T is None else real_T & key_filter_T
         for attended in np.unique(self._attends[real_T]):
@@ -178,8 +186,8 @@ def pairs_of(mask: Mask, inputs: Mapping[str, np.ndarray]) -> Pairs:
 
     Args:
       mask: the attention mask.
-      inputs: the row's host inputs, including those of ``mask.input_names``, with tokens in any order; without "order"
-        tokens are in row order.
+      inputs: the row's host inputs by name, ``[T]`` or ``[T, A]``, including those of ``mask.input_names``, with tokens
+        in any order; without "order" tokens are in row order.
     """
     return MaskedRow(mask, {name: np.asarray(inputs[name]) for name in mask.input_names if name in inputs})
 
@@ -199,18 +207,30 @@ def _counts_before(key_filter_T: Bool[np.ndarray, " T"]) -> Int[np.ndarray, " T+
 
 
 def block_work(pairs: Pairs, block: int) -> Int[np.ndarray, " N"]:
-    """The number of pairs of each block of ``block`` queries; the last block may be shorter."""
+    """The number of allowed pairs of each block of ``block`` queries, N = T / ``block`` rounded up; the last block may
+    be shorter.
+    """
     return np.add.reduceat(pairs.key_counts(), np.arange(0, pairs.tokens, block))
 
 
 def rank_work(pairs: Pairs, block: int, rank_N: Int[np.ndarray, " N"], ranks: int) -> Int[np.ndarray, "R R"]:
-    """The number of pairs by the rank of the query and the rank of the key."""
+    """The number of allowed pairs by the rank of the query (row) and the rank of the key (column).
+
+    Args:
+      pairs: the mask.
+      block: tokens of a block.
+      rank_N: the rank of each block.
+      ranks: the number of ranks.
+    """
     rank_T = np.repeat(rank_N, block)[: pairs.tokens]
     columns = [np.bincount(rank_T, pairs.key_counts(rank_T == key), ranks) for key in range(ranks)]
     return np.stack(columns, axis=1).astype(np.int64)
 
 
 def round_work(work_RR: Int[np.ndarray, "R R"]) -> int:
-    """The pairs of the busiest rank in each round of a ring, summed: in round k rank r has the keys of rank r + k."""
+    """The pairs of the busiest rank in each round of a ring, summed: in round k rank r has the keys of rank r + k.
+
+    ``work_RR`` is a result of ``rank_work``.
+    """
     ranks = np.arange(len(work_RR))
     return sum(int(work_RR[ranks, (ranks + k) % len(ranks)].max()) for k in ranks)

@@ -22,7 +22,17 @@ def dense_attention(
     mask: Mask,
     keys: Tokens | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention from an array of the scores of all pairs of tokens; for arguments see ``blockwise.attention``."""
+    """Grouped-query attention from an array of the scores of all pairs of tokens, in the dtype of ``v_BSGK``.
+
+    Args:
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
+      tokens: the queries' tokens.
+      mask: the attention mask.
+      keys: the keys' tokens; by default the queries' tokens.
+
+    Raises:
+      ValueError: a host input of the mask is missing.
+    """
     B, T, H, K = q_BTHK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)

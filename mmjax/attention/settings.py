@@ -43,7 +43,7 @@ class Library:
         Args:
           head_width: width of one head.
           grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
-          kind: the kind of the mask, see ``Mask``.
+          kind: the kind of the mask: "causal", "full" or "words".
           cp_way: a value of ``Layout.cp_way``; "" without context parallelism.
         """
         if kind == "words" and not self.any_mask:
@@ -79,12 +79,14 @@ XLA; and the kernels of libraries."""
 
 
 def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:
-    """Requires that the backend exists and supports the module's heads, windows and mask.
+    """Raises `ConfigError` unless the backend exists and supports the module's heads, windows and mask.
 
     Args:
       cls: the gin name of the module's settings, such as "Decoder".
-      attention: the name of the backend.
-      head_width, grid_window, kind: see ``Library.refusal``.
+      attention: the name of the backend, one of ``BACKENDS``.
+      head_width: width of one head.
+      grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
+      kind: the kind of the mask: "causal", "full" or "words".
 
     Raises:
       ConfigError: the name is unknown, or the backend's library refuses.

@@ -52,7 +52,18 @@ class Tokamax(Kernel):
 
     @classmethod
     def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
-        """The interval of keys that each query sees, and whether it sees all of them; see ``Kernel``."""
+        """The interval of keys that each query sees, and whether it sees all of them.
+
+        Args:
+          mask: the mask of the layers.
+          query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
+            "segments" among them.
+          in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
+
+        Returns:
+          "first" and "last" ``[B, T]``, indices in row order, and "all_visible" ``[]`` (see ``visible_intervals``); {}
+            where the intervals follow from segments.
+        """
         if in_row_order and _has_intervals(mask):
             return {}  # ``run_intervals`` is faster
         row_order = RowOrder.of(key_tokens, in_row_order=in_row_order)
@@ -63,7 +74,13 @@ class Tokamax(Kernel):
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Any]:
-        """The output, and two numbers of each softmax; see ``AttentionVjp``."""
+        """The output, and two numbers of each softmax, each ``[B, H, T]`` with T padded to a multiple of 128.
+
+        Args:
+          q, k, v: queries ``[B, T, H, K]`` and keys with rotary embedding, and values, ``[B, S, G, K]``.
+          query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
+            "segments" among them.
+        """
         kernel, config = forward_kernel()
         options = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
         options |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": config, **self._options(q)}
@@ -97,7 +114,13 @@ class Tokamax(Kernel):
         stats: Any,
         d_out: Array,
     ) -> tuple[Array, Array, Array]:
-        """See ``AttentionVjp``."""
+        """Gradients of queries, keys and values, in their shapes and dtypes.
+
+        Args:
+          q, k, v, query_tokens, key_tokens: the arguments of ``forward``.
+          out, stats: the results of ``forward``.
+          d_out: the gradient of ``out``.
+        """
         kernel, config = backward_kernel()
         options = {"config": config, "ds_dtype": None, **self._options(q)}
         (T, S), visible = (q.shape[1], k.shape[1]), self._visible_keys(query_tokens, key_tokens)
@@ -190,12 +213,14 @@ def _varying_like(results: Any, like: Array) -> Any:
 
 
 def forward_kernel() -> tuple[Any, Any]:
-    """tokamax's function of one row, and its block sizes."""
+    """tokamax's function of one row, and its block sizes (a ``Config`` of tokamax). Imports tokamax, an optional
+    package.
+    """
     module = import_module(f"{_KERNELS}_kernel_sm90")
     return module.flash_attention_kernel, module.Config(**_BLOCKS)
 
 
 def backward_kernel() -> tuple[Any, Any]:
-    """tokamax's function of the gradients of one row, and its block sizes."""
+    """tokamax's function of the gradients of one row, and its block sizes. Imports tokamax, an optional package."""
     module = import_module(f"{_KERNELS}_vjp_kernel_sm90")
     return module.flash_attention_vjp_kernel, import_module(f"{_KERNELS}_vjp_common").Config(**_BACKWARD_BLOCKS)

@@ -33,7 +33,9 @@ class Tokens:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Array], axes: tuple[str, ...] = ()) -> Tokens:
-        """The tokens that host inputs describe."""
+        """The tokens that host inputs describe: ``inputs`` by name, with "segments" ``[B, T]``; for ``axes`` see the
+        class.
+        """
         return cls(inputs["segments"], inputs, axes)
 
     @property
@@ -56,7 +58,7 @@ class Tokens:
         return jnp.broadcast_to(self.order_BT, self.segments_BT.shape)
 
     def input(self, name: str) -> Array:
-        """The host input of this name.
+        """The host input of this name, such as "items".
 
         Raises:
           ValueError: it is not among the stage's inputs.
@@ -85,7 +87,9 @@ def pad_to_multiple(x: Array, size: int, axis: int = 1) -> Array:
 
 
 def take_per_row(x_BN: Array, indices_BM: Int[Array, "B M"]) -> Array:
-    """Gathers ``x_BN[b, indices_BM[b, m]]`` for each row b."""
+    """Gathers ``x_BN[b, indices_BM[b, m]]`` for each row b: ``[B, M, ...]`` from ``[B, N, ...]``. Indices are in 0 … N
+    - 1.
+    """
     x_BN, indices_BM = jax_compat.alike(x_BN, indices_BM)
 
     def take(x_N: Array, indices_M: Array) -> Array:

@@ -48,15 +48,20 @@ class Callbacks:
 
     @property
     def by_place(self) -> dict[CalledAt, Callback]:
-        """The callbacks that are set, by place."""
+        """The callbacks that are set, by place: "before", "after" or "projected"."""
         return {place: callback for place in get_args(CalledAt) if (callback := getattr(self, place)) is not None}
 
     def inputs(self, places: Iterable[CalledAt]) -> tuple[str, ...]:
-        """Host inputs that the callbacks at these places read, as ``reads`` declares them."""
+        """Host inputs that the callbacks at these places read, as ``reads`` declares them; () for places without a
+        callback.
+        """
         return tuple(name for place in places for name in getattr(getattr(self, place), _READS, ()))
 
     def apply(self, place: CalledAt, module: str, context: Context, x: Array) -> Array:
-        """Calls the callback at a place and checks its result; returns ``x`` if there is no callback.
+        """Calls the callback at a place ("before", "after" or "projected") and checks its result; without a callback
+        returns ``x``.
+
+        ``module`` is the module's name, for errors. The result has the shape and dtype of ``x``.
 
         Raises:
           ConfigError: the callback changes shape or dtype, or its result differs between ranks with the same tokens.
@@ -84,9 +89,10 @@ NO_CALLBACKS = Callbacks()
 
 
 def reads(*inputs: str) -> Callable[[F], F]:
-    """Declares host inputs that a callback reads from ``context.inputs``, such as ``@reads("positions")``.
+    """A decorator that declares host inputs which a callback reads from ``context.inputs``: ``@reads("positions")``.
 
-    They are sent to the callback's stage in addition to the inputs that the stage itself reads.
+    They are sent to the callback's stage in addition to the inputs that the stage itself reads. The function itself is
+    returned.
     """
 
     def declare(callback: F) -> F:

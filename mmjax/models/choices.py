@@ -44,5 +44,5 @@ class SquarePatches:
 
     @property
     def patch_values(self) -> int:
-        """The number of values in one patch."""
+        """The number of values in one patch: ``patch``² · ``channels``."""
         return self.patch * self.patch * self.channels

@@ -46,7 +46,11 @@ class Composed:
     rows: int
 
     def reader(self, read: Read) -> Read:
-        """A function that reads leaves in the folder's shapes: missing rows are the mean of the existing rows."""
+        """A function that reads leaves in the folder's shapes: missing rows are the mean of the existing rows.
+
+        It takes names of leaves, such as "llm/embed", and returns complete arrays by name. ``read`` does the same for
+        the model's leaves; it is called for all names but those of ``unread``.
+        """
 
         def read_and_grow(names: Collection[str]) -> dict[str, np.ndarray]:
             leaves = dict(read([name for name in names if name not in self.unread]))
@@ -67,11 +71,11 @@ def compose(
     vocab: int,
     image_token: int,
 ) -> Composed:
-    """The folder of a model with these modules.
+    """The LLaVA folder of a model with these modules.
 
     Args:
       model: names and families of the modules.
-      modules: settings of the modules by name.
+      modules: settings of the modules by name, such as a ``ViTConfig`` and a ``DecoderConfig``.
       projectors: settings of projectors, by encoder and generator.
       vocab: the number of rows of the language model's embedding table.
       image_token: the id of the placeholder token of images.

@@ -57,7 +57,7 @@ class ModelConfig:
 
     @property
     def roles(self) -> Iterator[tuple[str, str, Role]]:
-        """Name, family and role of each module, sources before users."""
+        """Name, family and role of each module, such as ("vision", "vit", "encoder"): encoders, LLM, generators."""
         for name, kind in self.encoders.items():
             yield name, kind, "encoder"
         yield LLM, self.llm, "llm"
@@ -66,7 +66,11 @@ class ModelConfig:
 
     @property
     def families(self) -> Iterator[tuple[str, Family]]:
-        """Name and family of each module, sources before users; imports the code of a user's modules."""
+        """Name and family of each module: encoders, LLM, generators; imports the code of a user's modules.
+
+        Raises:
+          ConfigError: a user's class does not exist, or is no module.
+        """
         return ((name, family_of(family_setting(name, role), kind, role)) for name, kind, role in self.roles)
 
     @property
@@ -97,27 +101,32 @@ class CallbacksConfig:
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of functions that are set, by field."""
+        """The names of functions that are set, by field: {"before": "package.module:function"}."""
         return {name: value for name, value in vars(self).items() if value}
 
 
 def family_setting(name: str, role: Role) -> str:
-    """The gin setting of a module's family."""
+    """The gin setting of the family of the module ``name``, such as "Model.llm" or "Model.encoders['vision']"."""
     return "Model.llm" if role == "llm" else f"Model.{role}s[{name!r}]"
 
 
 def projector_name(module: str) -> str:
-    """The module name of an encoder's or a generator's projector."""
+    """The module name of an encoder's or a generator's projector: "vision_projector" for "vision"."""
     return f"{module}_projector"
 
 
 def lora_name(module: str) -> str:
-    """The module name of a module's low-rank adapters."""
+    """The module name of a module's low-rank adapters: "llm_lora" for "llm"."""
     return f"{module}_lora"
 
 
 def require_layers(name: str, layers: int, layout: Layout) -> None:
-    """Checks that every stage of the module has a layer, and every layer a stage.
+    """Raises `ConfigError` unless every stage of the module has a layer, and every layer a stage.
+
+    Args:
+      name: the module's name, for errors.
+      layers: the number of its layers.
+      layout: its layout.
 
     Raises:
       ConfigError: there are fewer layers than stages, or ``Layout.layers`` does not sum to the module's layers.

@@ -51,12 +51,20 @@ class Context:
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, backend: Backend = AUTO_BACKEND) -> Context:
-        """The context of a microbatch; its inputs include "segments", and optionally "positions" and "order"."""
+        """The context of a microbatch; its inputs include "segments", and optionally "positions" and "order".
+
+        Args:
+          axes: mesh axes by role.
+          inputs: host inputs by name, ``[B, T]`` or ``[B, T, A]``, of this rank's rows, with the tokens of all tp
+            ranks.
+          kind: the kind of the mask.
+          backend: the attention backend.
+        """
         tokens = Tokens.of(inputs, axes.positions)
         return cls(axes, {name: _local_tokens(x, axes.sp) for name, x in inputs.items()}, tokens, Mask(kind), backend)
 
     def under(self, mask: Mask) -> Context:
-        """The context of layers with this mask.
+        """A copy for layers with this mask.
 
         Tokens of complete rows are gathered, and the backend's arrays computed, once for all of these layers.
         """
@@ -66,26 +74,39 @@ class Context:
         return replace(self, mask=mask, row_tokens=row_tokens, precomputed=precomputed)
 
     def gather_rows(self, x_BT: Array) -> Array:
-        """An array of the tokens of complete rows, such as a host input, from this rank's tokens."""
+        """An array ``[B, S, ...]`` of the tokens of complete rows, such as a host input, from this rank's tokens ``[B,
+        T, ...]``.
+        """
         return jax_compat.all_gather_invariant(x_BT, self.axes.stream, 1) if self.axes.stream else x_BT
 
     @property
     def unshared(self) -> Context:
-        """The context of computations that all tp ranks repeat for all of their tokens."""
+        """A copy for computations that all tp ranks repeat for all of their tokens: without sequence parallelism."""
         return replace(self, axes=self.axes.unshared, inputs=self.tokens.inputs)
 
     def gather_sp(self, x_BTD: Array) -> Array:
-        """Features of the tokens of all tp ranks, from this rank's: the all-gather of sequence parallelism."""
+        """Features of the tokens of all tp ranks, from this rank's: the all-gather of sequence parallelism. Else
+        ``x_BTD`` itself.
+        """
         return jax_compat.all_gather_invariant(x_BTD, self.axes.sp, 1) if self.axes.sp else x_BTD
 
     def split_sp(self, x_BTD: Array) -> Array:
-        """This rank's tokens of sequence parallelism, from features that are equal on all tp ranks."""
+        """This rank's tokens of sequence parallelism, from features that are equal on all tp ranks. Else ``x_BTD``
+        itself.
+        """
         return _local_tokens(x_BTD, self.axes.sp)
 
     def attend(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
     ) -> Float[Array, "B T H K"]:
-        """Attention of queries to keys and values, cached ones included, under the mask."""
+        """Attention of queries to keys and values, cached ones included, under the mask; inside ``shard_map``.
+
+        Queries, keys and values are of ``tokens``, with this rank's heads; H is a multiple of G, and rotary embedding
+        is applied already.
+
+        Raises:
+          ConfigError: the backend is a kernel that does not support these arrays, the mask or the devices.
+        """
         if axes := self.axes.positions:
             cp_way = self.axes.cp_way
             keys = self.row_tokens or gather_tokens(self.tokens, self.mask, axes, cp_way)

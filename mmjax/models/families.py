@@ -40,7 +40,7 @@ class Family:
     weights: str = ""
 
     def module(self, config: Any) -> Any:
-        """A ``Module`` with these settings."""
+        """The family's ``Module`` with these settings, of class ``config``; imports its code. Not for projectors."""
         package, _, name = self.module_class.partition(":")
         return getattr(importlib.import_module(package), name)(config)
 
@@ -58,7 +58,7 @@ PROJECTOR = Family(ProjectorConfig, "", "projector", "mmjax.models.projector.wei
 
 
 def families_for(role: Role) -> tuple[str, ...]:
-    """Names of the families with this role."""
+    """Names of the families with this role, such as ("vit", "whisper") for "encoder"; () for "projector"."""
     return tuple(name for name, family in FAMILIES.items() if family.role == role)
 
 
@@ -69,11 +69,12 @@ def family_of(field: str, kind: str, role: Role) -> Family:
 
     Args:
       field: the setting, for errors.
-      kind: the name of a family, or "package.module:Class".
-      role: the role of the module.
+      kind: a key of ``FAMILIES``, or "package.module:Class".
+      role: the role of the module; only read for a user's class.
 
     Raises:
       ConfigError: the class does not exist, or is no module.
+      KeyError: there is no such family.
     """
     if not names_code(kind):
         return FAMILIES[kind]
@@ -89,7 +90,11 @@ def family_of(field: str, kind: str, role: Role) -> Family:
 
 
 def module_of(config: Any) -> Any:
-    """The ``Module`` with these settings, which belong to a family of ``FAMILIES``."""
+    """The ``Module`` with the settings ``config``, of a family of ``FAMILIES``: ``Llama`` for a ``DecoderConfig``.
+
+    Raises:
+      TypeError: the settings belong to no such family.
+    """
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family.module(config)

@@ -29,7 +29,11 @@ Pairs = Mapping[Mask, int]
 
 
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
-    """The number of parameters of each module, adapters and projectors included as modules of their own."""
+    """The number of parameters by module, adapters and projectors included as modules of their own, such as "llm_lora".
+
+    Raises:
+      ValueError: the vocabulary size is not set yet.
+    """
     counts: dict[str, int] = {}
     for name, node in model.nodes.items():
         counts[name] = node.module.parameters()
@@ -56,9 +60,10 @@ def segment_lengths(segments: Int[np.ndarray, "rows T"]) -> tuple[int, ...]:
 
 
 def visible_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
-    """The number of pairs that each of a module's masks allows in rows with these host inputs.
+    """The number of pairs that each of a module's masks allows in rows with these host inputs, by mask, in one layer.
 
-    Empty if no mask has words: then the pairs follow from the lengths of segments.
+    ``inputs`` are of complete rows, ``[rows, T]`` or ``[rows, T, A]``. {} if no mask has words: then the pairs follow
+    from the lengths of segments.
     """
     masks = dict.fromkeys(mask for _, mask in module.masks)
     if all(mask.kind != "words" for mask in masks):
@@ -73,7 +78,7 @@ def visible_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
 def forward_flops(
     model: MultimodalModel, lengths: Mapping[str, Sequence[int]], pairs: Mapping[str, Pairs] | None = None
 ) -> dict[str, int]:
-    """Forward FLOPs of each module for one or more sequences, or for a microbatch.
+    """Forward FLOPs by module for one or more sequences, or for a microbatch; adapters and projectors are modules too.
 
     Args:
       model: the module graph.
@@ -111,7 +116,7 @@ def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) 
 
 
 def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[str, int]:
-    """The cost of a training step of each module in forwards, where some modules are frozen.
+    """The cost of a training step by module, in forwards: 3, 2 or 1. ``frozen`` are names among ``model.modules``.
 
     It is 3 for a module that trains, 2 for a frozen module behind a trainable one, through which gradients pass, and 1
     otherwise. Adapters count as before their module, whose backward passes gradients on to them. A projector at a
@@ -144,6 +149,15 @@ def training_flops(
     frozen: Collection[str] = (),
     pairs: Mapping[str, Pairs] | None = None,
 ) -> dict[str, int]:
-    """Model FLOPs of a training step per module: `forward_flops` times `training_factors`."""
+    """Model FLOPs of a training step by module: `forward_flops` times `training_factors`.
+
+    Args:
+      model: the module graph.
+      lengths, pairs: see `forward_flops`.
+      frozen: names among ``model.modules`` of the modules that do not train.
+
+    Raises:
+      ValueError: `lengths` names an unknown module, or the vocabulary size is not set yet.
+    """
     factors = training_factors(model, frozen)
     return {name: flops * factors[name] for name, flops in forward_flops(model, lengths, pairs).items()}

@@ -60,35 +60,37 @@ class MultimodalModel:
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def into(self, name: str) -> tuple[Edge, ...]:
-        """Edges that end at a module."""
+        """Edges that end at a module of this name."""
         return tuple(edge for edge in self.edges if edge.target == name)
 
     def out_of(self, name: str) -> tuple[Edge, ...]:
-        """Edges that begin at a module."""
+        """Edges that begin at a module of this name."""
         return tuple(edge for edge in self.edges if edge.source == name)
 
     @cached_property
     def encoders(self) -> dict[str, Node]:
-        """Modules with a medium that read no other modules."""
+        """Modules with a medium that read no other modules, by name."""
         return {name: node for name, node in self.nodes.items() if node.module.medium and not self.into(name)}
 
     @cached_property
     def generators(self) -> dict[str, Node]:
-        """Modules with a medium that read other modules: they generate the medium."""
+        """Modules with a medium that read other modules, by name: they generate the medium."""
         return {name: node for name, node in self.nodes.items() if node.module.medium and self.into(name)}
 
     @property
     def llm(self) -> Any:
-        """Settings of the language model."""
+        """Settings of the module "llm", such as a ``DecoderConfig``."""
         return self.nodes[LLM].config
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of all trainable modules: each node, followed by its adapters and its projector."""
+        """Names of all trainable modules: each node, followed by its adapters and its projector, such as ("vision",
+        "vision_projector", "llm", "llm_lora").
+        """
         return tuple(part for name in self.nodes for part in self.parts_of(name))
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        """Names of a node's trainable modules: itself, its adapters and its projector."""
+        """Names of the trainable modules of the node ``name``: itself, then its adapters and projector, where set."""
         node = self.nodes[name]
         adapters, projector = (lora_name(name),) * bool(node.lora.rank), (projector_name(name),) * bool(node.projector)
         return (name, *adapters, *projector)
@@ -96,7 +98,8 @@ class MultimodalModel:
     # ---- widths ------------------------------------------------------------------------------------------------------
 
     def token_width(self, name: str) -> int:
-        """The width of the tokens that a module sends to others.
+        """The width of the tokens that the module ``name`` sends to others: its projector's output, or the module's
+        width.
 
         Raises:
           ValueError: the width is ambiguous: all of its targets start with a projector, or their widths differ.
@@ -111,7 +114,9 @@ class MultimodalModel:
         return widths.pop()
 
     def projector_widths(self, name: str) -> tuple[int, int, int]:
-        """Input, hidden and output width of a module's projector."""
+        """Input, hidden and output width of the projector of the node ``name``, which has one; hidden is 0 for a linear
+        one.
+        """
         node = self.nodes[name]
         if node.ends:
             out = self.token_width(name)
@@ -121,19 +126,24 @@ class MultimodalModel:
         return source_width, node.starts.hidden_of(source_width), node.module.merged_width
 
     def projector_norm(self, name: str) -> dict[str, Any]:
-        """The arguments ``norm`` and ``together`` of a module's ``Projector``."""
+        """Keyword arguments of a ``Projector``: "norm" ("none", "layer" or "rms") and "together" (features of a token).
+
+        ``name`` is the node's; it has a projector.
+        """
         node = self.nodes[name]
         assert node.projector
         return {"norm": node.projector.norm, "together": node.module.patches_per_token if node.ends else 1}
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
-        """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``)."""
+        """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``); hidden is 0 for a
+        linear one.
+        """
         width, node = self.token_width(edge.source), self.nodes[edge.source]
         source_width = node.module.merged_width if edge.levels else width
         return source_width, node.projector.hidden_of(width) if node.projector else width, width
 
     def levels(self, name: str) -> tuple[int, ...]:
-        """The layers of a module whose outputs other modules read, in ascending order."""
+        """The layers of the node ``name`` whose outputs other modules read, in ascending order, counted from 0."""
         return tuple(sorted({level for edge in self.out_of(name) for level in edge.levels}))
 
     @cached_property
@@ -147,28 +157,36 @@ class MultimodalModel:
     # ---- modified copies ---------------------------------------------------------------------------------------------
 
     def with_vocab(self, vocab: int) -> MultimodalModel:
-        """A copy with the tokenizer's vocabulary size, where the settings leave it open."""
+        """A copy with the tokenizer's vocabulary size in the settings of every module whose ``vocab`` is 0."""
         sized = {name: node.module.with_vocab(vocab) for name, node in self.nodes.items()}
         return replace(self, nodes={name: replace(node, module=sized[name]) for name, node in self.nodes.items()})
 
     def with_settings(self, name: str, **changes: Any) -> MultimodalModel:
-        """A copy with changed settings of one module."""
+        """A copy with changed settings of the node ``name``; ``changes`` are fields of its settings, such as
+        ``layers=2``.
+        """
         node = self.nodes[name]
         module = replace(node.module, config=replace(node.config, **changes))
         return replace(self, nodes={**self.nodes, name: replace(node, module=module)})
 
     def with_inject(self, name: str, *layers: int) -> MultimodalModel:
-        """A copy in which a module's tokens enter these layers of its targets again (see ``Edge.inject``)."""
+        """A copy in which the tokens of the node ``name`` enter these layers of its targets again; without layers,
+        none.
+
+        See ``Edge.inject``. The tokens are the node's last ones: ``Edge.levels`` is ().
+        """
         edges = (replace(edge, inject=layers, levels=()) if edge.source == name else edge for edge in self.edges)
         return replace(self, edges=tuple(edges))
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def stages(self, layouts: Mapping[str, Layout]) -> tuple[StageModel, ...]:
-        """Cuts every module into its layout's stages, sources before users.
+        """Cuts every module into its layout's stages, sources before users, the stages of a module in order.
+
+        ``layouts`` has the layout of every node by name.
 
         Raises:
-          ConfigError: see ``require_layers``.
+          ConfigError: a module has fewer layers than stages, or ``Layout.layers`` does not sum to its layers.
         """
         last_stages = {name: f"{name}.{layouts[name].stages - 1}" for name in self.nodes}
         return tuple(stage for name in self.nodes for stage in self._stages(name, layouts[name], last_stages))
@@ -283,7 +301,9 @@ def _kv_head_selectors(slices: Sequence[ModuleSlice], config: Any) -> dict[str, 
 
 
 def cp_tokens(module: Module, layout: Layout) -> str:
-    """The distribution of a module's tokens over cp ranks; "contiguous" for modules with convolutions."""
+    """The distribution of a module's tokens over cp ranks: ``Layout.cp_tokens``, or "contiguous" for modules with
+    convolutions.
+    """
     return "contiguous" if module.in_order else layout.cp_tokens
 
 
@@ -301,7 +321,7 @@ def multimodal(
     callbacks: Mapping[str, Callbacks] | None = None,
     loras: Mapping[str, LoraConfig] | None = None,
 ) -> MultimodalModel:
-    """A model of encoders that feed one LLM, which feeds generators.
+    """A model of encoders that feed one LLM, "llm", which feeds generators.
 
     Args:
       encoders: settings such as ``ViTConfig``, or a ``Module``, by name.
@@ -313,6 +333,8 @@ def multimodal(
 
     Raises:
       ValueError: callbacks or adapters name a module that the model does not have.
+      TypeError: settings belong to no family of mmjax.
+      ConfigError: a target of adapters matches no weight.
     """
     generators, projectors, callbacks, loras = generators or {}, projectors or {}, callbacks or {}, loras or {}
     all_projectors = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
@@ -330,7 +352,7 @@ def multimodal(
 
 
 def star_edges(nodes: Mapping[str, Node]) -> tuple[Edge, ...]:
-    """The edges of a model whose encoders feed the LLM, which feeds its generators.
+    """The edges of a model whose encoders feed the LLM, which feeds its generators: first those into the LLM.
 
     Args:
       nodes: the LLM, "llm", behind the encoders and before the generators.

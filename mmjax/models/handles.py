@@ -36,7 +36,7 @@ class Handle:
 
     @property
     def T(self) -> Handle:
-        """The transpose."""
+        """A handle of the transposed weight, with the same stored array."""
         return Handle(stored=self.stored, open=lambda stored: self.open(stored).T)
 
     @property
@@ -84,12 +84,12 @@ class Adapted(LikeItsWeight):
 
     @property
     def T(self) -> Adapted:
-        """The transpose."""
+        """The transposed weight with its adapter."""
         return Adapted(weight=self.weight.T, a=self.b.T, b=self.a.T, scale=self.scale)
 
 
 def opened(weight: Any) -> jax.Array:
-    """The weight of a handle; an array is returned as it is.
+    """The weight of a handle, in its dtype; an array is returned as it is.
 
     Raises:
       ConfigError: the weight has an adapter.
@@ -101,5 +101,5 @@ def opened(weight: Any) -> jax.Array:
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient of the stored array, from the gradient of its weight."""
+    """The gradient of the stored array, from the gradient of its weight ``open_weight(stored)``."""
     return jax.vjp(open_weight, stored)[1](gradient)[0]

@@ -51,7 +51,10 @@ class TokenLosses(NamedTuple):
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """The maximal number of tokens of a chunk, where a rank has ``vocabulary`` entries."""
+    """The maximal number of tokens of a chunk, where a rank has ``vocabulary`` entries of the vocabulary.
+
+    Its fp32 logits have about ``MIN_CHUNK_BYTES`` for a small vocabulary; for others it has ``MIN_CHUNK_TOKENS``.
+    """
     return max(MIN_CHUNK_TOKENS, MIN_CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -67,11 +70,12 @@ def token_losses(
 ) -> TokenLosses:
     """Losses of tokens, with the vocabulary split over tp; padding entries have no probability and no gradient.
 
-    The head's product is not one of ``taps``: a split backward would have to keep the gradient of the logits for W.
+    The head's product is not one of ``taps``: a split backward would have to keep the gradient of the logits for W. The
+    result is fp32 and equal on all tp ranks.
 
     Args:
       x_BTD: hidden states after the final norm, equal on all tp ranks; this rank's tokens under sequence parallelism.
-      head: this rank's part of the head, an array or a handle.
+      head: this rank's part of the head, an array ``[D, V]`` or a handle.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
       axes: mesh axes by role.
       vocabulary: the size of the complete vocabulary, without padding.

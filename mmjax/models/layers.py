@@ -43,16 +43,25 @@ PADDED = np.float32(-1e30)
 def linear(
     x: Float[Array, "*B D"], w: Float[Array, "D F"], bias: Float[Array, " F"] | None = None
 ) -> Float[Array, "*B F"]:
-    """``x @ w + bias``. Every product with a weight is computed here or in ``column_parallel`` (see ``taps``)."""
+    """``x @ w + bias``. Every product with a weight is computed here or in ``column_parallel`` (see ``taps``).
+
+    The weight may be a handle, a tapped weight, or a weight with an adapter; the bias may be a handle.
+    """
     (y,) = products(x, [w])
     return y if bias is None else y + repeated(bias, y)
 
 
 def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axes: Axes) -> list[Array]:
-    """Products of one input with several weights that are split by columns over tp.
+    """Products of one input with several weights that are split by columns over tp; ``[B, T, F]`` for each.
 
     The input is made tp-varying once, so that backward sums the input gradients of all products before its only
     ``psum`` or ``psum_scatter``.
+
+    Args:
+      x_BTD: the input, equal on all tp ranks; under sequence parallelism this rank's tokens, and the results have those
+        of all tp ranks.
+      weights: this rank's columns ``[D, F]`` of each weight, and of its bias ``[F]`` or ``None``.
+      axes: mesh axes by role.
     """
     sp = SequenceParallel(gather=axes.sp, ring=axes.overlap)
     results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], sp)
@@ -60,7 +69,15 @@ def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axe
 
 
 def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
-    """Product with a weight that is split by rows over tp; the bias is added once, after the sum."""
+    """Product ``[B, T, D]`` with a weight that is split by rows over tp; the bias is added once, after the sum.
+
+    Args:
+      x_BTF: this rank's hidden units of all tokens.
+      w_FD: this rank's rows.
+      axes: mesh axes by role; under sequence parallelism the result has this rank's tokens, else it is equal on all tp
+        ranks.
+      bias: the complete bias ``[D]``.
+    """
     if axes.sp:
         (y,) = products(x_BTF, [w_FD], SequenceParallel(scatter=axes.sp, ring=axes.overlap))
     else:
@@ -69,26 +86,28 @@ def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = Non
 
 
 def repeated(p_D: Array, x_BTD: Array) -> Array:
-    """A feature parameter broadcast to every token of ``x``; its gradient, a sum over all tokens, is summed in fp32."""
+    """A feature parameter ``[D]`` broadcast to the shape of ``x``; its gradient, a sum over all tokens, is summed in
+    fp32.
+    """
     p_D = opened(p_D)
     return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
 def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
-    """RMSNorm; statistics in fp32. The scale is not cast: the cast copy would be a residual."""
+    """RMSNorm with the scale ``[D]``; statistics in fp32. The scale is not cast: the cast copy would be a residual."""
     x32 = x_BTD.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return scaled(y.astype(x_BTD.dtype), scale_D)
 
 
 def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm; statistics in fp32, scale and bias in their own dtype."""
+    """LayerNorm over D; statistics in fp32. ``p`` has "scale" and "bias" ``[D]``, which keep their dtype."""
     y = scaled(normalise(x_BTD, eps), p["scale"])
     return y + repeated(p["bias"], y)
 
 
 def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm, or RMSNorm for parameters without a bias."""
+    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. ``p`` has "scale" ``[D]``."""
     return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
 
 
@@ -101,17 +120,20 @@ def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
 
 @jax.checkpoint
 def scaled(x_BTD: Array, scale_D: Array) -> Array:
-    """Product with a scale. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
+    """``x · scale``. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
     return x_BTD * repeated(scale_D, x_BTD)
 
 
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
-    """Rotary embedding, half-split convention: component ``i`` is paired with ``i + K/2``."""
+    """Rotary embedding of queries or keys, half-split convention: component ``i`` is paired with ``i + K/2``.
+
+    ``theta`` is the base of the frequencies, see ``frequencies``; the result has the dtype of ``x_BTHK``.
+    """
     return apply_rotary(x_BTHK, positions_BT, frequencies(x_BTHK.shape[-1], theta))
 
 
 def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
-    """Rotary frequencies of a head's pairs of components, in radians a position: from 1 down to almost 1 / theta."""
+    """Rotary frequencies of a head's pairs of components, in radians a position, fp32: theta^(-2i / K) for pair i."""
     half = head_width // 2
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
@@ -123,14 +145,14 @@ def apply_rotary(
     magnitude: float = 1.0,
     sections: Sequence[int] = (),
 ) -> Array:
-    """Rotary embedding with these frequencies, times a magnitude.
+    """Rotary embedding with these frequencies, times a magnitude, in the dtype of ``x_BTHK``; pairs as in ``rotate``.
 
     Args:
       x_BTHK: queries or keys.
-      positions: the position of each token, one number or one along each of A axes.
+      positions: the position of each token, one number ``[B, T]``, or one along each of A axes.
       frequency_K: the frequency of each pair of components, in radians a position.
       magnitude: a factor of the result.
-      sections: with several axes, the number of pairs that are rotated by each axis.
+      sections: with several axes, the number of pairs that are rotated by each axis; they sum to K/2.
     """
     number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
     angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
@@ -140,14 +162,20 @@ def apply_rotary(
 
 
 def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
-    """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column."""
+    """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column.
+
+    ``positions_RT2`` are (row, column); ``theta`` is the base of the frequencies. K is a multiple of 4.
+    """
     half = x_RTHK.shape[-1] // 4
     frequency_K = jnp.tile(frequencies(2 * half, theta), 2)
     return apply_rotary(x_RTHK, positions_RT2, frequency_K, sections=(half, half))
 
 
 def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:
-    """Rotates the first half of each head by the patch's row, the second by its column."""
+    """Rotates the first half of each head by the patch's row, the second by its column.
+
+    ``positions_RT2`` are (row, column); ``theta`` is the base of the frequencies. K is a multiple of 4.
+    """
     by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
     return jnp.concatenate(
         [rotate(by_row, positions_RT2[..., 0], theta), rotate(by_column, positions_RT2[..., 1], theta)], axis=-1
@@ -160,7 +188,7 @@ def split_heads(x_BTF: Array, head_width: int) -> Array:
 
 
 def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-    """Rows of a table; zeros where the index is -1.
+    """Rows of a table, an array or a handle; zeros where the index is negative.
 
     The gradient of a row is a sum over all places that read it, thousands for a frequent token. It is summed in fp32:
     in bf16 a sum stops growing after some hundred terms. The only residual is the index.
@@ -185,7 +213,13 @@ def lookup(table_VD: Float[Array, "V D"], index: Int[Array, "*B"]) -> Float[Arra
 
 
 def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> Float[Array, "B T D"]:
-    """Token embeddings; the table's vocabulary is split over tp. Under ``Axes.sp`` those of this rank's tokens."""
+    """Token embeddings; the table's vocabulary is split over tp. Under ``Axes.sp`` those of this rank's tokens.
+
+    Args:
+      tokens_BT: ids in the complete vocabulary, of the tokens of all tp ranks; other ids have zeros.
+      table_VD: this rank's rows of the table, an array or a handle.
+      axes: mesh axes by role.
+    """
 
     @jax.checkpoint  # otherwise the local indices would be residuals
     def local_rows(tokens_BT: Array, table_VD: Array) -> Array:
@@ -198,20 +232,32 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``."""
+    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``.
+
+    Args:
+      x_BTD: hidden states; under sequence parallelism those of this rank's tokens, and the logits are of all tp ranks'
+        tokens.
+      head_DV: this rank's columns of the head.
+      axes: mesh axes by role.
+      vocab: the size of the complete vocabulary, without padding.
+    """
     (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
     index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
     return jnp.where(index_V < vocab, logits.astype(jnp.float32), PADDED)
 
 
 def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:
-    """Logarithm of the softmax's denominator with the vocabulary split over tp."""
+    """Logarithm of the softmax's denominator of each token, from fp32 logits of this rank's part of the vocabulary."""
     top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
     return jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) -> Float[Array, "B T"]:
-    """Negative log likelihood with the vocabulary split over tp; no rank ever has all logits."""
+    """Negative log likelihood in nats, from fp32 logits of this rank's part of the vocabulary; no rank ever has all
+    logits.
+
+    ``targets_BT`` are indices in the complete vocabulary. The result is equal on all tp ranks.
+    """
     log_sum_BT = log_sum_exp(logits_BTV, axes)
     local = targets_BT - lax.axis_index(axes.tp) * logits_BTV.shape[-1]
     is_local = (local >= 0) & (local < logits_BTV.shape[-1])
@@ -222,7 +268,10 @@ def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) 
 
 
 def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
-    """Index of the largest logit over the complete vocabulary; the lowest index among equals."""
+    """Index of the largest logit over the complete vocabulary, int32; the lowest index among equals.
+
+    ``logits_BTV`` are of this rank's part of the vocabulary. The result is equal on all tp ranks.
+    """
     best = jnp.argmax(logits_BTV, axis=-1)
     value = jnp.take_along_axis(logits_BTV, best[..., None], axis=-1)[..., 0]
     top = lax.pmax(value, axes.tp)
@@ -231,7 +280,10 @@ def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
 
 
 def residual_init(layers: int) -> Initializer:
-    """Initializer of products that write to the residual stream; its variance scales with 1 / (2 · layers)."""
+    """Initializer of products that write to the residual stream of a module with so many layers.
+
+    Its variance scales with 1 / (2 · layers).
+    """
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
@@ -248,8 +300,8 @@ def scan_layers(
     Args:
       body: ``(x, params) -> x``, the function of one layer.
       x: the input of the first layer.
-      layers: the stacked parameters of the layers.
-      remat: a key of ``REMAT``, the checkpoint policy.
+      layers: the stacked parameters of the layers: a tree of arrays whose first dimension is layers.
+      remat: a key of ``REMAT``, the checkpoint policy: "none", "dots" or "full".
       added: values of the shape of ``x`` that are added to the inputs of layers, by the layer's index in the stack.
       keep: indices in the stack of the layers whose outputs are returned too.
 
@@ -297,7 +349,19 @@ def run_layer(
     added: Mapping[int, Array] | None = None,
     keep: Sequence[int] = (),
 ) -> tuple[Array, dict[int, Array]]:
-    """Runs one layer that is not in a stack; for arguments and results see ``scan_layers``."""
+    """Runs one layer that is not in a stack.
+
+    Args:
+      body: ``(x, params) -> x``, the function of the layer.
+      x: its input.
+      layer: its parameters.
+      remat: a key of ``REMAT``, the checkpoint policy: "none", "dots" or "full".
+      added: values of the shape of ``x`` that are added to the input; the keys are not read.
+      keep: [0] if the output is returned as kept too, else [].
+
+    Returns:
+      The output, and {0: output} if it is kept.
+    """
     for value in (added or {}).values():
         x = x + value
     policy = REMAT[remat]
@@ -315,7 +379,8 @@ def run_cached(
     *,
     stacked: bool,
 ) -> Array:
-    """Runs layers with a cache, and stores keys and values of the new tokens in ``cache.new[name]``.
+    """Runs layers with a cache, and stores keys and values of the new tokens in ``cache.new[name]``; returns the last
+    output.
 
     For ``body``, ``x``, ``layers`` and ``added`` see ``scan_layers``. There is no backward.
 

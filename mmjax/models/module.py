@@ -49,7 +49,7 @@ class Loss:
     per: str = ""
 
     def count(self, module: str) -> str:
-        """The name of the count that this loss is divided by."""
+        """The name of the count that this loss of ``module`` is divided by: ``per``, or the module's name."""
         return self.per or module
 
 
@@ -76,7 +76,7 @@ class LayerGroup:
     rules: Rules | None = None
 
     def mask(self, kind: MaskKind) -> Mask:
-        """The mask of these layers, in a module with this kind of mask."""
+        """The mask of these layers: by ``rules`` if they are set, else of ``kind``, the kind of the module's mask."""
         if self.rules:
             return Mask.of(self.rules, self.window, self.grid_window)
         return Mask(kind, self.window, self.grid_window)
@@ -115,14 +115,16 @@ class Module(ABC):
     @property
     @abstractmethod
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers, ``config.layers`` layers in total."""
+        """Its groups of layers in order, ``config.layers`` layers in total."""
 
     @abstractmethod
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
-        """The parameters outside of layers: of the first stage, the last stage, or both."""
+        """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
+        neither.
+        """
 
     def axes_of(self, tp: int) -> LogicalAxes:
-        """``axes`` for a tp degree.
+        """``axes`` for a tp degree: the names of a parameter's dimensions, by the end of its path, such as "attn/q".
 
         The dimension ``KV_HEADS`` is for fewer key/value heads than tp ranks. It is not sharded: each rank uses the
         head that its query heads read.
@@ -133,42 +135,61 @@ class Module(ABC):
 
     @abstractmethod
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
-        """Names of the host inputs that a stage reads; "segments" is always one of them."""
+        """Names of the host inputs that a stage reads; "segments" is always one of them.
+
+        ``first`` and ``last`` are whether the stage is the module's first and its last.
+        """
 
     @abstractmethod
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
-        """Features of the first stage's host inputs; tokens of other modules are merged into them later."""
+        """Features of the first stage's host inputs, ``context.inputs``; tokens of other modules are merged into them
+        later.
+
+        ``p`` are the module's parameters on this stage, as in all methods.
+        """
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The computation behind the last layer, such as a norm; its result is sent to other modules."""
+        """The computation behind the last layer, such as a norm, by default none; other modules get its result.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the output of the last layer.
+        """
         return x
 
     @property
     def losses(self) -> Mapping[str, Loss]:
-        """Its losses and metrics by name; a main loss should have the name "loss"."""
+        """Its losses and metrics by name; a main loss should have the name "loss". {} for a module without losses."""
         return {}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Mapping[str, Float[Array, ""]]:
-        """The sum of each of its ``losses``, from the result of ``end``."""
+        """The sum of each of its ``losses`` over the local tokens, by name.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``.
+        """
         raise NotImplementedError(f"{type(self).__name__} gives no loss")
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Any:
-        """Replaces ``loss`` in evaluation: an array whose first dimension is rows, or ``None``."""
+        """Replaces ``loss`` in evaluation: an array whose first dimension is this rank's rows, or ``None`` for no
+        predictions.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``.
+        """
         return None
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
-        """A language model's fp32 logits of the next token, from the result of ``end`` for each row's last token.
+        """A language model's fp32 logits of the next token, from the result of ``end`` for each row's last token,
+        ``x``.
 
-        V is this tp rank's part of the vocabulary; padding entries are -1e30. A module that generates text needs this
-        method, a causal mask, and layers in which tokens interact in ``Context.attend`` alone.
+        ``p`` are the module's parameters on its last stage. V is this tp rank's part of the vocabulary; padding entries
+        are -1e30. A module that generates text needs this method, a causal mask, and layers in which tokens interact in
+        ``Context.attend`` alone.
         """
         raise NotImplementedError(f"{type(self).__name__}.logits: a module without it generates no text")
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """A generator's patches ``[R, T, E]`` of each microbatch.
+        """A generator's patches ``[R, T, E]`` of each microbatch, without noise.
 
         Args:
-          inputs: the host inputs of each microbatch, with noise as patches.
+          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``.
           predict: computes the results of the method ``predict`` for such inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} draws nothing")
@@ -187,12 +208,14 @@ class Module(ABC):
 
     @property
     def masks(self) -> tuple[tuple[int, Mask], ...]:
-        """The mask of each layer group, with the number of its layers."""
+        """Number of layers and mask of each layer group, in order."""
         return tuple((group.layers, group.mask(self.mask)) for group in self.groups)
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        """The host inputs that its masks read of earlier tokens, except "order", which is the place in the cache."""
+        """Names of the host inputs that its masks read of earlier tokens, except "order", which is the place in the
+        cache.
+        """
         names = (name for _, mask in self.masks for name in mask.input_names)
         return tuple(dict.fromkeys(name for name in names if name != "order"))
 
@@ -207,14 +230,18 @@ class Module(ABC):
 
     @abstractmethod
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Model FLOPs of a forward over segments of these lengths in tokens or patches (rules: ``flops``)."""
+        """Model FLOPs of a forward over segments of these lengths in tokens or patches, in total (rules: ``flops``)."""
 
     def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
-        """``forward_flops`` with the counted pairs that each of ``masks`` allows in these segments."""
+        """``forward_flops`` with counted pairs: ``pairs`` has the number that each of ``masks`` allows in these
+        segments, in one layer.
+        """
         return self.forward_flops(lengths)
 
     def with_vocab(self, vocab: int) -> Self:
-        """A copy with the tokenizer's vocabulary size, where the settings leave it open."""
+        """A copy with the tokenizer's vocabulary size, where the field ``vocab`` of the settings is 0; else the module
+        itself.
+        """
         is_open = getattr(self.config, "vocab", vocab) == 0
         return replace(self, config=replace(self.config, vocab=vocab)) if is_open else self
 
@@ -230,7 +257,14 @@ class Module(ABC):
 
 
 def layer_runs(module: Module, layers: range, *, unroll: bool = False) -> tuple[tuple[LayerRun, LayerGroup], ...]:
-    """The runs of a module's ``layers``, each with its layer group; with ``unroll`` every layer is a run."""
+    """The runs of a module's ``layers``, each with its layer group, in order; with ``unroll`` every layer is a run.
+
+    ``layers`` are indices in the module. A run's name is "layers", "layers_<group>" if there are several groups, or
+    "layer_<index>" with ``unroll``, such as "layer_003".
+
+    Raises:
+      ConfigError: the module's groups do not have ``config.layers`` layers in total.
+    """
     groups, start, runs = module.groups, 0, []
     for number, group in enumerate(groups):
         group_layers = range(max(start, layers.start), min(start + group.layers, layers.stop))
@@ -258,11 +292,11 @@ def run_layers(
     unroll: bool = False,
     keep: Iterable[int] = (),
 ) -> tuple[Float[Array, "B T D"], dict[int, Float[Array, "B T D"]]]:
-    """Runs some of a module's layers.
+    """Runs some of a module's layers, inside ``shard_map``.
 
     Args:
       module: the module.
-      p: the module's parameters in a stage with these layers.
+      p: the module's parameters in a stage with these layers, by the names of ``layer_runs``.
       context: the context of the stage.
       x: the input of the first layer.
       layers: indices of the layers in the module; all by default.
@@ -271,7 +305,7 @@ def run_layers(
       keep: indices in the module of the layers whose outputs are returned too; none with a cache.
 
     Returns:
-      The last output, and the outputs of those ``keep`` that are among ``layers``, by index.
+      The last output, and the outputs of those ``keep`` that are among ``layers``, by index in the module.
     """
     remat = getattr(module.config, "remat", "none")
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)

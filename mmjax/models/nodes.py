@@ -36,7 +36,7 @@ class Node:
 
     @property
     def config(self) -> Any:
-        """The module's settings."""
+        """The module's settings, such as a ``DecoderConfig``."""
         return self.module.config
 
     @property
@@ -47,16 +47,19 @@ class Node:
 
     @property
     def ends(self) -> ProjectorConfig | None:
-        """The projector at the module's end, if there is one."""
+        """The projector at the module's end; ``None`` if it has none there."""
         return self.projector if self.projects == "end" else None
 
     @property
     def starts(self) -> ProjectorConfig | None:
-        """The projector at the module's start, if there is one."""
+        """The projector at the module's start; ``None`` if it has none there."""
         return self.projector if self.projects == "start" else None
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
-        """Host inputs that a stage reads for the module and its callbacks."""
+        """Names of the host inputs that a stage reads for the module and its callbacks, each once.
+
+        ``first`` and ``last`` are whether the stage is the module's first and its last.
+        """
         projected = first if self.starts else last
         called_here: dict[CalledAt, bool] = {"before": first, "after": last, "projected": projected}
         callback_inputs = self.callbacks.inputs(place for place, is_called in called_here.items() if is_called)
@@ -64,7 +67,9 @@ class Node:
 
 
 def spec_of(medium: EncoderSpec, projector: ProjectorConfig) -> EncoderSpec:
-    """The conversion of a module's medium to tokens of the LLM, behind the projector."""
+    """The conversion of a module's medium to tokens of the LLM, with the newlines and the bound of tiles of the
+    projector.
+    """
     return replace(medium, newline=projector.newline, most_tiles=projector.most_tiles)
 
 
@@ -98,5 +103,7 @@ class Edge:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Host inputs that a stage reads if these tokens enter it."""
+        """Names of the host inputs that a stage reads if these tokens enter it: ``index``, and ``shares`` where they
+        are set.
+        """
         return (self.index, self.shares) if self.shares else (self.index,)

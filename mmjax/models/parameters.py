@@ -102,12 +102,14 @@ class Leaf:
     from_end: tuple[int, ...] = (0,)
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Sharding over tp; the stacking dimension is not sharded."""
+        """Sharding of the stage's array over ``axes.tp``; the stacking dimension is not sharded."""
         return Spread.of(axes).parameter(self.axes, stacked=self.layers is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the logical leaves, in stacking order."""
+        """Names of the logical leaves, in stacking order, such as ("llm/layers/002/attn/q", "llm/layers/003/attn/q") or
+        ("llm/embed",).
+        """
         layers = self.layers if self.layer is None else (self.layer,)
         if layers is None:
             return (f"{self.module}/{self.path}",)
@@ -140,7 +142,7 @@ class Part:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters by path in the stage's tree of the module."""
+        """Shapes of the parameters by path in the stage's tree of the module, such as "patch/kernel"; unpadded."""
         prefix = (self.name,) if self.name else ()
         return {"/".join(prefix + path): shape for path, shape in shapes_of(self.create).items()}
 
@@ -190,7 +192,12 @@ class ModuleSlice:
     before_layers: frozenset[str] = frozenset()
 
     def leaves(self) -> Tree:
-        """A tree of ``Leaf`` with the structure of the stage's parameters."""
+        """A nested dict of ``Leaf`` with the structure of the stage's parameters, such as {"layers": {"attn": {"q":
+        leaf}}}.
+
+        Raises:
+          ConfigError: a parameter is in no table of logical axes.
+        """
         flat: dict[tuple[str, ...], Leaf] = {}
         for part in self.parts:
             for path, shape in part.shapes.items():
@@ -213,7 +220,8 @@ class ModuleSlice:
         return Leaf(self.module, path, layers, shape, stacked, axes, tie)
 
     def initialise(self, key: jax.Array) -> Tree:
-        """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices.
+        """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices, in the structure of
+        ``leaves``.
 
         Traceable: under ``jit`` with output shardings no device holds more than its shard.
         """
@@ -231,9 +239,14 @@ class ModuleSlice:
 
 
 def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
-    """The head that this tp rank uses, where there are fewer heads than ranks.
+    """The key/value head that this tp rank uses, where there are fewer heads than ranks; inside ``shard_map``.
 
     The gradient of other heads is 0 on this rank, so a sum over tp adds the gradients of all ranks that use a head.
+
+    Args:
+      dimension: the dimension of ``stored`` that has the heads side by side.
+      heads: the number of heads in it; tp is a multiple of it.
+      stored: a weight or bias with all heads.
     """
     axes = Axes().tp
     width = stored.shape[dimension] // heads
@@ -242,9 +255,14 @@ def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
 
 
 def logical_axes(path: str, shape: tuple[int, ...], module_axes: LogicalAxes | None = None) -> tuple[str, ...]:
-    """Logical axes of a parameter, from the longest end of its path that is in a table.
+    """The name of each dimension of a parameter, from the longest end of its path that is in a table.
 
     Entries of ``module_axes``, the module's table, take precedence over ``LOGICAL_AXES``.
+
+    Args:
+      path: the parameter's path, such as "llm/layers/attn/q".
+      shape: its shape without stacking.
+      module_axes: see ``Module.axes``.
 
     Raises:
       ConfigError: the parameter is in no table with its number of dimensions.
@@ -260,7 +278,10 @@ def logical_axes(path: str, shape: tuple[int, ...], module_axes: LogicalAxes | N
 
 
 def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Splits a stage's arrays into logical leaves by name, without stacking and padding. Traceable."""
+    """Splits a stage's arrays into logical leaves by name, such as "llm/layers/003/attn/q". Traceable.
+
+    ``leaves`` and ``arrays`` are flat and in the same order. Stacking and padding are removed.
+    """
     result = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         pieces = [array] if leaf.layers is None else [array[i] for i in range(len(leaf.layers))]
@@ -270,7 +291,12 @@ def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[s
 
 
 def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """Joins logical leaves to a stage's arrays, stacked and padded with zeros. Traceable."""
+    """Joins logical leaves by name to a stage's arrays, stacked and padded with zeros, in the order of ``leaves``.
+    Traceable.
+
+    Raises:
+      KeyError: a leaf is missing in ``named``.
+    """
     result = []
     for leaf in leaves:
         pieces = [named[name] for name in leaf.names]
@@ -279,7 +305,10 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
 
 
 def shapes_of(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    """Shapes of the parameters that ``create`` creates, by path; cached for a ``partial`` without keywords."""
+    """Shapes of the parameters that ``create`` creates, by path such as ("attn", "q"), without creating them.
+
+    Cached for a ``partial`` without keywords.
+    """
     if isinstance(create, partial) and not create.keywords:
         return _cached_shapes(create.func, create.args)
     return _traced_shapes(create)

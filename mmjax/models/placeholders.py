@@ -21,7 +21,10 @@ def merge_modality_tokens(
     cells: int,
     shares_BTK: Float[Array, "B T K"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Replaces placeholders by modality tokens; or, in reverse, rows of tokens by hidden states of placeholders.
+    """A copy of ``x_BTD`` with modality tokens in place of placeholders; or, in reverse, hidden states in place of
+    tokens.
+
+    In reverse the rows are of a generator's tokens, and get the hidden states of their placeholders in the text.
 
     Args:
       x_BTD: text embeddings of this rank's rows.
@@ -50,11 +53,11 @@ def merge_modality_tokens(
 
 
 def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"]) -> Float[Array, "C N D"]:
-    """The tokens that each rank of another module needs, list by list.
+    """The tokens that each rank of another module needs, cell by cell and list by list; zeros for the index -1.
 
     Args:
       tokens_RTD: tokens of the cells, R rows cell by cell.
-      lists_CN: indices into the flattened tokens of the cell; -1, for zeros, behind the end of a shorter list.
+      lists_CN: indices into the flattened tokens of the cell; -1 behind the end of a shorter list.
     """
     flat_CND = tokens_RTD.reshape(lists_CN.shape[0], -1, tokens_RTD.shape[-1])
     return jax.vmap(lookup)(flat_CND, lists_CN)
@@ -64,6 +67,9 @@ def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"
 def with_newlines(
     x_BTD: Float[Array, "B T D"], newline_D: Float[Array, " D"], index: Int[Array, "B T"] | Int[Array, "B T K"]
 ) -> Float[Array, "B T D"]:
-    """Writes the newline embedding where ``index`` is ``NEWLINE``; see ``merge_modality_tokens``."""
+    """Writes the newline embedding where ``index`` is ``NEWLINE``; other places are those of ``x_BTD``.
+
+    For ``index`` see ``merge_modality_tokens``; of K indices the first counts.
+    """
     is_newline_BT = (index if index.ndim == 2 else index[..., 0]) == NEWLINE
     return jnp.where(is_newline_BT[..., None], repeated(newline_D, x_BTD), x_BTD)

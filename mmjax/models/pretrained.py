@@ -24,11 +24,17 @@ class FamilyWeights(Protocol):
     """The Python module ``weights`` of a family."""
 
     def settings(self, hf_config: Settings) -> dict[str, Any]:
-        """Fields of the family's configurable class. Raises ConfigError for a model that the family cannot compute."""
+        """Fields of the family's configurable class, by name, from a ``config.json`` or the module's part of it.
+
+        Raises ConfigError for a model that the family cannot compute.
+        """
         ...
 
     def rows(self, config: Any, model_type: str) -> tuple[Row, ...]:
-        """The weights table of a module with these settings, with the keys of a folder of this module alone."""
+        """The weights table of a module with these settings, with the keys of a folder of this module alone.
+
+        ``config`` is an instance of the family's configurable class; ``model_type`` is the folder's, or "".
+        """
         ...
 
     def unused(self, config: Any) -> tuple[str, ...]:
@@ -36,7 +42,9 @@ class FamilyWeights(Protocol):
         ...
 
     def to_hf_config(self, config: Any) -> dict[str, Any]:
-        """The ``config.json`` of a folder of this module alone. Raises ConfigError if there is no such model."""
+        """The ``config.json``, as a dict, of a folder of this module alone. Raises ConfigError if there is no such
+        model.
+        """
         ...
 
 
@@ -104,16 +112,24 @@ class Pretrained:
     other_prefixes: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the family's configurable class that the folder determines."""
+        """The fields of the family's configurable class that the folder determines, by name, such as {"layers": 32}.
+
+        Raises:
+          ConfigError: the family cannot compute the model.
+        """
         return self.weights.settings(self.settings)
 
     @property
     def key_prefixes(self) -> tuple[str, ...]:
-        """The prefixes of the module's keys in the folder."""
+        """The prefixes of the module's keys in the folder, such as "language_model.model."; ("",) for a folder of one
+        module.
+        """
         return _new_prefixes(self.prefixes) or ("",)
 
     def rows(self, config: Any) -> tuple[Row, ...]:
-        """The weights table of a module with these settings, with the folder's keys."""
+        """The weights table of a module with these settings, an instance of the family's configurable class, with the
+        folder's keys.
+        """
         rows = self.weights.rows(config, str(self.settings.get("model_type", "")))
         return renamed(rows, self.prefixes) if self.prefixes else rows
 
@@ -123,13 +139,13 @@ def _new_prefixes(prefixes: Prefixes) -> tuple[str, ...]:
 
 
 def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pretrained:
-    """The module of a family in a folder with this ``config.json``.
+    """The module of a family in a folder with this ``config.json``; nothing but the family's tables is read.
 
     Args:
       family: the family of the module; ``PROJECTOR`` for a projector.
-      hf_config: the ``config.json``.
-      layer: the layer of an image tower whose hidden states are the features, as in LLaVA's ``vision_feature_layer``;
-        0 for the tower's output. Only for a folder of the tower alone.
+      hf_config: the contents of the ``config.json``.
+      layer: the layer of an image tower whose hidden states are the features, as in LLaVA's ``vision_feature_layer``; 0
+        for the tower's output. Only for a folder of the tower alone.
 
     Raises:
       ConfigError: the folder has no such module or no choice of layers, or its model is unknown to the family. The
@@ -157,7 +173,7 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
 
 
 def require_whole(hf_config: Settings) -> None:
-    """Requires that a ``config.json`` describes a composite model.
+    """Raises `ConfigError` unless a ``config.json`` describes a composite model, by its "model_type".
 
     Raises:
       ConfigError: mmjax reads no composite model of its type; the message does not name the folder.
@@ -171,12 +187,12 @@ def require_whole(hf_config: Settings) -> None:
 
 
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:
-    """The dtypes of a module's tensors in a folder.
+    """NumPy's names of the dtypes of a module's tensors in a folder, such as {"bfloat16"}.
 
     Args:
       folder: the folder.
       family: the module's family.
-      settings: the module's settings.
+      settings: the module's settings, an instance of the family's configurable class.
 
     Raises:
       ConfigError: the folder has no such module, or its model is unknown to the family.
@@ -186,7 +202,10 @@ def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[s
 
 
 def family_weights(family: Family) -> FamilyWeights:
-    """The Python module ``weights`` of a family. Raises ConfigError for a family without one."""
+    """The Python module ``weights`` of a family, such as ``mmjax.models.llama.weights``.
+
+    Raises ConfigError for a family without one.
+    """
     if not family.weights:
         names = ", ".join(sorted(gin_name(known.config) for known in FAMILIES.values() if known.weights))
         raise ConfigError(f"{gin_name(family.config)} has no table of weights; of {names} there is one")

@@ -43,7 +43,15 @@ class SamplingParams(NamedTuple):
 def next_token(
     logits_BV: Float[Array, "B V"], choice: SamplingParams, axes: Axes
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The next token of each row, and its log-probability under the model, without temperature and ``top_p``."""
+    """The next token of each row, and its log-probability under the model, without temperature and ``top_p``.
+
+    To be called inside ``shard_map``; both results are equal on all tp ranks.
+
+    Args:
+      logits_BV: fp32 logits of this rank's part of the vocabulary, with padding entries of -1e30.
+      choice: sampling parameters; ``last`` is not read.
+      axes: mesh axes by role; the vocabulary is split over ``axes.tp``.
+    """
     is_drawn_B = choice.temperature > 0
 
     def with_noise(logits_BV: Array) -> Array:

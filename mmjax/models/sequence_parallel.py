@@ -42,24 +42,37 @@ class SequenceParallel:
         return bool(self.gather or self.scatter)
 
     def forward(self, x: Float[Array, "B _ D"], weights: Sequence[Float[Array, "D _"]]) -> list[Array]:
-        """``x @ w`` for every ``w``."""
+        """``x @ w`` for each of ``weights``, inside ``shard_map``; weights are this rank's part.
+
+        With ``gather``, x has this rank's tokens and the results those of all ranks; with ``scatter`` the reverse.
+        """
         if self.gather:
             return _gather_and_multiply(self.gather, x, weights, ring=self.ring)[0]
         return [_multiply_and_scatter(self.scatter, [x], [w], ring=self.ring) for w in weights]
 
     def input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> Float[Array, "B _ D"]:
-        """The gradient of the input, from the gradients of all outputs."""
+        """The gradient of the input, in its shape, from the gradients ``dys`` of the outputs of all ``weights``."""
         return self._input_gradient(dys, weights)[0]
 
     def weight_gradient(self, x: Array, dy: Array, product: Product) -> Array:
-        """The gradient of a weight: ``product(x, dy)`` of the input and output gradient of all tokens."""
+        """The gradient of a weight: ``product(x, dy)`` of the input and output gradient of all tokens.
+
+        ``x`` and ``dy`` have the tokens of the input and of an output of ``forward``; ``product`` computes ``xᵀ · dy``.
+        """
         all_x = _gather_chunks(self.gather, x, ring=self.ring)
         return product(all_x, _gather_chunks(self.scatter, dy, ring=self.ring))
 
     def gradients(
         self, x: Array, dys: Sequence[Array], weights: Sequence[Array], product: Product
     ) -> tuple[Array, list[Array]]:
-        """The gradients of the input and of all weights, which share the gathered output gradients."""
+        """The gradients of the input and of all weights, which share the gathered output gradients.
+
+        Args:
+          x: the input of ``forward``.
+          dys: the gradients of its results.
+          weights: its weights.
+          product: computes a weight's gradient ``xᵀ · dy`` from the input and output gradient of all tokens.
+        """
         dx, all_dys = self._input_gradient(dys, weights)
         x = _gather_chunks(self.gather, x, ring=self.ring)
         return dx, [product(x, dy) for dy in all_dys]

@@ -79,7 +79,9 @@ class StageModel:
     send_list: str = ""
 
     def read(self, available: Collection[str]) -> tuple[str, ...]:
-        """The host inputs that it reads; the send list only if it is among the ``available`` inputs of its module."""
+        """Names of the host inputs that it reads; the send list only if it is among the ``available`` inputs of its
+        module.
+        """
         return (*self.inputs, self.send_list) if self.send_list in available else self.inputs
 
 
@@ -126,19 +128,36 @@ class Piece:
     levels: tuple[int, ...]
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
-        """The features behind the stage's layers; in the last stage behind the module's end."""
+        """The features behind the stage's layers; in the last stage behind the module's end. Inside ``shard_map``.
+
+        With ``levels``, outputs of inner layers follow the features along the last dimension.
+
+        Args:
+          p: parameters by module, such as p["llm"]["layers"].
+          inputs: the stage's host inputs by name, local rows of one microbatch.
+          carry: incoming activations by the name of the stage that sends them.
+          axes: mesh axes by role.
+          cells: the number of cells of these rows.
+        """
         return self._features(p, self._context(inputs, axes), carry, cells)
 
     def decode(
         self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int, cache: Cache
     ) -> Float[Array, "B T D"]:
-        """``forward`` for new tokens of rows whose earlier tokens are in a cache."""
+        """``forward`` for new tokens of rows whose earlier tokens are in a cache; fills ``cache.new``.
+
+        ``inputs`` are of the new tokens. Tokens of other modules are read if ``carry`` has them. Other arguments are
+        those of ``forward``.
+        """
         present = {edge: incoming for edge, incoming in self.entering.items() if incoming.stage in carry}
         piece = replace(self, levels=(), entering=present)
         return piece._features(p, replace(piece._context(inputs, axes), cache=cache), carry, cells)
 
     def logits(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B 1 V"]:
-        """Logits of each row's next token, from the features of its last token."""
+        """Logits ``[B, 1, V]`` of each row's next token in this rank's part of the vocabulary.
+
+        ``x`` is the result of ``decode`` for each row's last token; ``p`` and ``inputs`` are those of ``forward``.
+        """
         return self.node.module.logits(p[self.name], self._context(inputs, axes), x)
 
     def _features(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
@@ -157,7 +176,11 @@ class Piece:
         return joined([x, *earlier, *(level_outputs[level] for level in sorted(level_outputs))])
 
     def give(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B N E"]:
-        """The activation for other modules, from the stage's features."""
+        """The activation for other modules: projected tokens, then outputs of inner layers, along the last dimension.
+
+        ``x`` is the result of ``forward``; ``p`` and ``inputs`` are those of ``forward``. N is T /
+        ``patches_per_token``.
+        """
         x, *levels = self._split_levels(x)
         together = self.node.module.patches_per_token
         if self.node.ends:
@@ -166,11 +189,17 @@ class Piece:
         return joined([x, *(merged(level, together) for level in levels)])
 
     def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Mapping[str, Float[Array, ""]]:
-        """The sum of each loss, from the stage's features."""
+        """The sum of each loss over the local tokens, by name.
+
+        ``x`` is the result of ``forward``; ``p`` and ``inputs`` are those of ``forward``.
+        """
         return self.node.module.loss(p[self.name], self._context(inputs, axes), self._split_levels(x)[0])
 
     def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
-        """Predictions, from the stage's features."""
+        """Predictions, an array whose first dimension is local rows, or ``None``; see ``Module.predict``.
+
+        ``x`` is the result of ``forward``; ``p`` and ``inputs`` are those of ``forward``.
+        """
         return self.node.module.predict(p[self.name], self._context(inputs, axes), self._split_levels(x)[0])
 
     def _module_params(self, p: Params) -> Params:

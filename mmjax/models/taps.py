@@ -44,7 +44,7 @@ class Value:
         return cls(x.shape, x.dtype, jax_compat.varying_axes(x))
 
     def zeros(self) -> jax.Array:
-        """Zeros of this shape, dtype and varying axes."""
+        """A local array of zeros of this shape, dtype and varying axes, inside ``shard_map``."""
         return jax_compat.to_varying(jnp.zeros(self.shape, self.dtype), sorted(self.axes))
 
 
@@ -93,7 +93,7 @@ class Tapped(LikeItsWeight):
 
     @property
     def T(self) -> Tapped:
-        """The transpose."""
+        """The transpose, with the same taps."""
         return replace(self, weight=self.weight.T, transposed=not self.transposed)
 
 
@@ -105,7 +105,10 @@ class Uses:
 
 
 def handle(array: Any, open_weight: Open) -> Handle | Tapped:
-    """A handle of a stored array. A tapped array stays tapped: the handle takes the place of its ``weight``."""
+    """A handle of ``open_weight(array)``, where the array is stored.
+
+    A tapped array stays tapped: a handle takes the place of its ``weight``.
+    """
     if isinstance(array, Tapped):
         return replace(array, weight=handle(array.weight, open_weight))
     return Handle(stored=array, open=open_weight)
@@ -113,7 +116,9 @@ def handle(array: Any, open_weight: Open) -> Handle | Tapped:
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """A context in which ``products`` names its weights ``PRODUCT``, for ``jax_compat.named_reads``."""
+    """A context in which ``products`` names its weights ``PRODUCT``, so that ``jax_compat.named_reads`` can count their
+    reads.
+    """
     token = _marking.set(True)
     try:
         yield
@@ -122,11 +127,11 @@ def marked() -> Iterator[None]:
 
 
 def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP) -> list[jax.Array]:
-    """``x @ w`` for every weight.
+    """``x @ w`` for every weight, in order.
 
     Args:
       x: the input, ``[B, T, D]``; any leading dimensions without sequence parallelism.
-      weights: arrays, handles, tapped weights, or weights with an adapter.
+      weights: arrays ``[D, F]``, handles, tapped weights, or weights with an adapter.
       sp: the collectives of sequence parallelism. The residual is this rank's tokens; backward gathers them again.
     """
     adapted = [w for w in weights if isinstance(w, Adapted)]
@@ -226,7 +231,7 @@ def weight_gradient(
       like: an array with the varying axes of the result, which is summed over all others.
       stacked: whether there is one product for each of several layers.
       transposed: whether the weight was transposed before the product.
-      sp: see ``products``.
+      sp: the collectives of sequence parallelism that the product had; by default none.
 
     Returns:
       The gradient ``[D, F]``, with a leading dimension of layers if stacked, and ``[..., F, D]`` if transposed.
@@ -245,6 +250,6 @@ def _sum_over_tokens(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: 
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
-    """``x`` summed over the axes that it varies over, except those ``allowed``."""
+    """``x`` summed (``psum``) over the mesh axes that it varies over, except those ``allowed``."""
     extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
     return lax.psum(x, extra)

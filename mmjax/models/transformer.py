@@ -45,7 +45,7 @@ class LayerSizes(Protocol):
 
     @property
     def mlp(self) -> int:
-        """Hidden units."""
+        """Hidden units of the mlp."""
         ...
 
     @property
@@ -78,7 +78,11 @@ Rotate = Callable[[Array], Array]
 
 
 class Affine(nnx.Module):
-    """Kernel and optional bias of a product that tp does not split."""
+    """Parameters of a product that tp does not split: "kernel" ``[inputs, outputs]`` and, if wanted, "bias", initially
+    0.
+
+    ``init`` is the initializer of the kernel, by default ``lecun_normal``.
+    """
 
     def __init__(
         self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None, *, bias: bool = True
@@ -90,7 +94,7 @@ class Affine(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Scale and bias of a LayerNorm, or the scale of an RMSNorm."""
+    """Parameters "scale" and "bias" ``[width]`` of a LayerNorm, or "scale" of an RMSNorm; initially 1 and 0."""
 
     def __init__(self, width: int, *, rms: bool = False):
         self.scale = nnx.Param(jnp.ones(width))
@@ -99,7 +103,10 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Weights and biases of queries, keys, values and output."""
+    """Parameters of attention: "q", "k", "v" and "o" ``[D, D]``, and their biases "q_bias" and so on ``[D]``.
+
+    "k_bias" is missing if ``c.k_bias`` is False.
+    """
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
         for name in ("q", "k", "v", "o"):
@@ -110,7 +117,10 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Weights and biases of the mlp; with ``gated`` those of its gate too."""
+    """Parameters of the mlp: "up" ``[D, F]``, "down" ``[F, D]``, "up_bias" and "down_bias".
+
+    With ``gated`` also "gate" ``[D, F]`` and "gate_bias".
+    """
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs, *, gated: bool = False):
         self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
@@ -122,7 +132,7 @@ class Mlp(nnx.Module):
 
 
 class EncoderLayer(nnx.Module):
-    """Parameters of one pre-norm block."""
+    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
 
     def __init__(self, c: EncoderLayers, rngs: nnx.Rngs, *, rms: bool = False, gated: bool = False):
         self.attn_norm, self.attn = Norm(c.width, rms=rms), Attention(c, rngs)
@@ -130,7 +140,9 @@ class EncoderLayer(nnx.Module):
 
 
 def encoder_block(c: EncoderLayers, context: Context, rotate: Rotate = lambda x_RTHK: x_RTHK) -> Block:
-    """The function of one layer over rows of packed media; ``rotate`` is the rotary embedding.
+    """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed media.
+
+    ``rotate`` is the rotary embedding of queries and keys ``[R, T, H, K]``.
 
     Optional parameters change the layer: ``attn_scale`` and ``mlp_scale`` scale the branches before they are added to
     the residual stream, norms without a bias are RMSNorms, and an mlp with a gate is a gated mlp.
@@ -146,7 +158,15 @@ def encoder_block(c: EncoderLayers, context: Context, rotate: Rotate = lambda x_
 
 
 def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, rotate: Rotate) -> Float[Array, "R T D"]:
-    """The attention branch of normalised features, without the residual."""
+    """The attention branch of normalised features, without the residual.
+
+    Args:
+      p: parameters with the names of ``Attention``.
+      c: sizes, of which the width of a head is read.
+      context: the context of the layer, with its mask.
+      h_RTD: the normalised features.
+      rotate: the rotary embedding of queries and keys ``[R, T, H, K]``.
+    """
     qkv = column_parallel(h_RTD, [(p[n], p.get(f"{n}_bias")) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
     y_RTHK = context.attend(rotate(q), rotate(k), v)
@@ -154,7 +174,14 @@ def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, rotate: Rot
 
 
 def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Array, "R T D"]:
-    """The mlp branch of normalised features, without the residual; a gated mlp has the activation in its gate."""
+    """The mlp branch of normalised features, without the residual; a gated mlp has the activation in its gate.
+
+    Args:
+      p: parameters with the names of ``Mlp``.
+      c: settings, of which the activation is read.
+      axes: mesh axes by role.
+      h_RTD: the normalised features.
+    """
     names = ("gate", "up") if "gate" in p else ("up",)
     h_RTF, *up_RTF = column_parallel(h_RTD, [(p[name], p[f"{name}_bias"]) for name in names], axes)
     h_RTF = ACTIVATIONS[c.activation](h_RTF)
@@ -165,22 +192,25 @@ def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Ar
 
 
 def block_parameters(c: LayerSizes, *, gated: bool = False) -> int:
-    """Parameters of the attention and the mlp of all layers."""
+    """The number of parameters of attention and mlp, ``gated`` or not, of all layers; without norms."""
     d, f = c.width, c.mlp
     return c.layers * (4 * d * d + (3 + c.k_bias) * d + (1 + gated) * (d * f + f) + f * d + d)
 
 
 def encoder_parameters(c: LayerSizes) -> int:
-    """Parameters of an encoder's layers, with the two norms of each."""
+    """The number of parameters of an encoder's layers, with the two LayerNorms of each."""
     return block_parameters(c) + 2 * c.layers * norm_parameters(c)
 
 
 def norm_parameters(c: LayerSizes) -> int:
-    """Parameters of a LayerNorm."""
+    """The number of parameters of a LayerNorm: twice the width."""
     return 2 * c.width
 
 
 def block_flops(c: LayerSizes, lengths: Sequence[int], *, gated: bool = False) -> int:
-    """Forward FLOPs of all layers for media with these numbers of patches."""
+    """Forward FLOPs of all layers for media with these numbers of patches, all of whose pairs are visible.
+
+    ``gated`` is whether the mlp has a gate.
+    """
     d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
     return c.layers * (2 * tokens * (4 * d * d + (2 + gated) * d * c.mlp) + 4 * pairs * d)

@@ -29,11 +29,15 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` with the highest precision of products."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def dense_leaves(leaves: Leaves) -> Arrays:
-    """Copies leaves, sharded or not, to the default device; leaves under differentiation stay where they are."""
+    """Copies of leaves by name, as fp32 on the default device; the leaves may be sharded.
+
+    float64 leaves stay float64 under JAX's x64 mode. Leaves under differentiation are returned as they are.
+    """
 
     def convert(value: jax.Array | np.ndarray) -> jax.Array:
         if isinstance(value, Tracer):
@@ -45,17 +49,25 @@ def dense_leaves(leaves: Leaves) -> Arrays:
 
 
 def module_of(leaf: str) -> str:
+    """The module in the name of a leaf: "llm" for "llm/layers/000/attn/q"."""
     return leaf.split("/", 1)[0]
 
 
 def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array:
-    """Rotary embedding in the half-split convention (Su et al. 2021): pairs are (x[i], x[i + K/2])."""
+    """Rotary embedding in the half-split convention (Su et al. 2021): pairs are (x[i], x[i + K/2]).
+
+    Pair i is rotated by positions_N · theta^(-2i / K) radians.
+    """
     half = x_NHK.shape[-1] // 2
     return rotate_by(x_NHK, positions_N, theta ** (-np.arange(half) / half))
 
 
 def rotate_by(x_NHK: jax.Array, positions_N: np.ndarray, frequencies: np.ndarray) -> jax.Array:
-    """Rotary embedding with these frequencies."""
+    """Rotary embedding by positions_N · frequencies radians, in the half-split convention: pairs are (x[i], x[i +
+    K/2]).
+
+    `frequencies` are [K / 2].
+    """
     # float64 on the host: the tables are then exact to the last fp32 bit at any position.
     angles = positions_N[:, None].astype(np.float64) * frequencies
     return rotate_to(x_NHK, (np.cos(angles), np.sin(angles)))
@@ -66,7 +78,9 @@ Tables = tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]
 
 
 def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
-    """Rotary embedding with the angles of these tables."""
+    """Rotary embedding by the angles of these tables, (cosines, sines) of shape [N, K / 2]; pairs are (x[i], x[i +
+    K/2]).
+    """
     half = x_NHK.shape[-1] // 2
     cos, sin = (jnp.asarray(table[:, None, :], x_NHK.dtype) for table in tables)
     first, second = x_NHK[..., :half], x_NHK[..., half:]
@@ -84,8 +98,8 @@ def softmax_attention(
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
 
-    With a window, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal` and
-    `window`: it is true where a query (the row) reads a key (the column).
+    With a window above 0, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal`
+    and `window`: it is true where a query (the row) reads a key (the column).
     """
     length, heads, head_dim = q_NHK.shape
     unread = np.ones((length, length), bool)
@@ -105,6 +119,7 @@ def softmax_attention(
 
 
 def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm with the scale [D]."""
     return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
 
 
@@ -116,20 +131,25 @@ def norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_E
 
 
 def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
+    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D]."""
     return normalised(x_TD, eps) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
 
 
 def normalised(x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
-    """LayerNorm without scale and bias."""
+    """LayerNorm over the last axis, without scale and bias."""
     centred = x_TD - x_TD.mean(axis=-1, keepdims=True)
     return centred / jnp.sqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
+    """The activation function of this name, a key of ``ACTIVATIONS`` such as "gelu", applied to each element."""
     return ACTIVATIONS[name](x)
 
 
 def affine(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
+    """Product x_TD · kernel [T, F] with the leaf ``{prefix}/kernel`` [D, F], plus ``{prefix}/bias`` [F] if there is
+    one.
+    """
     product = matmul(x_TD, leaves[f"{prefix}/kernel"])
     return product + leaves[f"{prefix}/bias"] if f"{prefix}/bias" in leaves else product
 
@@ -139,7 +159,11 @@ Turn = Callable[[jax.Array], jax.Array]
 
 
 def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
-    """Rotates pair i < K / 4 by the patch's row, and pair K / 4 + i with the same frequency by its column."""
+    """A function that rotates pair i < K / 4 by the patch's row, and pair K / 4 + i with the same frequency by its
+    column.
+
+    `positions_T2` are (row, column) of each patch; the function takes and returns queries or keys [T, H, K].
+    """
 
     def turn(y_THK: jax.Array) -> jax.Array:
         parts = jnp.split(y_THK, 4, axis=-1)  # first halves of the row's and the column's pairs, then second halves
@@ -153,7 +177,10 @@ def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
 
 
 def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
-    """Rotates the first half of a head by the patch's row, the second by its column."""
+    """A function that rotates the first half of a head by the patch's row, the second by its column.
+
+    `positions_T2` are (row, column) of each patch; the function takes and returns queries or keys [T, H, K].
+    """
 
     def turn(y_THK: jax.Array) -> jax.Array:
         by_row, by_column = jnp.split(y_THK, 2, axis=-1)
@@ -171,9 +198,16 @@ def attend(
     turn: Turn,
     windows: Sequence[np.ndarray] = (),
 ) -> jax.Array:
-    """Self-attention of an encoder's or a generator's layer, without the residual.
+    """Self-attention of an encoder's or a generator's layer, without the residual; returns [T, D].
 
-    `windows`: the patches of each window, which attend only to one another; by default all attend to all.
+    Args:
+      leaves: logical leaves.
+      prefix: the prefix of the layer's leaves q, k, v, o [D, D], o_bias and, where they exist, q_bias, k_bias and
+        v_bias, such as "vision/layers/000/attn".
+      module: settings, of which `heads` is read.
+      normed_TD: the normalised features.
+      turn: rotates queries and keys [T, H, K].
+      windows: indices of the patches of each window, which attend only to one another; by default all attend to all.
     """
 
     def heads(name: str) -> jax.Array:
@@ -190,7 +224,15 @@ def attend(
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
-    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated if there is a gate."""
+    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated if there is a gate.
+
+    Args:
+      leaves: logical leaves.
+      prefix: the prefix of the leaves up, up_bias, down, down_bias and, for a gated MLP, gate and gate_bias, such as
+        "vision/layers/000/mlp".
+      activation: a key of `ACTIVATIONS`.
+      normed_TD: the normalised features.
+    """
     hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
     if f"{prefix}/gate" in leaves:
         gate = matmul(normed_TD, leaves[f"{prefix}/gate"]) + leaves[f"{prefix}/gate_bias"]
@@ -201,7 +243,16 @@ def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Ar
 
 
 def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settings: ProjectorConfig) -> jax.Array:
-    """A projector: joins runs of `joined` features side by side and puts them through one layer or two."""
+    """A projector: joins runs of `joined` features side by side and puts them through one layer or two: [T / joined,
+    width].
+
+    Args:
+      leaves: logical leaves.
+      projector: the prefix of the projector's leaves, such as "vision_projector".
+      x_TD: features; T is a multiple of `joined`.
+      joined: number of features of a token.
+      settings: settings of the projector: its norm, kind and activation.
+    """
     if settings.norm != "none":
         x_TD = norm(leaves, f"{projector}/norm", x_TD)
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)

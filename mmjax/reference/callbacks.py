@@ -21,7 +21,7 @@ from mmjax.models.context import Context
 
 
 def one_device() -> Submesh:
-    """The default device as a submesh."""
+    """JAX's default device as a submesh, with a layout of one device."""
     config: Any = jax.config  # its options have no types
     return Submesh.of(Layout(), (0,), [config.jax_default_device or jax.devices()[0]])
 

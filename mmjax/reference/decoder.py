@@ -41,9 +41,10 @@ DEFAULT_PROJECTOR = ProjectorConfig()
 
 
 def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
-    """Rotation tables of tokens at these positions, in float64, which is exact to the last fp32 bit at any position.
+    """Rotation tables (cosines, sines) [N, K / 2] of tokens at these positions, in float64.
 
     A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section.
+    float64 is exact to the last fp32 bit at any position.
     """
     frequencies, _ = _rotary(decoder)
     sections = decoder.rope_sections or (len(frequencies), 0, 0)
@@ -169,7 +170,19 @@ def decode(
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
     masks: Masks | None = None,
-) -> jax.Array:
+) -> Float[Array, "N V"]:
+    """Logits [N, V] of a sample; logits[t] predict token t + 1.
+
+    Args:
+      leaves: dense leaves of the LLM, by names such as "llm/embed".
+      decoder: the LLM's settings.
+      tokens_N: token ids, all inside the vocabulary; the embeddings of modality tokens are replaced.
+      modality: indices in the sample and features [M, D] of modality tokens, for each encoder.
+      injected: by layer of the LLM, indices and features that are added to the layer's input.
+      calls: the LLM's callbacks.
+      tables: rotation tables, see `rotary_tables`; by default a token's position is its index.
+      masks: see `masks.masks_of`; `None` is the causal mask, with the window of the settings.
+    """
     return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks))
 
 
@@ -185,8 +198,17 @@ def decode_loss(
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
     masks: Masks | None = None,
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The sums of weighted losses by name, and the hidden states for generators."""
+) -> tuple[dict[str, Float[Array, ""]], Float[Array, "N D"]]:
+    """The sums of weighted losses by name, and the hidden states [N, D] for generators.
+
+    The losses are "loss", the cross-entropy, and with `Decoder.z_loss` "z_loss", the squared logarithm of the softmax's
+    denominator, not yet times its weight.
+
+    Args:
+      leaves, decoder, tokens_N, modality, injected, calls, tables, masks: see `decode`.
+      targets_N: the id of the token after each token, inside the vocabulary.
+      weights_N: weights of the targets; 0 for no loss.
+    """
     x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
     logits_NV = _logits(leaves, decoder, x_ND)
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
@@ -227,7 +249,15 @@ def velocity(
 ) -> Float[Array, "T X"]:
     """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
-    hidden_ND: hidden states of the picture's placeholders. rows, columns: numbers of its patches.
+    Args:
+      leaves: dense leaves of the generator and its projector.
+      hidden_ND: hidden states of the picture's placeholders.
+      patches_TX: noisy patches in the order of `patch_positions`.
+      time: share of noise, a scalar from 0 to 1.
+      name: the generator's name.
+      dit: its settings.
+      rows, columns: numbers of the picture's patches.
+      projector: settings of its projector.
     """
     positions_T2 = patch_positions(rows, columns, dit.merge)
     condition_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
@@ -253,8 +283,19 @@ def draw_loss(
 ) -> Float[Array, ""]:
     """Sum of squared errors of the predicted velocity; the target is noise - picture.
 
-    The model's input is (1 - time) picture + time noise. Raises ValueError when a side of the picture is not a multiple
-    of patch * merge.
+    The model's input is (1 - time) picture + time noise.
+
+    Args:
+      leaves: logical leaves of the generator and its projector; others are not read.
+      name: the generator's name, such as "painter".
+      dit: its settings.
+      hidden_ND: hidden states of the picture's placeholders.
+      picture_HWC, noise_HWC: the picture, and noise of its shape.
+      time: the share of noise, from 0 to 1.
+      projector: settings of the projector.
+
+    Raises:
+      ValueError: a side of the picture is not a multiple of patch * merge.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     dtype = params[f"{name}/patch/bias"].dtype
@@ -272,7 +313,22 @@ def integrate(
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> Float[np.ndarray, "T X"]:
-    """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in equal steps."""
+    """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in `dit.steps`
+    steps.
+
+    The patches are in the order of `patch_positions`.
+
+    Args:
+      leaves: logical leaves of the generator and its projector; others are not read.
+      name: the generator's name, such as "painter".
+      dit: its settings.
+      hidden_ND: hidden states of the picture's placeholders.
+      noise_HWC: noise of the picture's shape.
+      projector: settings of the projector.
+
+    Raises:
+      ValueError: a side of the picture is not a multiple of patch * merge.
+    """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), params[f"{name}/patch/bias"].dtype)
     predict = _velocity_of(params, name, dit, noise_HWC, projector)

@@ -65,10 +65,16 @@ def encoder_layers(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Runs an encoder's layers and its last norm, if it has one.
 
-    `turn` rotates queries and keys, and `windows` returns the windows of a layer (see `attend`).
+    Args:
+      leaves: dense leaves of the encoder.
+      name: the encoder's name, with which its leaves begin, such as "vision".
+      encoder: its settings.
+      x_TD: the input of the first layer.
+      turn: rotates queries and keys [T, H, K].
+      windows: a function from a layer's number to the windows of its attention (see `attend`).
 
     Returns:
-      The features, and the outputs of all layers.
+      The features [T, D], and the outputs [T, D] of all layers, before the last norm.
     """
     outputs = []
     for layer in range(encoder.layers):
@@ -110,6 +116,19 @@ def encode_patches(
     levels: tuple[int, ...] = (),
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
+    """Modality tokens [n, D] of one image, and the outputs of layers `levels`, as from `encode_image`. Sizes are not
+    checked.
+
+    Args:
+      leaves: dense leaves of the encoder and its projector.
+      patches_TX: patches [T, patch² * channels] in the order of `patch_positions`.
+      calls: the encoder's callbacks.
+      name: the encoder's name, such as "vision".
+      vit: its settings.
+      rows, columns: the image's numbers of patches.
+      levels: numbers of layers whose outputs are returned too.
+      projector: settings of the projector.
+    """
     positions_T2 = patch_positions(rows, columns, vit.merge)
     x_TD = affine(leaves, f"{name}/patch", jnp.tile(patches_TX, (1, vit.frames)))
     if vit.positions == "learned2d":
@@ -147,7 +166,11 @@ def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> j
 
 
 def table_of(position_ND: jax.Array, vit: ViTConfig, rows: int, columns: int) -> Float[Array, "rows columns D"]:
-    """The learned positions of an image's patches: a corner of the table, or the table resized."""
+    """The learned positions of an image's patches: a corner of the table, or the table resized.
+
+    `position_ND` has the class token's row first, if there is one, which is left out; `rows` and `columns` are the
+    image's numbers of patches.
+    """
     table_GGD = position_ND[int(vit.class_token) :].reshape(vit.grid, vit.grid, -1)
     if vit.interpolate == "none":
         return table_GGD[:rows, :columns]
@@ -169,9 +192,18 @@ def encode_image(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Encodes one image: ViT, then projector.
 
+    Args:
+      leaves: logical leaves of the encoder and its projector; others are not read.
+      name: the encoder's name, such as "vision".
+      vit: its settings.
+      image_HWC: the image.
+      calls: the encoder's callbacks.
+      levels: numbers of layers whose outputs are returned too.
+      projector: settings of the projector.
+
     Returns:
-      Modality tokens `[n, D]`, n = patches / merge², D the LLM's width; and the outputs of the layers `levels`, with
-      the features of each token's patches side by side.
+      Modality tokens `[n, D]`, n = patches / merge², D the LLM's width; and for each of `levels` the layer's output,
+        with the features of each token's patches side by side: `[n, merge² * width]`.
 
     Raises:
       ValueError: a side of the image is not a multiple of patch * merge, or the image has more patch rows or columns
@@ -196,7 +228,11 @@ def encode_image(
 
 
 def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int, activation: str = "gelu") -> jax.Array:
-    """Three taps around every `stride`-th frame, zeros beyond both ends; the kernel's rows are (tap, channel)."""
+    """Three taps around every `stride`-th frame, zeros beyond both ends, then the activation: [ceil(F / stride),
+    width].
+
+    The leaf ``{prefix}/kernel`` is [3 * X, width], its rows (tap, channel); ``{prefix}/bias`` is [width].
+    """
     kernel = leaves[f"{prefix}/kernel"].reshape(3, x_FX.shape[1], -1)
     zero = jnp.zeros_like(x_FX[:1])
     padded = jnp.concatenate([zero, x_FX, zero])
@@ -205,7 +241,10 @@ def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int, activati
 
 
 def sinusoids(length: int, width: int) -> Float[np.ndarray, "T D"]:
-    """Positions of Radford et al. 2022: sines, then cosines, of frequencies 10000^(-i / (D/2 - 1))."""
+    """Positions of Radford et al. 2022, [length, width]: sines, then cosines.
+
+    Their frequencies are 10000^(-i / (width/2 - 1)); `width` is even and above 2.
+    """
     angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2 - 1))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
@@ -221,6 +260,19 @@ def encode_frames(
     levels: tuple[int, ...] = (),
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
+    """Modality tokens [n, D] of one recording, and the outputs of layers `levels`, as from `encode_recording`.
+
+    Sizes are not checked.
+
+    Args:
+      leaves: dense leaves of the encoder and its projector.
+      frames_FM: log-mel frames.
+      calls: the encoder's callbacks.
+      name: the encoder's name, such as "audio".
+      whisper: its settings.
+      levels: numbers of layers whose outputs are returned too.
+      projector: settings of the projector.
+    """
     gelu = "gelu_exact" if whisper.activation == "gelu_exact" else "gelu"
     h_FD = convolve(leaves, f"{name}/conv1", frames_FM, 1, gelu)
     x_TD = convolve(leaves, f"{name}/conv2", h_FD, 2, gelu)
@@ -244,9 +296,18 @@ def encode_recording(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Encodes one recording: convolutions, layers, projector.
 
+    Args:
+      leaves: logical leaves of the encoder and its projector; others are not read.
+      name: the encoder's name, such as "audio".
+      whisper: its settings.
+      frames_FM: log-mel frames.
+      calls: the encoder's callbacks.
+      levels: numbers of layers whose outputs are returned too.
+      projector: settings of the projector.
+
     Returns:
-      Modality tokens `[n, D]`, n = frames / (2 * merge), D the LLM's width; and the outputs of the layers `levels`, as
-      from `encode_image`.
+      Modality tokens `[n, D]`, n = frames / (2 * merge), D the LLM's width; and for each of `levels` the layer's
+        output, with the features of each token's places side by side: `[n, merge * width]`.
 
     Raises:
       ValueError: the number of frames is not a multiple of 2 * merge, or too large for the learned positions.
@@ -264,7 +325,24 @@ def encode_recording(
 def encode(
     leaves: Leaves, name: str, model: MultimodalModel, medium: np.ndarray, levels: tuple[int, ...] = ()
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens of one medium, and the outputs of the encoder's layers `levels`."""
+    """Encodes one medium: an image [h, w, C] or the frames [F, M] of a recording.
+
+    An encoder that is neither a ViT nor a Whisper runs by its own code.
+
+    Args:
+      leaves: logical leaves of the encoder and its projector; others are not read.
+      name: the encoder's name in the model, such as "vision".
+      model: the model.
+      medium: the image or the frames.
+      levels: numbers of layers whose outputs are returned too.
+
+    Returns:
+      Modality tokens [n, D], D the LLM's width; and for each of `levels` the layer's output, with the features of each
+        token's patches side by side.
+
+    Raises:
+      ValueError: the medium's size does not fit the encoder.
+    """
     node = model.nodes[name]
     c, row = node.config, row_of(node, medium) if node.callbacks.by_place else {}
     calls = Calls(row={key: value[0] for key, value in row.items()}, callbacks=node.callbacks, module=name)

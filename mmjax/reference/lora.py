@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def merged(leaves: Leaves, model: MultimodalModel) -> tuple[Leaves, MultimodalModel]:
-    """An equivalent model without adapters, as its leaves and the model; differentiable in the leaves."""
+    """An equivalent model without adapters, as its leaves and the model; differentiable in the leaves.
+
+    The leaves of modules such as "llm_lora" are left out. Without adapters, both arguments are returned as they are.
+    """
     adapted = {f"{name}_lora": name for name, node in model.nodes.items() if node.lora.rank}
     if not adapted:
         return leaves, model

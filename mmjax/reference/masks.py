@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def masks_of(model: MultimodalModel, sample: Sample, room: int = 0) -> tuple[jax.Array, jax.Array] | None:
-    """The masks of layers with a window or chunks and of layers without.
+    """The masks of layers with a window or chunks and of layers without, in this order.
 
     Args:
       model: its LLM has the mask.

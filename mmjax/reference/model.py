@@ -160,6 +160,8 @@ def _llm_leaves(leaves: Leaves) -> Arrays:
 def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, "N V"]:
     """Logits of every position of one sample; logits[t] predict tokens[t + 1].
 
+    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded.
+
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
     leaves, model = merged(leaves, model)
@@ -172,8 +174,8 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
     """Sum over t >= 1 of loss_weights[t] * cross-entropy of tokens[t] given tokens[:t], without a denominator.
 
-    tokens[0] is not predicted, so loss_weights[0] counts neither here nor in a denominator. Raises ValueError as
-    `sample_logits` does.
+    `leaves` are logical leaves by name, complete and possibly sharded. tokens[0] is not predicted, so loss_weights[0]
+    counts neither here nor in a denominator. Raises ValueError as `sample_logits` does.
     """
     return _text(*merged(leaves, model), sample)[0]["loss"]
 
@@ -196,10 +198,11 @@ def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[
 
 
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
-    """The sums of all losses by name.
+    """The sums of all losses by name, "<module>/<loss>", as scalars without weights and denominators.
 
-    "llm/loss" is `loss_sum`; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if
-    the sample has noise for it; encoders of the user's own may have losses too.
+    `leaves` are logical leaves by name, complete and possibly sharded. "llm/loss" is `loss_sum`, and with
+    `Decoder.z_loss` there is "llm/z_loss"; "painter/loss" is the sum of `draw_loss` over the pictures of the generator
+    "painter", if the sample has noise for it; encoders of the user's own may have losses too.
 
     Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """
@@ -238,7 +241,7 @@ def _conditions(
 def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> list[Float[np.ndarray, "T X"]]:
     """Makes each picture of the generator `name` from the sample's noise, as patches, by Euler's method.
 
-    Raises ValueError as `loss_sums` does.
+    One array for each picture, its patches in the order of `patch_positions`. Raises ValueError as `loss_sums` does.
     """
     leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
@@ -249,7 +252,7 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
-    """Denominators of a step's losses.
+    """Denominators of a step's losses, by name.
 
     "llm" is the sum of loss weights; a generator's name has the number of drawn values, and the name of an encoder with
     a loss its number of patches; "samples", "llm_tokens" and "media" are numbers of these.
@@ -280,7 +283,13 @@ def _weights_and_counts(model: MultimodalModel, samples: Sequence[Sample]) -> tu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossAndGradients:
-    """Loss of a step, its parts by name, and the gradients of all leaves of modules that are not frozen."""
+    """Loss of a step, its parts by name, and the gradients of all leaves of modules that are not frozen.
+
+    Attributes:
+      loss: the weighted sum of `losses`.
+      losses: each loss over its denominator, without its weight, by names such as "llm/loss".
+      gradients: by leaf, of the leaf's shape and dtype.
+    """
 
     loss: float
     losses: dict[str, float]
@@ -295,7 +304,7 @@ def step_loss_and_gradients(
     The loss is the text's (weighted cross-entropies over the sum of the weights), plus each generator's (squared errors
     over the number of drawn values) times its `loss_weight`, plus further losses with their weights (see
     `denominators`). A loss with the denominator 0 counts as 0. Samples are differentiated one by one and summed in
-    float64. Gradients have the leaves' dtype; frozen modules have none.
+    float64. Gradients have the leaves' dtype; the modules named in `frozen`, such as "vision_projector", have none.
 
     Raises ValueError when every denominator is 0, and as `loss_sums` does.
     """
@@ -326,7 +335,8 @@ def step_loss_and_gradients(
 
 
 def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: int, eos: int) -> list[int]:
-    """Greedy continuation of tokens[:sample.prompt]: at most `max_new` ids, without `eos`.
+    """Greedy continuation of tokens[:sample.prompt]: at most `max_new` token ids; the token `eos` ends it and is left
+    out.
 
     Every token computes the complete sequence again, padded to one of few lengths so that few programs are compiled; no
     position sees later ones. A placeholder id that the model emits is embedded like any other token. Raises ValueError

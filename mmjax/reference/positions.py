@@ -9,7 +9,10 @@ from jaxtyping import Float, Int
 
 
 def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2"]:
-    """(row, column) of every patch in encoder order: merge x merge blocks row-major, row-major inside a block."""
+    """(row, column) of every patch in encoder order: merge x merge blocks row-major, row-major inside a block.
+
+    `rows` and `columns` are numbers of patches, multiples of `merge`.
+    """
     return np.array(
         [
             (block_row + row, block_column + column)
@@ -23,7 +26,11 @@ def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2
 
 
 def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.ndarray, " W"]]:
-    """Indices of the patches in each window of `side` x `side` patches; windows at the edges may be smaller."""
+    """Indices of the patches in each window of `side` x `side` patches, windows row by row; at the edges they may be
+    smaller.
+
+    `positions_T2` are (row, column) of each patch.
+    """
     rows, columns = positions_T2.max(axis=0) + 1
     windows = []
     for top in range(0, rows, side):
@@ -40,7 +47,10 @@ def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.n
 def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[np.ndarray, "N 3"]:
     """(time, row, column) of every token of a sample by M-RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
 
-    images: for each image, the index of its first token, and its rows and columns of tokens.
+    Args:
+      length: number of tokens.
+      images: for each image, the index of its first token, and its rows and columns of tokens; () for text alone, where
+        all three numbers are the index.
     """
     starts = {first: (rows, columns) for first, rows, columns in images}
     positions: list[tuple[int, int, int]] = []
@@ -56,11 +66,12 @@ def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[
 
 
 def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
-    """Weights [S, G] that resize a table of `grid` entries to `side` entries along one axis.
+    """Weights [side, grid] that resize a table of `grid` entries to `side` entries along one axis.
 
-    "bicubic": a cubic polynomial through four entries, with slopes (p[i+1] - p[i-1]) * 3/4 at the inner two, which is
-    Keys' convolution with a = -3/4; the first and last entries are repeated beyond the table. "bilinear": a tent over
-    the table's entries, as wide as two of them or as two entries of the result, whichever is wider.
+    `kind` is "bicubic" or "bilinear". "bicubic": a cubic polynomial through four entries, with slopes (p[i+1] - p[i-1])
+    * 3/4 at the inner two, which is Keys' convolution with a = -3/4; the first and last entries are repeated beyond the
+    table. "bilinear": a tent over the table's entries, as wide as two of them or as two entries of the result,
+    whichever is wider.
     """
     ratio, rows = grid / side, np.zeros((side, grid))
     for place in range(side):

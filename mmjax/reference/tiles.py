@@ -29,8 +29,8 @@ def in_rows(
     Args:
       tokens: tokens of the thumbnail, then of each tile, row by row.
       tile: rows and columns of tokens of the thumbnail and of each tile.
-      grid: rows and columns of tiles; an image without tiles has one newline at its end.
-      original: height and width of the image.
+      grid: rows and columns of tiles; (0, 0) for an image without tiles, which has one newline at its end.
+      original: height and width of the image, in pixels; only their ratio counts.
       newline_D: the newline.
       most_tiles: a picture with over 1.1² times the tokens of this many tiles is resized to about as many; 0 never
         resizes.

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Leaves, AdamW's moments of all leaves that were updated, and the number of updates without skipped ones."""
+    """The state of training with AdamW.
+
+    Attributes:
+      leaves: by name.
+      first, second: AdamW's moments of all leaves that were updated, by name.
+      updates: the number of updates without skipped ones.
+    """
 
     leaves: dict[str, np.ndarray]
     first: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -32,7 +38,14 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """Losses and gradient norms before clipping of each step of `train_steps`, and the final state."""
+    """The result of `train_steps`.
+
+    Attributes:
+      losses: the loss of each step.
+      gradient_norms: for each step, the global norm before clipping.
+      module_gradient_norms: for each step, the norm of each module that is not frozen, by module.
+      state: the final state.
+    """
 
     losses: list[float]
     gradient_norms: list[float]
@@ -41,7 +54,7 @@ class Training:
 
 
 def global_norm(gradients: Leaves, module: str | None = None) -> float:
-    """Euclidean norm over all elements of the gradients, or of one module's."""
+    """Euclidean norm over all elements of the gradients, or of those of one module, such as "llm"."""
     chosen = [leaf for name, leaf in gradients.items() if module in (None, module_of(name))]
     return math.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in chosen))
 
@@ -66,7 +79,11 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 def rate_factors(
     names: Iterable[str], model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]
 ) -> dict[str, float]:
-    """The factor of each leaf's learning rate, from patterns of names and from its layer (see ``OptimizerConfig``)."""
+    """The factor of each leaf's learning rate, by leaf, from patterns of names and from its layer (see
+    ``OptimizerConfig``).
+
+    `names` are names of leaves, such as "llm/embed"; `optimizers` has one for each of their modules.
+    """
     factors = {}
     for leaf in names:
         module, _, name = leaf.partition("/")
@@ -92,12 +109,19 @@ def adamw_step(
     clip_norm: float,
     factors: Mapping[str, float] | None = None,
 ) -> TrainState:
-    """One AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning rate.
+    """The state after one AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning
+    rate.
 
-    Gradients are scaled by min(1, clip_norm / norm) with the norm over all modules (clip_norm 0: no clipping). Decay
-    is decoupled, multiplied by the learning rate, and not applied to leaves with one dimension. Gradients that are not
-    finite change nothing. Leaves without a gradient (frozen modules) do not change. ``factors`` multiply the learning
-    rates of single leaves.
+    Gradients are scaled by min(1, clip_norm / norm) with the norm over all modules (clip_norm 0: no clipping). Decay is
+    decoupled, multiplied by the learning rate, and not applied to leaves with one dimension. Gradients that are not
+    finite change nothing. Leaves without a gradient (frozen modules) do not change.
+
+    Args:
+      state: the state before, which is not modified.
+      gradients: by leaf.
+      optimizers, rates: settings and learning rate of each module, by module.
+      clip_norm: bound of the global gradient norm.
+      factors: factors of the learning rates of single leaves, by leaf; a missing one is 1.
     """
     norm = global_norm(gradients)
     if not math.isfinite(norm):
@@ -130,8 +154,9 @@ def train_steps(
 
     Args:
       leaves: logical leaves to start from; they are not modified.
-      optimizers: one per module ("vision", "vision_projector", "llm"); frozen modules are neither differentiated,
-        nor counted in the norm, nor decayed.
+      model: the model.
+      optimizers: one per module ("vision", "vision_projector", "llm"); frozen modules are neither differentiated, nor
+        counted in the norm, nor decayed.
       steps: the samples of every step.
       clip_norm: bound of the global gradient norm; 0 for none.
       total_steps: length of the run for the learning rate schedules; by default the number of `steps`.

@@ -29,8 +29,11 @@ def run_encoder(
 ) -> tuple[jax.Array, list[jax.Array], dict[str, jax.Array]]:
     """Runs the encoder's stage with its projector on a row that holds one medium alone.
 
+    `leaves` have those of the encoder `name` and its projector; `medium` is an image [h, w, C] or frames [F, M].
+
     Returns:
-      Modality tokens, the outputs of the layers `levels`, and the sums of its losses by name.
+      Modality tokens [n, D]; for each of `levels` the layer's output, with the features of each token's patches side by
+        side; and the sums of its losses, by name without the module.
 
     Raises:
       ValueError: the encoder reads host inputs that `row_of` does not make.
@@ -55,7 +58,7 @@ def run_encoder(
 
 
 def patches_of(node: Node, medium: np.ndarray) -> int:
-    """Number of patches of a medium."""
+    """Number of patches of a medium, an image [h, w, C] or frames [F, M], without special places."""
     spec = node.module.medium
     assert spec
     return int(row_of(node, medium)["segments"].sum()) - spec.special
@@ -79,7 +82,11 @@ def _program(name: str, node: Node, llm: Node, levels: tuple[int, ...]) -> tuple
 
 
 def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
-    """Host inputs of a row that holds this medium alone; special places fill complete LLM tokens before its patches."""
+    """Host inputs of a row that holds this medium alone; special places fill complete LLM tokens before its patches.
+
+    They are "patches" [1, T, X], "segments" [1, T] (1, and 0 for padding among the special places) and "positions" [1,
+    T, axes], which are negative at special places.
+    """
     spec = node.module.medium
     assert spec
     if spec.axes == 1:

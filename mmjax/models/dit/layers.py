@@ -33,7 +33,7 @@ _MODULATION = nnx.initializers.normal(0.02)
 
 
 class DiTLayer(nnx.Module):
-    """Parameters of one block; its norms have no scale and bias."""
+    """Parameters of one block: "modulation", "attn" and "mlp"; its norms have no scale and bias."""
 
     def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
         self.modulation = Affine(2 * c.frequencies, 6 * c.width, rngs, _MODULATION)
@@ -52,24 +52,37 @@ class _Last(nnx.Module):
 
 
 def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
-    """The parameters outside of layers: of the first stage, the last stage, or both."""
+    """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
+    neither.
+    """
     return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
 
 
 def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
-    """Features of noisy patches."""
+    """Features of noisy patches; the condition is not added yet. ``p`` has "patch", the kernel and bias of the first
+    stage.
+    """
     kernel = p["patch"]["kernel"]
     return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
 
 
 def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
-    """cos(π k t) and sin(π k t) for k = 1 … ``frequencies``."""
+    """cos(π k t), then sin(π k t), for k = 1 … ``frequencies``, so Q is 2 · ``frequencies``; in fp32.
+
+    ``times_RT`` are the shares of noise of the patches' pictures, from 0 to 1.
+    """
     angles_RTQ = jnp.pi * times_RT[..., None] * jnp.arange(1, c.frequencies + 1, dtype=jnp.float32)
     return jnp.concatenate([jnp.cos(angles_RTQ), jnp.sin(angles_RTQ)], axis=-1)
 
 
 def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
-    """The function of one layer over rows of packed pictures; ``x`` has the dtype of the stage."""
+    """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed pictures.
+
+    The context's inputs include "times", and ``x_RTD`` has the dtype of the stage.
+
+    Raises:
+      ValueError: the stage reads no positions.
+    """
     features_RTQ = time_features(c, context.inputs["times"]).astype(x_RTD.dtype)
     positions_RT2 = context.tokens.positions
 
@@ -87,7 +100,14 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
 def velocity(
     p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"]
 ) -> Float[Array, "R T E"]:
-    """The last stage's prediction of each patch's velocity, in fp32."""
+    """The last stage's prediction of each patch's velocity, in fp32.
+
+    Args:
+      p: the generator's parameters of the last stage: "last_modulation" and "velocity".
+      c: the settings.
+      x_RTD: the output of the last layer.
+      times_RT: the share of noise of each patch's picture, from 0 to 1.
+    """
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
     h_RTD = normalise(x_RTD) * (1 + scale) + shift
@@ -97,7 +117,12 @@ def velocity(
 def flow_loss(
     velocity_RTE: Float[Array, "R T E"], targets_RTE: Float[Array, "R T E"], weights_RT: Float[Array, "R T"]
 ) -> Float[Array, ""]:
-    """Sum of weighted squared errors over all numbers of all patches."""
+    """Sum of weighted squared errors over all numbers of all patches.
+
+    Args:
+      velocity_RTE, targets_RTE: predicted and right velocities.
+      weights_RT: the weight of each patch; 0 for padding.
+    """
     return jnp.sum(weights_RT[..., None] * jnp.square(velocity_RTE - targets_RTE))
 
 
@@ -110,8 +135,8 @@ def euler(
 
     Args:
       c: settings of the generator.
-      inputs: the host inputs of each microbatch, with noise as patches.
-      velocity: computes the last stage's prediction for such inputs.
+      inputs: the host inputs of each microbatch by name, with noise as "patches" [R, T, E]; "times" are replaced.
+      velocity: computes the last stage's prediction [R, T, E] of each microbatch for such inputs.
 
     Returns:
       Patches [R, T, E] of each microbatch.

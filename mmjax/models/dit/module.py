@@ -29,46 +29,72 @@ class DiffusionTransformer(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        """One group of all layers."""
         c = self.config
         return (LayerGroup(c.layers, partial(layers.DiTLayer, c), partial(layers.block, c)),)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The patch embedding of the first stage, and the velocity head of the last."""
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments", "positions" and "times"; "patches" on the first stage, "targets" and "weights" on the last."""
         ends = (("patches",) if first else ()) + (("targets", "weights") if last else ())
         return ("segments", "positions", "times", *ends)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+        """Features of the context's host input "patches", which are noisy; ``p`` are the module's parameters on its
+        first stage.
+        """
         return layers.embed_patches(p, context.inputs["patches"])
 
     @property
     def losses(self) -> Mapping[str, Loss]:
+        """One loss, "loss", with the weight ``DiT.loss_weight``."""
         return {"loss": Loss(weight=self.config.loss_weight)}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> dict[str, Float[Array, ""]]:
+        """{"loss": the sum of weighted squared errors of the velocity over the local patches}.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
+        include "times", "targets" and "weights".
+        """
         targets, weights = context.inputs["targets"], context.inputs["weights"]
         return {"loss": layers.flow_loss(self.predict(p, context, x), targets, weights)}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
-        """The velocity of each patch."""
+        """The velocity of each patch in fp32.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
+        include "times".
+        """
         return layers.velocity(p, self.config, x, context.inputs["times"])
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``DiT.steps`` steps of Euler's
+        method.
+
+        Args:
+          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
+            replaced.
+          predict: computes the results of the method ``predict`` for such inputs.
+        """
         return layers.euler(self.config, inputs, predict)
 
     @property
     def medium(self) -> EncoderSpec:
+        """The cutting of a picture into patches, for the data side."""
         c = self.config
         return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
 
     def parameters(self) -> int:
-        """The parameters of the patch embedding, of layers with their modulation, and of the velocity head."""
+        """The number of parameters of patch embedding, layers with their modulation, and velocity head."""
         c, d, e = self.config, self.config.width, self.config.patch_values
         modulation = (2 * c.frequencies + 1) * (6 * c.layers + 2) * d
         return e * d + d + block_parameters(c) + modulation + d * e + e
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Forward FLOPs for pictures with these numbers of patches."""
         c, patches = self.config, [int(n) for n in lengths]
         ends = 2 * c.patch_values * c.width
         modulation = 2 * c.frequencies * (6 * c.layers + 2) * c.width

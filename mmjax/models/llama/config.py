@@ -187,7 +187,7 @@ class DecoderConfig:
         self._check_rope()
 
     def check_media(self, modules: Sequence[str], field: str) -> None:
-        """Requires that `mask`, the value of `field`, names no media but those of these modules. Raises ConfigError."""
+        """Raises `ConfigError` if `mask`, the value of the setting `field`, names media of other modules than these."""
         Rules.parse(self.mask, field).require_kinds(modules, field, self.mask)
 
     def _check_window(self) -> None:
@@ -225,7 +225,9 @@ class DecoderConfig:
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
 
     def idle(self) -> dict[str, str]:
-        """Settings without effect, given the other settings, each with the reason."""
+        """The fields without effect, given the other fields, each with the reason: "rope_context" and "rope_turns", or
+        {}.
+        """
         if self.rope_scaling in ROPE_TURNS:
             return {}
         reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
@@ -233,12 +235,15 @@ class DecoderConfig:
 
     @property
     def turns(self) -> tuple[float, ...]:
-        """``rope_turns``, or the defaults of the scaling."""
+        """``rope_turns``, or the defaults of the scaling. Only for the scalings ``llama3`` and ``yarn``."""
         return self.rope_turns or ROPE_TURNS[self.rope_scaling]
 
     @property
     def runs(self) -> tuple[tuple[int, bool], ...]:
-        """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks."""
+        """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks.
+
+        Such as ((5, True), (1, False)); without windows and chunks all layers are one run that is not local.
+        """
         return tuple((len([*run]), is_local) for is_local, run in groupby(map(self._is_local, range(self.layers))))
 
     def _is_local(self, layer: int) -> bool:

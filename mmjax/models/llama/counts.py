@@ -18,7 +18,11 @@ def _vocab(c: DecoderConfig) -> int:
 
 
 def parameters(c: DecoderConfig) -> int:
-    """The number of an LLM's parameters, without vocabulary padding; a tied embedding counts once."""
+    """The number of an LLM's parameters, without vocabulary padding; a tied embedding counts once.
+
+    Raises:
+      ValueError: the vocabulary size is not set.
+    """
     d, k = c.width, c.head_width
     attention = 2 * d * c.heads * k + 2 * d * c.kv_heads * k
     biases = c.qkv_bias * (c.heads + 2 * c.kv_heads) * k + c.o_bias * d + c.mlp_bias * (2 * c.mlp + d)
@@ -36,6 +40,9 @@ def forward_flops(c: DecoderConfig, tokens: Iterable[int], pairs: int | None = N
       tokens: lengths of the segments.
       pairs: the number of pairs of query and visible key, summed over layers. By default it follows from the lengths,
         with masks of words counted as causal.
+
+    Raises:
+      ValueError: the vocabulary size is not set.
     """
     d, k, lengths = c.width, c.head_width, [int(n) for n in tokens]
     total = sum(lengths)

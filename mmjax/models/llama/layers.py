@@ -63,7 +63,7 @@ class _Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block."""
+    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm, self.attn = nnx.Param(jnp.ones(c.width)), _Attention(c, rngs)
@@ -86,7 +86,10 @@ class _Head(nnx.Module):
 
 
 def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
-    """The parameters outside of layers; a tied table on two stages belongs to the first."""
+    """The parameters outside of layers of a stage that is the first, the last, or both; () for neither.
+
+    A tied table is on both stages, and belongs to the first.
+    """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
     if first and last:
         return (Part(embedding), head)
@@ -98,7 +101,11 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 
 
 def block(c: DecoderConfig, context: Context) -> Block:
-    """The function of one layer over rows of packed samples."""
+    """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
+
+    Raises:
+      ValueError: the stage reads no positions.
+    """
     axes, positions = context.axes, context.tokens.positions
 
     def layer(x_BTD: Array, p: Params) -> Array:
@@ -119,7 +126,10 @@ def block(c: DecoderConfig, context: Context) -> Block:
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """This rank's part of the logits of hidden states after the final norm."""
+    """fp32 logits of this rank's part of the vocabulary, from hidden states after the final norm.
+
+    ``p`` are the LLM's parameters, of which "head", or "embed" of a tied table, is read. Padding entries are -1e30.
+    """
     return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab)
 
 
@@ -131,7 +141,18 @@ def losses(
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"],
 ) -> dict[str, Float[Array, ""]]:
-    """The weighted sum of each loss over tokens, from hidden states after the final norm."""
+    """The weighted sum of each loss over tokens, from hidden states after the final norm.
+
+    The losses are "loss", the cross-entropy, and with ``Decoder.z_loss`` "z_loss", not yet times its weight.
+
+    Args:
+      p: the LLM's parameters, of which "head", or "embed" of a tied table, is read.
+      c: the settings.
+      axes: mesh axes by role.
+      x_BTD: hidden states, equal on all tp ranks; this rank's tokens under sequence parallelism.
+      targets_BT: targets of all tokens, as indices in the complete vocabulary.
+      weights_BT: weights of the targets.
+    """
     by_token = token_losses_of(p, c, axes, x_BTD, targets_BT)
     by_name = {"loss": by_token.cross_entropy} | ({"z_loss": by_token.log_sum**2} if c.z_loss else {})
     return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in by_name.items()}
@@ -140,5 +161,13 @@ def losses(
 def token_losses_of(
     p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
 ) -> TokenLosses:
-    """Losses of the tokens, from hidden states after the final norm."""
+    """Losses in nats of each token, ``[B, T]``, from hidden states after the final norm.
+
+    Args:
+      p: the LLM's parameters, of which "head", or "embed" of a tied table, is read.
+      c: the settings.
+      axes: mesh axes by role.
+      x_BTD: hidden states, equal on all tp ranks; this rank's tokens under sequence parallelism.
+      targets_BT: targets of all tokens, as indices in the complete vocabulary.
+    """
     return token_losses(x_BTD, p["embed" if c.tied else "head"], targets_BT, axes, c.vocab, tied=c.tied)

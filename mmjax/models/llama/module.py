@@ -32,6 +32,7 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        """Its groups of layers: runs of layers with the window and chunks, and of layers without."""
         c = self.config
         create, rules = partial(layers.DecoderLayer, c), Rules.parse(c.mask)
 
@@ -51,6 +52,7 @@ class Llama(Module):
         )
 
     def axes_of(self, tp: int) -> LogicalAxes:
+        """``axes`` for a tp degree; with more ranks than key/value heads those of k and v are ``KV_HEADS``."""
         if tp <= self.config.kv_heads:
             return self.axes
         axes = dict(self.axes)
@@ -59,53 +61,85 @@ class Llama(Module):
         return axes
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The embedding table of the first stage, and the norm and the head of the last; see ``layers.parts``."""
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments" and "positions"; "tokens" on the first stage, "targets" and "weights" on the last; and the words
+        of its mask.
+        """
         ends = (("tokens",) if first else ()) + (("targets", "weights") if last else ())
         words = (name for name in Mask.of(self.config.mask).input_names if name in WORDS)
         return ("segments", "positions", *ends, *words)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
+        """The embeddings of the context's host input "tokens"; ``p`` are the module's parameters on its first stage."""
         return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
+        output of the last layer.
+        """
         # Checkpointed, since an fp32 copy would be a residual of each microbatch in flight.
         return jax.checkpoint(partial(rms_norm, eps=self.config.norm_eps))(x, p["norm"])
 
     @property
     def losses(self) -> Mapping[str, Loss]:
-        """The cross-entropy, and with ``Decoder.z_loss`` the squared logarithm of the softmax's denominator."""
+        """The cross-entropy "loss", and with ``Decoder.z_loss`` "z_loss", the squared logarithm of the softmax's
+        denominator.
+        """
         z_loss = self.config.z_loss
         return {"loss": Loss()} | ({"z_loss": Loss(weight=z_loss)} if z_loss else {})
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> dict[str, Float[Array, ""]]:
+        """The weighted sum of each loss over the local tokens, by name.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's tokens
+        have the inputs "targets" and "weights".
+        """
         inputs = context.tokens.inputs
         return layers.losses(p, self.config, context.axes, x, inputs["targets"], inputs["weights"])
 
     def predict(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, " B"]:
-        """The weighted loss of each row."""
+        """The sum of each row's weighted cross-entropies in nats.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's tokens
+        have the inputs "targets" and "weights".
+        """
         inputs = context.tokens.inputs
         losses = layers.token_losses_of(p, self.config, context.axes, x, inputs["targets"])
         return jnp.sum(losses.cross_entropy * inputs["weights"], axis=1)
 
     def logits(self, p: Params, context: Context, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 V"]:
+        """fp32 logits of the next token, in this tp rank's part of the vocabulary; padding entries are -1e30.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end`` for each row's last
+        token.
+        """
         return layers.logits(p, self.config, context.axes, x)
 
     @property
     def position_axes(self) -> int:
+        """3 with ``Decoder.rope_sections``, else 1."""
         return 3 if self.config.rope_sections else 1
 
     @property
     def sees(self) -> str:
+        """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
 
     def parameters(self) -> int:
+        """The number of its parameters; see ``counts.parameters``."""
         return counts.parameters(self.config)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Forward FLOPs over segments of these lengths in tokens; see ``counts.forward_flops``."""
         return counts.forward_flops(self.config, lengths)
 
     def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
+        """Forward FLOPs over segments of these lengths in tokens, with counted pairs.
+
+        ``pairs`` has the number of pairs that each of ``masks`` allows in these segments, in one layer.
+        """
         total_pairs = sum(layers * pairs[mask] for layers, mask in self.masks)
         return counts.forward_flops(self.config, lengths, total_pairs)

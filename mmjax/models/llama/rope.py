@@ -15,7 +15,10 @@ from mmjax.models.llama.config import DecoderConfig
 
 
 def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
-    """Rotary embedding of queries or keys; with ``Decoder.rope_sections`` positions have three axes."""
+    """Rotary embedding of queries or keys, with the settings' frequencies and the factor ``magnitude``.
+
+    Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``.
+    """
     frequency_K = frequencies(c.head_width, c.rope_theta)
     if c.rope_scaling != "none":
         unscaled_K = _unscaled_share(c, frequency_K)
@@ -24,7 +27,7 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
 
 
 def magnitude(c: DecoderConfig) -> float:
-    """The factor of queries and keys. YaRN makes the softmax sharper for longer contexts."""
+    """The factor of queries and keys: 1 + 0.1 ln(``rope_factor``) for YaRN, else 1. It makes the softmax sharper."""
     return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
 
 

@@ -87,7 +87,8 @@ _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta
 def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
     """The weights table of a model with these settings, with the keys of a folder of the language model alone.
 
-    The keys do not depend on ``model_type``.
+    A row's leaf is such as "layers/{}/attn/q", its keys ("model.layers.{}.self_attn.q_proj.weight",). The keys do not
+    depend on ``model_type``.
     """
     return tuple(_rows(c))
 
@@ -116,7 +117,10 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
 
 
 def unused(c: DecoderConfig) -> tuple[str, ...]:
-    """Ends of keys that folders may have although no leaf needs them: rotary frequencies, which are computed."""
+    """Regular expressions for the ends of keys that folders may have although no leaf needs them.
+
+    They are rotary frequencies, which are computed; ``c`` is not read.
+    """
     del c
     return (r"rotary_emb\.inv_freq",)
 
@@ -125,10 +129,11 @@ def unused(c: DecoderConfig) -> tuple[str, ...]:
 
 
 def settings(hf_config: Json) -> dict[str, Any]:
-    """Fields of ``DecoderConfig`` from a ``config.json``.
+    """Fields of ``DecoderConfig``, by name, from a ``config.json``.
 
     Args:
-      hf_config: its contents, or its part on the language model, as transformers 5 or 4 writes it.
+      hf_config: its contents, or its part on the language model, as transformers 5 or 4 writes it. Missing keys have
+        the defaults of transformers; for M-RoPE "whole" is the file of the composite model.
 
     Raises:
       ConfigError: mmjax cannot compute the model; the message names the key and its value.
@@ -224,7 +229,7 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
 def to_hf_config(
     c: DecoderConfig, *, model_type: str = "", positions: int = 4096, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """A ``config.json`` from which transformers, 5 and before, builds the same model.
+    """A ``config.json``, as a dict, from which transformers, 5 and before, builds the same model.
 
     Args:
       c: the settings, with a vocabulary size.

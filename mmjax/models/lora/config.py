@@ -38,16 +38,18 @@ class LoraConfig:
         require(bool(self.targets), "Lora.targets", self.targets, "names no weight; give one or more, or set rank to 0")
 
     def adapts(self, name: str) -> bool:
-        """Whether a weight of a layer, such as "attn/q", has an adapter."""
+        """Whether a weight of a layer, such as "attn/q", has an adapter by ``targets``; ``rank`` is not read."""
         return any(fnmatchcase(name, target) for target in self.targets)
 
     def idle(self) -> dict[str, str]:
-        """Settings without effect, given the other settings, each with the reason."""
+        """The fields without effect, given the other fields, each with the reason: "alpha" and "targets" for rank 0,
+        else {}.
+        """
         return {} if self.rank else dict.fromkeys(("alpha", "targets"), "Lora.rank=0 adds no adapters")
 
     @property
     def scale(self) -> float:
-        """The factor of the adapters' products; 0 without adapters."""
+        """The factor of the adapters' products, alpha / rank; 0 without adapters."""
         return self.alpha / self.rank if self.rank else 0.0
 
 

@@ -37,7 +37,10 @@ class _Group(nnx.Module):
 
 
 class Adapters(nnx.Module):
-    """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is initially 0, so adapters start without effect."""
+    """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is initially 0, so adapters start without effect.
+
+    ``sizes`` are a result of ``adapted_sizes``. The parameters of "attn/q" are "attn/q/a" and "attn/q/b".
+    """
 
     def __init__(self, sizes: Sizes, rank: int, rngs: nnx.Rngs):
         for name, inputs, outputs in sizes:
@@ -51,7 +54,9 @@ class Adapters(nnx.Module):
 
 
 def adapted_sizes(create: Create, lora: LoraConfig) -> Sizes:
-    """Sizes of the weights of one layer that have an adapter."""
+    """Name in the layer, inputs and outputs of the weights of one layer that have an adapter, such as ("attn/q", 64,
+    64).
+    """
     return tuple((name, *shape) for name, shape in _matrices(create).items() if lora.adapts(name))
 
 
@@ -62,7 +67,12 @@ def _matrices(create: Create) -> dict[str, tuple[int, int]]:
 
 
 def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
-    """Requires that each target matches a weight of the module's layers.
+    """Raises `ConfigError` unless each target matches a weight of the module's layers.
+
+    Args:
+      name: the module's name, for errors.
+      module: the module.
+      lora: the settings, with native names as targets.
 
     Raises:
       ConfigError: a target matches none; the message lists the weights.
@@ -74,7 +84,15 @@ def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
 
 
 def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraConfig, tp: int) -> ModuleSlice | None:
-    """A stage's adapters of a module's layers; ``None`` if these layers have none."""
+    """A stage's adapters of a module's layers; ``None`` if these layers have none.
+
+    Args:
+      name: the module's name; the slice is of "<name>_lora".
+      module: the module.
+      runs: the layers of the stage.
+      lora: settings of the adapters, with a rank above 0.
+      tp: the tp degree.
+    """
     adapter_runs, axes, module_axes = list[LayerRun](), dict[str, tuple[str, ...]](), module.axes_of(tp)
     for run in runs:
         if sizes := adapted_sizes(run.create, lora):
@@ -98,7 +116,11 @@ def _axes(prefix: str, sizes: Sizes, module_axes: LogicalAxes) -> dict[str, tupl
 
 
 def with_adapters(weights: Params, adapters: Params, scale: float) -> Params:
-    """A stage's parameters of a module, with adapted weights replaced by ``Adapted``."""
+    """A copy of a stage's parameters of a module, with adapted weights replaced by ``Adapted``.
+
+    ``adapters`` are the parameters of "<module>_lora": a tree like ``weights`` with {"a", "b"} in place of each weight.
+    ``scale`` is alpha / rank.
+    """
     return {
         name: _adapted(weight, adapters[name], scale) if name in adapters else weight
         for name, weight in weights.items()
@@ -115,12 +137,14 @@ def _adapted(weight: Any, adapters: Params, scale: float) -> Any:
 
 
 def lora_parameters(module: Module, lora: LoraConfig) -> int:
-    """The number of parameters of a module's adapters."""
+    """The number of parameters of a module's adapters in all layers, whole and not of one rank."""
     sizes = ((group.layers, adapted_sizes(group.create, lora)) for group in module.groups)
     return sum(layers * lora.rank * (inputs + outputs) for layers, group in sizes for _, inputs, outputs in group)
 
 
 def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
-    """Forward FLOPs of a module's adapters over segments of these lengths in tokens or patches."""
+    """Forward FLOPs of a module's adapters over segments of these lengths in tokens or patches; class tokens are added
+    here.
+    """
     special = module.medium.special if module.medium else 0
     return 2 * sum(int(n) + special for n in lengths) * lora_parameters(module, lora)

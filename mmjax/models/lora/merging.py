@@ -15,10 +15,10 @@ _ALPHA = re.compile(r"^(\w+)/Lora\.alpha = (\S+)$", re.MULTILINE)
 
 
 def require_adapters(adapters: Collection[str], *, merge: bool) -> None:
-    """Requires that there are adapters, if ``merge`` is set.
+    """Raises `ConfigError` if ``merge`` is set and there are no ``adapters``, names of modules such as "llm_lora".
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: there are none; the message is about the flag --merge_lora.
     """
     require(not merge or bool(adapters), "--merge_lora", merge, "the run has no adapters; leave the flag out")
 
@@ -26,9 +26,11 @@ def require_adapters(adapters: Collection[str], *, merge: bool) -> None:
 def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
     """Parameters without adapters, with adapted weights replaced by W + (alpha / rank) A B in the dtype of W.
 
+    The leaves of other weights are the same arrays; ``leaves`` is not changed.
+
     Args:
-      leaves: parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".
-      config: the operative config of their run, which has each module's alpha.
+      leaves: complete parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".
+      config: the text of the operative config of their run, which has each module's alpha as "llm/Lora.alpha = 16.0".
     """
     alphas = {lora_name(module): (module, float(alpha)) for module, alpha in _ALPHA.findall(config)}
     result = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] not in alphas}

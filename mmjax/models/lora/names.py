@@ -20,7 +20,9 @@ ALL_LINEAR = "all-linear"
 
 
 def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any, folder: str) -> LoraConfig:
-    """Adapter settings whose targets are native names; Hugging Face's names are converted.
+    """Adapter settings whose targets are native names; Hugging Face's names and "all-linear" are converted.
+
+    The settings themselves are returned if nothing is to be converted, or for a module without a table of weights.
 
     Args:
       name: the module's name.
@@ -50,7 +52,11 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
 
 
 def layer_rows(family: Family, settings: Any, folder: str) -> tuple[Row, ...]:
-    """The weights table of a module's layers, with the folder's keys; () for a module without a table."""
+    """The weights table of a module's layers, with the folder's keys; () for a module without a table.
+
+    ``settings`` are the module's, an instance of the family's configurable class; for "" as folder the keys are those
+    of a folder of the module alone.
+    """
     try:
         if folder:
             rows = find_pretrained(family, read_config(folder)).rows(settings)
@@ -62,7 +68,11 @@ def layer_rows(family: Family, settings: Any, folder: str) -> tuple[Row, ...]:
 
 
 def weights_of_layers(rows: Iterable[Row]) -> Iterator[tuple[str, str]]:
-    """Native and Hugging Face's names of the matrices of a layer, such as "attn/q" and "self_attn.q_proj"."""
+    """Native and Hugging Face's name of each matrix of a layer, such as ("attn/q", "self_attn.q_proj"), in the order of
+    ``rows``.
+
+    ``rows`` are a result of ``layer_rows``; norms and biases are left out.
+    """
     for row in rows:
         key = row.keys[0]
         if key.endswith(".weight") and row.view.order == (1, 0):

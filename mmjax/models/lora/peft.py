@@ -55,11 +55,11 @@ class AdaptedModule:
 
 
 def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of a module's ``LoraConfig`` from its PEFT folder; {} if all fields are set, or no folder.
+    """The fields of a module's ``LoraConfig`` from its PEFT folder, by name; {} if all fields are set, or no folder.
 
     Args:
       name: the module's name.
-      values: fields that are set.
+      values: fields that are set, by name; "path" is the folder.
       family: the module's family.
 
     Raises:
@@ -79,7 +79,9 @@ def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> di
 
 
 def read_settings(path: str, medium: str) -> dict[str, Any]:
-    """The fields of ``LoraConfig`` from a PEFT folder; targets have the folder's names.
+    """The fields "rank", "alpha" and "targets" of ``LoraConfig`` from a PEFT folder.
+
+    Targets have the folder's names, such as "self_attn.q_proj".
 
     Args:
       path: the folder.
@@ -116,7 +118,9 @@ def _of(key: str, medium: str) -> bool:
 
 
 def adapter_rows(module: AdaptedModule) -> tuple[Row, ...]:
-    """The weights table of a module's adapters, with PEFT's keys.
+    """The weights table of a module's adapters, with PEFT's keys: for each weight a row for A, then one for B.
+
+    A row's leaf is such as "layers/{}/attn/q/a".
 
     Raises:
       ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
@@ -143,6 +147,9 @@ def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
     Args:
       module: the module with its adapters.
       base: the folder of the base model; "" for none.
+
+    Raises:
+      ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
     """
     paths = [row.keys[0].removeprefix(_BEGIN).removesuffix(_ENDS["a"]) for row in adapter_rows(module)[::2]]
     alpha = module.lora.alpha

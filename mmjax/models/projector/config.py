@@ -62,9 +62,13 @@ class ProjectorConfig:
         require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
     def idle(self) -> dict[str, str]:
-        """Settings without effect, given the other settings, each with the reason."""
+        """The fields without effect, given the other fields, each with the reason: "activation" if it is linear, else
+        {}.
+        """
         return {"activation": "Projector.kind='linear' has none"} if self.kind == "linear" else {}
 
     def hidden_of(self, width: int) -> int:
-        """The number of hidden units, by default ``width``; 0 for a linear projector."""
+        """The number of hidden units: ``hidden``, or ``width`` (the width of its results) if that is 0; 0 for a linear
+        projector.
+        """
         return (self.hidden or width) if self.kind == "mlp" else 0

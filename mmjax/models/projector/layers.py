@@ -21,10 +21,10 @@ from mmjax.models.transformer import Norm
 
 
 class Projector(nnx.Module):
-    """Parameters of a projector from ``in_width`` to ``out_width``.
+    """Parameters of a projector from ``in_width`` to ``out_width``: "up", "up_bias", "down" and "down_bias".
 
-    With ``hidden`` 0 it has one layer, replicated over tp. ``norm`` is the norm of each of the ``together`` features
-    that are concatenated to ``in_width``.
+    With ``hidden`` 0 it has one layer, "kernel" and "bias", replicated over tp. ``norm`` is the norm of each of the
+    ``together`` features that are concatenated to ``in_width``: "none", "layer" or "rms".
     """
 
     def __init__(
@@ -49,12 +49,15 @@ class Newline(nnx.Module):
 
 
 def injected_name(layer: int) -> str:
-    """The name of an additional projector's parameters, by the layer that its tokens enter (see ``Edge.inject``)."""
+    """The name of an additional projector's parameters, by the layer that its tokens enter: "inject003" for 3.
+
+    See ``Edge.inject``.
+    """
     return f"inject{layer:03d}"
 
 
 def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
-    """Concatenates each run of ``together`` features.
+    """Concatenates each run of ``together`` neighbouring features of a row.
 
     Raises:
       ValueError: a rank's part of a row is no multiple of ``together``.
@@ -67,14 +70,25 @@ def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m 
 
 
 def joined(parts: Sequence[Float[Array, "R T _"]]) -> Float[Array, "R T _"]:
-    """Concatenates features of the same tokens."""
+    """Concatenates features of the same tokens along the last dimension; a single array is returned as it is."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def project(
     p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], activation: str
 ) -> Float[Array, "R T/m D"]:
-    """Maps each run of ``together`` features to one LLM token; patches are ordered accordingly."""
+    """Maps each run of ``together`` features to one LLM token; patches are ordered accordingly.
+
+    Args:
+      p: the parameters of a ``Projector`` on this tp rank.
+      together: the number of features of a token.
+      axes: mesh axes by role.
+      x_RTD: features of this rank's tokens.
+      activation: a key of ``ACTIVATIONS``; not read by a projector of one layer.
+
+    Raises:
+      ValueError: a rank's part of a row is no multiple of ``together``.
+    """
     x_RTD = merged(any_norm(x_RTD, p["norm"]) if "norm" in p else x_RTD, together)
     if "kernel" in p:
         return linear(x_RTD, p["kernel"], p["bias"])
@@ -83,7 +97,15 @@ def project(
 
 
 def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1) -> int:
-    """The number of a projector's parameters; for arguments see ``Projector``."""
+    """The number of a projector's parameters.
+
+    Args:
+      in_width: the width of ``together`` features side by side.
+      hidden: the number of hidden units; 0 for a projector of one layer.
+      out_width: the width of a token.
+      norm: the norm of each feature: "none", "layer" or "rms".
+      together: the number of features of a token.
+    """
     norms = {"none": 0, "layer": 2, "rms": 1}[norm] * (in_width // together)
     if not hidden:
         return norms + in_width * out_width + out_width
@@ -91,5 +113,8 @@ def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: st
 
 
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:
-    """Forward FLOPs of a projector for ``tokens`` output tokens; for other arguments see ``Projector``."""
+    """Forward FLOPs of a projector from ``in_width`` to ``out_width`` for ``tokens`` output tokens, without its norm.
+
+    ``hidden`` is the number of hidden units; 0 for a projector of one layer.
+    """
     return 2 * tokens * (hidden * (in_width + out_width) if hidden else in_width * out_width)

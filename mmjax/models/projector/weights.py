@@ -16,7 +16,7 @@ _MERGERS = ("qwen2_vl", "qwen2_5_vl")
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``ProjectorConfig`` from a composite model's ``config.json``.
+    """Fields of ``ProjectorConfig``, by name, from the complete ``config.json`` of a composite model, such as LLaVA's.
 
     Raises:
       ConfigError: the activation, products without biases, or the kind of tiles are not supported.
@@ -46,7 +46,11 @@ def _most_tiles(hf_config: Mapping[str, Any]) -> int:
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """The weights table of LLaVA's projector and newline, or of Qwen2-VL's merger, with the oldest keys."""
+    """The weights table of LLaVA's projector and newline, or of Qwen2-VL's merger, with the oldest keys.
+
+    ``model_type`` is the composite model's, such as "llava" or "qwen2_vl". A row's leaf is such as "up", its keys
+    ("multi_modal_projector.linear_1.weight",).
+    """
     if model_type in _MERGERS:
         return _merger(config)
     return (
@@ -70,5 +74,5 @@ def _merger(config: ProjectorConfig) -> tuple[Row, ...]:
 
 
 def unused(config: ProjectorConfig) -> tuple[str, ...]:
-    """No keys."""
+    """Regular expressions for the ends of keys that a folder may have although no leaf needs them: none, ()."""
     return ()

@@ -186,7 +186,9 @@ class ViTConfig(EqualHeads, SquarePatches):
         self._check_window()
 
     def idle(self) -> dict[str, str]:
-        """Settings without effect, given the other settings, each with the reason."""
+        """The fields without effect, given the other fields, each with the reason: "rope_theta" or "grid", by
+        ``positions``.
+        """
         learned = self.positions == "learned2d"
         return {"rope_theta" if learned else "grid": f"ViT.positions={self.positions!r} does not read it"}
 
@@ -204,6 +206,8 @@ class ViTConfig(EqualHeads, SquarePatches):
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Runs of equal layers: the number of layers, and their window; 0 means no windows."""
+        """Runs of equal layers: the number of layers, and their window in patches; 0 means no windows. Such as ((7, 8),
+        (1, 0)).
+        """
         by_layer = (0 if layer in self.full_at else self.window for layer in range(self.layers))
         return tuple((len(list(run)), window) for window, run in groupby(by_layer))

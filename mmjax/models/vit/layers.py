@@ -24,7 +24,10 @@ from mmjax.models.vit.positions import learned
 
 
 class ViTStem(nnx.Module):
-    """The patch embedding, and for ``learned2d`` the position table, with the class token's row first."""
+    """The patch embedding "patch", and for ``learned2d`` the table "position", with the class token's row first.
+
+    With a class token also "class_token".
+    """
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
@@ -36,7 +39,7 @@ class ViTStem(nnx.Module):
 
 
 class ViTLayer(EncoderLayer):
-    """Parameters of one layer."""
+    """Parameters of one layer, see ``EncoderLayer``; with ``ViT.layer_scale`` also "attn_scale" and "mlp_scale"."""
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         super().__init__(c, rngs, rms=c.norm == "rms", gated=c.gated)
@@ -45,7 +48,9 @@ class ViTLayer(EncoderLayer):
 
 
 def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
-    """The parameters outside of layers: of the first stage, the last stage, or both."""
+    """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
+    neither.
+    """
 
     def norm(rngs: nnx.Rngs) -> Norm:
         return Norm(c.width, rms=c.norm == "rms")
@@ -56,7 +61,11 @@ def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 
 
 def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R T D"]:
-    """Features of patches and class tokens."""
+    """Features of patches and class tokens, with learned positions, after the stem's norm if there is one.
+
+    ``p`` are the encoder's parameters of the first stage; the context's inputs include "patches" [R, T, P] and
+    "positions" [R, T, 2].
+    """
     inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]
     # All frames of an image's patch are equal.
@@ -75,7 +84,13 @@ def _with_class_tokens(x_RTD: Array, token_D: Array, is_class_RT: Array) -> Arra
 
 
 def block(c: ViTConfig, context: Context) -> Block:
-    """The function of one layer over rows of packed images; class tokens are not rotated."""
+    """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed images.
+
+    Class tokens are not rotated.
+
+    Raises:
+      ValueError: the stage reads no positions, with rotary positions.
+    """
     if c.positions == "learned2d":
         return encoder_block(c, context)
     positions_RT2, rotate = context.tokens.positions, rotate_axial if c.positions == "axial" else rotate_2d

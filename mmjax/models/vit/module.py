@@ -28,6 +28,7 @@ class VisionTransformer(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        """Its groups of layers: runs of layers with equal windows, see ``ViTConfig.windows``."""
         c = self.config
         create = partial(layers.ViTLayer, c)
 
@@ -37,19 +38,28 @@ class VisionTransformer(Module):
         return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The patch embedding, class token, learned positions and norm of the first stage, and the norm of the last."""
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments" and "positions"; on the first stage also "patches"."""
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+        """Features of the context's host input "patches", and of class tokens; ``p`` are the parameters of the first
+        stage.
+        """
         return layers.embed_patches(p, self.config, context)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        """Features after the last norm, if there is one. ``p`` are the module's parameters on its last stage, and ``x``
+        is the output of the last layer.
+        """
         return any_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
 
     @property
     def medium(self) -> EncoderSpec:
+        """The cutting of an image into patches, for the data side."""
         c = self.config
         return EncoderSpec(
             patch=c.patch,
@@ -63,7 +73,7 @@ class VisionTransformer(Module):
         )
 
     def parameters(self) -> int:
-        """The parameters of patch embedding, learned position table, class token, layers and norms."""
+        """The number of parameters of patch embedding, learned position table, class token, layers and norms."""
         c, d = self.config, self.config.width
         position = (c.class_token + c.grid**2) * d if c.positions == "learned2d" else 0
         norms = (c.stem_norm + c.last_norm + 2 * c.layers) * (d if c.norm == "rms" else 2 * d)
@@ -71,7 +81,10 @@ class VisionTransformer(Module):
         return stem + norms + block_parameters(c, gated=c.gated) + 2 * c.layers * d * c.layer_scale
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """FLOPs for images with these numbers of patches, and class tokens. Windows at an edge count as full."""
+        """Forward FLOPs for images with these numbers of patches, class tokens not counted.
+
+        Class tokens are added here. Windows at an edge of an image count as full.
+        """
         c, patches = self.config, [int(n) for n in lengths]
         stem = 2 * sum(patches) * c.frames * c.patch_values * c.width
         # Pairs of patches in different windows are hidden.

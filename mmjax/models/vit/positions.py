@@ -28,7 +28,14 @@ def learned(
     context: Context,
     like: Array,
 ) -> Float[Array, "R T D"]:
-    """Position embeddings of patches, and of class tokens (negative coordinates), in the dtype of ``like``."""
+    """Position embeddings of patches, and of class tokens (negative coordinates).
+
+    Args:
+      table_ND: the table, an array or a handle, with the class token's row first, if there is one.
+      c: the settings.
+      context: the context of the first stage, whose inputs include "positions" [R, T, 2] and "segments".
+      like: an array with the dtype of the result of a resized table; otherwise the dtype is that of the table.
+    """
     positions_RT2, segments_RT = context.inputs["positions"], context.inputs["segments"]
     first = int(c.class_token)
     is_class_RT = positions_RT2[..., 0] < 0
@@ -47,7 +54,12 @@ def learned(
 def sides(
     segments_RT: Int[Array, "R T"], positions_RS2: Int[Array, "R S 2"], segments_RS: Int[Array, "R S"]
 ) -> Int[Array, "R T 2"]:
-    """The numbers of rows and columns of each patch's image, at least 1, from all S patches of the rows."""
+    """The numbers of rows and columns of each patch's image, at least 1, from all S patches of the rows.
+
+    Args:
+      segments_RT: the image of each of this rank's patches.
+      positions_RS2, segments_RS: row and column, and the image, of all patches of the same rows.
+    """
     same_RTS = segments_RT[:, :, None] == segments_RS[:, None, :]
     last_RT = [
         jnp.max(jnp.where(same_RTS, positions_RS2[:, None, :, axis], 0), axis=-1) for axis in range(2)
@@ -56,7 +68,10 @@ def sides(
 
 
 def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"]) -> Float[Array, "R T G"]:
-    """fp32 weights of the table's places along one axis, for a patch at ``place`` of ``side`` patches."""
+    """fp32 weights of the table's places along one axis, for a patch at ``place`` of ``side`` patches; they sum to 1.
+
+    ``c.interpolate`` is "bicubic" or "bilinear".
+    """
     scale_RT1 = (c.grid / side_RT.astype(jnp.float32))[..., None]
     centre_RT1 = (place_RT[..., None].astype(jnp.float32) + 0.5) * scale_RT1
     places_G = jnp.arange(c.grid)

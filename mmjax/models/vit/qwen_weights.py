@@ -40,10 +40,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``ViTConfig`` from a ``vision_config``.
+    """Fields of ``ViTConfig``, by name, from a ``vision_config`` whose "model_type" is a key of ``DEFAULTS``.
 
     Raises:
       ConfigError: mmjax cannot compute the tower.
+      KeyError: the model type is another one.
     """
     is_2_5 = DEFAULTS[hf_config["model_type"]] is _QWEN2_5
     c = {**DEFAULTS[hf_config["model_type"]], **{key: value for key, value in hf_config.items() if value is not None}}
@@ -90,7 +91,7 @@ def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(c: ViTConfig) -> tuple[Row, ...]:
-    """The tower's weights table, with keys without the prefix "visual."."""
+    """The tower's weights table, with keys without the prefix "visual."; a row's leaf is such as "layers/{}/attn/q"."""
     return tuple(Row(leaf, (key,), view) for leaf, key, view in _named(c))
 
 

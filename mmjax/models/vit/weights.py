@@ -81,7 +81,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str, Any]:
-    """Fields of ``ViTConfig`` from a config.json or its ``vision_config``.
+    """Fields of ``ViTConfig``, by name, from a config.json or its ``vision_config``.
 
     Args:
       hf_config: the configuration; its "whole" is the configuration of the composite model, such as LLaVA's.
@@ -130,12 +130,12 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
 
 
 def to_hf_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
-    """The config.json of a folder of the tower alone.
+    """The config.json, as a dict, of a folder of the tower alone.
 
     Args:
       config: the settings.
-      kind: its ``model_type``; the features are then those before the model's last norm. "" chooses a type whose
-        ``last_hidden_state`` are the features.
+      kind: its ``model_type``, such as "clip_vision_model"; the features are then those before the model's last norm.
+        "" chooses a type whose ``last_hidden_state`` are the features.
 
     Raises:
       ConfigError: no model of these families computes the same.
@@ -183,10 +183,10 @@ def _layer_of(composite: Mapping[str, Any], family: str) -> int:
 
 
 def family_of(hf_config: Mapping[str, Any]) -> str:
-    """The family of a config.json, or of its ``vision_config``.
+    """The family, a value of ``FAMILIES`` such as "clip", of a config.json or of its ``vision_config``.
 
     Raises:
-      ConfigError: it is in none of ``FAMILIES``.
+      ConfigError: its "model_type" is in none of ``FAMILIES``.
     """
     kind = _vision_config(hf_config).get("model_type") or hf_config.get("model_type", "")
     one_of("config.json: model_type", kind, FAMILIES)
@@ -224,7 +224,11 @@ def _grid(family: str, c: Mapping[str, Any]) -> int:
 
 
 def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
-    """The tower's weights table in a folder of this ``model_type``."""
+    """The tower's weights table in a folder of this ``model_type``; a row's leaf is such as "layers/{}/attn/q".
+
+    Raises:
+      KeyError: the model type is none of ``FAMILIES`` and none of Qwen's.
+    """
     if model_type in qwen_weights.DEFAULTS:
         return qwen_weights.rows(config)
     family = FAMILIES[model_type]

@@ -103,6 +103,8 @@ class WhisperConfig(EqualHeads):
         require(self.window >= self.hop, "Whisper.window", self.window, fix)
 
     def idle(self) -> dict[str, str]:
-        """Settings without effect, given the other settings, each with the reason."""
+        """The fields without effect, given the other fields, each with the reason: "length" where nothing reads it,
+        else {}.
+        """
         reads_length = self.pad or self.positions == "learned"
         return {} if reads_length else {"length": "it belongs to Whisper.positions='learned' and to Whisper.pad"}

@@ -42,7 +42,7 @@ class _Convolution(nnx.Module):
 
 
 class AudioStem(nnx.Module):
-    """Both convolutions, and for ``learned`` the position table."""
+    """Both convolutions, "conv1" and "conv2", and for ``learned`` the table "position" ``[length, width]``."""
 
     def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
         self.conv1, self.conv2 = _Convolution(c.mels, c.width, rngs), _Convolution(c.width, c.width, rngs)
@@ -51,7 +51,9 @@ class AudioStem(nnx.Module):
 
 
 def parts(c: WhisperConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
-    """The parameters outside of layers: of the first stage, the last stage, or both."""
+    """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
+    neither.
+    """
     stem = (Part(partial(AudioStem, c)),) if first else ()
     norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()
     return stem + norm
@@ -65,7 +67,16 @@ def embed_frames(
     positions_RT: Int[Array, "R T"],
     axes: tuple[str, ...] = (),
 ) -> Float[Array, "R T D"]:
-    """Features of pairs of log-mel frames; rows are split over ``axes``, in contiguous runs."""
+    """Features of pairs of log-mel frames: both convolutions and positions.
+
+    Args:
+      p: the encoder's parameters of the first stage: "conv1", "conv2" and, if learned, "position".
+      c: the settings.
+      patches_RTP: the mels of two frames, side by side.
+      segments_RT: the recording of each patch, from 1; 0 is padding.
+      positions_RT: the place of each patch in its recording, from 0.
+      axes: mesh axes that rows are split over, in contiguous runs; () for complete rows.
+    """
     conv1, conv2 = p["conv1"], p["conv2"]
     gelu = ACTIVATIONS["gelu_exact" if c.activation == "gelu_exact" else "gelu"]
     even, odd = jnp.split(patches_RTP.astype(conv1["kernel"].dtype), STRIDE, axis=-1)

@@ -30,6 +30,7 @@ class Whisper(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        """One group of all layers."""
         c = self.config
 
         def block(context: Context, x: Array) -> Block:
@@ -38,21 +39,30 @@ class Whisper(Module):
         return (LayerGroup(c.layers, partial(EncoderLayer, c), block),)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The convolutions and learned positions of the first stage, and the norm of the last."""
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments"; on the first stage also "patches" and "positions"."""
         return ("patches", "segments", "positions") if first else ("segments",)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
+        """Features of the context's host input "patches", pairs of log-mel frames; ``p`` are the parameters of the
+        first stage.
+        """
         inputs, axes = context.inputs, context.axes.stream
         positions_RT = inputs["positions"][..., 0]
         return layers.embed_frames(p, self.config, inputs["patches"], inputs["segments"], positions_RT, axes)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        """Features after the last norm. ``p`` are the module's parameters on its last stage, and ``x`` is the output of
+        the last layer.
+        """
         return layer_norm(x, p["norm"], self.config.norm_eps)
 
     @property
     def medium(self) -> EncoderSpec:
+        """The cutting of a recording into log-mel frames and pairs of these, for the data side."""
         c = self.config
         chunk = layers.STRIDE * c.length if c.pad else 0
         return EncoderSpec(
@@ -69,14 +79,17 @@ class Whisper(Module):
         )
 
     def parameters(self) -> int:
-        """The parameters of both convolutions, learned position table, layers and last norm."""
+        """The number of parameters of both convolutions, learned position table, layers and last norm."""
         c, d = self.config, self.config.width
         convolutions = layers.TAPS * c.mels * d + d + layers.TAPS * d * d + d
         position = c.length * d if c.positions == "learned" else 0
         return convolutions + position + encoder_parameters(c) + norm_parameters(c)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """For each patch of two frames the first convolution runs twice and the second once, each over three taps."""
+        """Forward FLOPs for recordings with these numbers of patches, of two frames each.
+
+        For each patch the first convolution runs twice and the second once, each over three taps.
+        """
         c, patches = self.config, [int(n) for n in lengths]
         stem = 2 * sum(patches) * (2 * layers.TAPS * c.mels * c.width + layers.TAPS * c.width * c.width)
         return stem + block_flops(c, patches)

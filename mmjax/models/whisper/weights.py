@@ -45,7 +45,7 @@ _CONSTANT = {
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``WhisperConfig`` from a config.json.
+    """Fields of ``WhisperConfig``, by name, from a config.json.
 
     Args:
       hf_config: the configuration; its "extractor" is the configuration of the feature extractor, if the folder has
@@ -83,7 +83,7 @@ def _with_defaults(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
 
 def to_hf_config(config: WhisperConfig) -> dict[str, Any]:
-    """The config.json of a folder of the encoder.
+    """The config.json, as a dict, of a folder of the encoder.
 
     Raises:
       ConfigError: no Whisper model computes the same.
@@ -98,7 +98,10 @@ def to_hf_config(config: WhisperConfig) -> dict[str, Any]:
 
 
 def rows(config: WhisperConfig, model_type: str) -> tuple[Row, ...]:
-    """The encoder's weights table; keys have one of ``_PREFIXES``."""
+    """The encoder's weights table; each row has the key with every of ``_PREFIXES``. ``model_type`` is not read.
+
+    A row's leaf is such as "layers/{}/attn/q".
+    """
     del model_type
     return tuple(Row(leaf, tuple(prefix + key for prefix in _PREFIXES), view) for leaf, key, view in _named(config))
 
