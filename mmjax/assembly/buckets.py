@@ -86,7 +86,7 @@ def with_buckets(
 
 
 def added_buckets(recipe: Recipe, packer: Packer) -> Iterator[str]:
-    """Yields a line about each bucket that was added because a module's given ones do not hold the largest cells.
+    """Yields a line, without line break, for each bucket added because a module's own do not hold the largest cells.
 
     Args:
       recipe: the run's configuration.

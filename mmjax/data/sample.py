@@ -312,7 +312,11 @@ def swap_media(
 ) -> list[Sample]:
     """The last question and answer of each sample, with the next sample's media of `encoder` (cyclically).
 
-    A model that uses these media must fail on such samples; one that guesses without them does not notice.
+    A model that uses these media must fail on such samples; one that guesses without them does not notice. Media of
+    other encoders stay. Media without a mark in the question come before it.
+
+    Raises:
+      ValueError: a question has more marks than media.
     """
     swapped = []
     for sample, following in zip(samples, [*samples[1:], *samples[:1]], strict=True):

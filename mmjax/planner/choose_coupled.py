@@ -18,7 +18,8 @@ def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -
     """Simulates, for each number of LLM stages, the fastest layouts with encoders in stages as long as the LLM's.
 
     Every module is on devices of its own, and the schedule is 1F1B. For each number of LLM stages, the layouts that are
-    fastest in closed form and fit into memory are tried until a run accepts one.
+    fastest in closed form and fit into memory are tried until a run accepts one. The choice has the estimates of all
+    accepted layouts, the shortest step first.
 
     Args:
       work: the work of the model on its data.

@@ -63,10 +63,11 @@ def exchange_seconds(
     compute: PassSeconds,
     gradient_ratio: float = 2.0,
 ) -> tuple[float, float]:
-    """Seconds, in forward and backward, by which the cp ranks' exchange of keys and values takes longer than attention.
+    """Seconds, in forward and backward of a microbatch, by which cp's exchange of keys and values delays a stage.
 
-    See `mmjax.attention.exchange` for the methods. Ranks have the same work, also in each round of a ring. A backward
-    with recompute exchanges again.
+    Attention hides "ring", and "gather" after its first chunk of heads. Nothing hides that chunk, "need" or
+    "all-to-all". Both times are 0 if cp ranks share no rows; backward is 0 if the stage has none. Ranks have the same
+    work, also in each round of a ring. A backward with recompute exchanges again. See `mmjax.attention.exchange`.
 
     Args:
       module: the work of the module.

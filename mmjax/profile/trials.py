@@ -96,12 +96,15 @@ class Folded(World):
 
 
 def points(packer: Packer, rows: int, *, quick: bool) -> list[Point]:
-    """Shapes to try: each module's widest bucket with all rows, one row and a quarter, its narrowest with all and a
-    quarter.
+    """At most five points to try, each with a shape of every module.
+
+    They have each module's widest bucket with all rows, one row and a quarter, then its narrowest with all and a
+    quarter. Rows are those of the bucket in all cells; quarters are rounded up. Equal shapes of a module are tried
+    once. A module with fewer shapes than another repeats its first.
 
     Args:
       packer: packs the data.
-      rows: samples of a microbatch, which are its LLM rows unless they are packed.
+      rows: rows of a microbatch for a module without buckets, rounded up to a multiple of the cells.
       quick: only the widest bucket, with all rows and a quarter.
     """
     tried = {name: _shapes(packer, name, rows, quick=quick) for name in (LLM, *packer.encoders)}

@@ -35,6 +35,8 @@ def parameters(c: DecoderConfig) -> int:
 def forward_flops(c: DecoderConfig, tokens: Iterable[int], pairs: int | None = None) -> int:
     """Forward FLOPs of an LLM over segments of text and modality tokens, with logits of all tokens.
 
+    A multiply-add is 2 FLOPs. A token sees only tokens of its own segment.
+
     Args:
       c: the settings.
       tokens: lengths of the segments.
