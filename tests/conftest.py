@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the tests of the part that `--part` names; `-m` has left out others before."""
-    part, parts = map(int, config.getoption("--part").split("/"))
+    part, parts = map(int, str(config.getoption("--part")).split("/"))
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
