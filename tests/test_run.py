@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from test_finetune import write_folder, write_icons
 from trial_runs import REPOSITORY, leaves, write_tiny
 
 import mmjax as mm
-from mmjax.config import load_config
+from mmjax.config import load_config, operative_config
 from mmjax.recipe import Recipe
 from mmjax.train.metrics import read_metrics
 
+LANGUAGE_MODEL = Path(__file__).parent / "oracles" / "llm" / "qwen2"
 SCRIPT = REPOSITORY / "examples" / "finetune.py"
 
 
@@ -64,6 +66,35 @@ def test_a_recipe_in_python_is_that_of_gin(folder: Path, tmp_path: Path) -> None
     llm = replace(python.model.llm, optimizer=gin.model.llm.optimizer)
     # A frozen module's own rate and decay are read by nobody.
     assert llm == gin.model.llm and python.model.llm.optimizer.frozen_dtype == gin.model.llm.optimizer.frozen_dtype
+
+
+def test_a_recipe_in_python_is_read_again_from_its_run(folder: Path, tmp_path: Path) -> None:
+    recipe, path = tuned(folder, write_icons(tmp_path / "icons", messages=True)), tmp_path / "config.gin"
+    path.write_text(operative_config(recipe))
+    assert load_config([path]) == recipe
+
+
+@pytest.mark.parametrize("family", ["llava", "text alone"])
+def test_other_folders_are_models_too(family: str, tmp_path: Path) -> None:
+    """A whole LLaVA; and a language model alone, which has no encoder and so no images."""
+    if family == "llava":
+        place = write_folder("llava", tmp_path)
+    else:
+        place = tmp_path / "text"
+        shutil.copytree(LANGUAGE_MODEL, place)
+    model = mm.from_hf(place)
+    assert model.encoders == (("vision",) if family == "llava" else ())
+    assert all(model.folder(part) == str(place) for part in model.parts)
+    small = {"length": 64, "batch": 8}
+    recipe = mm.Recipe(
+        model=model,
+        data=mm.messages(tmp_path / "none.jsonl", **small),
+        schedule=mm.one_f_one_b(2),
+        optimizer=mm.adamw(1),
+    )
+    path = tmp_path / "config.gin"
+    path.write_text(operative_config(recipe))
+    assert load_config([path]) == recipe
 
 
 def test_the_order_of_a_step_is_part_of_the_recipe() -> None:
@@ -149,6 +180,16 @@ def test_a_plan_is_a_recipe(tmp_path: Path) -> None:
     assert planned.recipe.devices <= 2 and str(planned).count("\n") > 2
     assert planned.recipe.model["llm"].settings == recipe.model["llm"].settings
     mm.build(planned.recipe)
+
+
+@pytest.mark.long
+def test_a_run_answers_and_is_checked(tmp_path: Path) -> None:
+    run = mm.build(mm.load_config([write_tiny(tmp_path)]))
+    run.train(3, tmp_path / "run", style="silent")
+    (answer,) = run.generate([[{"role": "user", "content": "What digits are there?"}]], limit=4)
+    assert 1 <= len(answer.tokens) <= 4
+    report = run.check(steps=2)
+    assert report and report.ok
 
 
 @pytest.mark.long
