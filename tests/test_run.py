@@ -17,7 +17,8 @@ from test_finetune import write_folder, write_icons
 from trial_runs import REPOSITORY, leaves, write_tiny
 
 import mmjax as mm
-from mmjax.config import load_config, operative_config
+from mmjax.config import load_config, load_run_config, operative_config
+from mmjax.generate.answers import generate
 from mmjax.recipe import Recipe
 from mmjax.train.metrics import read_metrics
 
@@ -85,13 +86,8 @@ def test_other_folders_are_models_too(family: str, tmp_path: Path) -> None:
     model = mm.from_hf(place)
     assert model.encoders == (("vision",) if family == "llava" else ())
     assert all(model.folder(part) == str(place) for part in model.parts)
-    small = {"length": 64, "batch": 8}
-    recipe = mm.Recipe(
-        model=model,
-        data=mm.messages(tmp_path / "none.jsonl", **small),
-        schedule=mm.one_f_one_b(2),
-        optimizer=mm.adamw(1),
-    )
+    data = mm.messages(tmp_path / "none.jsonl", length=64, batch=8)
+    recipe = mm.Recipe(model=model, data=data, schedule=mm.one_f_one_b(2), optimizer=mm.adamw(1e-3))
     path = tmp_path / "config.gin"
     path.write_text(operative_config(recipe))
     assert load_config([path]) == recipe
@@ -186,8 +182,10 @@ def test_a_plan_is_a_recipe(tmp_path: Path) -> None:
 def test_a_run_answers_and_is_checked(tmp_path: Path) -> None:
     run = mm.build(mm.load_config([write_tiny(tmp_path)]))
     run.train(3, tmp_path / "run", style="silent")
-    (answer,) = run.generate([[{"role": "user", "content": "What digits are there?"}]], limit=4)
-    assert 1 <= len(answer.tokens) <= 4
+    dialogues = [[{"role": "user", "content": "What digits are there?"}]]
+    assert run.generate(dialogues, limit=4) == generate(
+        load_run_config(tmp_path / "run"), tmp_path / "run", dialogues, limit=4
+    )
     report = run.check(steps=2)
     assert report and report.ok
 

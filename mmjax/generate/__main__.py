@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path == "-":
             _require_alone(flags, named)
         dialogues = parse_messages(_text(path, named), named)
-        config = _config(flags, run_dir, weights)
+        recipe = _recipe(flags, run_dir, weights)
         join_processes(flags)
         printer = None if flags.values["json"] else _Printer(len(dialogues))
         answers = generate(
-            config,
+            recipe,
             run_dir,
             dialogues,
             media="." if path == "-" else os.path.dirname(path) or ".",
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _config(flags: Flags, run_dir: str, weights: str) -> Recipe:
+def _recipe(flags: Flags, run_dir: str, weights: str) -> Recipe:
     """The configuration of a run, or of a folder of weights."""
     if bool(run_dir) == bool(weights):
         problem = f"--weights={weights!r} beside --run_dir" if run_dir else "--run_dir and --weights are missing"

@@ -57,7 +57,7 @@ class CheckReport:
         ``Comparison.first_off``, or is None. "steps", "layouts" (text by module) and "programs" are of the shrunk
         configuration that ran.
         """
-        comparison, config = self.comparison, self.shrunk.recipe
+        comparison, recipe = self.comparison, self.shrunk.recipe
         modules = {m: {q: comparison.largest(q, m) for q in comparison.quantities} for m in comparison.modules}
         first = comparison.first_off()
         return {
@@ -66,8 +66,8 @@ class CheckReport:
             "modules": modules,
             "first_off": {"step": first[0], "what": first[1]} if first else None,
             "limits": dict(comparison.limits),
-            "steps": config.train.steps,
-            "layouts": {name: layout.describe() for name, layout in config.model.layouts.items()},
+            "steps": recipe.train.steps,
+            "layouts": {name: layout.describe() for name, layout in recipe.model.layouts.items()},
             "programs": self.programs,
         }
 

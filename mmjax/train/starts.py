@@ -257,7 +257,7 @@ def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
 
     They are by name, such as "params/llm/embed".
     """
-    frozen = {module for module, optimizer in recipe.model.optimizers.items() if optimizer.frozen}
+    frozen = recipe.model.frozen
     away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
     return {name: leaf for name, leaf in away.items() if _module(name.removeprefix(PARAMETERS)) in frozen}
 

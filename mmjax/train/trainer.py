@@ -167,19 +167,19 @@ class Trainer:
 
     def _start(self) -> None:
         """Sets the state: from the last checkpoint, from given parameters, or to new values."""
-        config, self.started = self.recipe, self._starts.lines
-        frozen = {module for module, optimizer in config.model.optimizers.items() if optimizer.frozen}
-        self._elsewhere = {} if config.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
+        recipe, self.started = self.recipe, self._starts.lines
+        frozen = recipe.model.frozen
+        self._elsewhere = {} if recipe.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
         self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
         if not self.resumed and self._starts.loaded:
-            self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(config.train.seed))
+            self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(recipe.train.seed))
             if leaf := self._soundness.first_unsound():
                 raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
         elif not self.resumed:
-            self.executor.initialise(config.train.seed)
+            self.executor.initialise(recipe.train.seed)
         rows = [row for row in self._files.evaluations if row["step"] <= self.step] if self._files else []
-        self._best = BestEvaluation.agreed(config.checkpoint.best, config.train.patience, rows)
-        self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, config.train.peak_tflops)
+        self._best = BestEvaluation.agreed(recipe.checkpoint.best, recipe.train.patience, rows)
+        self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, recipe.train.peak_tflops)
 
     def __enter__(self) -> Trainer:
         if self._checkpointer:
