@@ -76,7 +76,7 @@ def exported(folder: Path, name: str) -> tuple[Path, Trainer, Any, dict[str, np.
     """The folder that a run of no steps gives; the run's model and its parameters."""
     config = configured(folder, name)
     with Trainer(config, folder / "run", style="silent") as trainer:
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
         held = {
             n.removeprefix("params/"): np.asarray(x) for n, x in trainer.leaves().items() if n.startswith("params/")

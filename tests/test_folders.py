@@ -91,7 +91,7 @@ def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Pat
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"llm: parameters of {folder} (")
         assert trainer.started[1] == "vision, vision_projector: new values"
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     made = export_folders(tmp_path / "run", tmp_path / "out")

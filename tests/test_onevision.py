@@ -87,7 +87,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     folder = tmp_path_factory.mktemp("onevision")
     config, run = configured(folder, *LAYOUTS["one device"]), folder / "run"
     with Trainer(config, run, style="silent") as trainer:
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
         leaves = {name.removeprefix("params/"): np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         tokenizer = trainer.parts.tokenizer

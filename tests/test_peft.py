@@ -162,7 +162,7 @@ def test_adapters_go_in_and_out_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
     config = configured(tmp_path, *ADAPTED, f"Data.tokenizer={str(words)!r}", "Data.sequence_length=256")
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert any(line.startswith(f"llm_lora: parameters of {PEFT} (") for line in trainer.started)
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     assert export_adapters(tmp_path / "run", tmp_path / "out") == [(str(tmp_path / "out"), "llm")]

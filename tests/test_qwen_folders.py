@@ -426,7 +426,7 @@ def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
     config = configured(tmp_path, kind, ONE_DEVICE)
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"vision, vision_projector, llm: parameters of {FOLDERS / kind} (")
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     made = export_folders(tmp_path / "run", tmp_path / "out")

@@ -27,7 +27,7 @@ def test_out_of_in_is_the_same_folder_under_a_layout(family: str, tmp_path: Path
     config = load_config([path], [*own, *LAYOUT])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         assert trainer.started[0].startswith(f"vision: parameters of {FOLDERS / family} (")
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     export_folders(tmp_path / "run", tmp_path / "out")

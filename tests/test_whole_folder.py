@@ -120,7 +120,7 @@ def test_out_of_in_is_the_same_folder(tmp_path: Path) -> None:
     """Also what has no leaf: the layer behind the features, and the norm behind that."""
     config = configured(tmp_path, LAYOUTS["one device"])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        trainer.step = 1
+        trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     made = export_folders(tmp_path / "run", tmp_path / "out")

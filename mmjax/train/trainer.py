@@ -22,8 +22,7 @@ from mmjax.assembly.data_state import describe_data, stored_records, with_known_
 from mmjax.assembly.epochs import describe_epochs, with_steps
 from mmjax.assembly.samples import open_source
 from mmjax.checkpoint import Checkpointer
-from mmjax.config import operative_config
-from mmjax.configurable import ConfigError, require
+from mmjax.configurable import require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Fault, Skipped
@@ -31,11 +30,10 @@ from mmjax.data.types import NoBatchError, Sample, StepBatch
 from mmjax.eval.scores import Evaluation, describe, figures
 from mmjax.flags import counted
 from mmjax.mesh.processes import broadcast_text, is_first
-from mmjax.mesh.spmd import Program, remote_array
+from mmjax.mesh.spmd import Program
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import NonFiniteError, finite_ops
-from mmjax.pipeline.state_shapes import module_of_moment
 from mmjax.progress import Progress
 from mmjax.recipe import Recipe, validate
 from mmjax.train.best import BestEvaluation
@@ -46,9 +44,10 @@ from mmjax.train.lock import RunLock
 from mmjax.train.metrics import MetricsWriter, read_metrics, require_sinks
 from mmjax.train.profile_window import ProfileWindow
 from mmjax.train.results import PendingStep, TrainResult, watch_end
+from mmjax.train.run_state import RunState
 from mmjax.train.scoring import Scoring
 from mmjax.train.soundness import Soundness
-from mmjax.train.starts import Starts, find_starts, frozen_elsewhere, moments_since, require_seed, run_begins
+from mmjax.train.starts import Starts, find_starts, require_seed, run_begins
 from mmjax.train.throughput import Throughput
 from mmjax.train.warm_up import Initializer
 from mmjax.viz.curves import draw_curves
@@ -69,12 +68,9 @@ class Trainer:
       data: lines about records that are left out, and about data that have changed since the last checkpoint.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
-      step: optimizer steps done.
-      skipped: how many of their updates were skipped, because gradients were not finite.
-      resumed: whether the state is that of a checkpoint in ``run_dir``.
-      executor: runs the steps; has the state.
+      executor: runs the steps; has the arrays of the state.
+      state: parameters and moments, and the steps done.
       scoring: evaluates.
-      started: lines about what modules start from; none if all have new values, or all state is the last checkpoint's.
     """
 
     def __init__(
@@ -114,8 +110,6 @@ class Trainer:
         self._callbacks = callbacks
         self._skipped_path = self.run_dir / SKIPPED if self.run_dir else None
         self._broken = Skipped(path=self._skipped_path)
-        self.step = self.skipped = 0
-        self._since: dict[str, int] = {}  # updates of the run when a module's moments were zeros, where not 0
         self._progress: Progress | None = None
         self._checkpointer: Checkpointer | None = None
         with ExitStack() as opened:  # closed again where something below fails
@@ -134,7 +128,7 @@ class Trainer:
             begins = self._checkpointer is None or run_begins(
                 self._files, self._checkpointer, from_scratch=from_scratch, say=self._report
             )
-            self._starts = find_starts(recipe) if begins else Starts()
+            starts = find_starts(recipe) if begins else Starts()
             newest = self._checkpointer.latest_metadata() if self._checkpointer else None
             if self._checkpointer and newest:
                 require_seed(recipe, newest, self._checkpointer.directory.parent)  # before anything is compiled
@@ -142,7 +136,7 @@ class Trainer:
                 self.recipe = recipe = with_known_records(recipe, newest)
             self._source = open_source(recipe, split="train", skipped=self._skipped_path)
             self.recipe = recipe = with_steps(recipe, self._source)
-            self._records = stored_records(self._source)
+            records = stored_records(self._source)
             self.data = (*describe_data(recipe, self._source), *describe_epochs(recipe, self._source))
             self.recipe, self.chosen = self._with_buckets()
             self.parts = assemble(self.recipe, source=self._source)
@@ -156,7 +150,11 @@ class Trainer:
             if recipe.train.debug_nans:
                 assert isinstance(self.executor, Executor)
                 opened.enter_context(finite_ops(self.executor))
-            self._start()
+            self.state = RunState(
+                self.recipe, self.parts, self._soundness, checkpointer=self._checkpointer, records=records
+            )
+            self.state.start(starts, self._report)
+            self._best, self._throughput = self._best_evaluation(), self._make_throughput()
             self._opened = opened.pop_all()
 
     def _with_buckets(self) -> tuple[Recipe, tuple[str, ...]]:
@@ -165,21 +163,36 @@ class Trainer:
         before = recorded(self.run_dir, allow_code=self.recipe.allow_code) if self.run_dir else None
         return with_buckets(self.recipe, self._source, say=lines.append, before=before), tuple(lines)
 
-    def _start(self) -> None:
-        """Sets the state: from the last checkpoint, from given parameters, or to new values."""
-        recipe, self.started = self.recipe, self._starts.lines
-        frozen = recipe.model.frozen
-        self._elsewhere = {} if recipe.checkpoint.copy_frozen else self._starts.elsewhere(frozen, self.parts.placed)
-        self.resumed = bool(self._checkpointer) and self.restore(self._checkpointer)
-        if not self.resumed and self._starts.loaded:
-            self._take(self._starts.read(self.parts.placed, self._report), jax.random.key(recipe.train.seed))
-            if leaf := self._soundness.first_unsound():
-                raise ConfigError(f"{'; '.join(self.started)}: {leaf}; name another folder")
-        elif not self.resumed:
-            self.executor.initialise(recipe.train.seed)
+    def _best_evaluation(self) -> BestEvaluation:
+        """The best evaluation up to the step of the state."""
+        train, best = self.recipe.train, self.recipe.checkpoint.best
         rows = [row for row in self._files.evaluations if row["step"] <= self.step] if self._files else []
-        self._best = BestEvaluation.agreed(recipe.checkpoint.best, recipe.train.patience, rows)
-        self._throughput = Throughput(self.parts.placed.model, self.parts.world, frozen, recipe.train.peak_tflops)
+        return BestEvaluation.agreed(best, train.patience, rows)
+
+    def _make_throughput(self) -> Throughput:
+        """The counts behind tokens/s and mfu."""
+        model, peak = self.recipe.model, self.recipe.train.peak_tflops
+        return Throughput(self.parts.placed.model, self.parts.world, model.frozen, peak)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update was skipped, since gradients were not finite."""
+        return self.state.skipped
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the state is that of a checkpoint of the run directory."""
+        return self.state.resumed
+
+    @property
+    def started(self) -> tuple[str, ...]:
+        """Lines about the origin of modules' parameters; none if all have new values, or are the last checkpoint's."""
+        return self.state.started
 
     def __enter__(self) -> Trainer:
         if self._checkpointer:
@@ -268,7 +281,7 @@ class Trainer:
                     dispatched = self._dispatch(batch, data, clock, stop)
                     self._finish(pending, writer, progress, result)
                     stop.hear(pending and pending.stop_answer)
-                    pending, self.step = dispatched, batch.step + 1
+                    pending, self.state.step = dispatched, batch.step + 1
                     self._soundness.require_updates()
                     if self._due(last):
                         self._finish(pending, writer, progress, result)
@@ -332,7 +345,7 @@ class Trainer:
         row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
         result.losses.append(row["loss"])
         if row["skipped"]:
-            self.skipped += 1
+            self.state.skipped += 1
             progress.message(
                 f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
             )
@@ -411,19 +424,8 @@ class Trainer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def leaves(self) -> dict[str, jax.Array]:
-        """The whole state as logical leaves by name, such as "params/llm/embed" and its moment "adam_m/llm/embed".
-
-        Names and global shapes are the same whatever the stages and layouts are.
-
-        Every process gets all names, but only those shards of the arrays that are on its own devices.
-        """
-        result: dict[str, jax.Array] = {}
-        for name, stage in self.parts.placed.stages.items():
-            if stage.submesh.local:
-                result |= stage.state.to_logical(self.executor.states[name])
-            else:
-                result |= {leaf: remote_array(aval) for leaf, aval in stage.state.logical_avals().items()}
-        return result
+        """The whole state as logical leaves by name; see ``RunState.leaves``."""
+        return self.state.leaves()
 
     def latest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint, after waiting for one that is being written; ``None`` without any."""
@@ -440,45 +442,7 @@ class Trainer:
         Raises:
           NonFiniteError: a parameter or a moment is not finite, and nothing is written.
         """
-        if self._checkpointer and self.step:
-            self._soundness.require_finite(self.step)
-            train = self.recipe.train
-            self._checkpointer.save(
-                self.step,
-                {name: leaf for name, leaf in self.leaves().items() if name not in self._elsewhere},
-                elsewhere=self._elsewhere,
-                seed=train.seed,
-                config=operative_config(self.recipe),
-                extra={"skipped": self.skipped, "moments_since": self._since, **self._records},
-            )
-
-    def restore(self, checkpointer: Checkpointer) -> bool:
-        """Restores the newest readable checkpoint, of any layout. Returns whether there is one.
-
-        Modules that were frozen before and are trained now get moments of zeros; modules frozen now have none.
-
-        Raises:
-          CheckpointError: it is of another model, or none can be read.
-          ConfigError: it is of a run with another seed.
-        """
-        stages = self.parts.placed.stages
-        targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
-        restored = checkpointer.restore_latest(targets, group=module_of_moment)
-        if restored is None:
-            return False
-        require_seed(self.recipe, restored.metadata, checkpointer.directory.parent)
-        self.step, self.skipped = restored.step, int(restored.metadata.extra.get("skipped", 0))
-        self._since, self.started = moments_since(self.recipe, restored.metadata, self.step - self.skipped)
-        if not self.recipe.checkpoint.copy_frozen:
-            self._elsewhere = frozen_elsewhere(self.recipe, restored.metadata)
-        self._take(restored.leaves)
-        return True
-
-    def _take(self, named: Mapping[str, jax.Array], key: jax.Array | None = None) -> None:
-        """Sets the states of this process's stages from leaves; see ``StageState.from_logical``."""
-        updates, stages = self.step - self.skipped, self.parts.placed.local_stages
-        states = {n: stage.state.from_logical(named, updates, self._since, key) for n, stage in stages.items()}
-        self.executor.states = states
+        self.state.save()
 
     # ---- small parts -------------------------------------------------------------------------------------------------
 

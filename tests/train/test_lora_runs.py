@@ -85,7 +85,7 @@ def test_an_export_with_merged_adapters_computes_the_same(tiny_run: Path, tmp_pa
     with Trainer(plain, style="silent") as trainer:
         merged = of_kind({name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}, "params")
         # Its first step sees the samples of step 0; the loss of the adapted run's third step is on those of step 2.
-        trainer.step = 2
+        trainer.state.step = 2
         assert trainer.train(steps=3).losses == pytest.approx(adapted, rel=1e-5)
     assert merged.keys() == {name for name in held if "_lora/" not in name}
     moved = {name for name in merged if not np.array_equal(merged[name], held[name])}

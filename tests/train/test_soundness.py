@@ -27,7 +27,7 @@ def spoil(trainer: Trainer, kind: str = "params", leaf: str = "llm/layers/000/at
     named = trainer.leaves()
     name = f"{kind}/{leaf}"
     named[name] = named[name].at[(3,) + (1,) * (named[name].ndim - 1)].set(jnp.nan)
-    trainer._take(named)
+    trainer.state.take(named)
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_a_value_that_is_not_finite_is_named_and_never_saved(tiny_run: Path, tmp
         assert trainer.step == STEPS and trainer._soundness.first_unsound() == ""
         good = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         assert_same_leaves(good, leaves(run, STEPS))
-        trainer.step += 1
+        trainer.state.step += 1
         for kind, leaf in (("adam_v", "llm/layers/001/mlp/up"), ("params", "vision/layers/000/attn/q")):
             spoil(trainer, kind, leaf)
             with pytest.raises(NonFiniteError) as caught:
