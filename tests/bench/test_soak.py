@@ -166,6 +166,18 @@ def test_another_layout_has_the_same_losses_norms_and_rates(tmp_path: Path) -> N
         trial._require_same_losses(one, other, step)  # it went on from a later checkpoint
 
 
+def test_in_bf16_norms_are_those_of_the_first_step_from_a_shared_state(tmp_path: Path) -> None:
+    shared = ("Train.eval_samples=4", "Train.eval_every=2", "Train.dtype='bfloat16'")
+    trial = SoakTrial(dataclasses.replace(DRAW, shared=shared), tmp_path)
+    one = rows(3.0, 2.0, 1.0)
+    second = [row | {"grad_norm": 2 * row["grad_norm"]} if row["step"] == 2 else row for row in one]
+    trial._require_same_losses(one, second, 0)
+    with pytest.raises(Failure, match=r"^step 2 under another layout: grad_norm"):
+        trial._require_same_losses(one, second, 1)
+    with pytest.raises(Failure, match=r"^step 2 under another layout: loss"):
+        trial._require_same_losses(one, rows(3.0, 2.5, 1.0), 0)
+
+
 def test_held_out_records_stay_so_when_data_grow(tmp_path: Path) -> None:
     trial = SoakTrial(dataclasses.replace(DRAW, data_grow=True), tmp_path)
     trial._held_out = {"mine": "0123456789abcdef"}
