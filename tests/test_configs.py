@@ -223,7 +223,7 @@ def test_a_checkpoint_of_each_configuration_goes_on_under_each(folder: Path) -> 
         with Trainer(config, style="silent") as trainer:  # its programs are compiled once, for all four checkpoints
             for source in configs:
                 with Checkpointer(folder / source / "checkpoints", report=pytest.fail) as checkpointer:
-                    trainer.restore(checkpointer)
+                    trainer.state.restore(checkpointer)
                 about = f"{source} under {target}"
                 assert trainer.step == SAVED, about
                 assert_same_leaves(state(trainer), saved[source])
