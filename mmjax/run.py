@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # a run that only plans needs no JAX
     from mmjax.train.results import TrainResult
     from mmjax.train.trainer import OnStep
 
-EXPORT_FORMATS = ("orbax", "safetensors", "peft")
-
 
 class Run:
     """A recipe that agrees with itself, and everything that can be done with it.
@@ -57,7 +55,8 @@ class Run:
           devices: their number; 0 for as many as the recipe's layouts need.
 
         Raises:
-          ConfigError: no layout fits the devices' memory, or the accelerator is unknown.
+          ConfigError: the accelerator is unknown, or a setting does not fit the data.
+          DoesNotFit: no layout fits the devices' memory.
         """
         from mmjax.plan.choice import plan_recipe
 

@@ -15,7 +15,7 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(recipe: Recipe) -> dict[str, float]:
-    """By node, the forward FLOPs of a pair of positions that attend to each other over those of a position alone."""
+    """Forward FLOPs of a pair of positions that attend to each other over those of a position alone, by node."""
     pairs = {}
     for name, module in build_modules(recipe).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.

@@ -45,7 +45,7 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
         clip_norm=recipe.train.clip_norm,
         transport=recipe.world.transport,
         route=recipe.world.route,
-        offloads={name: node.offload for name, node in recipe.model.nodes.items()},
+        offloads=recipe.model.offloads,
     )
     placed = PlacedModel(model, recipe.model.layouts, world, settings)
     samples = recipe.train.global_batch // recipe.train.microbatches

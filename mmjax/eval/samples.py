@@ -40,7 +40,7 @@ def _source_and_count(recipe: Recipe, count: int) -> tuple[Source, int]:
 
 
 def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """By encoder, a copy of all samples, in their order, with its media exchanged between them.
+    """Copies of all samples, in their order, with one encoder's media exchanged between them, by encoder.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.

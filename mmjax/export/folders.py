@@ -41,7 +41,7 @@ class ExportedFolders:
 
 
 def export_folders(
-    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False, merge_lora: bool = False
+    run_dir: str | Path, out: str | Path, step: int = 0, *, allow_code: bool = False, merge_lora: bool | None = False
 ) -> ExportedFolders:
     """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
 
@@ -49,7 +49,7 @@ def export_folders(
     dtypes and files, and tensors that mmjax does not hold are copied. If all modules started from one folder, the copy
     is `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
     `out`/<first module>, and a language model that started from none gives a new folder.
-    No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export_run`.
+    No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export`.
 
     Raises:
       ConfigError: there is no such run, checkpoint or folder; `out` exists; no module can be written; or there are no
@@ -66,6 +66,7 @@ def export_folders(
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = chosen_step(checkpointer, run_dir, step)
     saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
+    merge_lora = bool(recipe.model.adapted) if merge_lora is None else merge_lora
     adapters = [lora_name(name) for name in recipe.model.adapted] if merge_lora else []
     require_adapters(adapters, merge=merge_lora)
     read = partial(read_merged, saved) if merge_lora else partial(read_leaves, saved)

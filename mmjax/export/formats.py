@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmjax.config import load_run_config
 from mmjax.configurable import one_of, require
 from mmjax.export.adapters import export_adapters
 from mmjax.export.folders import ExportedFolders, export_folders
@@ -52,6 +51,4 @@ def export(
         return export_adapters(run_dir, out, step, allow_code=allow_code)
     if format == "orbax":
         return export_run(run_dir, out, step, merge_lora=bool(merge_lora))
-    if merge_lora is None:
-        merge_lora = bool(load_run_config(run_dir, allow_code=allow_code).model.adapted)
     return export_folders(run_dir, out, step, allow_code=allow_code, merge_lora=merge_lora)

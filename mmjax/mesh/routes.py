@@ -66,7 +66,7 @@ class RowSharding:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """By interval, the ranks that hold it (see ``group``), in row order."""
+        """The ranks that hold each interval, in row order; see ``group``."""
         return tuple(self.group(interval) for interval in range(self.intervals))
 
     def leader(self, interval: int, copy: int = 0) -> int:

@@ -89,13 +89,17 @@ def family_of(field: str, kind: str, role: Role) -> Family:
     return Family(config, kind, role)
 
 
+def kind_of(config: Any) -> str:
+    """The name of the family of ``FAMILIES`` that these settings belong to; "" for none."""
+    return next((kind for kind, family in FAMILIES.items() if type(config) is family.config), "")
+
+
 def module_of(config: Any) -> Any:
     """The ``Module`` with the settings ``config``, of a family of ``FAMILIES``: ``Llama`` for a ``DecoderConfig``.
 
     Raises:
       TypeError: the settings belong to no such family.
     """
-    for family in FAMILIES.values():
-        if type(config) is family.config:
-            return family.module(config)
+    if kind := kind_of(config):
+        return FAMILIES[kind].module(config)
     raise TypeError(f"{type(config).__name__} belongs to no family of mmjax; give the module itself, such as Mine(c)")

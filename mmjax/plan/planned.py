@@ -65,7 +65,7 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
 
 
 def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> RowShapes:
-    """By module name, rows of a microbatch on all ranks and positions of a row, as a run of `recipe` packs them.
+    """Rows of a microbatch on all ranks and positions of a row, as a run of `recipe` packs them, by module name.
 
     Args:
       recipe: the configuration.

@@ -81,7 +81,7 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
 
 
 def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
-    """By module name, rows of a microbatch on all ranks and positions of a row, with the largest buckets.
+    """Rows of a microbatch on all ranks and positions of a row, with the largest buckets, by module name.
 
     Of all combinations of buckets it is the one with the most positions.
     """

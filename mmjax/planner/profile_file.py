@@ -343,7 +343,7 @@ def _text(where: str, data: Any) -> str:
 
 
 def model_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By part of the model, the fields that determine the times of its stages: its settings by name, and "trained".
+    """The fields that determine the times of stages, by part of the model: its settings by name, and "trained".
 
     Parts are modules, projectors and adapters: "llm", "vision", "vision_projector", "llm_lora". Values are as in JSON:
     a tuple is a list, and "trained" is a bool. Numbers of layers are not among them. An LLM whose `vocab` is 0 has

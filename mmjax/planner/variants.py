@@ -105,7 +105,7 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
 
 
 def gains(estimate: Estimate) -> dict[str, float]:
-    """By schedule, the seconds of a step that it may save over 1F1B if all stages take as long as the longest.
+    """Seconds of a step that each schedule may save over 1F1B if all stages take as long as the longest, by schedule.
 
     The schedules are "zb-h1", "eager-1f1b" and "interleaved" with `MORE_CHUNKS` chunks; a gain may be negative.
 

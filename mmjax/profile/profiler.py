@@ -87,7 +87,7 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
 
 
 def sampled(recipe: Recipe, source: Source, samples: int) -> dict[str, dict[str, float]]:
-    """By module name, figures of the lengths of its samples or media, in positions, from the first `samples` samples.
+    """Figures of the lengths, in positions, of the first `samples` samples or of their media, by module name.
 
     The figures of a module are those of `FIGURES` ("count", "mean", ...) and "per_sample", the average number in a
     sample.

@@ -166,7 +166,7 @@ def placed_for(
 
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
-    """By module and input name, shapes of a microbatch's host inputs at a point, with `times` as many rows."""
+    """Shapes of a microbatch's host inputs at a point, by module and input name, with `times` as many rows."""
     empty, shapes = replace(packer, lists=False).microbatch([], packer.cells), {}
     for name, arrays in empty.inputs.items():
         rows, width = point.shapes[name]

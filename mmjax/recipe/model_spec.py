@@ -11,6 +11,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, ModelConfig, lora_name, projector_name
 from mmjax.models.families import Role
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.config import OffloadConfig
 from mmjax.recipe.datasets import Processor
 from mmjax.recipe.specs import Change, LoraSpec, ModuleSpec, PartSpec, ProjectorSpec
 
@@ -101,23 +102,21 @@ class ModelSpec:
         The keys are the first words of the names of parameters, and scopes in gin: "vision", "vision_projector",
         "llm_lora".
         """
-        parts: dict[str, PartSpec] = {}
-        for name, node in self.nodes.items():
-            parts[name] = node
-            if node.lora.settings.rank:
-                parts[lora_name(name)] = node.lora
-            if node.projector:
-                parts[projector_name(name)] = node.projector
-        return parts
+        return {part: spec for name in self.nodes for part, spec in self.parts_of(name).items()}
 
     def parts_of(self, name: str) -> dict[str, PartSpec]:
         """The parts of the node ``name``, such as {"vision": …, "vision_projector": …}; ``KeyError`` for no node."""
-        return {part: spec for part, spec in self.parts.items() if self.node_of(part) is self.nodes[name]}
+        node = self.nodes[name]
+        parts: dict[str, PartSpec] = {name: node}
+        if node.lora.settings.rank:
+            parts[lora_name(name)] = node.lora
+        if node.projector:
+            parts[projector_name(name)] = node.projector
+        return parts
 
     def node_of(self, part: str) -> ModuleSpec:
         """The node that a part belongs to: the node "vision" for "vision", "vision_projector" and "vision_lora"."""
-        owners = {name: (name, lora_name(name), projector_name(name)) for name in self.nodes}
-        return next(self.nodes[name] for name, parts in owners.items() if part in parts)
+        return next(n for n in self.nodes.values() if part in (n.name, lora_name(n.name), projector_name(n.name)))
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -133,6 +132,11 @@ class ModelSpec:
     def packing(self) -> dict[str, PackingConfig]:
         """The buckets of each node's rows, by name."""
         return {name: node.packing for name, node in self.nodes.items()}
+
+    @property
+    def offloads(self) -> dict[str, OffloadConfig]:
+        """The state of each node that waits in host memory, by name."""
+        return {name: node.offload for name, node in self.nodes.items()}
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
@@ -169,12 +173,12 @@ class ModelSpec:
     def with_layouts(self, layouts: Mapping[str, Layout]) -> ModelSpec:
         """A copy with other layouts of some nodes, by name. Raises ``ValueError`` for a name of no node."""
         self._require("module", layouts, self.nodes)
-        return self.replace(**{name: self.nodes[name].at(layout) for name, layout in layouts.items()})
+        return self.map(lambda node: node.at(layouts.get(node.name, node.layout)))
 
     def with_packing(self, packing: Mapping[str, PackingConfig]) -> ModelSpec:
         """A copy with other buckets of rows, by node's name. Raises ``ValueError`` for a name of no node."""
         self._require("module", packing, self.nodes)
-        return self.replace(**{name: replace(self.nodes[name], packing=buckets) for name, buckets in packing.items()})
+        return self.map(lambda node: replace(node, packing=packing.get(node.name, node.packing)))
 
     def with_optimizers(self, optimizers: Mapping[str, OptimizerConfig]) -> ModelSpec:
         """A copy with other optimizers of some parts, by their names in ``parts``. Raises ``ValueError`` for others."""

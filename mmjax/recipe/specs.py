@@ -10,7 +10,7 @@ from mmjax.checkpoint.config import WeightsConfig
 from mmjax.data.config import PackingConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, family_setting
-from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of
+from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of, kind_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
@@ -182,9 +182,9 @@ def _node(name: str, role: Role, settings: Any, projector: ProjectorConfig | Non
     Raises:
       ValueError: the settings are of no family with this role.
     """
-    kinds = [kind for kind in families_for(role) if FAMILIES[kind].config is type(settings)]
-    if not kinds:
+    kind = kind_of(settings)
+    if kind not in families_for(role):
         legal = ", ".join(FAMILIES[kind].config.__name__ for kind in families_for(role))
         raise ValueError(f"{name}: {type(settings).__name__} is no settings of {role}s; use {legal}")
     part = projector and ProjectorSpec(settings=projector)
-    return ModuleSpec(name=name, kind=kinds[0], role=role, settings=settings, projector=part)
+    return ModuleSpec(name=name, kind=kind, role=role, settings=settings, projector=part)

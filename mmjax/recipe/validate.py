@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from mmjax.attention.settings import AUTO, LIBRARIES
@@ -20,6 +20,7 @@ from mmjax.recipe.best import check_best
 from mmjax.recipe.exportable import export_advice
 from mmjax.recipe.idle import idle_lines
 from mmjax.recipe.positions import positions_of
+from mmjax.recipe.ranks import check_ranks, show_ranks
 from mmjax.recipe.recipe import Recipe
 from mmjax.recipe.specs import ModuleSpec
 from mmjax.recipe.train_config import DTYPES
@@ -59,7 +60,7 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
     check_best(recipe)
     _check_lanes(recipe)
     _check_copies(recipe)
-    _check_ranks(recipe)
+    check_ranks(recipe)
     _check_offload(recipe)
     if recipe.train.lowering == "single":
         _check_one_program(recipe)
@@ -141,7 +142,7 @@ def advise(recipe: Recipe) -> tuple[str, ...]:
     used = set(itertools.chain.from_iterable(layout.ranks for layout in recipe.model.layouts.values()))
     idle = sorted(set(range(recipe.world.devices or recipe.devices)) - used)
     if idle:
-        lines.append(f"World.devices={recipe.world.devices}: no layout uses {_ranks(idle)}")
+        lines.append(f"World.devices={recipe.world.devices}: no layout uses {show_ranks(idle)}")
     return (*lines, *export_advice(recipe), *idle_lines(recipe))
 
 
@@ -295,7 +296,7 @@ def _check_copies(recipe: Recipe) -> None:
         require(module in recipe.model.encoders, field, layout.copies, fix)
         fix = f"every pipeline stage of the {LLM} has a copy; set it to {llm.pp}, {LLM}/Layout.pp"
         require(layout.copies == llm.pp, field, layout.copies, fix)
-        ranks = f"its {_ranks(layout.ranks)} are not the {_ranks(llm.ranks)} of the {LLM}"
+        ranks = f"its {show_ranks(layout.ranks)} are not the {show_ranks(llm.ranks)} of the {LLM}"
         fix = f"{ranks}; give it the same rank_offset, and copies·dp·cp·tp = {llm.size}"
         require(layout.ranks == llm.ranks, field, layout.copies, fix)
         fix = "Train.lowering='single' has no copies; set it to 1, or Train.lowering to 'auto'"
@@ -314,7 +315,7 @@ def _check_nested(recipe: Recipe) -> None:
     require(max(lanes.values()) > 1, f"{media_modules[0]}/Layout.lanes", 1, fix)
     for module in (name for name in media_modules if lanes[name] > 1):
         layout = recipe.model[module].layout
-        ranks = f"its {_ranks(layout.ranks)} are not the {_ranks(llm.ranks)} of the {LLM} that it is nested in"
+        ranks = f"its {show_ranks(layout.ranks)} are not the {show_ranks(llm.ranks)} of the {LLM} that it is nested in"
         fix = f"{ranks}; give it the same rank_offset, and lanes·dp·cp·tp = {llm.size}"
         require(layout.ranks == llm.ranks, f"{module}/Layout.lanes", layout.lanes, fix)
 
@@ -360,52 +361,42 @@ def _check_warmup(recipe: Recipe) -> None:
         require(optimizer.frozen or optimizer.warmup < steps, f"{module}/Optimizer.warmup", optimizer.warmup, fix)
 
 
-def _check_ranks(recipe: Recipe) -> None:
-    modules = [*(name for name in recipe.model.layouts if name != LLM), LLM]
-    for first, second in itertools.combinations(modules, 2):
-        a, b = recipe.model[first].layout, recipe.model[second].layout
-        if not _compatible(a, b):
-            remaining = [layout for name, layout in recipe.model.layouts.items() if name != first]
-            shared = range(max(a.rank_offset, b.rank_offset), min(a.end, b.end))
-            raise ConfigError(
-                f"{first}/Layout.rank_offset={a.rank_offset}: its {_ranks(a.ranks)} and {second}'s {_ranks(b.ranks)} "
-                f"share {_ranks(shared)}; rank sets are equal, disjoint, or one is whole stages of the other: "
-                f"use {_free_offset(a, remaining)}"
-            )
-
-
 def _check_offload(recipe: Recipe) -> None:
     """Parameters and activations can be offloaded only while an encoder waits between its F and its B."""
+    llm = recipe.model.llm.layout
+    for module, node in recipe.model.nodes.items():
+        if node.offload.activations:
+            of_llm = f"the {LLM}'s microbatches do not wait between forward and backward"
+            of_generator = "a generator's backward follows its forward at once"
+            _check_wait(recipe, node, "activations", (of_llm, of_generator), STASHING)
+            fix = f"without lanes it runs beside the {LLM} and keeps little; set it to False, or {module}/Layout.lanes"
+            is_busy = node.layout.lanes > 1 or recipe.train.schedule not in NESTING
+            require(is_busy, f"{module}/Offload.activations", value=True, fix=f"{fix} to {llm.pp}")
+    for node in recipe.model.nodes.values():
+        if node.offload.parameters:
+            of_llm = f"the {LLM}'s parameters are read all the time"
+            of_generator = "a generator runs between others' ops under every schedule"
+            _check_wait(recipe, node, "parameters", (of_llm, of_generator), OFFLOADING)
+
+
+def _check_wait(recipe: Recipe, node: ModuleSpec, kind: str, never: tuple[str, str], schedules: Sequence[str]) -> None:
+    """Requires that a node waits under the schedule, so that something of it may be offloaded.
+
+    Args:
+      recipe: the configuration.
+      node: the node.
+      kind: the field of ``OffloadConfig`` that is set.
+      never: the reasons why the LLM and generators do not wait.
+      schedules: those under which encoders wait.
+    """
     schedule, llm = recipe.train.schedule, recipe.model.llm.layout
-    for module in (name for name, node in recipe.model.nodes.items() if node.offload.activations):
-        _check_stash(recipe, module)
-    for module in (name for name, node in recipe.model.nodes.items() if node.offload.parameters):
-        field, no = f"{module}/Offload.parameters", "set it to False"
-        fix = f"the {LLM}'s parameters are read all the time; {no}"
-        require(module != LLM, field, value=True, fix=fix)
-        fix = f"a generator runs between others' ops under every schedule; {no}"
-        require(module not in recipe.model.generators, field, value=True, fix=fix)
-        fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {OFFLOADING[0]!r}"
-        require(schedule in OFFLOADING, field, value=True, fix=fix)
-        shares = not set(recipe.model[module].layout.ranks).isdisjoint(llm.ranks)
-        fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {module}/Layout.rank_offset to"
-        require(shares or schedule not in WINDOWED, field, value=True, fix=f"{fix} {llm.rank_offset}")
-
-
-def _check_stash(recipe: Recipe, module: str) -> None:
-    """Activations can be offloaded only by encoders with lanes or a phase of their own."""
-    schedule, layout, llm = recipe.train.schedule, recipe.model[module].layout, recipe.model.llm.layout
-    field, no = f"{module}/Offload.activations", "set it to False"
-    fix = f"the {LLM}'s microbatches do not wait between forward and backward; {no}"
-    require(module != LLM, field, value=True, fix=fix)
-    fix = f"a generator's backward follows its forward at once; {no}"
-    require(module not in recipe.model.generators, field, value=True, fix=fix)
-    fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {STASHING[0]!r}"
-    require(schedule in STASHING, field, value=True, fix=fix)
-    fix = f"without lanes it runs beside the {LLM} and keeps little; {no}, or {module}/Layout.lanes to {llm.pp}"
-    require(layout.lanes > 1 or schedule not in NESTING, field, value=True, fix=fix)
-    fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {module}/Layout.rank_offset to"
-    shares = not set(layout.ranks).isdisjoint(llm.ranks)
+    field, no = f"{node.name}/Offload.{kind}", "set it to False"
+    for role, reason in zip(("llm", "generator"), never, strict=True):
+        require(node.role != role, field, value=True, fix=f"{reason}; {no}")
+    fix = f"Train.schedule={schedule!r} leaves no time for it; {no}, or the schedule to {schedules[0]!r}"
+    require(schedule in schedules, field, value=True, fix=fix)
+    shares = not set(node.layout.ranks).isdisjoint(llm.ranks)
+    fix = f"shares no rank with {LLM} and so has no phase of its own; {no}, or {node.name}/Layout.rank_offset to"
     require(shares or schedule not in WINDOWED, field, value=True, fix=f"{fix} {llm.rank_offset}")
 
 
@@ -423,34 +414,3 @@ def _check_one_program(recipe: Recipe) -> None:
         for name in OFFLOAD_KINDS:
             field = f"{module}/Offload.{name}"
             require(not getattr(node.offload, name), field, value=True, fix=f"Train.lowering='single' {fix}")
-
-
-def _compatible(a: Layout, b: Layout) -> bool:
-    """Whether the rank sets are equal or disjoint, or one is a union of whole stages of the other."""
-    disjoint = a.end <= b.rank_offset or b.end <= a.rank_offset
-    return disjoint or _is_stages(a, b) or _is_stages(b, a)
-
-
-def _is_stages(inner: Layout, outer: Layout) -> bool:
-    """Whether the ranks of the first layout are whole stages of the second."""
-    inside = outer.rank_offset <= inner.rank_offset and inner.end <= outer.end
-    return inside and (inner.rank_offset - outer.rank_offset) % outer.stage_size == 0 == inner.size % outer.stage_size
-
-
-def _free_offset(layout: Layout, fixed: Sequence[Layout]) -> int:
-    """The offset that makes `layout` compatible with all fixed layouts: fewest devices first, then the nearest."""
-    end = max(neighbour.end for neighbour in fixed)
-    edges = {rank for neighbour in fixed for rank in (*map(neighbour.first_rank, range(neighbour.pp)), neighbour.end)}
-    # An edge between stages of the fixed layouts is the layout's start, its end, or the start of one of its stages.
-    back = {0, layout.size, *(stage * layout.stage_size for stage in range(layout.pp))}
-    moved = (replace(layout, rank_offset=edge - size) for edge in {0, *edges} for size in back if edge >= size)
-    legal = {m.rank_offset for m in moved if all(_compatible(m, neighbour) for neighbour in fixed)}
-    return min(legal, key=lambda at: (max(end, at + layout.size), abs(at - layout.rank_offset), at))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    first, last = ranks[0], ranks[-1]
-    if first == last:
-        return f"rank {first}"
-    contiguous = len(ranks) == last - first + 1
-    return f"ranks {first}-{last}" if contiguous else "ranks " + ", ".join(map(str, ranks))

@@ -12,7 +12,7 @@ from trial_runs import REPOSITORY
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
-from mmjax.recipe.validate import _compatible, _free_offset
+from mmjax.recipe.ranks import compatible, free_offset
 
 
 def may_share(one: Layout, other: Layout) -> bool:
@@ -36,13 +36,13 @@ def test_rank_sets_and_the_nearest_offset_that_fits() -> None:
     rng = random.Random(5)
     for _ in range(150):
         layout, *others = (drawn(rng) for _ in range(rng.choice((2, 3))))
-        assert [_compatible(layout, other) for other in others] == [may_share(layout, other) for other in others]
+        assert [compatible(layout, other) for other in others] == [may_share(layout, other) for other in others]
         end = max(other.end for other in others)
         moved = [replace(layout, rank_offset=at) for at in range(end + 1)]
         legal = [m.rank_offset for m in moved if all(may_share(m, other) for other in others)]
         cost = {at: (max(end, at + layout.size), abs(at - layout.rank_offset)) for at in legal}
         if layout.rank_offset not in legal:  # else nobody asks
-            assert cost[_free_offset(layout, others)] == min(cost.values())
+            assert cost[free_offset(layout, others)] == min(cost.values())
 
 
 ABSURD = {

@@ -48,7 +48,7 @@ def estimate(recipe: Recipe, work: Work) -> tuple[Estimate, dict, Peak]:
         schedule=recipe.train.schedule,
         inner=recipe.train.inner,
         window=recipe.train.window,
-        offloads={name: node.offload for name, node in recipe.model.nodes.items()},
+        offloads=recipe.model.offloads,
     )
     clock = AnalyticClock(work=work, accelerator=H100)
     one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(recipe, parts.packer))

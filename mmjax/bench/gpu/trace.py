@@ -87,7 +87,7 @@ def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def origins(hlo: str) -> dict[str, dict[str, str]]:
-    """By HLO instruction that has metadata in the text, {"op": the JAX operation, "place": "file:line" or "other"}.
+    """The origin of each HLO instruction with metadata: {"op": the JAX operation, "place": "file:line" or "other"}.
 
     Both begin with "backward " or "again " in a backward or in a forward that is computed again.
     """

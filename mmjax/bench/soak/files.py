@@ -43,8 +43,10 @@ def held_out_records(checkpoint: Path) -> dict[str, str]:
 
     ``checkpoint`` is its directory.
     """
-    metadata = json.loads((checkpoint / "mmjax" / "data.json").read_text())
-    return {name: known["held_out"] for name, known in metadata["extra"].get("data", {}).items()}
+    from mmjax.assembly.data_state import DATA
+    from mmjax.checkpoint.storage import read_metadata
+
+    return {name: known["held_out"] for name, known in read_metadata(checkpoint)["extra"].get(DATA, {}).items()}
 
 
 def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
