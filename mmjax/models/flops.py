@@ -40,8 +40,9 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
         if node.lora.rank:
             counts[lora_name(name)] = lora_parameters(node.module, node.lora)
         if node.projector:
-            counts[projector_name(name)] = projector_parameters(
-                *model.projector_widths(name), **model.projector_norm(name)
+            norm = model.projector_norm(name)
+            counts[projector_name(name)] = sum(
+                projector_parameters(*widths, **norm) for widths in model.projector_widths(name).values()
             ) + sum(
                 len(edge.inject) * projector_parameters(*model.injected_widths(edge), norm=node.projector.norm)
                 for edge in model.out_of(name)
@@ -110,7 +111,7 @@ def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) 
     """Forward FLOPs of a module's projector for media with these numbers of patches."""
     tokens = sum(int(n) // model.nodes[name].module.patches_per_token for n in lengths)
     injecting_edges = (edge for edge in model.out_of(name) if edge.inject)
-    return projector_flops(*model.projector_widths(name), tokens) + sum(
+    return sum(projector_flops(*widths, tokens) for widths in model.projector_widths(name).values()) + sum(
         len(edge.inject) * projector_flops(*model.injected_widths(edge), tokens) for edge in injecting_edges
     )
 

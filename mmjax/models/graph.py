@@ -17,7 +17,7 @@ from mmjax.data.send_lists import send_list
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
-from mmjax.models.families import module_of
+from mmjax.models.families import Role, module_of
 from mmjax.models.handles import Open
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.layers import lora_slice, require_targets
@@ -69,13 +69,17 @@ class MultimodalModel:
 
     @cached_property
     def encoders(self) -> dict[str, Node]:
-        """Modules with a medium that read no other modules, by name."""
-        return {name: node for name, node in self.nodes.items() if node.module.medium and not self.into(name)}
+        """Modules with a medium that read no others, or only such modules, by name: they encode the medium."""
+        names: set[str] = set()
+        for name, node in self.nodes.items():
+            if node.module.medium and not node.drawn and {edge.source for edge in self.into(name)} <= names:
+                names.add(name)
+        return {name: node for name, node in self.nodes.items() if name in names}
 
     @cached_property
     def generators(self) -> dict[str, Node]:
-        """Modules with a medium that read other modules, by name: they generate the medium."""
-        return {name: node for name, node in self.nodes.items() if node.module.medium and self.into(name)}
+        """Modules with a medium that read other modules than encoders, by name: they generate the medium."""
+        return {name: node for name, node in self.nodes.items() if node.module.medium and name not in self.encoders}
 
     @property
     def llm(self) -> Any:
@@ -102,28 +106,39 @@ class MultimodalModel:
         width.
 
         Raises:
-          ValueError: the width is ambiguous: all of its targets start with a projector, or their widths differ.
+          ValueError: the widths of its targets differ.
         """
         node = self.nodes[name]
         if not node.ends:
             return node.config.width
         targets = [self.nodes[edge.target] for edge in self.out_of(name)]
-        widths = {target.config.width for target in targets if not target.starts}
+        widths = {target.config.width for target in targets if not target.starts} or {node.config.width}
         if len(widths) != 1:
             raise ValueError(f"{name}: its projector has to map to one width, not to {sorted(widths)}")
         return widths.pop()
 
-    def projector_widths(self, name: str) -> tuple[int, int, int]:
-        """Input, hidden and output width of the projector of the node ``name``, which has one; hidden is 0 for a linear
-        one.
+    def projector_widths(self, name: str) -> dict[str, tuple[int, int, int]]:
+        """Input, hidden and output width of each projector of the node ``name``, by the name of its parameters.
+
+        There is one at the module's end, "", or one at its start for each module that it reads: "" for the first of
+        them, the LLM if it is one, and "vision" for "vision". hidden is 0 for a linear one.
         """
         node = self.nodes[name]
         if node.ends:
             out = self.token_width(name)
-            return node.module.merged_width, node.ends.hidden_of(out), out
+            return {"": (node.module.merged_width, node.ends.hidden_of(out), out)}
         assert node.starts
-        (source_width,) = {self.token_width(edge.source) for edge in self.into(name)}
-        return source_width, node.starts.hidden_of(source_width), node.module.merged_width
+        widths = {path: self.token_width(edge.source) for path, edge in self.start_edges(name).items()}
+        out = node.module.merged_width
+        return {path: (width, node.starts.hidden_of(width), out) for path, width in widths.items()}
+
+    def start_edges(self, name: str) -> dict[str, Edge]:
+        """The edges into the node ``name``, which starts with projectors, by the name of their projector's parameters.
+
+        See ``projector_widths``.
+        """
+        edges = sorted(self.into(name), key=lambda edge: edge.source != LLM)
+        return {"" if number == 0 else edge.source: edge for number, edge in enumerate(edges)}
 
     def projector_norm(self, name: str) -> dict[str, Any]:
         """Keyword arguments of a ``Projector``: "norm" ("none", "layer" or "rms") and "together" (features of a token).
@@ -217,6 +232,7 @@ class MultimodalModel:
             unroll=self.unroll,
             entering=entering,
             levels=self.levels(name),
+            starts=self.start_edges(name) if node.starts and first else {},
         )
         losses = node.module.losses if last else {}
         slices = self._slices(piece, layout.tp, first=first)
@@ -267,8 +283,9 @@ class MultimodalModel:
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
         if (node.ends and piece.last) or (node.starts and first):
-            part = Part(partial(Projector, *self.projector_widths(name), **self.projector_norm(name)))
-            slices.append(ModuleSlice(projector_name(name), parts=(part,)))
+            norm, by_path = self.projector_norm(name), self.projector_widths(name)
+            parts = tuple(Part(partial(Projector, *widths, **norm), path) for path, widths in by_path.items())
+            slices.append(ModuleSlice(projector_name(name), parts=parts))
         for edge, incoming in piece.entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
             create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
@@ -340,9 +357,8 @@ def multimodal(
     all_projectors = {name: projectors.get(name, ProjectorConfig()) for name in (*encoders, *generators)}
     nodes = {name: Node(_as_module(encoder), all_projectors[name]) for name, encoder in encoders.items()}
     nodes[LLM] = Node(_as_module(llm))
-    nodes |= {
-        name: Node(_as_module(generator), all_projectors[name], "start") for name, generator in generators.items()
-    }
+    as_generator = {name: _as_module(settings, "generator") for name, settings in generators.items()}
+    nodes |= {name: Node(module, all_projectors[name], "start") for name, module in as_generator.items()}
     for argument, by_module in {"callbacks": callbacks, "loras": loras}.items():
         if unknown := sorted(by_module.keys() - nodes.keys()):
             raise ValueError(f"{argument}: no module {unknown[0]!r}; use one of {list(nodes)}")
@@ -359,22 +375,23 @@ def star_edges(nodes: Mapping[str, Node]) -> tuple[Edge, ...]:
     """
     places = list(nodes)
     before, behind = places[: places.index(LLM)], places[places.index(LLM) + 1 :]
-    into_llm = (_encoder_edge(name, nodes[name].projector or ProjectorConfig()) for name in before)
-    return (*into_llm, *(Edge(LLM, name, "index") for name in behind))
+    into_llm = (edge_between(name, LLM, nodes[name].projector or ProjectorConfig()) for name in before)
+    return (*into_llm, *(edge_between(LLM, name) for name in behind))
 
 
-def _as_module(settings: Any) -> Module:
-    return settings if isinstance(settings, Module) else module_of(settings)
+def _as_module(settings: Any, role: Role | None = None) -> Module:
+    return settings if isinstance(settings, Module) else module_of(settings, role)
 
 
-def _encoder_edge(encoder: str, projector: ProjectorConfig) -> Edge:
-    """The edge from an encoder to the LLM."""
-    return Edge(
-        encoder,
-        LLM,
-        f"{encoder}_index",
-        projector.inject,
-        projector.levels,
-        shares=f"{encoder}_shares" if projector.most_tiles else "",
-        newline=projector.newline,
-    )
+def edge_between(source: str, target: str, projector: ProjectorConfig | None = None) -> Edge:
+    """The edge from one module to another as the data side fills its places.
+
+    Args:
+      source, target: names of the modules.
+      projector: the projector of an encoder, ``source``; its tokens enter layers of the LLM as it says.
+    """
+    edge = Edge(source, target, "index" if source == LLM else f"{source}_index")
+    if target != LLM or not projector:
+        return edge
+    shares = f"{source}_shares" if projector.most_tiles else ""
+    return replace(edge, inject=projector.inject, levels=projector.levels, shares=shares, newline=projector.newline)

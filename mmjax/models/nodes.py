@@ -46,6 +46,11 @@ class Node:
         return spec_of(medium, self.projector) if medium and self.projector else medium
 
     @property
+    def drawn(self) -> bool:
+        """Whether the module generates its medium."""
+        return bool(self.module.medium and self.module.medium.drawn)
+
+    @property
     def ends(self) -> ProjectorConfig | None:
         """The projector at the module's end; ``None`` if it has none there."""
         return self.projector if self.projects == "end" else None
@@ -77,8 +82,8 @@ def spec_of(medium: EncoderSpec, projector: ProjectorConfig) -> EncoderSpec:
 class Edge:
     """A flow of tokens from one module to places in the rows of another.
 
-    If the target has a projector at its start, tokens are gathered, projected, split into patches and added to the
-    target's features. Otherwise they replace the target's embeddings at their places.
+    If the target starts with projectors, tokens are gathered, projected by the projector of their edge, split into
+    patches and added to the target's features. Otherwise they replace the target's embeddings at their places.
 
     Attributes:
       source, target: names of the modules.

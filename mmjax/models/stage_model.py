@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,6 +118,8 @@ class Piece:
       entering: the activations from other modules, by edge.
       levels: layers of the module whose outputs other modules read. Behind such a layer its output is sent along with
         the features, concatenated along the last dimension.
+      starts: the edges of the projectors at the stage's start, by the name of a projector's parameters in those of the
+        module's projector; "" is all of them.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Piece:
     unroll: bool
     entering: Mapping[Edge, IncomingActivation]
     levels: tuple[int, ...]
+    starts: Mapping[str, Edge] = field(default_factory=dict)
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """The features behind the stage's layers; in the last stage behind the module's end. Inside ``shard_map``.
@@ -240,21 +245,29 @@ class Piece:
     def _embed(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
         """The input of the first layer: embedded host inputs, with the tokens of other modules."""
         x, inputs = self.node.module.embed(p[self.name], context), context.inputs
-        starts = self.node.starts
-        if not starts:
+        if not self.starts:
             for edge in self.entering:
                 x = self._merge_tokens(edge, x, self._tokens(edge, carry), inputs, cells)
                 if edge.newline:
                     x = with_newlines(x, p[projector_name(edge.source)]["newline"], inputs[edge.index])
             return x
-        first_edge = next(iter(self.entering))
-        width = self._tokens(first_edge, carry).shape[-1]
-        tokens = jnp.zeros((*inputs[first_edge.index].shape, width), x.dtype)
-        for edge in self.entering:
-            tokens = self._merge_tokens(edge, tokens, self._tokens(edge, carry), inputs, cells)
-        projected = project(p[projector_name(self.name)], 1, context.axes, tokens, starts.activation)
-        projected = self._apply_callback("projected", context, projected)
-        return x + projected.reshape(*x.shape[:2], -1)
+        projected = [self._condition(p, context, carry, cells, path, x.dtype) for path in self.starts]
+        features = self._apply_callback("projected", context, functools.reduce(operator.add, projected))
+        return x + features.reshape(*x.shape[:2], -1)
+
+    def _condition(
+        self, p: Params, context: Context, carry: Carry, cells: int, path: str, dtype: Any
+    ) -> Float[Array, "B N E"]:
+        """The tokens of an edge of ``starts``, gathered to their places and projected; zeros elsewhere are projected
+        too.
+        """
+        edge, params = self.starts[path], p[projector_name(self.name)]
+        tokens, index = self._tokens(edge, carry), context.inputs[edge.index]
+        gathered = self._merge_tokens(
+            edge, jnp.zeros((*index.shape, tokens.shape[-1]), dtype), tokens, context.inputs, cells
+        )
+        assert self.node.starts
+        return project(params[path] if path else params, 1, context.axes, gathered, self.node.starts.activation)
 
     def _merge_tokens(self, edge: Edge, x: Array, tokens: Array, inputs: Inputs, cells: int) -> Float[Array, "B T D"]:
         """``x`` with the tokens of an edge written at their places."""

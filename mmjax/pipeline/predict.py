@@ -1,8 +1,8 @@
-"""Text, losses and drawings under any layout: forward-only schedules over the training stages.
+"""Text, losses, drawings and codes under any layout: forward-only schedules over the training stages.
 
 For text, encoders run once, and the language model's stages run once over the prompts, which fills a cache in each
 stage, then once for every new token (see ``decode``). To draw, the language model runs once, and a generator's stages
-run once for every step of the generator.
+run once for every step of the generator; a generator of codes runs once over the right ones.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Predictor(Walker):
         self._once = [op for op in ops if op.stage in self._encoders or (op.edge and self._from_encoder(op))]
         encoder_ops = set(self._once)
         self._per_token = [op for op in ops if op not in encoder_ops]
-        # By generator: the ops that carry its conditions from the LLM, and the ops of one step.
+        # By generator: the ops that carry its conditions from other modules, and the ops of one step.
         self._conditions, self._steps = dict[str, list[Op]](), dict[str, list[Op]]()
         for name in placed.model.generators:
             generator_ops = [op for op in microbatch_ops if module[self._reader(op)] == name]
-            self._conditions[name] = [op for op in generator_ops if self._from_llm(op)]
-            self._steps[name] = [op for op in generator_ops if not self._from_llm(op)]
+            self._conditions[name] = [op for op in generator_ops if self._from_other(op, name)]
+            self._steps[name] = [op for op in generator_ops if not self._from_other(op, name)]
         self._results: dict[str, dict[int, Any]] = {}
         self._caches: dict[tuple[str, int], Any] = {}
         self._world_gathers: dict[Any, WorldGather | None] = {}
@@ -123,8 +123,9 @@ class Predictor(Walker):
         """The stage that uses an op's result: the destination of its edge, or its stage."""
         return self.graph.edge(op.edge).dst if op.edge else op.stage
 
-    def _from_llm(self, op: Op) -> bool:
-        return bool(op.edge) and self.graph.edge(op.edge).src in self._llm
+    def _from_other(self, op: Op, module: str) -> bool:
+        """Whether an op belongs to an edge from another module."""
+        return bool(op.edge) and self.placed.stages[self.graph.edge(op.edge).src].model.module != module
 
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
@@ -249,11 +250,47 @@ class Predictor(Walker):
         self._run_over_rows(microbatches)
         drawn = {}
         for name, node in self.placed.model.generators.items():
-            self.walk(self._conditions[name])
-            predict = partial(self._generator_predictions, name, microbatches, self._received())
-            drawn[name] = node.module.draw([inputs[name] for _, inputs in microbatches], predict)
+            if name not in self.talkers:
+                predict = self._with_conditions(name, microbatches)
+                drawn[name] = node.module.draw([inputs[name] for _, inputs in microbatches], predict)
         self._drop_arrays()
         return drawn
+
+    @property
+    def talkers(self) -> tuple[str, ...]:
+        """Names of the generators of codes."""
+        generators = self.placed.model.generators.items()
+        return tuple(name for name, node in generators if node.medium and node.medium.codes)
+
+    def codes_right(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
+        """The number of codes that each generator of codes predicts rightly from the right ones before.
+
+        ``load`` has to come first.
+
+        Args:
+          microbatches: as for ``losses``.
+
+        Returns:
+          Numbers [R], one for each row of codes, by generator, for each microbatch.
+
+        Raises:
+          ValueError: when the number of microbatches is not the predictor's, or they have send lists.
+        """
+        self._require_fitting(microbatches)
+        self._run_over_rows(microbatches)
+        right = {}
+        for name in self.talkers:
+            predict = self._with_conditions(name, microbatches)
+            right[name] = predict([inputs[name] for _, inputs in microbatches])
+        self._drop_arrays()
+        return right
+
+    def _with_conditions(
+        self, name: str, microbatches: Sequence[tuple[Signature, InputShapes]]
+    ) -> Callable[[Sequence[Mapping[str, np.ndarray]]], list[np.ndarray]]:
+        """``_generator_predictions`` of a generator, to which the LLM's hidden states are sent before."""
+        self.walk(self._conditions[name])
+        return partial(self._generator_predictions, name, microbatches, self._received())
 
     def _run_over_rows(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> None:
         """Runs encoders and the language model over whole rows."""

@@ -113,8 +113,9 @@ def test_any_graph_is_cut_into_stages() -> None:
     weights = {stage.module: {n: kind.weight for n, kind in stage.losses.items()} for stage in stages.values()}
     assert weights == {"vision": {}, "llm": {"loss": 1.0}, "painter": {"loss": 1.0}, "printer": {"loss": 0.5}}
     # The painter's projector takes what the LLM and the encoder give, the printer's what the painter gives.
-    assert WEB.projector_widths("vision") == (16, 12, 24)
-    assert (WEB.projector_widths("painter"), WEB.projector_widths("printer")) == ((24, 12, 16), (16, 12, 16))
+    assert WEB.projector_widths("vision") == {"": (16, 12, 24)}
+    assert WEB.projector_widths("painter") == {"": (24, 12, 16), "vision": (24, 12, 16)}
+    assert WEB.projector_widths("printer") == {"": (16, 12, 16)}
     assert parameter_count(WEB)["printer_projector"] == 16 * 12 + 12 + 12 * 16 + 16
 
 
