@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from mmjax.models.nodes import Node as Node
     from mmjax.models.parameters import Part as Part
     from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
+    from mmjax.models.temporal.config import TemporalConfig as TemporalConfig
     from mmjax.models.transformer import Affine as Affine
     from mmjax.models.transformer import EncoderLayer as EncoderLayer
     from mmjax.models.transformer import encoder_block as encoder_block
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from mmjax.recipe.datasets import Datasets as Datasets
     from mmjax.recipe.datasets import messages as messages
     from mmjax.recipe.datasets import mixture as mixture
+    from mmjax.recipe.model_spec import edge as edge
     from mmjax.recipe.schedules import ScheduleConfig as ScheduleConfig
     from mmjax.recipe.schedules import gpipe as gpipe
     from mmjax.recipe.schedules import interleaved as interleaved
@@ -136,6 +138,7 @@ __all__ = [
     "Run",
     "ScheduleConfig",
     "SquarePatches",
+    "TemporalConfig",
     "TrainConfig",
     "TrainResult",
     "Trainer",
@@ -152,6 +155,7 @@ __all__ = [
     "draw_answers",
     "draw_layout",
     "draw_timeline",
+    "edge",
     "encoder",
     "encoder_block",
     "export_run",
@@ -209,6 +213,7 @@ _NAMES_OF = {
     "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),
+    "mmjax.models.temporal.config": ("TemporalConfig",),
     "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
     "mmjax.models.vit.config": ("ViTConfig",),
     "mmjax.models.whisper.config": ("WhisperConfig",),
@@ -225,6 +230,7 @@ _NAMES_OF = {
         "three_phase",
         "zb_h1",
     ),
+    "mmjax.recipe.model_spec": ("edge",),
     "mmjax.recipe.specs": ("encoder", "generator", "language_model"),
     "mmjax.run": ("Run", "build"),
     "mmjax.schedule.dispatch": ("dispatch_table",),

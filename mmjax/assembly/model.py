@@ -12,24 +12,28 @@ import jax
 
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
+from mmjax.data.derived import with_media
 from mmjax.data.packing import Packer
 from mmjax.data.split import Split
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.models.callbacks import Callbacks
-from mmjax.models.graph import MultimodalModel, cp_tokens, star_edges
+from mmjax.models.config import LLM
+from mmjax.models.edges import EdgeSpec
+from mmjax.models.graph import MultimodalModel, cp_tokens, edge_between
 from mmjax.models.module import Module
-from mmjax.models.nodes import Node, spec_of
+from mmjax.models.nodes import Edge, Node, spec_of
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.recipe import ModuleSpec, Recipe
+from mmjax.recipe import ModelSpec, ModuleSpec, Recipe
 from mmjax.user_code import import_named
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
     """The module graph; where the configuration leaves the vocabulary open (0), it is the tokenizer's."""
     nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
-    model = MultimodalModel(nodes, star_edges(nodes))
+    model = MultimodalModel(nodes, tuple(_edge(recipe.model, edge) for edge in recipe.model.flows))
     return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll)
 
 
@@ -43,6 +47,15 @@ def _node(spec: ModuleSpec) -> Node:
         callbacks=Callbacks(**{place: import_named(f"{spec.name}/Callbacks.{place}", path) for place, path in names}),
         lora=spec.lora.settings,
     )
+
+
+def _edge(model: ModelSpec, edge: EdgeSpec) -> Edge:
+    """The edge of the graph: of an encoder into the LLM with what its projector says, if the edge says nothing."""
+    settings, projector = edge.settings, model[edge.source].projector
+    of_graph = edge_between(edge.source, edge.target, projector.settings if projector else ProjectorConfig())
+    if settings.inject:
+        of_graph = replace(of_graph, inject=settings.inject, levels=settings.levels)
+    return replace(of_graph, index=settings.index or of_graph.index)
 
 
 def build_modules(recipe: Recipe) -> dict[str, Any]:
@@ -139,10 +152,26 @@ def split_of(module: Module, layout: Layout) -> Split:
 
 
 def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
-    """The specs of all encoders and generators by name, for the data side; ``buckets`` are the configured ones."""
-    cells = cell_count(recipe.model.layouts.values())
-    modules, projectors = build_modules(recipe), recipe.model.projectors
-    media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in recipe.model.media}
+    """The specs of the encoders and generators with media of their own by name, for those who read samples.
+
+    ``buckets`` are the configured ones.
+    """
+    return with_media(packed_specs(recipe))
+
+
+def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
+    """``encoder_specs``, and the specs of encoders that read other encoders, for those who pack rows."""
+    model, cells = recipe.model, cell_count(recipe.model.layouts.values())
+    modules, projectors = build_modules(recipe), model.projectors
+    names = dict.fromkeys((*model.media, *model.encoders, *model.talkers))
+    media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in names}
+    indices = {(edge.source, edge.target): edge.settings.index for edge in model.flows}
     return {
-        name: replace(spec, buckets=per_cell(recipe.model[name].packing.given, cells)) for name, spec in media.items()
+        name: replace(
+            spec,
+            buckets=per_cell(model[name].packing.given, cells),
+            reads=tuple((source, indices[source, name]) for source in model.sources(name)),
+            text_index=indices.get((name, LLM)),
+        )
+        for name, spec in media.items()
     }

@@ -21,6 +21,7 @@ from mmjax.fields import FieldInfo, fields_of
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, family_setting, lora_name, projector_name
+from mmjax.models.edges import EdgeConfig, EdgeSpec
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, family_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.names import with_native_names
@@ -87,7 +88,7 @@ class ConfigBuilder:
         }
         image_folder = folders.of_settings(data.image_encoder) if data.image_encoder in weights else ""
         return Recipe(
-            model=ModelSpec(nodes=nodes, weights=model.weights),
+            model=ModelSpec(nodes=nodes, edges=self._edges(model), weights=model.weights),
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
             data=data,
@@ -139,6 +140,12 @@ class ConfigBuilder:
             offload=self._build(OffloadConfig, name),
             callbacks=self._build(CallbacksConfig, name),
         )
+
+    def _edges(self, model: ModelConfig) -> tuple[EdgeSpec, ...]:
+        """The edges of the model; () for a star without settings."""
+        edges = (EdgeSpec(source=source, target=target) for source, target in model.flows)
+        edges = tuple(dataclasses.replace(edge, settings=self._build(EdgeConfig, edge.name)) for edge in edges)
+        return edges if model.edges or any(edge.settings != EdgeConfig() for edge in edges) else ()
 
     def _projector(self, name: str, data: DataConfig, folders: _Folders) -> ProjectorSpec:
         """The projector of a node."""
@@ -339,7 +346,7 @@ def _without_scopes(cls: type[Any], binding: Binding) -> str:
     """The fix for a scope of a class without scopes: a class of the whole run, or of a family that no module has."""
     for kind, family in FAMILIES.items():
         if family.config is cls:
-            return f"add {binding.scope!r}: {kind!r} to Model.{family.role}s"
+            return f"add {binding.scope!r}: {kind!r} to Model.{family.roles[-1]}s"
     return f"it takes no scope; write {binding.cls}.{binding.field}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
+from mmjax.models.edges import check_edges, parse_edge, star
 from mmjax.models.families import Family, Role, families_for, family_of
 from mmjax.user_code import CODE, names_code
 
@@ -29,6 +30,8 @@ class ModelConfig:
       encoders: the family of each encoder by its name; the name is the encoder's scope in a configuration.
       llm: the family of the LLM.
       generators: the family of each generator by its name; the name is the generator's scope.
+      edges: whose tokens go to whom, such as ('vision -> llm', 'vision -> painter', 'llm -> painter'); () lets every
+        encoder feed the LLM, and the LLM every generator. Sources come before targets in ``encoders``.
       weights: a folder of a complete model as save_pretrained writes it, such as LLaVA's, from which settings and
         parameters of the encoders, their projectors and the LLM are read. A folder of one module is set in
         Weights.path.
@@ -37,6 +40,7 @@ class ModelConfig:
     encoders: dict[str, str] = field(default_factory=lambda: {"vision": "vit"}, metadata=CODE)
     llm: str = field(default="llama", metadata=CODE)
     generators: dict[str, str] = field(default_factory=dict, metadata={"example": {"painter": "dit"}, **CODE})
+    edges: tuple[str, ...] = field(default=(), metadata={"example": ("vision -> llm",)})
     weights: str = field(default="", metadata={"example": "models/llava-1.5-7b-hf"})
 
     def __post_init__(self) -> None:
@@ -54,6 +58,14 @@ class ModelConfig:
             for part, kind in ((projector_name(owner), "projector"), (lora_name(owner), "adapters")):
                 fix = f"is the name of {owner}'s {kind}; use another, such as '{name}2'"
                 require(name != part, f"Model.{role}s", name, fix)
+        check_edges(self.flows, {name: role for name, _, role in self.roles}, LLM)
+
+    @property
+    def flows(self) -> tuple[tuple[str, str], ...]:
+        """(source, target) of each edge: those of ``edges``, or of the star that () stands for."""
+        if not self.edges:
+            return star({name: role for name, _, role in self.roles}, LLM)
+        return tuple(map(parse_edge, self.edges))
 
     @property
     def roles(self) -> Iterator[tuple[str, str, Role]]:
@@ -75,7 +87,7 @@ class ModelConfig:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Names of the modules whose media have placeholders in the LLM's rows: encoders, then generators."""
+        """Names of the modules with a projector: encoders, then generators."""
         return (*self.encoders, *self.generators)
 
 

@@ -15,6 +15,7 @@ from mmjax.configurable import ConfigError, registry
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.temporal.config import TemporalConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.user_code import import_named, names_code
@@ -30,36 +31,52 @@ class Family:
     Attributes:
       config: the configurable class of its settings.
       module_class: its ``Module``, as "package.module:Class"; "" for projectors, which are no modules (ADR 53).
-      role: its role in the model.
+      roles: the roles that it may have in a model.
       weights: the Python module of its weights tables (see ``pretrained``); "" without such tables.
+      generator_class: its ``Module`` in the role of a generator, where that is another class; else "".
     """
 
     config: type[Any]
     module_class: str
-    role: Role
+    roles: tuple[Role, ...]
     weights: str = ""
+    generator_class: str = ""
 
-    def module(self, config: Any) -> Any:
-        """The family's ``Module`` with these settings, of class ``config``; imports its code. Not for projectors."""
-        package, _, name = self.module_class.partition(":")
+    def module(self, config: Any, role: Role | None = None) -> Any:
+        """The family's ``Module`` with these settings, of class ``config``; imports its code. Not for projectors.
+
+        ``role`` is one of ``roles``; by default the first.
+        """
+        is_generator = (role or self.roles[0]) == "generator"
+        place = (is_generator and self.generator_class) or self.module_class
+        package, _, name = place.partition(":")
         return getattr(importlib.import_module(package), name)(config)
 
 
 FAMILIES: Mapping[str, Family] = {
-    "vit": Family(ViTConfig, "mmjax.models.vit.module:VisionTransformer", "encoder", "mmjax.models.vit.weights"),
-    "whisper": Family(WhisperConfig, "mmjax.models.whisper.module:Whisper", "encoder", "mmjax.models.whisper.weights"),
-    "llama": Family(DecoderConfig, "mmjax.models.llama.module:Llama", "llm", "mmjax.models.llama.weights"),
-    "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", "generator"),
+    "vit": Family(ViTConfig, "mmjax.models.vit.module:VisionTransformer", ("encoder",), "mmjax.models.vit.weights"),
+    "whisper": Family(
+        WhisperConfig, "mmjax.models.whisper.module:Whisper", ("encoder",), "mmjax.models.whisper.weights"
+    ),
+    "temporal": Family(TemporalConfig, "mmjax.models.temporal.module:TemporalEncoder", ("encoder",)),
+    "llama": Family(
+        DecoderConfig,
+        "mmjax.models.llama.module:Llama",
+        ("llm", "generator"),
+        "mmjax.models.llama.weights",
+        generator_class="mmjax.models.llama.talker:CodeDecoder",
+    ),
+    "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", ("generator",)),
 }
 
 
-PROJECTOR = Family(ProjectorConfig, "", "projector", "mmjax.models.projector.weights")
+PROJECTOR = Family(ProjectorConfig, "", ("projector",), "mmjax.models.projector.weights")
 """Projectors: part of other modules' stages, with settings and weights tables like other families."""
 
 
 def families_for(role: Role) -> tuple[str, ...]:
     """Names of the families with this role, such as ("vit", "whisper") for "encoder"; () for "projector"."""
-    return tuple(name for name, family in FAMILIES.items() if family.role == role)
+    return tuple(name for name, family in FAMILIES.items() if role in family.roles)
 
 
 def family_of(field: str, kind: str, role: Role) -> Family:
@@ -86,7 +103,7 @@ def family_of(field: str, kind: str, role: Role) -> Family:
     if role != "llm" and not hasattr(config, "medium"):
         fix = f"add medium: ClassVar[Medium] = 'image' or 'recording' to {config.__name__}"
         raise ConfigError(f"{field}={kind!r}: its settings name no medium; {fix}")
-    return Family(config, kind, role)
+    return Family(config, kind, (role,))
 
 
 def kind_of(config: Any) -> str:
@@ -94,12 +111,14 @@ def kind_of(config: Any) -> str:
     return next((kind for kind, family in FAMILIES.items() if type(config) is family.config), "")
 
 
-def module_of(config: Any) -> Any:
+def module_of(config: Any, role: Role | None = None) -> Any:
     """The ``Module`` with the settings ``config``, of a family of ``FAMILIES``: ``Llama`` for a ``DecoderConfig``.
+
+    ``role`` is its role in the model; by default the family's first.
 
     Raises:
       TypeError: the settings belong to no such family.
     """
     if kind := kind_of(config):
-        return FAMILIES[kind].module(config)
+        return FAMILIES[kind].module(config, role)
     raise TypeError(f"{type(config).__name__} belongs to no family of mmjax; give the module itself, such as Mine(c)")

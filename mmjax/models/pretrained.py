@@ -153,7 +153,7 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
     """
     kind = str(hf_config.get("model_type", ""))
     name = gin_name(family.config)
-    part_name = getattr(family.config, "medium", family.role)
+    part_name = getattr(family.config, "medium", family.roles[0])
     weights = family_weights(family)
     legal = part_name == "image" and kind not in COMPOSITES
     require(legal or not layer, "Weights.layer", layer, "is of an image tower in a folder of its own; leave it out")
@@ -166,7 +166,7 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
         prefixes = {name: _new_prefixes(each.prefixes) for name, each in COMPOSITES[kind].items()}
         other_prefixes = tuple(key for name, keys in prefixes.items() if name != part_name for key in keys)
         return Pretrained(settings, folder_part.prefixes, weights, other_prefixes)
-    if family.role == "projector":
+    if "projector" in family.roles:
         known = ", ".join(model_type for model_type, parts in COMPOSITES.items() if part_name in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")
     return Pretrained({**hf_config, "feature_layer": layer} if layer else hf_config, {}, weights)

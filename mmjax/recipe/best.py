@@ -23,8 +23,10 @@ def check_best(recipe: Recipe) -> None:
     if best:
         unit = f"{task.unit}_accuracy"
         swapped = [f"swapped_{encoder}_{unit}" for encoder in recipe.model.encoders] if task.exchanges else []
-        drawn = ["drawing_accuracy"] if task.reader and recipe.model.generators else []
-        one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn))
+        talkers = recipe.model.talkers
+        drawn = ["drawing_accuracy"] if task.reader and len(recipe.model.generators) > len(talkers) else []
+        spoken = ["code_accuracy"] * bool(talkers)
+        one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn, *spoken))
         fix = "nothing is evaluated; set Train.eval_samples to 180, or this to ''"
         require(bool(train.eval_samples), "Checkpoint.best", best, fix)
     if train.patience:

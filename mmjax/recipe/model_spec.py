@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmjax.data.config import PackingConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, ModelConfig, lora_name, projector_name
+from mmjax.models.edges import EdgeConfig, EdgeSpec, parse_edge, star
 from mmjax.models.families import Role
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
@@ -21,18 +22,20 @@ P = TypeVar("P", bound=PartSpec)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model: encoders that feed one LLM, which feeds generators.
+    """A model: encoders, one LLM and generators, and edges by which tokens go from one to another.
 
     ``model["vision"]`` is a node's settings.
 
     Attributes:
       nodes: the settings of each encoder, the LLM ("llm") and each generator by name, sources before users.
+      edges: whose tokens go to whom; () lets every encoder feed the LLM, and the LLM every generator.
       weights: a folder of a whole model, from which parameters of the encoders, their projectors and the LLM are read;
         "" for none. ``ModuleSpec.weights`` names the folder of one module.
       processor: the tokenizer, the chat template and the rules for images that the folder brings.
     """
 
     nodes: Mapping[str, ModuleSpec]
+    edges: tuple[EdgeSpec, ...] = ()
     weights: str = ""
     processor: Processor = field(default_factory=Processor, compare=False)
 
@@ -42,9 +45,17 @@ class ModelSpec:
                 raise ValueError(f"node {name!r} has settings of {node.name!r}; give it the name {name!r}")
 
     @classmethod
-    def of(cls, *nodes: ModuleSpec) -> ModelSpec:
-        """A model of these nodes, sources before users: ``of(encoder(…), language_model(…), generator(…))``."""
-        return cls(nodes={node.name: node for node in nodes})
+    def of(cls, *nodes: ModuleSpec, edges: Iterable[EdgeSpec | str] = ()) -> ModelSpec:
+        """A model of these nodes, sources before users: ``of(encoder(…), language_model(…), generator(…))``.
+
+        Args:
+          nodes: encoders, the LLM and generators.
+          edges: such as "vision -> llm", or of ``edge`` with settings; none make a star.
+
+        Raises:
+          ConfigError: a text is no edge.
+        """
+        return cls(nodes={node.name: node for node in nodes}, edges=tuple(map(_as_edge, edges)))
 
     def __getitem__(self, name: str) -> ModuleSpec:
         return self.nodes[name]
@@ -60,8 +71,25 @@ class ModelSpec:
             encoders=families["encoder"],
             llm=self.llm.kind,
             generators=families["generator"],
+            edges=tuple(edge.text for edge in self.edges),
             weights=self.weights,
         )
+
+    @property
+    def flows(self) -> tuple[EdgeSpec, ...]:
+        """All edges: ``edges``, or those of the star that () stands for."""
+        if self.edges:
+            return self.edges
+        roles: dict[str, Role] = {name: node.role for name, node in self.nodes.items()}
+        return tuple(EdgeSpec(source=source, target=target) for source, target in star(roles, LLM))
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Names of the nodes whose tokens go to the node ``name``, in the order of the edges."""
+        return tuple(edge.source for edge in self.flows if edge.target == name)
+
+    def targets(self, name: str) -> tuple[str, ...]:
+        """Names of the nodes that the tokens of the node ``name`` go to, in the order of the edges."""
+        return tuple(edge.target for edge in self.flows if edge.source == name)
 
     # ---- nodes by role -----------------------------------------------------------------------------------------------
 
@@ -82,8 +110,17 @@ class ModelSpec:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Names of the nodes whose media have placeholders in the LLM's rows: encoders, then generators."""
-        return (*self.encoders, *self.generators)
+        """Names of the nodes whose media have placeholders in the LLM's rows: encoders, then generators.
+
+        An encoder that reads another has none of its own, and neither has a generator of codes.
+        """
+        drawing = (name for name in self.generators if name not in self.talkers)
+        return (*(name for name in self.encoders if not self.sources(name)), *drawing)
+
+    @property
+    def talkers(self) -> tuple[str, ...]:
+        """Names of the generators of codes."""
+        return tuple(name for name in self.generators if self.nodes[name].speaks)
 
     @property
     def projectors(self) -> dict[str, ProjectorSpec]:
@@ -207,3 +244,16 @@ class ModelSpec:
         """Raises ``ValueError`` for a name that is none of the legal ones."""
         if unknown := sorted(set(names) - set(legal)):
             raise ValueError(f"no {kind} {unknown[0]!r}; use one of {', '.join(legal)}")
+
+
+def edge(source: str, target: str, **settings: Any) -> EdgeSpec:
+    """An edge from the node ``source`` to the node ``target``; ``settings`` are fields of ``EdgeConfig``.
+
+    Raises:
+      ConfigError: a value is illegal.
+    """
+    return EdgeSpec(source=source, target=target, settings=EdgeConfig(**settings))
+
+
+def _as_edge(candidate: EdgeSpec | str) -> EdgeSpec:
+    return edge(*parse_edge(candidate)) if isinstance(candidate, str) else candidate

@@ -130,6 +130,7 @@ class Recipe:
             yield from ((name, settings) for settings in _settings_of(node))
             for part_name, part in self.model.parts_of(name).items():
                 yield from ((part_name, settings) for settings in (part.optimizer, part.weights))
+        yield from ((edge.name, edge.settings) for edge in self.model.edges)
         yield from self.sources.items()
 
 

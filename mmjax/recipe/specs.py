@@ -96,7 +96,12 @@ class ModuleSpec(PartSpec):
 
     def module(self) -> Any:
         """A ``mmjax.models.module.Module`` with these settings, of the family's class."""
-        return self.family.module(self.settings)
+        return self.family.module(self.settings, self.role)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it generates codes, which have no places in the text: a language model as a generator."""
+        return self.role == "generator" and not hasattr(self.settings, "medium")
 
     # ---- modified copies ---------------------------------------------------------------------------------------------
 
@@ -163,7 +168,10 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
 
 
 def generator(name: str, settings: Any, projector: ProjectorConfig | None = None) -> ModuleSpec:
-    """A node that draws from the LLM's features; arguments and errors as for ``encoder``, settings as ``DiTConfig``."""
+    """A node that draws from the LLM's features, or speaks; arguments and errors as for ``encoder``.
+
+    Settings are such as ``DiTConfig``, or a ``DecoderConfig`` with a ``vocab`` for a generator that speaks in codes.
+    """
     return _node(name, "generator", settings, projector or ProjectorConfig())
 
 

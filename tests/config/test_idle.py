@@ -139,10 +139,11 @@ READ = {
     "Train": "steps epochs max_skipped global_batch microbatches schedule lowering seed dtype unroll clip_norm "
     "log_every eval_samples peak_tflops sinks profile_steps debug_nans",
     "World": "devices platform compilation_cache warm_up hang_seconds",
-    "Data": "sources sequence_length reorder servers tokenizer new_tokens image_encoder audio_encoder generator",
+    "Data": "sources sequence_length reorder servers tokenizer new_tokens image_encoder audio_encoder generator "
+    "speaker",
     "Digits": "images calls digits turns curriculum",
     "Checkpoint": "every keep init_from grace_seconds",
-    "Model": "encoders llm generators weights",
+    "Model": "encoders llm generators edges weights",
     "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias norm stem_norm "
     "last_norm norm_eps layer_scale gated activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
@@ -155,6 +156,8 @@ READ = {
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
+    "Edge": "index inject levels",
+    "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",
     "Source": "kind path media held_out strict cut template system question resize mean std resample draft white "

@@ -1,0 +1,1 @@
+"""The family of encoders of other encoders' tokens: a clip's images, one after another."""
