@@ -238,7 +238,7 @@ def plan_some_steps(
     plans = []
     for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
         first = number * (number + 1) // 2 * global_batch
-        metas = [meta(first + sample) for sample in range(global_batch)]
+        metas = packer.completed([meta(first + sample) for sample in range(global_batch)])
         if order:
             metas = [metas[sample] for sample in order(metas).order]
         plans.append(packer.plan(0, metas).microbatches)

@@ -38,6 +38,7 @@ class DataConfig:
     image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws.
+    speaker: name of the generator that speaks answers in codes, if the model has one.
     max_pixels: larger images of a folder are scaled down.
     require_same: whether a run that goes on is refused where a dataset's records have changed; else it is warned.
     max_broken: share of a dataset's records; a run whose data have more that cannot be used is refused.
@@ -64,6 +65,7 @@ class DataConfig:
     image_encoder: str = "vision"
     audio_encoder: str = "audio"
     generator: str = "painter"
+    speaker: str = "talker"
     folder: str = ""
     cache: str = field(default="", metadata=_LOCAL)
     max_pixels: int = 65536
@@ -87,8 +89,9 @@ class DataConfig:
         require(
             0 <= self.max_broken <= 1, "Data.max_broken", self.max_broken, "must be a share from 0 to 1, such as 0.5"
         )
-        for name in ("image_encoder", "audio_encoder", "generator"):
-            kind, example = ("a generator", "painter") if name == "generator" else ("an encoder", "vision")
+        drawing, speaking, encoding = ("a generator", "painter"), ("a generator", "talker"), ("an encoder", "vision")
+        for name in ("image_encoder", "audio_encoder", "generator", "speaker"):
+            kind, example = {"generator": drawing, "speaker": speaking}.get(name, encoding)
             value = getattr(self, name)
             require(bool(value), f"Data.{name}", value, f"name {kind} of the model, such as {example!r}")
 
@@ -104,6 +107,11 @@ class DataConfig:
         """
         settings = self.origin.settings(task)
         return (self.generator,) if settings and settings.draws else ()
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Names of the generators for which samples have codes to speak, if the model has them: `speaker`, or none."""
+        return (self.speaker,) if self.origin.speaks else ()
 
     def check_modules(self, task: Any, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
         """Raises ConfigError unless the model has the named encoders and generator, if samples have media for them.

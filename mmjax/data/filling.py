@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.attention.language import WORDS, Rules
+from mmjax.data.derived import MEDIA_RULES, first_encoder, medium_numbers, token_counts
 from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
-from mmjax.data.patches import patch_inputs, patch_places, patch_shapes
+from mmjax.data.patches import input_dtype, patch_inputs, patch_places, patch_shapes
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
@@ -69,10 +70,11 @@ class Filling:
     ) -> dict[str, PartialArray]:
         shape = (plan.llm.rows_per_cell * plan.cells, plan.llm.width)
         values = {"tokens": self.pad, "targets": self.pad, "positions": 0, "segments": 0, "weights": 0}
-        values |= {f"{name}_index": -1 for name in self._shown}
+        index_of = {pointer.source: pointer.name for pointer in self.pointers if pointer.module == "llm"}
+        values |= {index_of[name]: -1 for name in self._shown}
         blended = {name: self.encoders[name].blended for name in self._shown if self.encoders[name].blended > 1}
         values |= {f"{name}_shares": 0 for name in blended}
-        deep = {f"{name}_{suffix}": (count,) for name, count in blended.items() for suffix in ("index", "shares")}
+        deep = {key: (count,) for name, count in blended.items() for key in (index_of[name], f"{name}_shares")}
         deep |= {"positions": (plan.llm.axes,)} if plan.llm.axes > 1 else {}
         rules = Rules.parse(self.mask)
         words = WORDS if rules.kind == "words" else ()
@@ -107,10 +109,10 @@ class Filling:
             for _, sample, where, tokens in self._places(name, plan, samples):
                 row, start = plan.llm.places[sample]
                 if name in blended:
-                    _write(arrays[f"{name}_index"], row, start + where, tokens.index)
+                    _write(arrays[index_of[name]], row, start + where, tokens.index)
                     _write(arrays[f"{name}_shares"], row, start + where, tokens.shares)
                 else:
-                    _write(arrays[f"{name}_index"], row, start + where, tokens.index[:, 0])
+                    _write(arrays[index_of[name]], row, start + where, tokens.index[:, 0])
         return arrays
 
     def _llm_cells(self, name: str, cells: int, process_rows: ProcessRows | None) -> Sequence[int]:
@@ -147,17 +149,19 @@ class Filling:
         """For each of `samples`: its cell, its place, the placeholders of encoder `name` among its tokens, and their
         encoder tokens, as places in the cell's flattened rows.
 
+        Tokens of an encoder that reads another one's are at the placeholders of the media.
+
         Raises ValueError where the numbers of placeholders and of tokens differ.
         """
-        spec, part = self.encoders[name], plan.encoders[name]
-        width = spec.buckets[part.bucket][1]
+        spec = self.encoders[name]
         for cell in range(plan.cells):
-            tokens_of: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
-            for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
-                first = (row * width + start + spec.prefix) // spec.patches_per_token
-                tokens_of[sample] += range(first, first + prod(grid) // spec.patches_per_token)
+            tokens_of = self._tokens(name, plan, cell)
+            first_name = first_encoder(self.encoders, name)
+            if spec.codes:
+                yield from self._spoken(cell, tokens_of, samples)
+                continue
             for sample in sorted(tokens_of.keys() & samples.keys()):
-                where = np.flatnonzero(samples[sample].placeholders(name))
+                where = np.flatnonzero(samples[sample].placeholders(first_name))
                 grids, images = plan.metas[sample].grids.get(name, ()), samples[sample].tiled.get(name, ())
                 index, shares = arrange(spec, grids, images)
                 if len(where) != len(index):
@@ -165,6 +169,32 @@ class Filling:
                     raise ValueError(f"{question!r}: {len(where)} {name} placeholders for {len(index)} tokens")
                 tokens = np.append(np.asarray(tokens_of[sample], np.int32), np.int32(NEWLINE))
                 yield cell, sample, where, Places(tokens[np.where(index < 0, -1, index)], shares)
+
+    @staticmethod
+    def _spoken(
+        cell: int, tokens_of: Mapping[int, list[int]], samples: Mapping[int, Sample]
+    ) -> Iterator[tuple[int, int, np.ndarray, Places]]:
+        """As `_places` for a generator of codes: code j of n is at token floor(j * m / n) of the m tokens of the last
+        answer.
+
+        tokens_of: the places of codes in the cell's flattened rows, by sample.
+        """
+        for sample in sorted(tokens_of.keys() & samples.keys()):
+            tokens = np.asarray(tokens_of[sample], np.int32)
+            if len(tokens):
+                prompt, length = samples[sample].prompt, len(samples[sample].tokens)
+                where = prompt + np.arange(len(tokens)) * (length - prompt) // len(tokens)
+                yield cell, sample, where, Places(tokens[:, None], np.ones((len(tokens), 1), np.float32))
+
+    def _tokens(self, name: str, plan: MicrobatchPlan, cell: int) -> dict[int, list[int]]:
+        """The places of an encoder's tokens in the cell's flattened rows, by sample, in the order of its media."""
+        spec, part = self.encoders[name], plan.encoders[name]
+        width = spec.buckets[part.bucket][1]
+        tokens_of: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
+        for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
+            first = (row * width + start + spec.prefix) // spec.patches_per_token
+            tokens_of[sample] += range(first, first + prod(grid) // spec.patches_per_token)
+        return tokens_of
 
     def _encoder_rows(
         self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], process_rows: ProcessRows | None
@@ -180,9 +210,12 @@ class Filling:
 
         arrays = {
             "segments": empty("segments", lead, dtype=np.int32),
-            "positions": empty("positions", (*lead, spec.axes), dtype=np.int32),
+            "positions": empty("positions", lead if spec.codes else (*lead, spec.axes), dtype=np.int32),
         }
-        opened = {key: empty(key, (*lead, *shape)) for key, shape in patch_shapes(spec).items()}
+        if spec.derived:
+            arrays |= {word: empty(word, lead, dtype=np.int32 if word == "items" else np.uint32) for word in WORDS}
+        shapes = {} if spec.derived else patch_shapes(spec)
+        opened = {key: empty(key, (*lead, *shape), dtype=input_dtype(key, spec)) for key, shape in shapes.items()}
         reading = {cell for key in opened for cell in wanted_cells(process_rows, name, key, plan.cells)}
         for cell, places in enumerate(part.places):
             media, in_row = plan.media(name, cell), dict[int, int]()
@@ -194,19 +227,84 @@ class Filling:
                 span = cell * rows + row, slice(start, start + prod(grid))
                 for where in (before, span):
                     _write(arrays["segments"], *where, in_row[row])
-                _write(arrays["positions"], *before, -1 - np.arange(spec.special)[:, None])
-                _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
+                if spec.derived:
+                    self._write_media(name, plan, sample, arrays, span)
+                    continue
+                if spec.codes:
+                    _write(arrays["positions"], *span, np.arange(*grid))
+                else:
+                    _write(arrays["positions"], *before, -1 - np.arange(spec.special)[:, None])
+                    _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
                 if cell in reading:
                     for key, values in patch_inputs(samples[sample], name, number, spec).items():
                         _write(opened[key], *span, values)
         arrays |= opened
-        if spec.drawn:
-            (pointer,) = (pointer for pointer in self.pointers if pointer.module == name)
+        for pointer in (pointer for pointer in self.pointers if pointer.module == name):
             cells = sorted(self._pointing_cells(pointer, process_rows))
             shape = lead[0], width // spec.patches_per_token
-            arrays["index"] = PartialArray.full(cells, shape, plan.cells, value=-1)
-            self._index(name, plan, samples, arrays["index"])
+            arrays[pointer.name] = index = PartialArray.full(cells, shape, plan.cells, value=-1)
+            if spec.derived:
+                self._index_media(name, pointer.source, plan, index)
+            elif pointer.source == "llm":
+                self._index(name, plan, samples, index)
+            else:
+                self._index_nearest(name, pointer.source, plan, samples, index)
         return arrays
+
+    def _write_media(
+        self,
+        name: str,
+        plan: MicrobatchPlan,
+        sample: int,
+        arrays: Mapping[str, PartialArray],
+        span: tuple[int, slice],
+    ) -> None:
+        """Writes the number of each token's medium, and words by which it sees its own medium and those before.
+
+        name: an encoder of another one's tokens, with a segment at ``span`` for the sample, a place in `plan.metas`.
+        """
+        numbers_N = medium_numbers(self.encoders, name, plan.metas[sample])
+        is_N, attends_N = Rules.parse(MEDIA_RULES).words({"all": numbers_N >= 0}, numbers_N + 1)
+        words = {"is": is_N, "attends": attends_N, "items": numbers_N + 1, "positions": numbers_N[:, None]}
+        for key, values in words.items():
+            _write(arrays[key], *span, values)
+
+    def _index_media(self, name: str, source: str, plan: MicrobatchPlan, out: PartialArray) -> None:
+        """Writes into `out` [R, T] the place of each token of `source` that the encoder `name` reads."""
+        rows, _ = self.encoders[name].buckets[plan.encoders[name].bucket]
+        for cell in range(plan.cells):
+            tokens_of = self._tokens(source, plan, cell)
+            segments = zip(plan.media(name, cell), plan.encoders[name].places[cell], strict=True)
+            for (sample, _, (count,)), (row, start) in segments:
+                _write(out, cell * rows + row, slice(start, start + count), np.asarray(tokens_of[sample], np.int32))
+
+    def _index_nearest(
+        self, name: str, source: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray
+    ) -> None:
+        """Writes into `out` [R, T/merge**A] the token of an encoder's image that lies nearest to each token of a
+        drawing, as both fill the same area: of the last image before the drawing in the text; -1 where there is none.
+        """
+        spec, image_spec, part = self.encoders[name], self.encoders[source], plan.encoders[name]
+        rows, _ = spec.buckets[part.bucket]
+        per_token = spec.patches_per_token
+        for cell in range(plan.cells):
+            tokens_of = self._tokens(source, plan, cell)
+            for (sample, number, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
+                if sample not in samples:
+                    continue
+                images = plan.metas[sample].grids.get(source, ())
+                ends = np.cumsum([0, *token_counts(image_spec, images)])
+                drawing = token_counts(spec, plan.metas[sample].grids[name])
+                place = np.flatnonzero(samples[sample].placeholders(name))[sum(drawing[:number])]
+                before = int(np.count_nonzero(samples[sample].placeholders(source)[:place]))
+                last = int(np.count_nonzero(ends[1:] <= before)) - 1
+                if last < 0:
+                    continue
+                sides = [[n // of.merge for n in g] for g, of in ((grid, spec), (images[last], image_spec))]
+                tokens = np.asarray(tokens_of[sample][ends[last] : ends[last + 1]], np.int32)
+                first = start // per_token
+                where = slice(first, first + drawing[number])
+                _write(out, cell * rows + row, where, tokens[_nearest(*sides)])
 
     def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray) -> None:
         """Writes into `out` [R, T/merge**A] the place of each token's placeholder in the LLM rows of its cell."""
@@ -220,12 +318,20 @@ class Filling:
                 _write(out, cell * rows_per_cell + int(row), numbers[in_row] % tokens_per_row, first + where[in_row])
 
 
+def _nearest(target: Sequence[int], source: Sequence[int]) -> np.ndarray:
+    """For each token of a grid of ``target`` (rows, columns) the nearest token of one of ``source``, row by row."""
+    rows, columns = (
+        np.minimum((np.arange(n) + 0.5) * m // n, m - 1).astype(np.int64) for n, m in zip(target, source, strict=True)
+    )
+    return (rows[:, None] * source[1] + columns).ravel()
+
+
 def shown(encoders: Mapping[str, EncoderSpec]) -> list[str]:
-    """The names in `encoders` without those of generators.
+    """The names in `encoders` of those whose tokens the LLM reads.
 
     The tokens of an encoder replace its placeholders; a generator reads the LLM's output at its placeholders instead.
     """
-    return [name for name, spec in encoders.items() if not spec.drawn]
+    return [name for name, spec in encoders.items() if not spec.drawn and spec.text_index is not None]
 
 
 def _write(out: PartialArray, row: int, where: slice | np.ndarray, values: Any) -> None:

@@ -21,6 +21,7 @@ from mmjax.data import worker
 from mmjax.data.batch_shape import BatchShape
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
+from mmjax.data.derived import completed_worst, in_text, with_media
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows, turn_of
 from mmjax.data.reorder import StepOrder
@@ -92,7 +93,8 @@ def make_source(
     Raises:
       ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
     """
-    tokenizer = tokenizer_of(config, tuple(encoders))
+    encoders = with_media(encoders)
+    tokenizer = tokenizer_of(config, tuple(in_text(encoders)))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
     config.check_modules(task, *media)
     return config.origin.open(
@@ -141,7 +143,7 @@ def make_packer(
     Raises:
       ConfigError: the sequence length, a bucket or an encoder's positions do not suit the worst case.
     """
-    rows, worst = -(-global_batch // microbatches), source.worst_case()
+    rows, worst = -(-global_batch // microbatches), completed_worst(source.worst_case(), encoders)
     per_cell, length = -(-rows // cells), config.sequence_length
     costs = pairs or {}
     specs = fill_buckets(encoders, worst, rows_per_cell=per_cell, sequence_length=length, pairs=costs)
@@ -182,7 +184,7 @@ class StepMaker:
 
     def __call__(self, step: int) -> StepBatch:
         first = int(step) * self.global_batch
-        metas = [self.source.meta(first + i) for i in range(self.global_batch)]
+        metas = self.packer.completed([self.source.meta(first + i) for i in range(self.global_batch)])
         reordered = self.order(metas, self.packer) if self.order else None
         order = reordered.order if reordered else range(self.global_batch)
         plan = self.packer.plan(int(step), [metas[i] for i in order])

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from mmjax.attention.language import Rules
+from mmjax.data.derived import in_text
 from mmjax.data.tiles import arrange
 from mmjax.data.types import EncoderSpec, Sample
 
@@ -33,6 +34,7 @@ def sample_words(
     Raises:
       ValueError: the sample has more placeholders than its media have tokens.
     """
+    encoders = in_text(encoders)
     items_N = sample_items(sample, grids, encoders)
     is_N, attends_N = rules.words(token_kinds(sample, encoders), items_N)
     return {"is": is_N, "attends": attends_N, "items": items_N}

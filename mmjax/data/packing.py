@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from mmjax.configurable import ConfigError
+from mmjax.data.derived import completed, with_media
 from mmjax.data.filling import Filling, shown
 from mmjax.data.first_fit import holds, rows_needed, spread
 from mmjax.data.patches import unpatchify
@@ -97,10 +98,14 @@ class Packer:
 
         Raises ConfigError when a sample has no room.
         """
+        metas = self.completed(metas)
         per, cuts = self._cuts(metas)
         chosen = zip(cuts, self.buckets(metas), strict=True)
         parts = [self.plan_microbatch(of_microbatch, per, buckets) for of_microbatch, buckets in chosen]
-        counts = {"samples": len(metas), "media": sum(len(grids) for meta in metas for grids in meta.grids.values())}
+        counts = {
+            "samples": len(metas),
+            "media": sum(len(meta.grids.get(name, ())) for meta in metas for name in with_media(self.encoders)),
+        }
         counts["llm_tokens"] = sum(meta.tokens for meta in metas)
         counts["llm_tokens_padded"] = sum(part.llm.rows_per_cell * part.cells * part.llm.width for part in parts)
         for name, spec in self.encoders.items():
@@ -125,7 +130,7 @@ class Packer:
 
         Raises ConfigError when a sample has no room.
         """
-        per, cuts = self._cuts(metas)
+        per, cuts = self._cuts(self.completed(metas))
         cells = [self._cells(of_microbatch, per) for of_microbatch in cuts]
         if self.one_bucket:
             cells = [[cell for of_microbatch in cells for cell in of_microbatch]]
@@ -152,6 +157,7 @@ class Packer:
         Raises:
           ConfigError: a sample has no room.
         """
+        metas = self.completed(metas)
         cells, per_cell, buckets = self._cells(metas, rows), self._per_cell(len(metas), rows), buckets or {}
         text = self._plan_apart(len(metas), per_cell) if apart or not self.text else self._plan_text(cells, buckets)
         encoders = {}
@@ -165,7 +171,12 @@ class Packer:
             llm=replace(text, axes=self.axes),
             encoders=encoders,
             apart=apart,
+            pointers=self._pointers,
         )
+
+    def completed(self, metas: Sequence[SampleMeta]) -> list[SampleMeta]:
+        """The metadata with the segments of encoders that read other encoders' tokens; see `derived.completed`."""
+        return [completed(meta, self.encoders) for meta in metas]
 
     def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:
         """The most samples of a microbatch, and the samples of each microbatch of a step."""
@@ -303,13 +314,19 @@ class Packer:
     @property
     def _pointers(self) -> tuple[Pointers, ...]:
         """The inputs that point at tokens in other modules' rows."""
-        encoders = shown(self.encoders)
-        read = (
-            Pointers(module="llm", name=f"{name}_index", source=name, together=self.encoders[name].patches_per_token)
-            for name in encoders
+        into_llm = (self._pointer("llm", name, self.encoders[name].text_index or "") for name in shown(self.encoders))
+        into_others = (
+            self._pointer(name, source, index)
+            for name, spec in self.encoders.items()
+            for source, index in spec.reads or ((("llm", ""),) if spec.drawn else ())
         )
-        drawn = (Pointers(module=name, name="index", source="llm") for name in self.encoders if name not in encoders)
-        return (*read, *drawn)
+        return (*into_llm, *into_others)
+
+    def _pointer(self, module: str, source: str, index: str) -> Pointers:
+        """The input of a module that points at the tokens of another; ``index`` is its name, "" for the default."""
+        together = self.encoders[source].patches_per_token if source in self.encoders else 1
+        name = index or ("index" if source == "llm" else f"{source}_index")
+        return Pointers(module=module, name=name, source=source, together=together)
 
     @property
     def listed(self) -> tuple[Pointers, ...]:
@@ -353,7 +370,7 @@ class Packer:
 
     def _meta(self, sample: Sample) -> SampleMeta:
         self._require_known(sample.media)
-        return meta_of(sample, self.encoders)
+        return completed(meta_of(sample, self.encoders), self.encoders)
 
     def _require_known(self, names: Collection[str]) -> None:
         if strangers := sorted(set(names) - set(self.encoders)):

@@ -11,6 +11,9 @@ import numpy as np
 
 from mmjax.data.types import EncoderSpec, Sample
 
+BEGIN, END, FIRST_CODE = 0, 1, 2
+"""Codes before the first one of a sequence, and behind its last one; and the first that stands for something."""
+
 
 def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndarray]:
     """Patches [N, E] float32 of a medium, and the place of each patch along every axis [N, A] int32.
@@ -55,13 +58,33 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
 
 
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """The shape for one patch of each float32 input that is made from media, by name: "patches" is (E,).
+    """The shape for one patch of each input that is made from media, by name: "patches" is (E,).
 
-    A generator also has "targets" (E,), "times" () and "weights" ().
+    A generator also has "targets" (E,), "times" () and "weights" (); one of codes has "tokens", "targets" and
+    "weights", all (), of which the first two are int32 (see `input_dtype`).
     """
+    if spec.codes:
+        return {"tokens": (), "targets": (), "weights": ()}
     values = (spec.patch_values,)
     drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
     return {"patches": values} | (drawn if spec.drawn else {})
+
+
+def input_dtype(name: str, spec: EncoderSpec) -> type[np.generic]:
+    """The dtype of the input `name` of `patch_shapes`: int32 for codes, else float32."""
+    return np.int32 if spec.codes and name != "weights" else np.float32
+
+
+def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray]:
+    """The inputs of `patch_shapes` [N] for codes int32 [N, 1]: each code is predicted from those before it.
+
+    Raises ValueError if a code is not among the `spec.codes`.
+    """
+    codes_N = codes_N1[:, 0]
+    if len(codes_N) and not 0 <= codes_N.min() <= codes_N.max() < spec.codes:
+        raise ValueError(f"codes {codes_N.min()} to {codes_N.max()} for a generator of {spec.codes}; use 0 to less")
+    before_N = np.append(np.int32(BEGIN), codes_N[:-1])
+    return {"tokens": before_N, "targets": codes_N, "weights": np.ones(len(codes_N), np.float32)}
 
 
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
@@ -71,6 +94,8 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
     noise for it, all inputs are 0, also the weights.
     """
     medium = sample.media[name][number]
+    if spec.codes:
+        return code_inputs(medium, spec)
     if not spec.drawn:
         return {"patches": patchify(medium, spec)[0]}
     patches_NE = patchify(medium, spec)[0]

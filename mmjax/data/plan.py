@@ -12,9 +12,10 @@ from math import prod
 from mmjax.attention.language import WORDS
 from mmjax.data.process_rows import ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
+from mmjax.data.split import Pointers
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
-OPENED = ("patches", "targets", "times", "weights")
+OPENED = ("patches", "tokens", "targets", "times", "weights")
 """Inputs of an encoder or a generator that need its media opened (see `patch_shapes`)."""
 
 
@@ -61,6 +62,7 @@ class MicrobatchPlan:
       llm: the LLM rows.
       encoders: the rows of each encoder and generator.
       apart: whether each sample has a separate LLM row, for generation.
+      pointers: the inputs that point at tokens in other modules' rows.
     """
 
     metas: tuple[SampleMeta, ...]
@@ -69,6 +71,7 @@ class MicrobatchPlan:
     llm: TextPlan
     encoders: Mapping[str, EncoderPlan]
     apart: bool = False
+    pointers: tuple[Pointers, ...] = ()
 
     @property
     def bucket(self) -> dict[str, int]:
@@ -112,12 +115,12 @@ class MicrobatchPlan:
             "targets",
             "weights",
             *WORDS,
-            *(f"{name}_{suffix}" for name in self.encoders for suffix in ("index", "shares")),
+            *(f"{name}_shares" for name in self.encoders),
         )
         texts = {cell for name in named for cell in wanted_cells(process_rows, "llm", name, self.cells)}
         # The place of a medium's token is read in the text, also by the process that sends the token.
-        for name in self.encoders:
-            reading = (name, "index"), (name, send_list("llm")), ("llm", send_list(name))
+        for pointer in self.pointers:
+            reading = (pointer.module, pointer.name), (pointer.source, send_list(pointer.module))
             texts |= {cell for pair in reading for cell in wanted_cells(process_rows, *pair, self.cells)}
         encoders_of: dict[int, set[str]] = {sample: set() for cell in texts for sample in self.cell(cell)}
         for name in self.encoders:

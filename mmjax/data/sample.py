@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.data.chat import TEMPLATES, Template, require_writable
+from mmjax.data.derived import in_text, with_media
 from mmjax.data.pieces import DialogueMedia, Marks, Piece, written_pieces
 from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.tiles import arrange, token_count
@@ -156,7 +157,7 @@ def _encode_pieces(
         weights_N[to_learn[ends_N] > to_learn[starts_N]] = weight
     copies_N = np.ones(len(coded.ids), int)
     media = [piece for piece in pieces if piece.kind == "medium"]
-    places = np.isin(coded.ids, [tokenizer.media_token(name) for name in encoders])
+    places = np.isin(coded.ids, [tokenizer.media_token(name) for name in in_text(encoders)])
     if np.count_nonzero(places) != len(media):
         raise ValueError("the text holds a token that stands for an image or a recording")
     copies_N[places] = [p.count for p in media]
@@ -215,13 +216,14 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
 
     "" if there is none. A sample that could not be read has loss weights of zero and keeps its metadata.
     """
-    actual = meta_of(sample, encoders)
+    actual, encoders = meta_of(sample, encoders), with_media(encoders)
     pairs: list[tuple[str, object, object]] = [("tokens", actual.tokens, meta.tokens)]
     if actual.weight:
         pairs.append(("of loss weight", actual.weight, meta.weight))
     for name, spec in encoders.items():
-        placeholders = len(arrange(spec, meta.grids.get(name, ()), sample.tiled.get(name, ())).index)
-        pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), placeholders))
+        if spec.in_text:
+            placeholders = len(arrange(spec, meta.grids.get(name, ()), sample.tiled.get(name, ())).index)
+            pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), placeholders))
         if name in media:
             pairs.append((f"{name} patches", actual.grids.get(name, ()), meta.grids.get(name, ())))
     return next((f"{value} {unit}, not {expected}" for unit, value, expected in pairs if value != expected), "")
@@ -236,7 +238,12 @@ def loss_weight(weights: np.ndarray) -> float:
 
 
 def _counts(encoders: Mapping[str, EncoderSpec], sizes: Sizes) -> dict[str, list[int]]:
-    return {name: [token_count(encoders[name], [size]) for size in sizes_of] for name, sizes_of in sizes.items()}
+    """Number of LLM tokens of each medium that has a place in the text, by encoder."""
+    return {
+        name: [token_count(encoders[name], [size]) for size in sizes_of]
+        for name, sizes_of in sizes.items()
+        if encoders[name].in_text
+    }
 
 
 def build_sample(
@@ -275,12 +282,13 @@ def build_sample(
         question=last_question(turns),
         answer=turns[last_answer(turns)].text,
         prompt=encoded.prompt,
-        prompt_media=encoded.before,
+        # An answer that is not there yet is not spoken.
+        prompt_media={**encoded.before, **dict.fromkeys((name for name in sizes if encoders[name].codes), 0)},
         lead=encoded.lead,
         tail=encoded.tail,
         kind=kind,
         labels={name: tuple(texts) for name, texts in (labels or {}).items()},
-        media_tokens={name: tokenizer.media_token(name) for name in sizes},
+        media_tokens={name: tokenizer.media_token(name) for name in sizes if encoders[name].in_text},
         tiled={
             name: tuple(Tiled(size=(size[0], size[1])) for size in sizes_of)
             for name, sizes_of in sizes.items()

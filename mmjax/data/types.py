@@ -40,6 +40,12 @@ class EncoderSpec:
       drawn: whether this is a generator.
       newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
       most_tiles: the largest picture, in tiles; larger ones are resized. 0 = any.
+      reads: the modules whose tokens it reads, each with the name of its host input of places ("" for the default); ()
+        for a generator that reads the LLM alone, and for an encoder of media.
+      text_index: the LLM's host input of the places of its tokens, "" for the default; None if the LLM does not read
+        them.
+      codes: number of codes of a generator that speaks a sample's last answer in codes, 0 begins and 1 ends them; 0 for
+        other modules. Its medium is int32 [n, 1], codes from 2 on and then 1, and has no placeholders in the text.
     """
 
     patch: int
@@ -55,6 +61,19 @@ class EncoderSpec:
     drawn: bool = False
     newline: bool = False
     most_tiles: int = 0
+    reads: tuple[tuple[str, str], ...] = ()
+    text_index: str | None = ""
+    codes: int = 0
+
+    @property
+    def in_text(self) -> bool:
+        """Whether each token of its media has a placeholder in the text."""
+        return not self.codes and not self.derived
+
+    @property
+    def derived(self) -> bool:
+        """Whether this is an encoder of another one's tokens: its segments are a sample's media, one after another."""
+        return bool(self.reads) and not self.drawn
 
     @property
     def block(self) -> int:
@@ -83,13 +102,17 @@ class EncoderSpec:
 
     @property
     def medium(self) -> str:
-        """The name of a medium: "image" or "recording"."""
-        return _MEDIA[self.axes][0]
+        """The name of a medium: "image" or "recording"; "clip" for a sample's media as another encoder sees them, and
+        "speech" for codes.
+        """
+        if self.codes:
+            return "speech"
+        return "clip" if self.derived else _MEDIA[self.axes][0]
 
     @property
     def unit(self) -> str:
-        """The unit of a medium's sides: "pixels" or "frames"."""
-        return _MEDIA[self.axes][1]
+        """The unit of a medium's sides: "pixels", "frames" or "codes"."""
+        return "codes" if self.codes else _MEDIA[self.axes][1]
 
     @property
     def mark(self) -> str:
@@ -199,7 +222,7 @@ class Sample:
       loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
       media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
         of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, the media to be
-        drawn.
+        drawn; per generator of codes, at most one array int32 [n, 1] of the codes that speak the last answer.
       question: the text of the (last) question.
       answer: the right answer to it.
       prompt: number of `tokens` before the answer to the last question; they are the prompt of generation.
@@ -262,6 +285,9 @@ class Microbatch:
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
+    inputs["<generator of codes>"]: as the LLM's, of codes: tokens [R, T] int32 (the code before, 0 before the first),
+    targets [R, T] int32, weights [R, T] float32 (0 for padding), positions and segments [R, T] int32; and index [R, T]
+    int32: the place of the answer's token that is being spoken in the flattened LLM rows of the row's cell, or -1.
     Where tokens go by lists, inputs of the module that has them: "send_<module that reads them>" [cells, ranks * N]
     int32, indices into its flattened tokens of the cell, -1 at the end; an index is then a place in its rank's list
     (see `send_lists`).

@@ -29,6 +29,7 @@ class Task:
       unit: the unit of a right answer; "digit" names the scores `digit_accuracy` and "digits right".
       reader: a function that reads a drawing, from its pixels and the number of units in it; "" if drawings are not
         scored.
+      speaks: whether each sample has codes for a generator that speaks its last answer.
       exchanges: whether evaluation also exchanges media between samples, which then all have room for each other's.
     """
 
@@ -37,6 +38,7 @@ class Task:
     media: tuple[str, ...] | None = None
     unit: str = "character"
     reader: str = ""
+    speaks: bool = False
     exchanges: bool = False
 
     def settings(self, candidate: Any) -> Any:
@@ -71,6 +73,7 @@ TASKS: Mapping[str, Task] = {
         config=DigitsConfig,
         unit="digit",
         reader="mmjax.data.tasks.digits.recognise:read_drawing",
+        speaks=True,
         exchanges=True,
     ),
     "folder": Task(home="mmjax.data.sources.datasets:open_folder", media=("image",)),

@@ -19,6 +19,7 @@ from PIL import Image
 from mmjax.configurable import require
 from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
+from mmjax.data.patches import END, FIRST_CODE
 from mmjax.data.sample import build_meta, build_sample, encode_dialogue
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
 from mmjax.data.tasks.digits.dtmf import LEAST_RATE, CallPlan, longest_call, plan_call, render_call
@@ -30,6 +31,26 @@ HELD_OUT = 360  # the last images of the data set: evaluated on, never trained o
 SIDE = 8  # pixels of a digit in the data set
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 SPLITS = ("train", "test")
+DTMF_KEYS = ("123", "456", "789", "*0#")
+BLANK_CODE, LETTER_CODE = FIRST_CODE + 7, FIRST_CODE + 8
+CODES = LETTER_CODE + 1
+"""Number of codes with which answers are spoken."""
+
+
+def spoken(answer: str) -> np.ndarray:
+    """The codes int32 [n, 1] that speak an answer, each below `CODES`.
+
+    A digit is two codes, the row and the column of its key on a telephone; a blank and any other character are one; the
+    last code ends them.
+    """
+    codes: list[int] = []
+    for character in answer:
+        row = next((number for number, keys in enumerate(DTMF_KEYS) if character in keys), None)
+        if character.isdigit() and row is not None:
+            codes += [FIRST_CODE + row, FIRST_CODE + len(DTMF_KEYS) + DTMF_KEYS[row].index(character)]
+        else:
+            codes.append(BLANK_CODE if character == " " else LETTER_CODE)
+    return np.asarray([*codes, END], np.int32)[:, None]
 
 
 @lru_cache(maxsize=1)
@@ -185,8 +206,12 @@ def open_digits(
 ) -> DigitsSource:
     """The samples of the task; arguments as of `DigitsSource`. Other keywords of `make_source` are ignored.
 
-    Raises ConfigError if the audio encoder's sample rate is too low for calls.
+    Raises ConfigError if the audio encoder's sample rate is too low for calls, or the generator that speaks has too few
+    codes.
     """
+    if data.speaker in encoders and (codes := encoders[data.speaker].codes):
+        fix = f"answers are spoken in {CODES} codes; set it to {CODES}"
+        require(codes >= CODES, f"{data.speaker}/Decoder.vocab", codes, fix)
     log_mel = encoders[data.audio_encoder].log_mel if settings.calls[1] else None
     if log_mel:
         fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
@@ -224,6 +249,7 @@ class DigitsSource:
         # In the order of the media in a sample.
         named = {data.image_encoder: settings.images, data.audio_encoder: settings.calls}
         self._names = tuple(name for name, (_, most) in named.items() if most)
+        self._speaks = data.speaker in encoders and encoders[data.speaker].codes > 0
 
     def plan(self, index: int) -> SamplePlan:
         """The plan of sample `index`."""
@@ -296,7 +322,8 @@ class DigitsSource:
         """Sizes of all media by encoder, and of the medium to be drawn by generator."""
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
         shown = {name: list(sizes_of) for name, sizes_of in self._by_encoder(*sizes).items()}
-        return shown | ({self.data.generator: [self._canvas]} if plan.drawn else {})
+        shown |= {self.data.generator: [self._canvas]} if plan.drawn else {}
+        return shown | ({self.data.speaker: [(len(spoken(plan.turns[-1][1])),)]} if self._speaks else {})
 
     def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
         named = {self.data.image_encoder: images, self.data.audio_encoder: calls}
@@ -316,6 +343,8 @@ class DigitsSource:
         draws = bool(plan.drawn) and (media is None or name in media)
         if draws:
             rendered[name], labels[name] = [self.drawing(plan.drawn)], [plan.turns[0][1]]
+        if self._speaks and (media is None or self.data.speaker in media):
+            rendered[self.data.speaker] = [spoken(plan.turns[-1][1])]
         sample = build_sample(
             self.tokenizer,
             self.encoders,
@@ -370,6 +399,10 @@ class DigitsSource:
             sizes[self.data.generator], media[self.data.generator] = self._canvas, 1
         specs = {name: self.encoders[name] for name in sizes}
         counts = {name: [token_count(specs[name], [size])] * media[name] for name, size in sizes.items()}
+        if self._speaks:
+            name = self.data.speaker
+            sizes[name], media[name] = (max(len(spoken(answer)) for _, answer in turns),), 1
+            specs[name] = self.encoders[name]
         tokens = []
         without_drawing = {name: count for name, count in counts.items() if name != self.data.generator}
         for chosen, counts_of in ((plain, without_drawing), ([*drawing, *plain], counts)):

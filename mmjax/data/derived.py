@@ -1,0 +1,73 @@
+"""Encoders of other encoders' tokens: their segments, which follow from the media that the first encoder sees.
+
+Such an encoder has a segment for each sample with media: the tokens of all of these, one medium after another. Its
+tokens take the places of the media in the text, one for each token that it reads.
+
+Legend: N tokens of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
+
+MEDIA_RULES = "all sees all before; all sees all in item"
+"""The mask rules of such encoders: a token sees the tokens of its own medium, and of media before it."""
+Specs = Mapping[str, EncoderSpec]
+"""Specs of encoders and generators by name; the first encoder of each chain is among them."""
+
+
+def with_media(specs: Specs) -> dict[str, EncoderSpec]:
+    """The specs of encoders and generators that have media of their own."""
+    return {name: spec for name, spec in specs.items() if not spec.derived}
+
+
+def in_text(specs: Specs) -> dict[str, EncoderSpec]:
+    """The specs of encoders and generators whose media have placeholders in the text."""
+    return {name: spec for name, spec in specs.items() if spec.in_text}
+
+
+def first_encoder(specs: Specs, name: str) -> str:
+    """The encoder of the media whose tokens reach the encoder ``name``; itself if it has media of its own."""
+    while specs[name].derived:
+        name = specs[name].reads[0][0]
+    return name
+
+
+def token_counts(spec: EncoderSpec, grids: Sequence[tuple[int, ...]]) -> list[int]:
+    """Number of tokens of each medium, from its patches along every axis."""
+    return [prod(grid) // spec.patches_per_token for grid in grids]
+
+
+def completed(meta: SampleMeta, specs: Specs) -> SampleMeta:
+    """The metadata with a segment for each encoder of another one's tokens; ``meta`` itself if there is nothing to add.
+
+    A medium of such an encoder is the sample's media as one: its "patches" are the tokens of the first encoder.
+    """
+    grids = dict(meta.grids)
+    for name, spec in specs.items():
+        if spec.derived and name not in grids and (media := meta.grids.get(first := first_encoder(specs, name))):
+            grids[name] = ((sum(token_counts(specs[first], media)),),)
+    return meta if len(grids) == len(meta.grids) else replace(meta, grids=grids)
+
+
+def completed_worst(worst: WorstCase, specs: Specs) -> WorstCase:
+    """The bounds with those of encoders of other encoders' tokens: a segment of the most media and tokens."""
+    media, patches, sides = dict(worst.media), dict(worst.patches), dict(worst.sides)
+    for name, spec in specs.items():
+        if spec.derived and (first := first_encoder(specs, name)) in worst.media:
+            media[name], sides[name] = 1, worst.media[first]
+            patches[name] = worst.media[first] * (worst.patches[first] // specs[first].patches_per_token)
+    return replace(worst, media=media, patches=patches, sides=sides)
+
+
+def medium_numbers(specs: Specs, name: str, meta: SampleMeta) -> np.ndarray:
+    """The number, from 0, of the medium that each token of a segment is of: int32 [N], for the encoder ``name``."""
+    first = first_encoder(specs, name)
+    counts = token_counts(specs[first], meta.grids[first])
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
