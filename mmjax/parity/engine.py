@@ -151,13 +151,15 @@ def _user_modules(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each encoder of the user's own, whose code the reference uses too.
 
     Raises:
-      ConfigError: an LLM or a generator is the user's own.
+      ConfigError: an LLM, a generator or an encoder that reads another one is the user's own.
     """
     for name, node in recipe.model.nodes.items():
         if names_code(node.kind):
             field = family_setting(name, node.role)
             fix = "check has a reference for encoders of one's own only; compare losses with a run on one device"
             require(node.role == "encoder", field, node.kind, fix)
+            fix = "check has no reference for encoders of one's own that read another; compare with a run on one device"
+            require(not recipe.model.sources(name), field, node.kind, fix)
             yield f"{name}: the reference does not know {node.kind}; its own code on one device takes its place there"
 
 
@@ -165,10 +167,13 @@ def _user_callbacks(recipe: Recipe) -> Iterator[str]:
     """Yields a line for each callback, which the reference calls too.
 
     Raises:
-      ConfigError: a generator has a callback.
+      ConfigError: a generator has a callback, or an encoder that reads another one.
     """
     for name, node in recipe.model.nodes.items():
         for place, value in node.callbacks.names.items():
             fix = "check has no reference for a generator's callbacks; compare losses with a run on one device"
             require(node.role != "generator", f"{name}/Callbacks.{place}", value, fix)
+            fix = "check has no reference for callbacks of an encoder that reads another; compare with one device"
+            reads_encoder = node.role == "encoder" and recipe.model.sources(name)
+            require(not reads_encoder, f"{name}/Callbacks.{place}", value, fix)
             yield f"{name}: the reference calls {value} too, on one sample or medium at a time"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmjax.data.derived import in_text
 from mmjax.data.sample import meta_of
 from mmjax.data.tiles import token_count
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
@@ -24,6 +25,8 @@ LENGTH, MEDIA = 20, 3
 """The most tokens and media of a sample, except for a text that repeats one token."""
 REPEATS = 128
 """Tokens of a text that repeats one token. Eight texts have a thousand; 320 terms have a small error in bf16."""
+SPOKEN = {0: (5, 3), 3: (3, 4), 5: (4, 4), 6: (2, 3), 7: (6, 2)}
+"""By kind, the tokens of the last answer and the codes that speak it, where the model has a generator of codes."""
 LARGEST, ROOM = 4, 8
 """LLM tokens of the largest medium, and of a row into which an encoder's media are packed."""
 GRIDS = ((2, 2), (1, 2), (1, 1), (0, 0))
@@ -43,25 +46,25 @@ class SampleKind:
         long as an image of that size.
       learned: number of first tokens that may have a loss weight; a medium behind them gets no gradient.
       turn: index of the first medium's encoder; the other media take the next encoders in turn.
-      drawn: whether the last medium is drawn, if the model has a generator.
+      drawn: index of the medium that is drawn, if the model has a generator; None for none.
     """
 
     length: int
     media: tuple[tuple[int, tuple[int, int]], ...] = ()
     learned: int = LENGTH
     turn: int = 0
-    drawn: bool = False
+    drawn: int | None = None
 
 
 KINDS = (
     SampleKind(length=16, media=((5, (2, 2)),)),
     SampleKind(length=9),
-    SampleKind(length=20, media=((0, (2, 2)), (18, (1, 2))), drawn=True),
-    SampleKind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (1, 2))), drawn=True),
+    SampleKind(length=20, media=((0, (2, 2)), (18, (1, 2))), drawn=1),
+    SampleKind(length=20, media=((2, (1, 2)), (4, (1, 2)), (12, (2, 2))), drawn=2),
     SampleKind(length=16, media=((0, (2, 2)),), turn=1),
-    SampleKind(length=20, media=((4, (3, 1)), (11, (3, 1))), drawn=True),
-    SampleKind(length=16, media=((10, (2, 2)),), learned=10, drawn=True),
-    SampleKind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=True),
+    SampleKind(length=20, media=((4, (3, 1)), (11, (3, 1))), drawn=0),
+    SampleKind(length=16, media=((10, (2, 2)),), learned=10, drawn=0),
+    SampleKind(length=20, media=((1, (2, 2)), (9, (1, 2))), learned=0, drawn=1),
 )
 TEXT, REPEATED = 1, 7
 ONE_MEDIUM = (0, 4, 6)
@@ -72,7 +75,7 @@ class Maker:
     """Makes samples for a model.
 
     Attributes:
-      encoders: shape of a medium, by encoder and generator.
+      encoders: shape of a medium, by encoder and generator with media; no encoder that reads another.
       vocab: vocabulary size of the LLM; its last ids are the placeholders.
       uniform: whether every token has the same loss weight; otherwise weights are random, some of them 0.
       repeated: whether a text without media is one token ``REPEATS`` times, with the loss weight of ``LENGTH`` tokens.
@@ -88,14 +91,14 @@ class Maker:
     @classmethod
     def of(cls, model: MultimodalModel, *, uniform: bool = False, repeated: bool = False) -> Maker:
         """A maker for a model whose LLM has a vocabulary size above 0; uniform, repeated: see the attributes."""
-        media = {name: node.medium for name, node in model.nodes.items()}
+        media = {name: node.medium for name, node in model.nodes.items() if node.drawn or not model.into(name)}
         specs = {name: spec for name, spec in media.items() if spec}
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
     @property
     def placeholders(self) -> dict[str, int]:
         """Token id of the placeholder by encoder and generator: the last of the vocabulary, descending."""
-        return {name: self.vocab - 1 - i for i, name in enumerate(self.encoders)}
+        return {name: self.vocab - 1 - i for i, name in enumerate(in_text(self.encoders))}
 
     @property
     def longest(self) -> int:
@@ -124,13 +127,18 @@ class Maker:
             tokens[start : start + token_count(spec, [pixels] * count, tiles)] = ids[name]
             media[name] += tuple(_numbers(rng, (*pixels, spec.channels)) for _ in range(count))
         drawn = [name for name, arrays in media.items() if arrays and self.encoders[name].drawn]
+        prompt = len(tokens)
+        for name in (name for name, spec in self.encoders.items() if spec.codes and kind % len(KINDS) in SPOKEN):
+            learned, count = SPOKEN[kind % len(KINDS)]
+            prompt = len(tokens) - learned
+            media[name] = (rng.integers(0, self.encoders[name].codes, (count, 1)).astype(np.int32),)
         return Sample(
             tokens=tokens,
             loss_weights=weights,
             media=media,
             question=f"kind {kind % len(KINDS)}",
             answer="",
-            prompt=len(tokens),
+            prompt=prompt,
             media_tokens=ids,
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
             times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
@@ -153,10 +161,10 @@ class Maker:
         """The encoder or generator of each medium, in a sample of a kind."""
         shape = KINDS[kind % len(KINDS)]
         encoders = [name for name, spec in self.encoders.items() if not spec.drawn]
-        drawn = [name for name, spec in self.encoders.items() if spec.drawn]
+        drawn = [name for name, spec in self.encoders.items() if spec.drawn and not spec.codes]
         names = [encoders[(shape.turn + i) % len(encoders)] for i in range(len(shape.media))]
-        if shape.drawn and drawn:
-            names[-1] = drawn[kind % len(drawn)]
+        if shape.drawn is not None and drawn:
+            names[shape.drawn] = drawn[kind % len(drawn)]
         return names
 
 
@@ -320,4 +328,18 @@ def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tu
         medium = _most_media(spec) // MEDIA * (spec.patches_per_token + spec.prefix)
     large = (-(-MEDIA * rows_per_cell // per_row), per_row * medium)
     small = (-(-rows_per_cell // per_row), (per_row if rows_per_cell > 1 else 1) * medium)
+    return (small, large) if several else (large,)
+
+
+def clip_buckets(rows_per_cell: int, *, several: bool) -> tuple[tuple[int, int], ...]:
+    """Shapes (rows of a cell, positions of a row) of buckets of an encoder that reads another one's tokens.
+
+    They hold the tokens of all media of every sample.
+
+    Args:
+      rows_per_cell: LLM rows of a cell.
+      several: whether a smaller bucket comes first, for microbatches with few media.
+    """
+    large = -(-rows_per_cell // 2), min(2, rows_per_cell) * MEDIA * LARGEST
+    small = max(1, large[0] // 2), large[1] // 2
     return (small, large) if several else (large,)

@@ -24,7 +24,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.nodes import spec_of
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.parity.samples import BatchSizes, buckets, longest, text_buckets
+from mmjax.parity.samples import BatchSizes, buckets, clip_buckets, longest, text_buckets
 from mmjax.recipe import ModuleSpec, Recipe
 
 SMALL = {
@@ -71,7 +71,7 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
     before = recipe.model.llm.settings
     llm = _decoder(before, layouts, before.vocab or vocab)
     nodes = {
-        name: replace(node, settings=llm if name == LLM else _encoder(node.settings, node.layout))
+        name: replace(node, settings=llm if name == LLM else _around(node, layouts))
         for name, node in recipe.model.nodes.items()
     }
     stages = {
@@ -84,6 +84,8 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
 
     def buckets_of(node: ModuleSpec) -> tuple[tuple[int, int], ...]:
         several = len(node.packing.given) > 1
+        if node.role == "encoder" and recipe.model.sources(node.name):
+            return clip_buckets(sizes.per_cell, several=several)
         if node.projector:
             return buckets(spec_of(node.module().medium, node.projector.settings), sizes.per_cell, several=several)
         return text_buckets(sizes.per_cell, tokens, several=several) * packed
@@ -153,6 +155,13 @@ def _comparable(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def _around(node: ModuleSpec, layouts: Mapping[str, Layout]) -> Any:
+    """Shrinks an encoder or a generator."""
+    if node.speaks:
+        return _decoder(node.settings, {**layouts, LLM: node.layout}, node.settings.vocab)
+    return _encoder(node.settings, node.layout)
 
 
 def _encoder(c: Any, layout: Layout) -> Any:

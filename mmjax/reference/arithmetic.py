@@ -13,6 +13,7 @@ from jax.core import Tracer
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
     from mmjax.models.projector.config import ProjectorConfig
+    from mmjax.models.temporal.config import TemporalConfig
     from mmjax.models.vit.config import ViTConfig
     from mmjax.models.whisper.config import WhisperConfig
 
@@ -193,10 +194,11 @@ def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
 def attend(
     leaves: Arrays,
     prefix: str,
-    module: ViTConfig | WhisperConfig | DiTConfig,
+    module: ViTConfig | WhisperConfig | TemporalConfig | DiTConfig,
     normed_TD: jax.Array,
     turn: Turn,
     windows: Sequence[np.ndarray] = (),
+    read_TT: jax.Array | None = None,
 ) -> jax.Array:
     """Self-attention of an encoder's or a generator's layer, without the residual; returns [T, D].
 
@@ -208,6 +210,7 @@ def attend(
       normed_TD: the normalised features.
       turn: rotates queries and keys [T, H, K].
       windows: indices of the patches of each window, which attend only to one another; by default all attend to all.
+      read_TT: without windows, true where a token (the row) reads another; by default all read all.
     """
 
     def heads(name: str) -> jax.Array:
@@ -219,7 +222,7 @@ def attend(
         outputs = jnp.concatenate([softmax_attention(q[at], k[at], v[at], causal=False) for at in windows])
         mixed = jnp.zeros_like(outputs).at[np.concatenate(windows)].set(outputs)
     else:
-        mixed = softmax_attention(q, k, v, causal=False)
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=read_TT)
     return matmul(mixed, leaves[f"{prefix}/o"]) + leaves[f"{prefix}/o_bias"]
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mmjax.models.llama.config import DecoderConfig
 
 DEFAULT_PROJECTOR = ProjectorConfig()
+NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
 def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
@@ -141,11 +142,15 @@ def _hidden(
     calls: Calls,
     tables: Tables | None,
     masks: Masks | None,
+    added_ND: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """Hidden states after the final norm; without `tables` a token's position is its index."""
+    """Hidden states after the final norm; without `tables` a token's position is its index.
+
+    `added_ND` is added to the embeddings.
+    """
     if tables is None:
         tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
-    x_ND = leaves["llm/embed"][tokens_N]
+    x_ND = leaves["llm/embed"][tokens_N] + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND = calls("before", x_ND)
@@ -210,13 +215,61 @@ def decode_loss(
       weights_N: weights of the targets; 0 for no loss.
     """
     x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
-    logits_NV = _logits(leaves, decoder, x_ND)
+    return _losses(decoder, _logits(leaves, decoder, x_ND), targets_N, weights_N), x_ND
+
+
+def _losses(
+    decoder: DecoderConfig, logits_NV: jax.Array, targets_N: jax.Array, weights_N: jax.Array
+) -> dict[str, Float[Array, ""]]:
+    """The sums of weighted losses by name, see `decode_loss`."""
     log_probabilities = jax.nn.log_softmax(logits_NV, axis=-1)
     chosen_N = jnp.take_along_axis(log_probabilities, targets_N[:, None], axis=-1)[:, 0]
     losses = {"loss": -jnp.sum(weights_N * chosen_N)}
     if decoder.z_loss:
         losses["z_loss"] = jnp.sum(weights_N * jax.nn.logsumexp(logits_NV, axis=-1) ** 2)
-    return losses, x_ND
+    return losses
+
+
+# --- generator of codes -------------------------------------------------------------------------------------------
+
+
+def speak_losses(
+    leaves: Leaves,
+    name: str,
+    decoder: DecoderConfig,
+    hidden_ND: jax.Array,
+    codes_N: np.ndarray,
+    projector: ProjectorConfig = DEFAULT_PROJECTOR,
+) -> dict[str, Float[Array, ""]]:
+    """The sums of the losses of a sequence of codes, by name as in `decode_loss`, each predicted from those before.
+
+    Args:
+      leaves: logical leaves of the generator and its projector; others are not read.
+      name: the generator's name, such as "talker".
+      decoder: its settings.
+      hidden_ND: the LLM's hidden state for each code.
+      codes_N: the codes; 0 is put in front of the first.
+      projector: settings of its projector.
+    """
+    params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
+    return _speak(params, jnp.asarray(codes_N, jnp.int32), hidden_ND, name=name, decoder=decoder, projector=projector)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "decoder", "projector"))
+def _speak(
+    leaves: Arrays,
+    codes_N: jax.Array,
+    hidden_ND: jax.Array,
+    *,
+    name: str,
+    decoder: DecoderConfig,
+    projector: ProjectorConfig,
+) -> dict[str, Float[Array, ""]]:
+    of_decoder = {f"llm{key.removeprefix(name)}": leaf for key, leaf in leaves.items() if module_of(key) == name}
+    added_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
+    before_N = jnp.concatenate([jnp.zeros(1, codes_N.dtype), codes_N[:-1]])
+    x_ND = _hidden(of_decoder, decoder, before_N, (), None, NO_CALLS, None, None, added_ND)
+    return _losses(decoder, _logits(of_decoder, decoder, x_ND), codes_N, jnp.ones(len(codes_N), x_ND.dtype))
 
 
 # --- generator ----------------------------------------------------------------------------------------------------
@@ -246,6 +299,7 @@ def velocity(
     rows: int,
     columns: int,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
+    further: Mapping[str, jax.Array] = NONE_FURTHER,
 ) -> Float[Array, "T X"]:
     """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
@@ -257,10 +311,14 @@ def velocity(
       name: the generator's name.
       dit: its settings.
       rows, columns: numbers of the picture's patches.
-      projector: settings of its projector.
+      projector: settings of its projectors.
+      further: the features [N, E] of further modules at the picture's tokens, by name of the module. The projector
+        "vision" of those of "vision" is beside that of the hidden states.
     """
     positions_T2 = patch_positions(rows, columns, dit.merge)
     condition_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
+    for source, x_NE in further.items():
+        condition_ND = condition_ND + project(leaves, f"{name}_projector/{source}", x_NE, 1, projector)
     angles = jnp.pi * time * jnp.arange(1, dit.frequencies + 1)
     features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
     x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_ND.reshape(len(positions_T2), -1)
@@ -280,6 +338,7 @@ def draw_loss(
     noise_HWC: Float[np.ndarray, "h w C"],
     time: float,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
+    further: Mapping[str, jax.Array] = NONE_FURTHER,
 ) -> Float[Array, ""]:
     """Sum of squared errors of the predicted velocity; the target is noise - picture.
 
@@ -292,7 +351,8 @@ def draw_loss(
       hidden_ND: hidden states of the picture's placeholders.
       picture_HWC, noise_HWC: the picture, and noise of its shape.
       time: the share of noise, from 0 to 1.
-      projector: settings of the projector.
+      projector: settings of the projectors.
+      further: see `velocity`.
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge.
@@ -302,7 +362,7 @@ def draw_loss(
     noisy_HWC, target_HWC = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
     patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
     predict = _velocity_of(params, name, dit, picture_HWC, projector)
-    return jnp.sum(jnp.square(predict(hidden_ND, patches, jnp.asarray(time, dtype)) - targets))
+    return jnp.sum(jnp.square(predict(hidden_ND, patches, jnp.asarray(time, dtype), further=further) - targets))
 
 
 def integrate(
@@ -312,6 +372,7 @@ def integrate(
     hidden_ND: jax.Array,
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
+    further: Mapping[str, jax.Array] = NONE_FURTHER,
 ) -> Float[np.ndarray, "T X"]:
     """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in `dit.steps`
     steps.
@@ -324,7 +385,8 @@ def integrate(
       dit: its settings.
       hidden_ND: hidden states of the picture's placeholders.
       noise_HWC: noise of the picture's shape.
-      projector: settings of the projector.
+      projector: settings of the projectors.
+      further: see `velocity`.
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge.
@@ -334,13 +396,13 @@ def integrate(
     predict = _velocity_of(params, name, dit, noise_HWC, projector)
     for remaining in range(dit.steps, 0, -1):
         time = jnp.asarray(remaining / dit.steps, patches.dtype)
-        patches = patches - predict(hidden_ND, patches, time) / dit.steps
+        patches = patches - predict(hidden_ND, patches, time, further=further) / dit.steps
     return np.asarray(patches)
 
 
 def _velocity_of(
     leaves: Arrays, name: str, dit: DiTConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """`velocity` for pictures of this size, as a function of hidden states, patches and time."""
+) -> Callable[..., jax.Array]:
+    """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``."""
     rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
     return functools.partial(velocity, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

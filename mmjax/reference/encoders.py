@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.temporal.config import TemporalConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.reference.arithmetic import (
@@ -42,13 +43,14 @@ DEFAULT_PROJECTOR = ProjectorConfig()
 def _encoder_layer(
     leaves: Arrays,
     prefix: str,
-    encoder: ViTConfig | WhisperConfig,
+    encoder: ViTConfig | WhisperConfig | TemporalConfig,
     x_TD: jax.Array,
     turn: Turn,
     windows: Sequence[np.ndarray],
+    read_TT: jax.Array | None,
 ) -> jax.Array:
     normed = norm(leaves, f"{prefix}/attn_norm", x_TD, encoder.norm_eps)
-    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn, windows)
+    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn, windows, read_TT)
     x_TD = x_TD + mixed * leaves.get(f"{prefix}/attn_scale", 1.0)
     normed = norm(leaves, f"{prefix}/mlp_norm", x_TD, encoder.norm_eps)
     hidden = feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
@@ -58,10 +60,11 @@ def _encoder_layer(
 def encoder_layers(
     leaves: Arrays,
     name: str,
-    encoder: ViTConfig | WhisperConfig,
+    encoder: ViTConfig | WhisperConfig | TemporalConfig,
     x_TD: jax.Array,
     turn: Turn = lambda y_THK: y_THK,
     windows: Callable[[int], Sequence[np.ndarray]] = lambda layer: (),
+    read_TT: jax.Array | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Runs an encoder's layers and its last norm, if it has one.
 
@@ -72,13 +75,14 @@ def encoder_layers(
       x_TD: the input of the first layer.
       turn: rotates queries and keys [T, H, K].
       windows: a function from a layer's number to the windows of its attention (see `attend`).
+      read_TT: see `attend`.
 
     Returns:
       The features [T, D], and the outputs [T, D] of all layers, before the last norm.
     """
     outputs = []
     for layer in range(encoder.layers):
-        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn, windows(layer))
+        x_TD = _encoder_layer(leaves, f"{name}/layers/{layer:03d}", encoder, x_TD, turn, windows(layer), read_TT)
         outputs.append(x_TD)
     if f"{name}/norm/scale" not in leaves:
         return x_TD, outputs
@@ -337,8 +341,8 @@ def encode(
       levels: numbers of layers whose outputs are returned too.
 
     Returns:
-      Modality tokens [n, D], D the LLM's width; and for each of `levels` the layer's output, with the features of each
-        token's patches side by side.
+      Modality tokens [n, D], D the width of the module that reads them; and for each of `levels` the layer's output,
+        with the features of each token's patches side by side.
 
     Raises:
       ValueError: the medium's size does not fit the encoder.

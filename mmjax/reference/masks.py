@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from mmjax.attention.language import PRESETS
+from mmjax.reference.edges import media_encoders
 from mmjax.reference.tiles import in_rows
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _tokens(model: MultimodalModel, sample: Sample, length: int) -> tuple[list[s
     """The kinds of each token, and the number of its image, recording or drawing; 0 for text."""
     items, number, sample_length = np.zeros(length, int), 0, len(sample.tokens)
     kinds = [{"all", "text"} for _ in range(length)]
-    for name in (*model.encoders, *model.generators):
+    for name in (*media_encoders(model), *(name for name in model.generators if name in sample.media_tokens)):
         places = list(np.flatnonzero(sample.placeholders(name)))
         for place in places:
             kinds[place] = {"all", "media", name}

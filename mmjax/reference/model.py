@@ -15,59 +15,78 @@ from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
-from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables
+from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables, speak_losses
+from mmjax.reference.edges import edges_into_llm, first_encoder, image_before, media_encoders, nearest_tokens
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
 from mmjax.reference.masks import masks_of
 from mmjax.reference.positions import token_positions
+from mmjax.reference.temporal import encode_clip
 from mmjax.reference.tiles import in_rows
 from mmjax.reference.user_encoder import patches_of, run_encoder
 
 if TYPE_CHECKING:
     from mmjax.data.types import Sample
     from mmjax.models.graph import MultimodalModel
-    from mmjax.models.nodes import Node
+    from mmjax.models.nodes import Edge, Node
 
 
 _LENGTHS = 16
 """Prompts are padded to a multiple of this length."""
 
 
-def _modality_tokens(
-    leaves: Leaves, model: MultimodalModel, sample: Sample
-) -> tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]:
-    """Encodes the media of a sample.
+Encoded = dict[str, list[tuple[jax.Array, list[jax.Array]]]]
+"""By encoder and medium, or once for all media of a sample: tokens, and outputs of layers that other modules read."""
 
-    Returns:
-      For each encoder with media, the indices of its placeholders and its modality tokens; and by LLM layer, indices
-      and features that are added to the layer's input.
-    """
-    unknown = set(sample.media) - {*model.encoders, *model.generators}
+
+def _encode_all(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Encoded:
+    """Encodes the media of a sample: first each alone, then together by encoders that read other encoders."""
+    unknown = set(sample.media) - {*media_encoders(model), *model.generators}
     if unknown:
         raise ValueError(f"Sample.media: {sorted(unknown)} are no encoders of the model; add them to Model.encoders")
+    encoded: Encoded = {}
+    for name, node in model.encoders.items():
+        levels, projector = _levels(model, name), node.projector or ProjectorConfig()
+        if not model.into(name):
+            encoded[name] = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
+            if projector.newline:
+                encoded[name] = _in_rows(leaves, node, name, sample, [tokens for tokens, _ in encoded[name]])
+            continue
+        tokens = [tokens for tokens, _ in encoded[model.into(name)[0].source]]
+        encoded[name] = [encode_clip(leaves, name, node.config, tokens, levels, projector)] if tokens else []
+    return encoded
+
+
+def _levels(model: MultimodalModel, name: str) -> tuple[int, ...]:
+    """The layers whose outputs the edges of an encoder name."""
+    return tuple(level for edge in model.out_of(name) for level in edge.levels)
+
+
+Placements = tuple[list[tuple[np.ndarray, jax.Array]], dict[int, list[tuple[np.ndarray, jax.Array]]]]
+"""Indices of placeholders and tokens, by encoder; indices and features added to a layer's input, by LLM layer."""
+
+
+def _modality_tokens(leaves: Leaves, model: MultimodalModel, sample: Sample, encoded: Encoded) -> Placements:
+    """Places encoders' tokens in the text: at the placeholders of the media that they are made of."""
     pieces, injected = [], {}
-    for name in model.encoders:
-        positions = np.flatnonzero(sample.placeholders(name)).astype(np.int32)
-        levels = tuple(level for edge in model.out_of(name) for level in edge.levels)
-        features = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
-        if (projector := model.nodes[name].projector) and projector.newline:
-            features = _in_rows(leaves, model.nodes[name], name, sample, [tokens for tokens, _ in features])
+    for edge in edges_into_llm(model):
+        name, features, first = edge.source, encoded[edge.source], first_encoder(model, edge.source)
+        positions = np.flatnonzero(sample.placeholders(first)).astype(np.int32)
         count = sum(tokens.shape[0] for tokens, _ in features)
         if count != len(positions):
             raise ValueError(
-                f"Sample.tokens: {len(positions)} placeholders of {name!r} for {count} modality tokens; "
+                f"Sample.tokens: {len(positions)} placeholders of {first!r} for {count} modality tokens; "
                 "expand the placeholder of each medium to one per merged token"
             )
         if features:
             pieces.append((positions, jnp.concatenate([tokens for tokens, _ in features])))
-            for number, layer in enumerate(layer for edge in model.out_of(name) for layer in edge.inject):
+            for number, layer in enumerate(edge.inject):
                 prefix, x_ND = f"{name}_projector/inject{layer:03d}", pieces[-1][1]
-                if levels:
+                if edge.levels:
                     x_ND = jnp.concatenate([outputs[number] for _, outputs in features])
                 params = dense_leaves({key: leaf for key, leaf in leaves.items() if key.startswith(prefix)})
-                injected.setdefault(layer, []).append(
-                    (positions, project(params, prefix, x_ND, 1, projector or ProjectorConfig()))
-                )
+                projector = model.nodes[name].projector or ProjectorConfig()
+                injected.setdefault(layer, []).append((positions, project(params, prefix, x_ND, 1, projector)))
     return pieces, injected
 
 
@@ -96,15 +115,15 @@ def _lookup_ids(model: MultimodalModel, tokens_N: np.ndarray, used_N: np.ndarray
 
 def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
     replaced = np.zeros(len(sample.tokens), bool)
-    for name in model.encoders:
-        replaced |= sample.placeholders(name)
+    for edge in edges_into_llm(model):
+        replaced |= sample.placeholders(first_encoder(model, edge.source))
     return _lookup_ids(model, sample.tokens, ~replaced)
 
 
 def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.ndarray, "N 3"]:
     """Positions of the sample's tokens, padded with text up to `room` tokens; M-RoPE's if the LLM has it."""
     images = []
-    for name in model.encoders if model.llm.rope_sections else ():
+    for name in media_encoders(model) if model.llm.rope_sections else ():
         spec, places = model.encoders[name].module.medium, np.flatnonzero(sample.placeholders(name)).tolist()
         assert spec
         for medium in sample.media.get(name, ()) if spec.axes == 2 else ():
@@ -129,22 +148,23 @@ def _calls(model: MultimodalModel, sample: Sample, tokens: Sequence[int] = (), r
     row["positions"] = positions_N3 if model.llm.rope_sections else positions_N3[:, 0]
     row |= {"targets": row["tokens"][1:], "weights": sample.loss_weights[1:length]}
     padded = {name: _padded(values, max(room, length), 0) for name, values in row.items()}
-    for name in model.encoders:
-        for key, values in _placed(model.nodes[name], name, sample).items():
-            padded[key] = _padded(values, max(room, length), -1 if key.endswith("_index") else 0)
+    for edge in edges_into_llm(model):
+        for key, values in _placed(model, edge, sample).items():
+            padded[key] = _padded(values, max(room, length), -1 if key == edge.index else 0)
     return Calls(row=padded, callbacks=node.callbacks, module="llm", mask=node.module.mask)
 
 
-def _placed(node: Node, name: str, sample: Sample) -> dict[str, np.ndarray]:
-    """The host inputs that assign an encoder's tokens to tokens of the sample."""
-    assert node.medium
-    spec, placeholders = node.medium, sample.placeholders(name)
+def _placed(model: MultimodalModel, edge: Edge, sample: Sample) -> dict[str, np.ndarray]:
+    """The host inputs that assign the tokens of an edge into the LLM to tokens of the sample."""
+    name = first_encoder(model, edge.source)
+    spec, placeholders = model.nodes[name].medium, sample.placeholders(name)
+    assert spec
     grids = [spec.grid(*medium.shape[:-1]) for medium in sample.media.get(name, ())]
     places = arrange(spec, grids, sample.tiled.get(name, ()))
     shape = (len(placeholders), spec.blended)
     index, shares = np.full(shape, -1), np.zeros(shape, np.float32)
     index[placeholders], shares[placeholders] = places
-    return {f"{name}_index": index[:, 0]} if spec.blended == 1 else {f"{name}_index": index, f"{name}_shares": shares}
+    return {edge.index: index[:, 0]} if spec.blended == 1 else {edge.index: index, edge.shares: shares}
 
 
 def _padded(values: np.ndarray, room: int, value: int) -> np.ndarray:
@@ -165,7 +185,7 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
     leaves, model = merged(leaves, model)
-    placed = _modality_tokens(leaves, model, sample)
+    placed = _modality_tokens(leaves, model, sample, _encode_all(leaves, model, sample))
     ids, calls, tables = _embedded_ids(model, sample), _calls(model, sample), _tables(model, sample)
     masks = masks_of(model, sample)
     return decode(_llm_leaves(leaves), model.llm, ids, *placed, calls=calls, tables=tables, masks=masks)
@@ -177,13 +197,16 @@ def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Ar
     `leaves` are logical leaves by name, complete and possibly sharded. tokens[0] is not predicted, so loss_weights[0]
     counts neither here nor in a denominator. Raises ValueError as `sample_logits` does.
     """
-    return _text(*merged(leaves, model), sample)[0]["loss"]
+    leaves, model = merged(leaves, model)
+    return _text(leaves, model, sample, _encode_all(leaves, model, sample))[0]["loss"]
 
 
-def _text(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[str, jax.Array], jax.Array]:
+def _text(
+    leaves: Leaves, model: MultimodalModel, sample: Sample, encoded: Encoded
+) -> tuple[dict[str, jax.Array], jax.Array]:
     weights = np.append(sample.loss_weights[1:], np.float32(0))
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
-    placed = _modality_tokens(leaves, model, sample)
+    placed = _modality_tokens(leaves, model, sample, encoded)
     return decode_loss(
         _llm_leaves(leaves),
         model.llm,
@@ -207,16 +230,22 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """
     leaves, model = merged(leaves, model)
-    text, hidden_ND = _text(leaves, model, sample)
+    encoded = _encode_all(leaves, model, sample)
+    text, hidden_ND = _text(leaves, model, sample, encoded)
     losses = {f"llm/{name}": value for name, value in text.items()}
+    for name in (name for name, node in model.generators.items() if node.medium and node.medium.codes):
+        for codes in sample.media.get(name, ()):
+            for key, value in _speak(leaves, model, sample, name, codes[:, 0], hidden_ND).items():
+                losses[f"{name}/{key}"] = losses.get(f"{name}/{key}", 0.0) + value
     for name in (name for name in model.generators if name in sample.noise):
         dit, key = model.generators[name].config, f"{name}/loss"
         projector = model.generators[name].projector or ProjectorConfig()
         losses[key] = jnp.zeros((), hidden_ND.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
-        conditions = _conditions(model, sample, name, hidden_ND)
-        for condition, (picture, noise, time) in zip(conditions, drawn, strict=True):
-            losses[key] = losses[key] + draw_loss(leaves, name, dit, condition, picture, noise, time, projector)
+        conditions = _conditions(model, sample, name, hidden_ND, encoded)
+        for (condition, further), (picture, noise, time) in zip(conditions, drawn, strict=True):
+            loss = draw_loss(leaves, name, dit, condition, picture, noise, time, projector, further)
+            losses[key] = losses[key] + loss
     for name in (name for name, node in model.encoders.items() if node.module.losses):
         for medium in sample.media.get(name, ()):
             for key, value in run_encoder(leaves, name, model, medium)[2].items():
@@ -224,18 +253,48 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     return losses
 
 
+def _speak(
+    leaves: Leaves, model: MultimodalModel, sample: Sample, name: str, codes_N: np.ndarray, hidden_ND: jax.Array
+) -> dict[str, Float[Array, ""]]:
+    """The sums of the losses of the codes with which the generator `name` speaks the sample's last answer."""
+    answer = range(sample.prompt, len(sample.tokens))
+    places = np.asarray([answer[number * len(answer) // len(codes_N)] for number in range(len(codes_N))])
+    projector = model.generators[name].projector or ProjectorConfig()
+    return speak_losses(leaves, name, model.generators[name].config, hidden_ND[places], codes_N, projector)
+
+
 def _conditions(
-    model: MultimodalModel, sample: Sample, name: str, hidden_ND: jax.Array
-) -> Iterator[Float[Array, "M D"]]:
-    """The hidden states of the placeholders of each picture that the generator `name` draws."""
+    model: MultimodalModel, sample: Sample, name: str, hidden_ND: jax.Array, encoded: Encoded
+) -> Iterator[tuple[Float[Array, "M D"], dict[str, Float[Array, "M E"]]]]:
+    """For each picture that the generator `name` draws: the hidden states of its placeholders, and by encoder the
+    tokens that the generator reads too, in the order of the placeholders.
+    """
     dit = model.generators[name].config
     positions, first = np.flatnonzero(sample.placeholders(name)), 0
     for picture in sample.media[name]:
         count = (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
-        yield hidden_ND[positions[first : first + count]]
+        at = positions[first : first + count]
+        sides = [side // dit.patch // dit.merge for side in picture.shape[:2]]
+        encoders = [edge.source for edge in model.into(name) if edge.source in model.encoders]
+        yield hidden_ND[at], {source: _seen(model, sample, source, encoded, at[0], sides) for source in encoders}
         first += count
     if first != len(positions):
         raise ValueError(f"Sample.tokens: {len(positions)} placeholders of {name!r} for {first} tokens of pictures")
+
+
+def _seen(
+    model: MultimodalModel, sample: Sample, encoder: str, encoded: Encoded, start: int, sides: Sequence[int]
+) -> Float[Array, "M E"]:
+    """The tokens of an encoder's last image before token `start` that lie nearest to those of a drawing there.
+
+    `sides` are the drawing's rows and columns of tokens. Without such an image all features are 0.
+    """
+    number, spec = image_before(model, sample, encoder, start), model.nodes[encoder].module.medium
+    assert spec
+    if number is None:
+        return jnp.zeros((sides[0] * sides[1], model.token_width(encoder)))
+    image_sides = [side // spec.block for side in sample.media[encoder][number].shape[:2]]
+    return encoded[encoder][number][0][nearest_tokens(sides, image_sides)]
 
 
 def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> list[Float[np.ndarray, "T X"]]:
@@ -245,9 +304,11 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
     """
     leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
-    hidden_ND = _text(leaves, model, sample)[1]
-    for condition, noise in zip(_conditions(model, sample, name, hidden_ND), sample.noise[name], strict=True):
-        pictures.append(integrate(leaves, name, dit, condition, noise, projector))
+    encoded = _encode_all(leaves, model, sample)
+    hidden_ND = _text(leaves, model, sample, encoded)[1]
+    conditions = _conditions(model, sample, name, hidden_ND, encoded)
+    for (condition, further), noise in zip(conditions, sample.noise[name], strict=True):
+        pictures.append(integrate(leaves, name, dit, condition, noise, projector, further))
     return pictures
 
 
@@ -274,7 +335,8 @@ def _weights_and_counts(model: MultimodalModel, samples: Sequence[Sample]) -> tu
     if model.llm.z_loss:
         weights["llm/z_loss"], counts["llm/z_loss"] = model.llm.z_loss, totals["llm"]
     for name, generator in model.generators.items():
-        weights[f"{name}/loss"], counts[f"{name}/loss"] = generator.config.loss_weight, totals[name]
+        for key, loss in generator.module.losses.items():
+            weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, totals[name]
     for name, encoder in model.encoders.items():
         for key, loss in encoder.module.losses.items():
             weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, totals[loss.per or name]
@@ -344,7 +406,8 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     """
     leaves, model = merged(leaves, model)
     prompt = dataclasses.replace(sample, tokens=sample.tokens[: sample.prompt])
-    llm, placed, ids = _llm_leaves(leaves), _modality_tokens(leaves, model, prompt), _embedded_ids(model, prompt)
+    llm, ids = _llm_leaves(leaves), _embedded_ids(model, prompt)
+    placed = _modality_tokens(leaves, model, prompt, _encode_all(leaves, model, prompt))
     new: list[int] = []
     room = -(-(len(ids) + max_new) // _LENGTHS) * _LENGTHS
     tables, masks = _tables(model, prompt, room), masks_of(model, prompt, room)

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import join_logical
@@ -38,7 +37,7 @@ def run_encoder(
     Raises:
       ValueError: the encoder reads host inputs that `row_of` does not make.
     """
-    stage, run = _program(name, model.nodes[name], model.nodes[LLM], tuple(sorted({*levels})))
+    stage, run = _program(name, tuple(model.nodes.items()), model.edges)
     row = row_of(model.nodes[name], medium)
     if unknown := set(stage.inputs) - set(row):
         raise ValueError(f"{name}: its first stage reads {sorted(unknown)}; the data side makes {sorted(row)}")
@@ -48,7 +47,7 @@ def run_encoder(
         flat, tree = jax.tree.flatten(part.leaves())
         params[part.module] = jax.tree.unflatten(tree, join_logical(flat, named))
     features, losses = run(params, {key: row[key] for key in stage.inputs})
-    width, level_width, rising = model.token_width(name), model.nodes[name].module.merged_width, sorted({*levels})
+    width, level_width, rising = model.token_width(name), model.nodes[name].module.merged_width, model.levels(name)
     starts = (width + level_width * rising.index(level) for level in levels)
     spec = model.nodes[name].module.medium
     assert spec
@@ -65,10 +64,11 @@ def patches_of(node: Node, medium: np.ndarray) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(name: str, node: Node, llm: Node, levels: tuple[int, ...]) -> tuple[StageModel, Callable[..., Any]]:
-    edge = Edge(name, LLM, f"{name}_index", tuple(range(len(levels))), levels)
-    model = MultimodalModel({name: node, LLM: llm}, (edge,))
-    stage = model.stages({name: Layout(), LLM: Layout()})[0]
+def _program(
+    name: str, nodes: tuple[tuple[str, Node], ...], edges: tuple[Edge, ...]
+) -> tuple[StageModel, Callable[..., Any]]:
+    model = MultimodalModel(dict(nodes), edges)
+    stage = next(stage for stage in model.stages(dict.fromkeys(model.nodes, Layout())) if stage.module == name)
     submesh, replicated = one_device(), PartitionSpec()
 
     def forward(params: Any, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:

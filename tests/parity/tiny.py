@@ -84,6 +84,24 @@ HAND: dict[str, Any] = {
     "painter/Projector.hidden": 12,
 }
 
+# An encoder that reads the image encoder; the LLM reads it instead. Its widths divide by 1, 2 and 4, and differ.
+CLIP: dict[str, Any] = {
+    "Model.encoders": {"vision": "vit", "temporal": "temporal"},
+    "Model.edges": ("vision -> temporal", "temporal -> llm"),
+    "temporal/Packing.buckets": (),
+    "temporal/Temporal.layers": 2,
+    "temporal/Temporal.width": 16,
+    "temporal/Temporal.heads": 4,
+    "temporal/Temporal.mlp": 24,
+    "temporal/Projector.hidden": 12,
+}
+
+# A generator that also reads the image encoder.
+REDRAW: dict[str, Any] = HAND | {
+    "Model.edges": ("vision -> llm", "llm -> painter", "vision -> painter"),
+    "llm/Decoder.vocab": 262,
+}
+
 
 def three(llm: str, vision: str, audio: str, **changes: Any) -> dict[str, Any]:
     """Image and audio encoders and an LLM in layouts written "tp,pp,dp" or "tp,pp,dp@first rank".
@@ -96,6 +114,35 @@ def three(llm: str, vision: str, audio: str, **changes: Any) -> dict[str, Any]:
 def four(llm: str, vision: str, audio: str, painter: str, **changes: Any) -> dict[str, Any]:
     """The same with a generator."""
     return EARS | HAND | _layouts(llm=llm, vision=vision, audio=audio, painter=painter) | changes
+
+
+def clip(llm: str, vision: str, temporal: str, **changes: Any) -> dict[str, Any]:
+    """An image encoder, an encoder that reads it, and an LLM that reads that one; layouts as in ``three``."""
+    return CLIP | _layouts(llm=llm, vision=vision, temporal=temporal) | changes
+
+
+def redraw(llm: str, vision: str, painter: str, **changes: Any) -> dict[str, Any]:
+    """An image encoder, an LLM, and a generator that reads both; layouts as in ``three``."""
+    return REDRAW | _layouts(llm=llm, vision=vision, painter=painter) | changes
+
+
+# A decoder that speaks in codes.
+TALKER: dict[str, Any] = {
+    "Model.generators": {"talker": "llama"},
+    "talker/Decoder.layers": 2,
+    "talker/Decoder.width": 16,
+    "talker/Decoder.heads": 4,
+    "talker/Decoder.kv_heads": 2,
+    "talker/Decoder.mlp": 24,
+    "talker/Decoder.vocab": 11,
+    "talker/Projector.hidden": 20,
+    "talker/Packing.buckets": (),
+}
+
+
+def speaking(llm: str, vision: str, talker: str, **changes: Any) -> dict[str, Any]:
+    """What an LLM, an image encoder and a talker add; layouts are written "tp,pp,dp"."""
+    return TALKER | _layouts(llm=llm, vision=vision, talker=talker) | changes
 
 
 def _layouts(**modules: str) -> dict[str, Any]:
