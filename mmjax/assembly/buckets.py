@@ -12,6 +12,7 @@ from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
 from mmjax.data.buckets import ChosenBuckets, cells_for, choose, per_cell, per_microbatch, plan_some_steps
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.derived import completed_worst
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
@@ -134,5 +135,6 @@ def _choose_buckets(recipe: Recipe, counts: Mapping[str, int], source: Source) -
     if data.reorder != "none":
         planned, world = planned_world(unchosen)
         order = order_of(recipe, place_model(planned, packer, tokenizer, world), data.reorder)
-    worst, parts = source.worst_case(), plan_some_steps(packer, source.meta, train.global_batch, order)
+    worst = completed_worst(source.worst_case(), packer.encoders)
+    parts = plan_some_steps(packer, source.meta, train.global_batch, order)
     return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in counts.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.assembly.model import build_modules, encoder_specs, splits_of
+from mmjax.assembly.model import build_modules, packed_specs, splits_of
 from mmjax.assembly.orders import pair_costs
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import per_cell
@@ -34,7 +34,7 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
     llm = build_modules(recipe)[LLM]
     packer = make_packer(
         recipe.data,
-        encoder_specs(recipe),
+        packed_specs(recipe),
         source,
         tokenizer,
         global_batch=recipe.train.global_batch,

@@ -153,7 +153,29 @@ class Evaluator:
         """
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
-        return score(samples, answers, drawings, self.loss(states, samples, meet) if loss else None, self.task)
+        text_loss = self.loss(states, samples, meet) if loss else None
+        codes = self.code_accuracy(states, samples, meet)
+        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes)
+
+    def code_accuracy(
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
+    ) -> float | None:
+        """The share of codes that generators predict rightly from the right ones before; `None` without any codes.
+
+        For `states` and `meet` see `answers`.
+        """
+        talkers = self.predictor.talkers
+        spoken = [sample for sample in samples if any(len(sample.media.get(name, ())) for name in talkers)]
+        count = sum(codes.size for sample in spoken for name in talkers for codes in sample.media.get(name, ()))
+        if not count:
+            return None
+        right = 0.0
+        with self._loaded(states, meet):
+            for _, packed in self.rounds(spoken):
+                meet()
+                by_name = self.predictor.codes_right(packed.batch)
+                right += sum(float(rows.sum(dtype=np.float64)) for of_one in by_name.values() for rows in of_one)
+        return right / count
 
     def loss(self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None) -> float | None:
         """The loss of the text under teacher forcing, see `Evaluation`; `None` without any loss weight.

@@ -27,6 +27,8 @@ class Evaluation:
       loss: weighted cross-entropy of the text per unit of loss weight, under teacher forcing; `None` where it was
         not asked for, or no token has a loss weight.
       unit: the unit that answers are compared by, see `Task`.
+      code_accuracy: share of the codes of spoken answers that are predicted rightly, under teacher forcing; `None`
+        without any.
     """
 
     answers: tuple[str, ...]
@@ -37,6 +39,7 @@ class Evaluation:
     drawing_accuracy: float | None = None
     loss: float | None = None
     unit: str = "character"
+    code_accuracy: float | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -54,6 +57,8 @@ def score(
     drawings: Sequence[Drawings] = (),
     loss: float | None = None,
     task: Task = SOURCES,
+    *,
+    code_accuracy: float | None = None,
 ) -> Evaluation:
     """Scores answers against the right ones, character by character, and drawings by the task's reader.
 
@@ -63,6 +68,7 @@ def score(
       drawings: the drawings for each sample, in their order, or () for none.
       loss: kept as `Evaluation.loss`.
       task: the task that the samples are from.
+      code_accuracy: kept as `Evaluation.code_accuracy`.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
@@ -80,6 +86,7 @@ def score(
         drawing_accuracy=_recognised(samples, drawings, task),
         loss=loss,
         unit=task.unit,
+        code_accuracy=code_accuracy,
     )
 
 
@@ -100,8 +107,8 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
     """The columns of `eval.jsonl` for an evaluation, without "step"; shares are in [0, 1].
 
     They are "exact_match", "<unit>_accuracy", such as "character_accuracy", and where there are any "loss" and
-    "perplexity", "kinds" (exact match by kind), "drawing_accuracy", "swapped_<encoder>_<unit>_accuracy" and
-    "swapped_<encoder>_kinds".
+    "perplexity", "kinds" (exact match by kind), "drawing_accuracy", "code_accuracy",
+    "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds".
 
     Args:
       plain: the evaluation of the samples as they are.
@@ -115,7 +122,8 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
         row[f"{prefix}{plain.unit}_accuracy"] = evaluation.character_accuracy
         if len(evaluation.kinds) > 1:
             row[f"{prefix}kinds"] = dict(evaluation.kinds)
-    return row | ({} if plain.drawing_accuracy is None else {"drawing_accuracy": plain.drawing_accuracy})
+    optional = {"drawing_accuracy": plain.drawing_accuracy, "code_accuracy": plain.code_accuracy}
+    return row | {name: value for name, value in optional.items() if value is not None}
 
 
 def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
@@ -127,6 +135,8 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
     parts.append(f"{right} {show(right, plain.character_accuracy)}")
     if plain.drawing_accuracy is not None:
         parts.append(f"{plain.unit}s recognised in drawings {show('', plain.drawing_accuracy)}")
+    if plain.code_accuracy is not None:
+        parts.append(f"codes right {show('', plain.code_accuracy)}")
     if plain.loss is not None:
         parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
     for name, evaluation in swapped.items():

@@ -189,9 +189,11 @@ def inspect(recipe: Recipe, steps: int) -> Inspection:
     recipe = with_buckets(with_steps(recipe, source), source, say=chosen.append)
     parts = plan(recipe, source)
     size = recipe.train.global_batch
-    metas_by_step = [[source.meta(step * size + i) for i in range(size)] for step in range(steps)]
+    metas_by_step = [
+        parts.packer.completed([source.meta(step * size + i) for i in range(size)]) for step in range(steps)
+    ]
     every = [meta for metas in metas_by_step for meta in metas]
-    lengths = lengths_of(every, recipe.model.media)
+    lengths = lengths_of(every, parts.packer.encoders)
     by_method: dict[str, dict[str, Any]] = {"used": {}, "makespans": {}, "bubbles": {}, "imbalances": {}}
     for method in METHODS:
         figures = _steps(recipe, parts, method, metas_by_step)

@@ -67,7 +67,7 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
     tps = {name: legal_tps(recipe, name) for name in recipe.model}
     memory = _traced(recipe, model, packer, tps, {name: width for name, (_, width) in padded.items()})
     looked_at = _looked_at(recipe)
-    metas = [source.meta(index) for index in looked_at]
+    metas = packer.completed([source.meta(index) for index in looked_at])
     pairs = mask_pairs(model, packer, source, looked_at)
     real = real_work(recipe, model, metas, pairs)
     causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
@@ -129,11 +129,12 @@ def real_work(
     Args:
       recipe: the configuration, which says what is frozen.
       model: its model.
-      metas: one or more samples.
+      metas: one or more samples; see ``Packer.completed``.
       pairs: by module name and mask, the pairs that it allows in these samples together (see `flops.visible_pairs`);
         without them lengths decide.
     """
-    lengths, frozen = lengths_of(metas, recipe.model.media), _frozen(recipe, model)
+    media = [name for name in recipe.model if name != LLM]
+    lengths, frozen = lengths_of(metas, media), _frozen(recipe, model)
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
         name: Real(
@@ -207,10 +208,11 @@ def module_work(
         sum((shares_of.times(factor[n]) for n, shares_of in by_module.items()), start=Shares())
         for by_module, factor in zip(sizes, (factors, trains), strict=True)
     )
+    has_logits = not node.medium or node.medium.codes > 0
     recompute = Shares(
         layer=forward.layer if settings.remat == "full" and factors[name] else 0.0,
         # Logits are never kept, whatever remat says.
-        last=forward.last if node.module.losses and not node.module.medium and factors[name] else 0.0,
+        last=forward.last if node.module.losses and has_logits and factors[name] else 0.0,
     )
     item = _item(recipe)
     levels = len(model.levels(name))  # beside the features, at the latest from the last stage on

@@ -12,8 +12,10 @@ import jax
 from mmjax import jax_compat
 from mmjax.assembly.buckets import build_packer, with_buckets
 from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.model import packed_specs
 from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.samples import open_source
+from mmjax.data.derived import completed
 from mmjax.data.lengths import figures_of, lengths_of
 from mmjax.data.loader import Source, tokenizer_of
 from mmjax.mesh.layout import Layout
@@ -92,7 +94,8 @@ def sampled(recipe: Recipe, source: Source, samples: int) -> dict[str, dict[str,
     The figures of a module are those of `FIGURES` ("count", "mean", ...) and "per_sample", the average number in a
     sample.
     """
-    lengths = lengths_of([source.meta(index) for index in range(samples)], recipe.model.media)
+    specs = packed_specs(recipe)
+    lengths = lengths_of([completed(source.meta(index), specs) for index in range(samples)], specs)
     return {name: figures_of(values) | {"per_sample": len(values) / samples} for name, values in lengths.items()}
 
 

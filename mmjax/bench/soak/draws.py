@@ -118,8 +118,8 @@ def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Ite
     method = rng.choice(("none", *METHODS))
     yield f"Data.reorder={method!r}"
     yield from _buckets(rng, (*modules.media, "llm"), reordered=method != "none")
-    sees, draws = "vision" in modules.encoders, bool(modules.generators)
-    if sees and not draws and rng.random() < 0.4:
+    sees, draws = "vision" in modules.encoders, "painter" in modules.generators
+    if sees and not modules.generators and rng.random() < 0.4:
         yield from _sources(rng, data)
     else:
         yield from _digits(rng, sees=sees, hears="audio" in modules.encoders, draws=draws)

@@ -31,11 +31,13 @@ class Modules:
     Attributes:
       encoders, generators: the kind of each by name, such as {"vision": "vit"}.
       layers: the number of layers of each by name, "llm" included.
+      edges: the edges, such as "vision -> llm"; () for encoders that feed the LLM, which feeds generators.
     """
 
     encoders: Mapping[str, str]
     generators: Mapping[str, str]
     layers: Mapping[str, int]
+    edges: tuple[str, ...] = ()
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -53,17 +55,34 @@ def draw_modules(rng: random.Random) -> Modules:
     encoders = rng.choice(
         ({"vision": "vit"},) * 6 + ({"audio": "whisper"},) * 2 + ({"vision": "vit", "audio": "whisper"},)
     )
-    generators = {"painter": "dit"} if rng.random() < 0.1 else {}
+    if "vision" in encoders and rng.random() < 0.2:
+        encoders = {**encoders, "temporal": "temporal"}
+    generators = {"painter": "dit"} if rng.random() < 0.15 else {}
+    generators |= {"talker": "llama"} if rng.random() < 0.15 else {}
     names = (*encoders, "llm", *generators)
     layers = {name: rng.choice((1, 1, 2, 2, 3) if name != "llm" else (1, 2, 2, 3, 4)) for name in names}
-    return Modules(encoders=encoders, generators=generators, layers=layers)
+    edges = tuple(_edges(rng, encoders, generators))
+    return Modules(encoders=encoders, generators=generators, layers=layers, edges=edges)
+
+
+def _edges(rng: random.Random, encoders: Mapping[str, str], generators: Mapping[str, str]) -> Iterator[str]:
+    """The edges of a model that is no star; none for one that is."""
+    shows_images = "painter" in generators and "vision" in encoders and rng.random() < 0.5
+    if "temporal" not in encoders and not shows_images:
+        return
+    for name in encoders:
+        yield f"{name} -> {'temporal' if name == 'vision' and 'temporal' in encoders else 'llm'}"
+    yield from (f"llm -> {name}" for name in generators)
+    if shows_images:
+        yield "vision -> painter"
 
 
 def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
     """Yields drawn settings of all modules and projectors as bindings, such as "vision/ViT.width=16"."""
     yield f"Model.encoders={dict(modules.encoders)!r}"
     yield f"Model.generators={dict(modules.generators)!r}"
-    classes = {"vit": "ViT", "whisper": "Whisper", "dit": "DiT"}
+    yield f"Model.edges={modules.edges!r}"
+    classes = {"vit": "ViT", "whisper": "Whisper", "temporal": "Temporal", "dit": "DiT", "llama": "Decoder"}
     kinds = {**modules.encoders, **modules.generators}
     for name, cls in {"llm": "Decoder", **{name: classes[kind] for name, kind in kinds.items()}}.items():
         yield f"{name}/{cls}.layers={modules.layers[name]}"
@@ -98,8 +117,11 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Whisper.edges={rng.choice(('silent', 'reflected'))!r}"
         if kind == "dit":
             yield f"{name}/DiT.steps=2"
+        if kind == "llama":
+            yield from (f"{name}/Decoder.kv_heads={rng.choice((1, 2))}", f"{name}/Decoder.vocab=11")
+            yield f"{name}/Decoder.tied={rng.random() < 0.3}"
         depth = modules.layers["llm"]
-        if kind != "dit" and rng.random() < 0.2:
+        if kind in ("vit", "whisper", "temporal") and rng.random() < 0.2:
             inject = tuple(sorted(rng.sample(range(depth), rng.randint(1, depth))))
             yield f"{name}/Projector.inject={inject!r}"
             if rng.random() < 0.5:
