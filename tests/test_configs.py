@@ -33,6 +33,8 @@ LAYOUTS = {
     "digits_vlm_homogeneous": {"llm": Layout(dp=2, tp=2, pp=2), "vision": Layout(dp=2, tp=2)},
     "digits_vlm_one_device": {"llm": Layout(), "vision": Layout()},
 }
+GRAPHS = ("digits_clip", "digits_redraw", "digits_speak")
+"""Models with edges of their own."""
 OTHERS = [name for name in LAYOUTS if name != "digits_vlm_one_device"]
 TOLERANCE = 2e-4  # relative, of the loss: fp32 sums in another order
 
@@ -47,7 +49,13 @@ def placed(recipe: Recipe, layouts: Mapping[str, Layout]) -> Recipe:
 
 
 def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
-    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {*LAYOUTS, "digits", "digits_valm", "digits_draw"}
+    assert {path.stem for path in CONFIGS.glob("digits*.gin")} == {
+        *LAYOUTS,
+        *GRAPHS,
+        "digits",
+        "digits_valm",
+        "digits_draw",
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

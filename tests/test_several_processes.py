@@ -19,8 +19,10 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 from trial_runs import (
     REPOSITORY,
+    SMALL_CLIP,
     SMALL_EARS,
     SMALL_HANDS,
+    SMALL_REDRAW,
     STEPS,
     TINY,
     Command,
@@ -106,10 +108,21 @@ CHECKED = {
     "rings over processes": tiny(Layout(dp=2, rank_offset=6), Layout(dp=2, cp=3, cp_way="ring")),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
+    "encoder behind encoder": small("digits_clip", SMALL_CLIP),
+    "draws what it sees": small("digits_redraw", SMALL_REDRAW),
     "draws": small("digits_draw", (*SMALL_HANDS, "vision/Offload.activations=True", "audio/Offload.activations=True")),
 }
 COLOCATED = layout("vision", dp=4, rank_offset=0) + layout("llm", dp=2, tp=2)
-TWO_ONLY = {"homogeneous", "apart", "draws", "rows over processes", "lists over processes", "rings over processes"}
+TWO_ONLY = {
+    "homogeneous",
+    "apart",
+    "draws",
+    "encoder behind encoder",
+    "draws what it sees",
+    "rows over processes",
+    "lists over processes",
+    "rings over processes",
+}
 APART: list[str] = []  # the tiny configuration's own
 
 

@@ -158,7 +158,7 @@ CASES = [
     Wrong("Model.encoders={'vision': 'vti'}", "Model.encoders['vision']='vti'", "use one of vit"),
     Wrong("Model.encoders={}", "ViT.layers=2: ViT has no scope 'vision'", "add 'vision': 'vit' to Model.encoders"),
     Wrong("Model.encoders={'vi sion': 'vit'}", "Model.encoders='vi sion'", "such as 'vision'"),
-    Wrong("Model.generators={'painter': 'dti'}", "Model.generators['painter']='dti': not a gener", "use one of dit"),
+    Wrong("Model.generators={'painter': 'dti'}", "Model.generators['painter']='dti': not a gener", "one of llama, dit"),
     Wrong("Model.generators={'llm': 'dit'}", "Model.generators='llm': must be", "other than 'llm', such as 'painter'"),
     Wrong("Model.generators={'vision': 'dit'}", "Model.generators='vision': is the name of an", "such as 'vision2'"),
     Wrong(

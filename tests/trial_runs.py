@@ -72,6 +72,14 @@ SMALL_HANDS = (
     *("Train.microbatches=4", "llm/Layout.pp=2", "llm/Layout.dp=2", "vision/Layout.tp=2", "painter/Layout.dp=4"),
     *("vision/Layout.lanes=2", "audio/Layout.dp=4", "audio/Layout.lanes=2", "painter/Layout.lanes=2"),
 )
+SMALL_CLIP = (
+    *(binding for binding in SMALL_EARS if not binding.startswith(("audio", "Digits.same"))),
+    *("temporal/Temporal.layers=1", "temporal/Temporal.width=16", "temporal/Temporal.mlp=16"),
+)
+SMALL_REDRAW = (
+    *(binding for binding in SMALL_EARS if not binding.startswith(("audio", "Digits.same"))),
+    *("painter/DiT.layers=1", "painter/DiT.width=16", "painter/DiT.mlp=16", "painter/DiT.steps=3"),
+)
 ONE_DEVICE = "llm/Layout.tp = 1\nvision/Layout.dp = 1\n"
 # All of it on one device: a step is one program, and so few compilations are shared by tests of what follows steps.
 ALONE = (
