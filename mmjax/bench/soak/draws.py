@@ -150,8 +150,8 @@ def _digits(rng: random.Random, *, sees: bool, hears: bool, draws: bool) -> Iter
     yield f"Digits.both={rng.choice((0.0, 1.0)) * (sees and hears)}"
     yield f"Digits.{DRAW}={float(draws)}"
     yield f"Digits.curriculum={rng.choice(('()', '((0, 1), (8, 2))'))}"
-    # Some lengths are not divisible by cp.
-    yield f"Data.sequence_length={96 + 40 * hears + 40 * draws + rng.choice((0, 1, 2))}"
+    # Some lengths are not divisible by cp. Samples fill the shortest rows: their buckets end where the rows do.
+    yield f"Data.sequence_length={rng.choice((64, 96)) + 40 * hears + 40 * draws + rng.choice((0, 0, 1, 2))}"
 
 
 def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
@@ -307,10 +307,10 @@ def _replicated(rng: random.Random, modules: Modules) -> Iterator[str]:
 
 def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
     """Bindings of layouts on the same ranks, each module with degrees and optimizer instances of its own."""
-    size = rng.choice((4, 6, 8))
+    size = rng.choice((4, 6, 8, 8))
     for name in modules.layers:
         pp = rng.choice((1, 1, 2)) if name == "llm" and modules.layers["llm"] > 1 else 1
-        tp = rng.choice([n for n in (1, 1, 2) if size // pp % n == 0])
+        tp = rng.choice([n for n in (1, 1, 2, 4) if size // pp % n == 0])
         cp = rng.choice([n for n in (1, 1, 1, 2, 3) if size // pp // tp % n == 0])
         dp = size // pp // tp // cp
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
