@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.config.gin_reader import renamed
 from mmjax.config.processor import DECIDED
-from mmjax.configurable import gin_name
+from mmjax.configurable import gin_name, registry
 from mmjax.fields import fields_of
 from mmjax.recipe.recipe import Recipe
 
@@ -27,12 +27,25 @@ def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
 
     The values are text; "?" stands for one that a text lacks.
 
-    Names of earlier versions appear under today's names. They are left out if today's run has no such setting.
+    Names of earlier versions appear under today's names. They are left out if today's run has no such setting. Settings
+    that are newer than a text have their defaults there.
     """
     old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
     old = {renamed(name): value for name, value in old.items() if renamed(name) in (name, *new)}
     pairs = {name: (old.get(name, "?"), new.get(name, "?")) for name in {**old, **new}}
-    return {name: values for name, values in pairs.items() if values[0] != values[1]}
+    return {
+        name: values
+        for name, values in pairs.items()
+        if values[0] != values[1] and not (values[0] == "?" and values[1] == _default(name))
+    }
+
+
+def _default(name: str) -> str:
+    """The text of a setting's default, such as "()" for "Model.edges"; "" for a setting that no class has."""
+    cls_name, _, field = name.rpartition("/")[2].partition(".")
+    cls = registry().get(cls_name)
+    info = fields_of(cls).get(field) if cls else None
+    return repr(info.default) if info else ""
 
 
 def changed_values(recipe: Recipe) -> dict[str, Any]:

@@ -158,6 +158,11 @@ def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -
         assert differences(text, operative_config(config)) == {}
     other = operative_config(dataclasses.replace(want, task=dataclasses.replace(want.task, read=1.0)))
     assert differences(old_text(want), other) == {"Digits.read": ("0.5", "1.0")}
+    newer = operative_config(want).replace("Model.edges = ()\n", "")
+    assert differences(newer, operative_config(want)) == {}  # a setting that is newer than a run had its default
+    assert differences(newer, operative_config(want).replace("edges = ()", "edges = ('a -> b',)")) == {
+        "Model.edges": ("?", "('a -> b',)")
+    }
 
 
 def old_text(recipe: Recipe) -> str:
