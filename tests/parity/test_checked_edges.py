@@ -56,6 +56,18 @@ CLIPS = {
     "a clip, injected": clip(
         "1,2,1", "1,1,2", "1,2,1", **{"temporal/Projector.inject": (0, 3), "temporal/Projector.levels": (0, 1)}
     ),
+    "a clip, in three phases": clip(
+        "1,2,1", "1,1,2@0", "2,1,1@0", **{"Train.microbatches": 3, "Train.schedule": "three-phase"}
+    ),
+    "a clip, nested": clip("1,2,1", "1,1,1", "1,1,1")
+    | {
+        "Train.schedule": "nested",
+        "Train.microbatches": 4,
+        "vision/Layout.lanes": 2,
+        "temporal/Layout.lanes": 2,
+        "vision/Layout.rank_offset": 0,
+        "temporal/Layout.rank_offset": 0,
+    },
     "a clip beside recordings": EARS
     | clip("1,2,1", "1,1,1", "2,1,1")
     | {
