@@ -12,14 +12,13 @@ from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import SPANNING, Layout, cell_count
-from mmjax.models.config import LLM, family_setting, lora_name, require_layers
-from mmjax.models.edges import check_edges
-from mmjax.models.families import Role
+from mmjax.models.config import LLM, lora_name, require_layers
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.pipeline.config import OFFLOAD_KINDS
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.recipe.best import check_best
 from mmjax.recipe.exportable import export_advice
+from mmjax.recipe.graph import check_graph
 from mmjax.recipe.idle import idle_lines
 from mmjax.recipe.positions import positions_of
 from mmjax.recipe.ranks import check_ranks, show_ranks
@@ -31,8 +30,6 @@ from mmjax.user_code import import_named, require_allowed
 
 MOST_DEVICES = 1 << 16
 """The most devices that layouts may need if `World.devices` is not set."""
-LEAST_CODE = 2
-"""The first code that stands for something, behind those that begin and end a sequence."""
 _SHARDED = ("heads", "kv_heads", "mlp", "width")
 """Fields of a module's settings whose sizes tp divides."""
 
@@ -179,7 +176,7 @@ def check_devices(recipe: Recipe, available: int, alternative: tuple[Path, int] 
 
 def _check_modules(recipe: Recipe) -> None:
     """The data have the encoders' and the generators' media, and projectors fit the modules that they connect."""
-    _check_edges(recipe)
+    check_graph(recipe)
     media = {name: node.settings.medium for name, node in recipe.model.nodes.items() if name in recipe.model.media}
     encoder_media, generator_media = (
         {name: media[name] for name in names if name in media}
@@ -188,58 +185,11 @@ def _check_modules(recipe: Recipe) -> None:
     recipe.data.check_modules(recipe.task, encoder_media, generator_media)
     for name, projector in recipe.model.projectors.items():
         _check_projector(recipe, recipe.model[name], projector.settings)
-    for name in recipe.model.talkers:
-        _check_talker(recipe, recipe.model[name])
     for name in recipe.model.adapted:
         adapters = lora_name(name)
         path = recipe.model[name].lora.weights.path
         fix = f"name a folder of PEFT in {name}/Lora.path, or a run in {adapters}/Weights.init_from"
         require(not path, f"{adapters}/Weights.path", path, fix)
-
-
-def _check_edges(recipe: Recipe) -> None:
-    """Requires that each edge joins modules that can be joined: tokens and their readers, images and drawings."""
-    model = recipe.model
-    roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
-    check_edges([(edge.source, edge.target) for edge in model.flows], roles, LLM)
-    for name in model.encoders:
-        kind, reads, field = model[name].kind, bool(model.sources(name)), family_setting(name, "encoder")
-        fix = f"it encodes {model[name].settings.medium}s, and reads no {' '.join(model.sources(name))}; use 'temporal'"
-        reads_tokens = model[name].settings.medium == "tokens"
-        require(reads_tokens or not reads, field, kind, fix)
-        fix = f"it reads the tokens of another encoder; add an edge to {name!r} in Model.edges"
-        require(reads or not reads_tokens, field, kind, fix)
-    for edge in model.flows:
-        source, target = model[edge.source], model[edge.target]
-        into_llm = source.role == "encoder" and target.role == "llm"
-        fix = f"{edge.text} enters no layers of the {LLM}; set it to ()"
-        require(into_llm or not edge.settings.inject, f"{edge.name}/Edge.inject", edge.settings.inject, fix)
-        if target.speaks:
-            fix = f"{target.name!r} speaks and reads the LLM alone; leave the edge out"
-            require(source.name == LLM, "Model.edges", edge.text, fix)
-        elif source.role == "encoder" and target.role == "generator":
-            fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
-            require(source.settings.medium == "image", "Model.edges", edge.text, fix)
-        projector = source.projector.settings if source.projector else ProjectorConfig()
-        if edge.target != LLM and (projector.newline or projector.inject or projector.most_tiles):
-            fix = f"belongs to an encoder that feeds the {LLM} alone; leave {edge.text!r} out"
-            for name in ("newline", "inject", "most_tiles"):
-                value = getattr(projector, name)
-                require(not value, f"{source.name}/Projector.{name}", value, fix)
-
-
-def _check_talker(recipe: Recipe, node: ModuleSpec) -> None:
-    """A generator of codes has a number of codes, one position a code, and sees all codes before."""
-    settings, field = node.settings, f"{node.name}/{gin_name(type(node.settings))}"
-    fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to 11 for Data.task='digits'"
-    require(settings.vocab > LEAST_CODE, f"{field}.vocab", settings.vocab, fix)
-    fix = "codes have no rows and columns; set it to ()"
-    require(not settings.rope_sections, f"{field}.rope_sections", settings.rope_sections, fix)
-    fix = "codes are of no kind, and see those before; set it to 'causal'"
-    require(settings.mask == "causal", f"{field}.mask", settings.mask, fix)
-    folder = node.weights.path
-    fix = f"is of a language model's text, not of codes; leave it out, or use {node.name}/Weights.init_from"
-    require(not folder, f"{node.name}/Weights.path", folder, fix)
 
 
 def _check_projector(recipe: Recipe, node: ModuleSpec, projector: ProjectorConfig) -> None:

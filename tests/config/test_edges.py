@@ -114,6 +114,13 @@ def test_layers_are_entered_in_the_llm_alone() -> None:
         load(*CHAIN, more=("vision/Projector.newline=True",))
 
 
+def test_layers_of_an_edge_exist() -> None:
+    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.inject=\(9,\): llm has layers 0 to 2; use numbers of th"):
+        load_config([], ["vision_to_llm/Edge.inject=(9,)", "llm/Decoder.layers=3"])
+    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.levels=\(4,\): vision has layers 0 to 1; use numbers of"):
+        load_config([], ["vision_to_llm/Edge.inject=(0,)", "vision_to_llm/Edge.levels=(4,)", "vision/ViT.layers=2"])
+
+
 def test_settings_of_an_edge_that_is_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Edge has no scope 'vision_to_lm'; did you mean 'vision_to_llm'"):
         load_config([], ["vision_to_lm/Edge.inject=(0,)"])

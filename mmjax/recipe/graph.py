@@ -1,0 +1,86 @@
+"""Checks of a model's edges: which modules they join, and where tokens enter. Imports no JAX."""
+
+from __future__ import annotations
+
+from mmjax.configurable import gin_name, require
+from mmjax.models.config import LLM, family_setting
+from mmjax.models.edges import EdgeSpec, check_edges
+from mmjax.models.families import Role
+from mmjax.models.projector.config import ProjectorConfig
+from mmjax.recipe.model_spec import ModelSpec
+from mmjax.recipe.recipe import Recipe
+from mmjax.recipe.specs import ModuleSpec
+
+LEAST_CODE = 2
+"""The first code that stands for something, behind those that begin and end a sequence."""
+
+
+def check_graph(recipe: Recipe) -> None:
+    """Requires that each edge joins modules that can be joined, and that each module reads what it can read.
+
+    Raises:
+      ConfigError: one line that names the setting, its value and a legal one.
+    """
+    model = recipe.model
+    roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
+    check_edges([(edge.source, edge.target) for edge in model.flows], roles, LLM)
+    for name in model.encoders:
+        _check_encoder(model, model[name])
+    for edge in model.flows:
+        _check_ends(model, edge)
+        _check_layers(model, edge)
+    for name in model.talkers:
+        _check_talker(model[name])
+
+
+def _check_encoder(model: ModelSpec, node: ModuleSpec) -> None:
+    """An encoder reads media, or the tokens of another encoder, as its family does."""
+    sources, field = model.sources(node.name), family_setting(node.name, "encoder")
+    reads_tokens = node.settings.medium == "tokens"
+    fix = f"it encodes {node.settings.medium}s, and reads no {' '.join(sources)}; use 'temporal'"
+    require(reads_tokens or not sources, field, node.kind, fix)
+    fix = f"it reads the tokens of another encoder; add an edge to {node.name!r} in Model.edges"
+    require(bool(sources) or not reads_tokens, field, node.kind, fix)
+
+
+def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
+    """The target has places for the tokens, as the source's projector makes them."""
+    source, target = model[edge.source], model[edge.target]
+    if target.speaks:
+        fix = f"{target.name!r} speaks and reads the LLM alone; leave the edge out"
+        require(source.name == LLM, "Model.edges", edge.text, fix)
+    elif source.role == "encoder" and target.role == "generator":
+        fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
+        require(source.settings.medium == "image", "Model.edges", edge.text, fix)
+    if edge.target != LLM:
+        projector = source.projector.settings if source.projector else ProjectorConfig()
+        fix = f"belongs to an encoder that feeds the {LLM} alone; leave {edge.text!r} out"
+        for name in ("newline", "inject", "most_tiles"):
+            require(not getattr(projector, name), f"{source.name}/Projector.{name}", getattr(projector, name), fix)
+
+
+def _check_layers(model: ModelSpec, edge: EdgeSpec) -> None:
+    """The layers that an edge's tokens enter again, and those whose outputs enter, exist."""
+    settings, source, llm = edge.settings, model[edge.source], model.llm.settings
+    into_llm = source.role == "encoder" and edge.target == LLM
+    fix = f"{edge.text} enters no layers of the {LLM}; set it to ()"
+    require(into_llm or not settings.inject, f"{edge.name}/Edge.inject", settings.inject, fix)
+    ends = {"inject": (LLM, llm.layers - 1), "levels": (source.name, source.settings.layers - 1)}
+    for name, (module, most) in ends.items():
+        layers = getattr(settings, name)
+        fix = f"{module} has layers 0 to {most}; use numbers of these"
+        require(all(layer <= most for layer in layers), f"{edge.name}/Edge.{name}", layers, fix)
+
+
+def _check_talker(node: ModuleSpec) -> None:
+    """A generator of codes has a number of codes, one position a code, and sees all codes before."""
+    settings, field = node.settings, f"{node.name}/{gin_name(type(node.settings))}"
+    fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to 11 for Data.task='digits'"
+    require(settings.vocab > LEAST_CODE, f"{field}.vocab", settings.vocab, fix)
+    fix = "codes have no rows and columns; set it to ()"
+    require(not settings.rope_sections, f"{field}.rope_sections", settings.rope_sections, fix)
+    fix = "codes are of no kind, and see those before; set it to 'causal'"
+    require(settings.mask == "causal", f"{field}.mask", settings.mask, fix)
+    folder = node.weights.path
+    fix = f"is of a language model's text, not of codes; leave it out, or use {node.name}/Weights.init_from"
+    require(not folder, f"{node.name}/Weights.path", folder, fix)
