@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmjax.configurable import gin_name, require
+from mmjax.data.patches import FIRST_CODE
 from mmjax.models.config import LLM, family_setting
 from mmjax.models.edges import EdgeSpec, check_edges
 from mmjax.models.families import Role
@@ -10,9 +11,6 @@ from mmjax.models.projector.config import ProjectorConfig
 from mmjax.recipe.model_spec import ModelSpec
 from mmjax.recipe.recipe import Recipe
 from mmjax.recipe.specs import ModuleSpec
-
-LEAST_CODE = 2
-"""The first code that stands for something, behind those that begin and end a sequence."""
 
 
 def check_graph(recipe: Recipe) -> None:
@@ -76,7 +74,7 @@ def _check_talker(node: ModuleSpec) -> None:
     """A generator of codes has a number of codes, one position a code, and sees all codes before."""
     settings, field = node.settings, f"{node.name}/{gin_name(type(node.settings))}"
     fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to 11 for Data.task='digits'"
-    require(settings.vocab > LEAST_CODE, f"{field}.vocab", settings.vocab, fix)
+    require(settings.vocab > FIRST_CODE, f"{field}.vocab", settings.vocab, fix)
     fix = "codes have no rows and columns; set it to ()"
     require(not settings.rope_sections, f"{field}.rope_sections", settings.rope_sections, fix)
     fix = "codes are of no kind, and see those before; set it to 'causal'"
