@@ -141,6 +141,12 @@ def suggest(word: str, options: Iterable[str]) -> str:
     )
 
 
+def shortened(names: Sequence[str], joint: str = ", ", *, limit: int = 5) -> str:
+    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return joint.join(names[:limit]) + suffix
+
+
 def require(condition: bool, field: str, value: object, fix: str) -> None:
     """Raises `ConfigError("<field>=<value!r>: <fix>")` unless `condition` holds.
 

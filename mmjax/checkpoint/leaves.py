@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from mmjax.checkpoint.config import CheckpointError
+from mmjax.configurable import shortened
 from mmjax.weights.table import View
 
 # Orbax joins the keys of a path with ".", so a dot inside a name could make two leaves one.
@@ -81,7 +82,7 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
     # Orbax would raise deep inside and then hang in its barrier.
     foreign = [name for name, leaf in leaves.items() if not getattr(leaf, "is_fully_addressable", True)]
     if foreign:
-        raise CheckpointError(f"leaves owned by other processes too: {some(foreign)}; save from one process")
+        raise CheckpointError(f"leaves owned by other processes too: {shortened(foreign)}; save from one process")
 
 
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -95,23 +96,23 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
     """
     problems = []
     if missing := [name for name in targets if name not in stored]:
-        problems.append(f"missing: {some(missing)}")
+        problems.append(f"missing: {shortened(missing)}")
     if unknown := [name for name in stored if name not in targets]:
-        problems.append(f"not wanted: {some(unknown)}")
+        problems.append(f"not wanted: {shortened(unknown)}")
     different = []
     for name in targets.keys() & stored.keys():
         have, want = stored[name], targets[name]
         if have.shape != tuple(want.shape) or not same_kind(have.dtype, str(want.dtype)):
             different.append(f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}")
     if different:
-        problems.append("different: " + some(sorted(different), "; "))
+        problems.append("different: " + shortened(sorted(different), "; "))
     if problems:
         raise CheckpointError(
             f"{path} does not fit: {' | '.join(problems)}; use the config that it was saved with, or another run_dir"
         )
     unplaced = [name for name, want in targets.items() if want.sharding is None]
     if unplaced:
-        raise CheckpointError(f"{path}: no sharding given for {some(unplaced)}; every target needs one")
+        raise CheckpointError(f"{path}: no sharding given for {shortened(unplaced)}; every target needs one")
 
 
 def same_kind(stored: str, target: str) -> bool:
@@ -136,9 +137,3 @@ def in_both(
     groups = {group(name) for name in stored} & {group(name) for name in targets} | {""}
     common = {name: leaf for name, leaf in stored.items() if group(name) in groups}
     return common, {name: leaf for name, leaf in targets.items() if group(name) in groups}
-
-
-def some(names: list[str], joint: str = ", ", limit: int = 5) -> str:
-    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
-    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return joint.join(names[:limit]) + suffix

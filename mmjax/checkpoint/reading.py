@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 import jax
 
 from mmjax.checkpoint.config import CheckpointError, TornCheckpointError
-from mmjax.checkpoint.leaves import LeafInfo, lookup, nest, some
+from mmjax.checkpoint.leaves import LeafInfo, lookup, nest
 from mmjax.checkpoint.metadata import Findings, Metadata, damaged, unseal
 from mmjax.checkpoint.shards import cause
 from mmjax.checkpoint.storage import read, read_metadata
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, shortened
 from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.spmd import has_local_devices
 from mmjax.weights.folder import WeightsFolder
@@ -75,9 +75,11 @@ def read_leaves(
     wrong = damaged(stored, [Findings(**json.loads(answer)) for answer in answers])
     if external := [name for name in wrong if stored[name].folder]:
         folder = stored[external[0]].folder
-        raise CheckpointError(f"{folder} has changed since {path}, which needs {some(external)} of it; bring it back")
+        raise CheckpointError(
+            f"{folder} has changed since {path}, which needs {shortened(external)} of it; bring it back"
+        )
     if wrong:
-        raise TornCheckpointError(f"{path} is damaged: the bytes of {some(wrong)} are not those that were saved")
+        raise TornCheckpointError(f"{path} is damaged: the bytes of {shortened(wrong)} are not those that were saved")
     return {name: lookup(tree, name) for name in local}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, shortened
 from mmjax.mesh.spmd import has_local_devices
 from mmjax.weights.folder import CONFIG, WeightsFolder
 from mmjax.weights.table import Entry, Index, Shape, View, match
@@ -147,9 +147,9 @@ def find_leaves(
             require_shape(folder, leaf, shapes[leaf], key, view)
         except ConfigError as error:
             wrong.append(str(error))
-    problems = [f"missing {some(matches.missing)}"] if matches.missing else []
-    problems += [f"unexpected {some(matches.unexpected)}"] if matches.unexpected else []
-    problems += [f"of another shape {some(wrong, '; ')}"] if wrong else []
+    problems = [f"missing {shortened(matches.missing, limit=4)}"] if matches.missing else []
+    problems += [f"unexpected {shortened(matches.unexpected, limit=4)}"] if matches.unexpected else []
+    problems += [f"of another shape {shortened(wrong, '; ', limit=4)}"] if wrong else []
     if problems:
         raise ConfigError(f"its tensors are not those of {module}: {' | '.join(problems)}")
     return {f"{module}/{leaf}": place for leaf, place in matches.places.items()}
@@ -213,9 +213,3 @@ def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view
     is_view = actual == expected if view.rows is None else actual[1:] == expected[1:] and view.rows[1] <= actual[0]
     if not is_view:
         raise ConfigError(f"{key} is {list(actual)}, where {leaf} needs {list(expected)}")
-
-
-def some(names: Sequence[str], joint: str = ", ", limit: int = 4) -> str:
-    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
-    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return joint.join(names[:limit]) + suffix
