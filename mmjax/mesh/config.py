@@ -19,8 +19,8 @@ class WorldConfig:
 
     Attributes:
       devices: number of devices; 0 means as many as the layouts need.
-      platform: ``cpu``, ``cuda``, ``rocm``, ``tpu``, or empty for the accelerator if there is one and virtual CPU devices
-        otherwise.
+      platform: ``cpu``, ``cuda``, ``rocm``, ``tpu``, or empty for the accelerator if there is one and virtual CPU
+        devices otherwise.
       transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
         ``collective`` (both sides take part) or ``auto`` (direct copies where one process owns both ends).
       route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
