@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the data, and prints each path with its kind; returns the exit status 0.
 
     Args:
-      argv: the arguments, without the program's name; by default this process's.
+      argv: the arguments, without the program's name, such as ["--out=data/digits", "--samples=400", "--seed=0"], which
+        are the defaults; by default this process's.
 
     Raises:
       SystemExit: with status 2, after a line on stderr about a wrong flag or a folder that cannot be written.

@@ -66,7 +66,8 @@ def lpt(work_N: Work, ranks: int) -> Ranks:
 def lpt_by_work(work_N: Work, ranks: int) -> Ranks:
     """Longest processing time first, as published (Cornstarch, Algorithm 2): ranks may differ in numbers of blocks.
 
-    Returns the rank of each block: in descending order of work, each goes to the rank with the least work so far.
+    Returns the rank of each block, int64 [N] from 0: in descending order of work, each block goes to the rank with the
+    least work so far, the lowest of several. ``work_N`` has the work of each block; ``ranks`` is the number of ranks.
     """
     heap = [(0, rank) for rank in range(ranks)]
     result = np.empty(len(work_N), np.int64)

@@ -43,7 +43,7 @@ class BatchOffsets:
 
 
 def place_arrays(batch: StepBatch) -> BatchOffsets:
-    """Gives every array of `batch` an offset in a block, in which nothing is written yet.
+    """Gives every array of `batch` an offset in one block, in bytes, a multiple of `ALIGNMENT`; copies nothing.
 
     Raises TypeError for an array whose dtype is not of `DTYPE_KINDS`.
     """

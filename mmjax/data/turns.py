@@ -89,5 +89,7 @@ def as_text(text: str, mark: str) -> str:
 
 
 def without_literals(text: str) -> str:
-    """The text before `as_text` changed its marks."""
+    """The inverse of `as_text`: the text as it was before marks in it were changed; other texts are returned as they
+    are.
+    """
     return text.replace(LITERAL, "")

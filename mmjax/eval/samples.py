@@ -40,7 +40,8 @@ def _source_and_count(recipe: Recipe, count: int) -> tuple[Source, int]:
 
 
 def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Copies of all samples, in their order, with one encoder's media exchanged between them, by encoder.
+    """Copies of all samples, in their order, each with the next one's media of one encoder (the last with the first's),
+    by the encoder's name.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.

@@ -224,8 +224,13 @@ def _end_layouts(work: Work, llm: Layout, samples: int, node: int, *, split: boo
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
     """Yields encoders in layouts of their own on all devices of the LLM, generators on those of its last stage.
 
-    The arguments are those of `homogeneous`. Where the LLM has one stage, or there are no encoders, layouts with the
-    same tp, cp and dp for all modules are left out.
+    Where the LLM has one stage, or there are no encoders, layouts with the same tp, cp and dp for all modules are left
+    out.
+
+    Args:
+      work: the work of each module.
+      devices: the most devices that a candidate may have; the LLM is tried on each smaller number too.
+      node: devices of a node, in which the ranks of tp lie.
     """
     for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory)):
         samples = work.global_batch // microbatches

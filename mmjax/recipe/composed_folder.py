@@ -72,7 +72,8 @@ def image_token(recipe: Recipe) -> int:
 
 
 def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
-    """The content of the folder's files without weights, by file name: for the tokenizer, the template and images.
+    """The content of the folder's files beside weights and ``config.json``, by file name: "tokenizer.json",
+    "processor_config.json", "preprocessor_config.json" and others of the language model's and the tower's folders.
 
     Args:
       recipe: the run's.

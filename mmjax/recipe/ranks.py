@@ -44,7 +44,11 @@ def _is_stages(inner: Layout, outer: Layout) -> bool:
 
 
 def free_offset(layout: Layout, fixed: Sequence[Layout]) -> int:
-    """The offset that makes `layout` compatible with all fixed layouts: fewest devices first, then the nearest."""
+    """The `rank_offset` with which `layout` is `compatible` with each of the `fixed` layouts.
+
+    Of several it is the one with which all layouts need the fewest devices, then the nearest to the offset that the
+    layout has. There is always one: behind all others.
+    """
     end = max(neighbour.end for neighbour in fixed)
     edges = {rank for neighbour in fixed for rank in (*map(neighbour.first_rank, range(neighbour.pp)), neighbour.end)}
     # An edge between stages of the fixed layouts is the layout's start, its end, or the start of one of its stages.

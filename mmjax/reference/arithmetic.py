@@ -143,7 +143,9 @@ def normalised(x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
-    """The activation function of this name, a key of ``ACTIVATIONS`` such as "gelu", applied to each element."""
+    """The activation function of this name, a key of ``ACTIVATIONS``, applied to each element; "gelu" is the tanh
+    approximation, and "gelu_exact" the exact one.
+    """
     return ACTIVATIONS[name](x)
 
 

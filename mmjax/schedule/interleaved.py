@@ -58,9 +58,12 @@ def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
-    """The number of F of `stage` before its first B with which the stages that it feeds keep their leads; 1 at a sink.
+    """The number of F of `stage` before its first B with which the stages that it feeds directly keep their leads.
 
-    leads: by stage name, the most F that are ahead of its B; a stage that is absent has no say.
+    It is the largest sum of such a stage's lead and the edge's `StageGraph.hop`, 0 or 1; it is 1 if none of them is in
+    `leads`, as for a sink.
+
+    leads: by stage name, the most F that are ahead of its B.
     """
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 

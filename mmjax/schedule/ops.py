@@ -225,6 +225,10 @@ def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
 def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) -> tuple[Op, ...]:
     """The ops whose results `op` reads, in a step of `microbatches` microbatches and windows of `window`.
 
+    A window of 0 is the whole step. Values cross an edge by ops of their own, from the "pack" behind the source's F to
+    the "unpack" that the target's F reads; an F also reads the "prepare" of its stage. The order of the result has no
+    meaning.
+
     A stage's gradients are accumulated in the order of its B, or of its W if it is split, so a reduce reads the last
     one of each lane. The gradient of a weight that is lent to another stage is complete when that stage's part has come
     back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F. Residuals
