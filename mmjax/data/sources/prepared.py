@@ -12,6 +12,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
+from mmjax.data.derived import in_text
 from mmjax.data.sample import EncodedDialogue, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources.config import SourceConfig
@@ -131,7 +132,7 @@ class PreparedRecords:
             prompt_media=self._prompt_media(number, dialogue) if tokenized else {},
             lead=dialogue.lead,
             tail=dialogue.tail,
-            media_tokens={name: self._records.tokenizer.media_token(name) for name in encoders},
+            media_tokens={name: self._records.tokenizer.media_token(name) for name in in_text(encoders)},
             broken=(self.name, *faults[0]) if faults else (),
             normalised=(self.config.mean, self.config.std),
             tiled=self._tiled(number),
