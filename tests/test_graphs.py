@@ -1,4 +1,4 @@
-"""`examples/graphs.py`: models of other graphs, written in Python, are those of gin; they train, and their layouts agree."""
+"""`examples/graphs.py`: other graphs, written in Python, are those of gin; they train, and their layouts agree."""
 
 from __future__ import annotations
 
@@ -63,4 +63,4 @@ def test_edges_in_python_are_checked_before_a_device_is_touched(graphs: ModuleTy
     recipe = graphs.make_recipe("clip", 3)
     nodes = recipe.model.nodes.values()
     with pytest.raises(mm.ConfigError, match=r"^Model\.edges=.*nothing reads 'temporal'; add 'temporal -> llm'$"):
-        mm.Recipe(model=mm.ModelSpec.of(*nodes, edges=["vision -> llm"]), data=recipe.data).model.config
+        mm.build(mm.Recipe(model=mm.ModelSpec.of(*nodes, edges=["vision -> llm"]), data=recipe.data))

@@ -115,9 +115,9 @@ def test_layers_are_entered_in_the_llm_alone() -> None:
 
 
 def test_layers_of_an_edge_exist() -> None:
-    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.inject=\(9,\): llm has layers 0 to 2; use numbers of th"):
+    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.inject=\(9,\): llm has layers 0 to 2; use numbers of"):
         load_config([], ["vision_to_llm/Edge.inject=(9,)", "llm/Decoder.layers=3"])
-    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.levels=\(4,\): vision has layers 0 to 1; use numbers of"):
+    with pytest.raises(ConfigError, match=r"^vision_to_llm/Edge.levels=\(4,\): vision has layers 0 to 1; use "):
         load_config([], ["vision_to_llm/Edge.inject=(0,)", "vision_to_llm/Edge.levels=(4,)", "vision/ViT.layers=2"])
 
 
