@@ -143,8 +143,7 @@ class ConfigBuilder:
 
     def _edges(self, model: ModelConfig) -> tuple[EdgeSpec, ...]:
         """The edges of the model; () for a star without settings."""
-        edges = (EdgeSpec(source=source, target=target) for source, target in model.flows)
-        edges = tuple(dataclasses.replace(edge, settings=self._build(EdgeConfig, edge.name)) for edge in edges)
+        edges = tuple(dataclasses.replace(edge, settings=self._build(EdgeConfig, edge.name)) for edge in model.flows)
         return edges if model.edges or any(edge.settings != EdgeConfig() for edge in edges) else ()
 
     def _projector(self, name: str, data: DataConfig, folders: _Folders) -> ProjectorSpec:

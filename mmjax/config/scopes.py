@@ -12,7 +12,7 @@ from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name
-from mmjax.models.edges import EdgeConfig, EdgeSpec
+from mmjax.models.edges import EdgeConfig
 from mmjax.models.families import FAMILIES
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
@@ -38,7 +38,7 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
     for name, family in model.families:
         scopes[family.config] = (*scopes.get(family.config, ()), name)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
-    scopes[EdgeConfig] = tuple(EdgeSpec(source=source, target=target).name for source, target in model.flows)
+    scopes[EdgeConfig] = tuple(edge.name for edge in model.flows)
     scopes[CallbacksConfig] = scopes[LoraConfig] = modules
     scopes[SourceConfig] = tuple(data.sources)
     scopes[OptimizerConfig] = (*model.encoders, *map(projector_name, media), LLM, *model.generators)

@@ -14,9 +14,10 @@ from math import prod
 
 import numpy as np
 
+from mmjax.attention.language import Rules
 from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 
-MEDIA_RULES = "all sees all before; all sees all in item"
+MEDIA_RULES = Rules.parse("all sees all before; all sees all in item")
 """The mask rules of such encoders: a token sees the tokens of its own medium, and of media before it."""
 Specs = Mapping[str, EncoderSpec]
 """Specs of encoders and generators by name; the first encoder of each chain is among them."""

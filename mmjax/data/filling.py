@@ -26,7 +26,7 @@ from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
 from mmjax.data.split import UNSPLIT, Pointers, Split
 from mmjax.data.tiles import NEWLINE, Places, arrange
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,9 @@ class Filling:
 
         Raises ValueError where the numbers of placeholders and of tokens differ.
         """
-        spec = self.encoders[name]
+        spec, first_name = self.encoders[name], first_encoder(self.encoders, name)
         for cell in range(plan.cells):
             tokens_of = self._tokens(name, plan, cell)
-            first_name = first_encoder(self.encoders, name)
             if spec.codes:
                 yield from self._spoken(cell, tokens_of, samples)
                 continue
@@ -264,7 +263,7 @@ class Filling:
         name: an encoder of another one's tokens, with a segment at ``span`` for the sample, a place in `plan.metas`.
         """
         numbers_N = medium_numbers(self.encoders, name, plan.metas[sample])
-        is_N, attends_N = Rules.parse(MEDIA_RULES).words({"all": numbers_N >= 0}, numbers_N + 1)
+        is_N, attends_N = MEDIA_RULES.words({"all": numbers_N >= 0}, numbers_N + 1)
         words = {"is": is_N, "attends": attends_N, "items": numbers_N + 1, "positions": numbers_N[:, None]}
         for key, values in words.items():
             _write(arrays[key], *span, values)
@@ -286,25 +285,30 @@ class Filling:
         """
         spec, image_spec, part = self.encoders[name], self.encoders[source], plan.encoders[name]
         rows, _ = spec.buckets[part.bucket]
-        per_token = spec.patches_per_token
         for cell in range(plan.cells):
             tokens_of = self._tokens(source, plan, cell)
             for (sample, number, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
-                if sample not in samples:
-                    continue
                 images = plan.metas[sample].grids.get(source, ())
-                ends = np.cumsum([0, *token_counts(image_spec, images)])
-                drawing = token_counts(spec, plan.metas[sample].grids[name])
-                place = np.flatnonzero(samples[sample].placeholders(name))[sum(drawing[:number])]
-                before = int(np.count_nonzero(samples[sample].placeholders(source)[:place]))
-                last = int(np.count_nonzero(ends[1:] <= before)) - 1
-                if last < 0:
+                last = self._image_before(name, source, number, plan.metas[sample], samples.get(sample))
+                if last is None:
                     continue
+                first = sum(token_counts(image_spec, images[:last]))
                 sides = [[n // of.merge for n in g] for g, of in ((grid, spec), (images[last], image_spec))]
-                tokens = np.asarray(tokens_of[sample][ends[last] : ends[last + 1]], np.int32)
-                first = start // per_token
-                where = slice(first, first + drawing[number])
-                _write(out, cell * rows + row, where, tokens[_nearest(*sides)])
+                tokens = np.asarray(tokens_of[sample][first:], np.int32)[_nearest(*sides)]
+                place = start // spec.patches_per_token
+                _write(out, cell * rows + row, slice(place, place + len(tokens)), tokens)
+
+    def _image_before(self, name: str, source: str, number: int, meta: SampleMeta, sample: Sample | None) -> int | None:
+        """The number of the last image of `source` in the text before drawing `number` of the generator `name`; `None`
+        without one, or without the sample.
+        """
+        if sample is None:
+            return None
+        first = sum(token_counts(self.encoders[name], meta.grids[name][:number]))
+        drawing = np.flatnonzero(sample.placeholders(name))[first]
+        before = np.count_nonzero(sample.placeholders(source)[:drawing])
+        ends = np.cumsum(token_counts(self.encoders[source], meta.grids.get(source, ())))
+        return int(np.count_nonzero(ends <= before)) - 1 if len(ends) and ends[0] <= before else None
 
     def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray) -> None:
         """Writes into `out` [R, T/merge**A] the place of each token's placeholder in the LLM rows of its cell."""

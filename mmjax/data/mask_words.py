@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from mmjax.attention.language import Rules
-from mmjax.data.derived import in_text
+from mmjax.data.derived import in_text, token_counts
 from mmjax.data.tiles import arrange
 from mmjax.data.types import EncoderSpec, Sample
 
@@ -73,7 +73,7 @@ def sample_items(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpe
 def _token_counts(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], sample: Sample, name: str) -> list[int]:
     """Number of LLM tokens of each image, recording or drawing."""
     if not spec.newline:
-        return [prod(grid) // spec.patches_per_token for grid in grids]
+        return token_counts(spec, grids)
     remaining, counts = list(grids), []
     for tiled in sample.tiled.get(name, ()):
         of_image, remaining = remaining[: 1 + prod(tiled.grid)], remaining[1 + prod(tiled.grid) :]

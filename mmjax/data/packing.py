@@ -28,7 +28,7 @@ from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cel
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import send_list, with_lists, with_one_reader
-from mmjax.data.split import UNSPLIT, Pointers, Split, put_in_order, restored
+from mmjax.data.split import UNSPLIT, Pointers, Split, places_of, put_in_order, restored
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
 
 
@@ -102,9 +102,10 @@ class Packer:
         per, cuts = self._cuts(metas)
         chosen = zip(cuts, self.buckets(metas), strict=True)
         parts = [self.plan_microbatch(of_microbatch, per, buckets) for of_microbatch, buckets in chosen]
+        media = with_media(self.encoders)
         counts = {
             "samples": len(metas),
-            "media": sum(len(meta.grids.get(name, ())) for meta in metas for name in with_media(self.encoders)),
+            "media": sum(len(grids) for meta in metas for name, grids in meta.grids.items() if name in media),
         }
         counts["llm_tokens"] = sum(meta.tokens for meta in metas)
         counts["llm_tokens_padded"] = sum(part.llm.rows_per_cell * part.cells * part.llm.width for part in parts)
@@ -176,7 +177,8 @@ class Packer:
 
     def completed(self, metas: Sequence[SampleMeta]) -> list[SampleMeta]:
         """The metadata with the segments of encoders that read other encoders' tokens; see `derived.completed`."""
-        return [completed(meta, self.encoders) for meta in metas]
+        derives = any(spec.derived for spec in self.encoders.values())
+        return [completed(meta, self.encoders) for meta in metas] if derives else list(metas)
 
     def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:
         """The most samples of a microbatch, and the samples of each microbatch of a step."""
@@ -325,8 +327,7 @@ class Packer:
     def _pointer(self, module: str, source: str, index: str) -> Pointers:
         """The input of a module that points at the tokens of another; ``index`` is its name, "" for the default."""
         together = self.encoders[source].patches_per_token if source in self.encoders else 1
-        name = index or ("index" if source == "llm" else f"{source}_index")
-        return Pointers(module=module, name=name, source=source, together=together)
+        return Pointers(module=module, name=index or places_of(source), source=source, together=together)
 
     @property
     def listed(self) -> tuple[Pointers, ...]:

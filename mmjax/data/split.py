@@ -190,6 +190,11 @@ class Pointers:
     together: int = 1
 
 
+def places_of(source: str) -> str:
+    """The default name of the input that points at tokens of ``source``: "index" for the LLM, else "<source>_index"."""
+    return "index" if source == "llm" else f"{source}_index"
+
+
 def put_in_order(
     inputs: Mapping[str, Arrays],
     splits: Mapping[str, Split],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
-from mmjax.models.edges import check_edges, parse_edge, star
+from mmjax.models.edges import EdgeSpec, check_edges, parse_edge, star
 from mmjax.models.families import Family, Role, families_for, family_of
 from mmjax.user_code import CODE, names_code
 
@@ -61,8 +61,8 @@ class ModelConfig:
         check_edges(self.flows, {name: role for name, _, role in self.roles}, LLM)
 
     @property
-    def flows(self) -> tuple[tuple[str, str], ...]:
-        """(source, target) of each edge: those of ``edges``, or of the star that () stands for."""
+    def flows(self) -> tuple[EdgeSpec, ...]:
+        """All edges, without settings: those of ``edges``, or of the star that () stands for."""
         if not self.edges:
             return star({name: role for name, _, role in self.roles}, LLM)
         return tuple(map(parse_edge, self.edges))

@@ -16,7 +16,7 @@ _EDGE = re.compile(r"\s*([^\s>-]+)\s*->\s*([^\s>-]+)\s*")
 @configurable("Edge")
 @dataclass(frozen=True, kw_only=True)
 class EdgeConfig:
-    """Where the tokens of an edge enter its target.
+    """Settings of an edge: the places at which its tokens enter its target.
 
     Attributes:
       index: the name of the target's host input with the places of these tokens; "" for "index" from the LLM and
@@ -62,8 +62,8 @@ class EdgeSpec:
         return f"{self.source} {ARROW} {self.target}"
 
 
-def parse_edge(text: str) -> tuple[str, str]:
-    """The source and the target of an edge such as "vision -> painter".
+def parse_edge(text: str) -> EdgeSpec:
+    """The edge that a text such as "vision -> painter" writes, without settings.
 
     Raises:
       ConfigError: the text is no edge.
@@ -71,55 +71,63 @@ def parse_edge(text: str) -> tuple[str, str]:
     match = _EDGE.fullmatch(text)
     require(bool(match), "Model.edges", text, "is no edge; write 'source -> target', such as 'vision -> llm'")
     assert match
-    return match[1], match[2]
+    return EdgeSpec(source=match[1], target=match[2])
 
 
-def star(roles: Mapping[str, Role], llm: str) -> tuple[tuple[str, str], ...]:
-    """(source, target) of each edge of a model whose encoders feed the LLM, which feeds its generators."""
-    into_llm = ((name, llm) for name, role in roles.items() if role == "encoder")
-    return (*into_llm, *((llm, name) for name, role in roles.items() if role == "generator"))
+def star(roles: Mapping[str, Role], llm: str) -> tuple[EdgeSpec, ...]:
+    """The edges of a model whose encoders feed the LLM, which feeds its generators; first those into the LLM."""
+    into_llm = (EdgeSpec(source=name, target=llm) for name, role in roles.items() if role == "encoder")
+    behind = (EdgeSpec(source=llm, target=name) for name, role in roles.items() if role == "generator")
+    return (*into_llm, *behind)
 
 
-def check_edges(edges: Sequence[tuple[str, str]], roles: Mapping[str, Role], llm: str) -> None:
+def check_edges(edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str) -> None:
     """Requires that the edges make a model that can be trained.
 
     Args:
-      edges: (source, target) of each edge.
+      edges: all edges of the model.
       roles: the role of each node by name, sources before targets.
       llm: the name of the LLM.
 
     Raises:
       ConfigError: a name is unknown, an edge is there twice or has a wrong direction, or a node is not connected.
     """
-    order = list(roles)
-    for number, (source, target) in enumerate(edges):
-        edge = f"{source} {ARROW} {target}"
-        for name in (source, target):
-            if name not in roles:
-                raise ConfigError(f"Model.edges={edge!r}: no module {name!r}; {suggest(name, order)}")
-        require((source, target) not in edges[:number], "Model.edges", edge, "is there twice; leave one out")
-        require(source != target, "Model.edges", edge, "leads back to its own module; leave it out")
-        fixes = {
-            ("llm", "encoder"): "encoders come before the LLM; let the LLM feed a generator",
-            ("generator", "llm"): "the LLM comes before its generators; turn the edge round",
-            ("generator", "encoder"): "encoders come before generators; turn the edge round",
-            ("generator", "generator"): f"the data have no places for it; let {llm} feed {target!r}",
-        }
-        fix = fixes.get((roles[source], roles[target]), "")
-        require(not fix, "Model.edges", edge, fix)
-        fix = f"name {source!r} before {target!r} in Model.encoders"
-        require(order.index(source) < order.index(target), "Model.edges", edge, fix)
+    seen: set[tuple[str, str]] = set()
+    for edge in edges:
+        _check_edge(edge, roles, llm)
+        ends = edge.source, edge.target
+        require(ends not in seen, "Model.edges", edge.text, "is there twice; leave one out")
+        seen.add(ends)
+    texts = [edge.text for edge in edges]
     for name, role in roles.items():
-        sources, targets = ([edge[i] for edge in edges if edge[1 - i] == name] for i in (0, 1))
-        shown = [f"{source} {ARROW} {target}" for source, target in edges]
+        sources = [edge.source for edge in edges if edge.target == name]
+        targets = [edge.target for edge in edges if edge.source == name]
         if role == "encoder":
-            require(bool(targets), "Model.edges", shown, f"nothing reads {name!r}; add '{name} {ARROW} {llm}'")
+            require(bool(targets), "Model.edges", texts, f"nothing reads {name!r}; add '{name} {ARROW} {llm}'")
             fix = f"{name!r} reads the tokens of one encoder, not of {len(sources)}; leave one edge out"
-            require(len(sources) <= 1, "Model.edges", shown, fix)
+            require(len(sources) <= 1, "Model.edges", texts, fix)
+            readers = [target for target in targets if roles[target] != "generator"]
+            fix = f"{' and '.join(map(repr, readers))} would read the same tokens of {name!r}; leave one edge out"
+            require(len(readers) <= 1, "Model.edges", texts, fix)
         if role == "generator":
             fix = f"{name!r} needs the LLM's hidden states; add '{llm} {ARROW} {name}'"
-            require(llm in sources, "Model.edges", shown, fix)
-    for name in (name for name, role in roles.items() if role == "encoder"):
-        readers = [target for source, target in edges if source == name and roles[target] != "generator"]
-        fix = f"{' and '.join(map(repr, readers))} would read the same tokens of {name!r}; leave one edge out"
-        require(len(readers) <= 1, "Model.edges", [f"{source} {ARROW} {target}" for source, target in edges], fix)
+            require(llm in sources, "Model.edges", texts, fix)
+
+
+def _check_edge(edge: EdgeSpec, roles: Mapping[str, Role], llm: str) -> None:
+    """Requires that an edge leads from a node to a later one that may read it."""
+    source, target, order = edge.source, edge.target, list(roles)
+    for name in (source, target):
+        if name not in roles:
+            raise ConfigError(f"Model.edges={edge.text!r}: no module {name!r}; {suggest(name, order)}")
+    require(source != target, "Model.edges", edge.text, "leads back to its own module; leave it out")
+    fixes = {
+        ("llm", "encoder"): "encoders come before the LLM; let the LLM feed a generator",
+        ("generator", "llm"): "the LLM comes before its generators; turn the edge round",
+        ("generator", "encoder"): "encoders come before generators; turn the edge round",
+        ("generator", "generator"): f"the data have no places for it; let {llm} feed {target!r}",
+    }
+    fix = fixes.get((roles[source], roles[target]), "")
+    require(not fix, "Model.edges", edge.text, fix)
+    fix = f"name {source!r} before {target!r} in Model.encoders"
+    require(order.index(source) < order.index(target), "Model.edges", edge.text, fix)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from mmjax.data.send_lists import send_list
+from mmjax.data.split import places_of
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import LLM, lora_name, projector_name, require_layers
@@ -390,7 +391,7 @@ def edge_between(source: str, target: str, projector: ProjectorConfig | None = N
       source, target: names of the modules.
       projector: the projector of an encoder, ``source``; its tokens enter layers of the LLM as it says.
     """
-    edge = Edge(source, target, "index" if source == LLM else f"{source}_index")
+    edge = Edge(source, target, places_of(source))
     if target != LLM or not projector:
         return edge
     shares = f"{source}_shares" if projector.most_tiles else ""

@@ -21,7 +21,7 @@ def check_graph(recipe: Recipe) -> None:
     """
     model = recipe.model
     roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
-    check_edges([(edge.source, edge.target) for edge in model.flows], roles, LLM)
+    check_edges(model.flows, roles, LLM)
     for name in model.encoders:
         _check_encoder(model, model[name])
     for edge in model.flows:

@@ -55,7 +55,8 @@ class ModelSpec:
         Raises:
           ConfigError: a text is no edge.
         """
-        return cls(nodes={node.name: node for node in nodes}, edges=tuple(map(_as_edge, edges)))
+        specs = tuple(parse_edge(edge) if isinstance(edge, str) else edge for edge in edges)
+        return cls(nodes={node.name: node for node in nodes}, edges=specs)
 
     def __getitem__(self, name: str) -> ModuleSpec:
         return self.nodes[name]
@@ -81,7 +82,7 @@ class ModelSpec:
         if self.edges:
             return self.edges
         roles: dict[str, Role] = {name: node.role for name, node in self.nodes.items()}
-        return tuple(EdgeSpec(source=source, target=target) for source, target in star(roles, LLM))
+        return star(roles, LLM)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Names of the nodes whose tokens go to the node ``name``, in the order of the edges."""
@@ -253,7 +254,3 @@ def edge(source: str, target: str, **settings: Any) -> EdgeSpec:
       ConfigError: a value is illegal.
     """
     return EdgeSpec(source=source, target=target, settings=EdgeConfig(**settings))
-
-
-def _as_edge(candidate: EdgeSpec | str) -> EdgeSpec:
-    return edge(*parse_edge(candidate)) if isinstance(candidate, str) else candidate

@@ -14,7 +14,8 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import disagreement, meta_of, prompt_only, swap_media
 from mmjax.data.tasks.digits.config import DigitsConfig
-from mmjax.data.tasks.digits.source import CODES, DigitsSource, spoken
+from mmjax.data.tasks.digits.dtmf import CODES, spoken
+from mmjax.data.tasks.digits.source import DigitsSource
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec, Sample
 

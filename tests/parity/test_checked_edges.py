@@ -18,7 +18,6 @@ from test_layouts import Changes, assert_equal
 from tiny import EARS, bindings, clip, redraw, tiny
 
 from mmjax.assembly.model import build_model
-from mmjax.attention.language import Rules
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.derived import MEDIA_RULES
@@ -141,7 +140,7 @@ def test_two_clips_of_a_row_are_encoded_as_each_alone() -> None:
     number_T = np.array([number for counts in media for number, count in enumerate(counts) for _ in range(count)] + [0])
     segment_T = np.array([1] * 6 + [2] * 3 + [0])
     place_T = np.array([9, 8, 3, 0, 1, 2, 4, 7, 6, -1])
-    is_T, attends_T = Rules.parse(MEDIA_RULES).words({"all": segment_T > 0}, np.where(segment_T > 0, number_T + 1, 0))
+    is_T, attends_T = MEDIA_RULES.words({"all": segment_T > 0}, np.where(segment_T > 0, number_T + 1, 0))
     row = {
         "segments": segment_T,
         "positions": number_T[:, None],

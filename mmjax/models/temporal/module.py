@@ -16,7 +16,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.attention.language import WORDS, Rules
+from mmjax.attention.language import WORDS
 from mmjax.data.derived import MEDIA_RULES
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
@@ -51,7 +51,7 @@ class TemporalEncoder(Module):
             numbers_RT = context.tokens.inputs["positions"][..., 0]
             return encoder_block(c, context, lambda x_RTHK: rotate(x_RTHK, numbers_RT, c.rope_theta))
 
-        return (LayerGroup(c.layers, partial(EncoderLayer, c), block, rules=Rules.parse(MEDIA_RULES)),)
+        return (LayerGroup(c.layers, partial(EncoderLayer, c), block, rules=MEDIA_RULES),)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
         """The norm of the last stage."""

@@ -1,4 +1,4 @@
-"""Telephone calls: digits dialled as DTMF tones (ITU-T Q.23), with random silences, noise and level.
+"""Telephone calls: digits dialled as DTMF tones (ITU-T Q.23), with random silences, noise and level; and their codes.
 
 A key sounds as two sines, with the frequencies of its row and its column. A call is planned first, which gives its
 length in samples; its waveform is rendered from the plan only when it is needed.
@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
+from mmjax.data.patches import END, FIRST_CODE
 from mmjax.data.tasks.digits.config import DigitsConfig
 
 ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)
@@ -19,6 +20,10 @@ KEYS = ("123", "456", "789", "*0#")
 HERTZ = {
     key: (row, column) for row, keys in zip(ROWS, KEYS, strict=True) for key, column in zip(keys, COLUMNS, strict=True)
 }
+BLANK_CODE = FIRST_CODE + len(ROWS) + len(COLUMNS)
+LETTER_CODE = BLANK_CODE + 1
+CODES = LETTER_CODE + 1
+"""Number of codes with which answers are spoken."""
 LEAST_RATE = 4000
 """The least samples per second for the highest tone, with room for the width of its window."""
 
@@ -78,3 +83,19 @@ def render_call(call: CallPlan, sample_rate: int) -> Float[np.ndarray, " N"]:
         low, high = (np.sin(2 * np.pi * hertz * seconds[start:end]) for hertz in HERTZ[key])
         waveform[start:end] += call.level * ((1 - call.tilt) * low + call.tilt * high)
     return waveform
+
+
+def spoken(answer: str) -> np.ndarray:
+    """The codes int32 [n, 1] that speak an answer, each below `CODES`.
+
+    A digit is two codes, the row and the column of its key on a telephone; a blank and any other character are one; the
+    last code ends them.
+    """
+    codes: list[int] = []
+    for character in answer:
+        if character.isdigit() and character in HERTZ:
+            row, column = HERTZ[character]
+            codes += [FIRST_CODE + ROWS.index(row), FIRST_CODE + len(ROWS) + COLUMNS.index(column)]
+        else:
+            codes.append(BLANK_CODE if character == " " else LETTER_CODE)
+    return np.asarray([*codes, END], np.int32)[:, None]

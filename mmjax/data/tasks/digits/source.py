@@ -19,10 +19,9 @@ from PIL import Image
 from mmjax.configurable import require
 from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
-from mmjax.data.patches import END, FIRST_CODE
 from mmjax.data.sample import build_meta, build_sample, encode_dialogue
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
-from mmjax.data.tasks.digits.dtmf import LEAST_RATE, CallPlan, longest_call, plan_call, render_call
+from mmjax.data.tasks.digits.dtmf import CODES, LEAST_RATE, CallPlan, longest_call, plan_call, render_call, spoken
 from mmjax.data.tiles import token_count
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
@@ -31,26 +30,6 @@ HELD_OUT = 360  # the last images of the data set: evaluated on, never trained o
 SIDE = 8  # pixels of a digit in the data set
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 SPLITS = ("train", "test")
-DTMF_KEYS = ("123", "456", "789", "*0#")
-BLANK_CODE, LETTER_CODE = FIRST_CODE + 7, FIRST_CODE + 8
-CODES = LETTER_CODE + 1
-"""Number of codes with which answers are spoken."""
-
-
-def spoken(answer: str) -> np.ndarray:
-    """The codes int32 [n, 1] that speak an answer, each below `CODES`.
-
-    A digit is two codes, the row and the column of its key on a telephone; a blank and any other character are one; the
-    last code ends them.
-    """
-    codes: list[int] = []
-    for character in answer:
-        row = next((number for number, keys in enumerate(DTMF_KEYS) if character in keys), None)
-        if character.isdigit() and row is not None:
-            codes += [FIRST_CODE + row, FIRST_CODE + len(DTMF_KEYS) + DTMF_KEYS[row].index(character)]
-        else:
-            codes.append(BLANK_CODE if character == " " else LETTER_CODE)
-    return np.asarray([*codes, END], np.int32)[:, None]
 
 
 @lru_cache(maxsize=1)
