@@ -23,11 +23,12 @@ from mmjax.models.handles import Open
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.layers import lora_slice, require_targets
 from mmjax.models.module import Module, layer_runs
+from mmjax.models.module_stage import IncomingActivation, ModuleStage
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import KV_HEADS, ModuleSlice, Part, head_of_rank
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.projector.layers import Newline, Projector, injected_name
-from mmjax.models.stage_model import IncomingActivation, Piece, StageModel
+from mmjax.models.stage_model import StageModel
 
 
 @dataclass(frozen=True)
@@ -224,23 +225,11 @@ class MultimodalModel:
         incoming = {edge: self._incoming(edge, last_stages[edge.source], layers) for edge in self.into(name)}
         entering = {edge: activation for edge, activation in incoming.items() if first or activation.injected}
         before = "" if first else f"{name}.{index - 1}"
-        piece = Piece(
-            name=name,
-            node=node,
-            last=last,
-            before=before,
-            layers=layers,
-            unroll=self.unroll,
-            entering=entering,
-            levels=self.levels(name),
-            starts=self.start_edges(name) if node.starts and first else {},
-        )
-        losses = node.module.losses if last else {}
-        slices = self._slices(piece, layout.tp, first=first)
+        slices = self._slices(name, layers, entering, layout.tp, first=first, last=last)
         node_inputs = node.inputs(first=first, last=last)
         edge_inputs = tuple(host_input for edge in entering for host_input in edge.inputs)
         order = ("order",) if reads_order(node.module, layout) else ()
-        return StageModel(
+        return ModuleStage(
             name=f"{name}.{index}",
             module=name,
             index=index,
@@ -248,18 +237,18 @@ class MultimodalModel:
             slices=slices,
             opens=_kv_head_selectors(slices, node.config),
             inputs=tuple(dict.fromkeys((*node_inputs, *edge_inputs, *order))),
-            forward=piece.forward,
-            loss=piece.loss if losses else None,
-            predict=piece.predict if losses else None,
-            decode=piece.decode,
-            logits=piece.logits if last else None,
             following=node_inputs,
             remembers=node.module.remembers,
-            losses=losses,
-            give=piece.give if last and (node.ends or piece.levels) else None,
+            losses=node.module.losses if last else {},
             before=before,
             last=last,
             send_list=self._send_list(name) if last else "",
+            node=node,
+            layers=layers,
+            unroll=self.unroll,
+            entering=entering,
+            levels=self.levels(name),
+            starts=self.start_edges(name) if node.starts and first else {},
         )
 
     def _send_list(self, name: str) -> str:
@@ -267,14 +256,23 @@ class MultimodalModel:
         targets = [edge.target for edge in self.out_of(name)]
         return send_list(targets[0]) if len(targets) == 1 else ""
 
-    def _slices(self, piece: Piece, tp: int, *, first: bool) -> tuple[ModuleSlice, ...]:
-        """The parameters of a stage."""
-        name, node = piece.name, piece.node
-        runs = tuple(run for run, _ in layer_runs(node.module, piece.layers, unroll=self.unroll))
+    def _slices(
+        self,
+        name: str,
+        layers: range,
+        entering: Mapping[Edge, IncomingActivation],
+        tp: int,
+        *,
+        first: bool,
+        last: bool,
+    ) -> tuple[ModuleSlice, ...]:
+        """The parameters of a module's stage with these layers."""
+        node = self.nodes[name]
+        runs = tuple(run for run, _ in layer_runs(node.module, layers, unroll=self.unroll))
         module_slice = ModuleSlice(
             name,
             runs=runs,
-            parts=node.module.parts(first=first, last=piece.last),
+            parts=node.module.parts(first=first, last=last),
             vocab_multiple=tp,
             axes=node.module.axes_of(tp),
             depth=node.config.layers,
@@ -283,11 +281,11 @@ class MultimodalModel:
         slices = [module_slice]
         if node.lora.rank and (adapters := lora_slice(name, node.module, runs, node.lora, tp)):
             slices.append(adapters)
-        if (node.ends and piece.last) or (node.starts and first):
+        if (node.ends and last) or (node.starts and first):
             norm, by_path = self.projector_norm(name), self.projector_widths(name)
             parts = tuple(Part(partial(Projector, *widths, **norm), path) for path, widths in by_path.items())
             slices.append(ModuleSlice(projector_name(name), parts=parts))
-        for edge, incoming in piece.entering.items():
+        for edge, incoming in entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
             create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
             parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)

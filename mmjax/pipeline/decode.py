@@ -130,9 +130,8 @@ class StageDecoding:
     def _output(self, params: Tree, inputs: Tree, carry: Tree, cache: Cache) -> Output:
         axes = self._axes
         params = with_handles(self.model, self.state, jax_compat.tree_to_varying(params, self._spread.data))
-        assert self.model.decode
         x = self.model.decode(params, inputs, carry, axes, self._cells, cache)
-        if not self.model.logits:
+        if not self.model.last:
             return Output(x, None)
         choice = inputs[CHOICE]
         x_B1D = jnp.take_along_axis(x, choice.last[:, None, None], axis=1)

@@ -98,7 +98,7 @@ class _LanguageModelPrograms:
     def __init__(self, placed: PlacedModel, room: int):
         self._placed, self._room = placed, room
         self._stages = [stage for stage in placed.stages.values() if stage.model.module == LLM]
-        choice = {stage.name: (CHOICE,) * bool(stage.model.logits) for stage in self._stages}
+        choice = {stage.name: (CHOICE,) * stage.model.last for stage in self._stages}
         self.prefill_inputs = {stage.name: (*stage.model.inputs, *choice[stage.name]) for stage in self._stages}
         self.decode_inputs = {
             stage.name: (*stage.model.following, ORDER, *choice[stage.name]) for stage in self._stages

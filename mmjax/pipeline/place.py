@@ -194,7 +194,7 @@ class PlacedModel:
                 index=stage.model.index,
                 ranks=stage.submesh.ranks,
                 trainable=bool(stage.state.trainable),
-                loss=stage.model.loss is not None,
+                loss=bool(stage.model.losses),
                 offload=self.offload(name).parameters,
                 stash=self.offload(name).activations,
                 lanes=self.layouts[stage.model.module].lanes,

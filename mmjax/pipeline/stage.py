@@ -137,11 +137,10 @@ class StageFunctions:
         return jax_compat.tree_to_varying(params, self._token_axes)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        return self._output(self.model.loss and self._losses, params, inputs, carry)
+        return self._output(self._losses if self.model.losses else None, params, inputs, carry)
 
     def _losses(self, params: Tree, inputs: Tree, features: jax.Array, axes: Axes) -> jax.Array:
         """The sums of the stage's losses, in their order; metrics have no gradient."""
-        assert self.model.loss
         sums, kinds = self.model.loss(params, inputs, features, axes), self.model.losses
         if sums.keys() != kinds.keys():
             raise ValueError(f"stage {self.model.name}: loss gives {sorted(sums)} and losses are {sorted(kinds)}")
@@ -153,13 +152,13 @@ class StageFunctions:
         return lax.psum(total, tuple(axis for axis in jax_compat.varying_axes(total) if axis in self.submesh.axes.sp))
 
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        axes, give = self.submesh.axes, self.model.give
+        axes = self.submesh.axes
         params = with_handles(self.model, self.state, params)
         features = self.model.forward(params, inputs, carry, axes, self._cells)
         stage_result = result(params, inputs, features, axes) if result else None
         if not self.sends:
             return Output(None, stage_result)
-        activation = give(params, inputs, features, axes) if give else features
+        activation = self.model.give(params, inputs, features, axes)
         if not self.model.last:
             return Output(activation, stage_result)
         rows = self._whole_rows(activation)
@@ -174,7 +173,8 @@ class StageFunctions:
         return self._stacked(self._apply(jax_compat.tree_to_varying(params, self._token_axes), inputs, carry))
 
     def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        out = self._output(self.model.predict, jax_compat.tree_to_varying(params, self._token_axes), inputs, carry)
+        predict = self.model.predict if self.model.losses else None
+        out = self._output(predict, jax_compat.tree_to_varying(params, self._token_axes), inputs, carry)
         if out.result is None:
             return out
         is_row_sum = out.result.ndim == 1  # a sum over the tokens of each row

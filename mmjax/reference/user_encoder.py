@@ -73,8 +73,8 @@ def _program(
 
     def forward(params: Any, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         features, axes = stage.forward(params, inputs, {}, submesh.axes, 1), submesh.axes
-        losses = stage.loss(params, inputs, features, axes) if stage.loss else {}
-        return stage.give(params, inputs, features, axes) if stage.give else features, losses
+        losses = stage.loss(params, inputs, features, axes) if stage.losses else {}
+        return stage.give(params, inputs, features, axes), losses
 
     return stage, jax.jit(
         jax.shard_map(forward, mesh=submesh.mesh, in_specs=(replicated, replicated), out_specs=replicated)

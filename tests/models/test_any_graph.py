@@ -84,8 +84,8 @@ def losses(model: MultimodalModel, layouts: dict[str, Layout], params: Any, inpu
         given = {name: jnp.asarray(inputs[stage.module][name]) for name in stage.inputs}
         own = params[stage.name]
         x = stage.forward(own, given, {name: carry[name] for name in stage.sources}, AXES, 1)
-        carry[stage.name] = stage.give(own, given, x, AXES) if stage.give else x
-        if stage.loss:
+        carry[stage.name] = stage.give(own, given, x, AXES)
+        if stage.losses:
             found[stage.module] = stage.loss(own, given, x, AXES)["loss"]
     return found
 
@@ -109,7 +109,7 @@ def test_any_graph_is_cut_into_stages() -> None:
         "painter.0": ("vision.1", "llm.1"),
         "printer.0": ("painter.0",),
     }
-    assert [name for name, stage in stages.items() if stage.loss] == ["llm.1", "painter.0", "printer.0"]
+    assert [name for name, stage in stages.items() if stage.losses] == ["llm.1", "painter.0", "printer.0"]
     weights = {stage.module: {n: kind.weight for n, kind in stage.losses.items()} for stage in stages.values()}
     assert weights == {"vision": {}, "llm": {"loss": 1.0}, "painter": {"loss": 1.0}, "printer": {"loss": 0.5}}
     # The painter's projector takes what the LLM and the encoder give, the printer's what the painter gives.

@@ -40,7 +40,7 @@ def test_every_encoder_ends_in_the_first_llm_stage() -> None:
         "llm.1": ("llm.0",),
         "llm.2": ("llm.1",),
     }
-    assert [name for name, stage in got.items() if stage.predict] == ["llm.2"]
+    assert [name for name, stage in got.items() if stage.losses] == ["llm.2"]
 
 
 def test_chunks_are_stages_like_any_other() -> None:

@@ -109,12 +109,11 @@ def run_clips(model: MultimodalModel, leaves: dict[str, Any], arrays: dict[str, 
     for part in stage.slices:
         flat, tree = jax.tree.flatten(part.leaves())
         params[part.module] = jax.tree.unflatten(tree, join_logical(flat, leaves))
-    submesh, replicated, give = one_device(), PartitionSpec(), stage.give
-    assert give
+    submesh, replicated = one_device(), PartitionSpec()
 
     def forward(params: Any, inputs: Any, tokens: jax.Array) -> jax.Array:
         features = stage.forward(params, inputs, {"vision.0": tokens}, submesh.axes, 1)
-        return give(params, inputs, features, submesh.axes)
+        return stage.give(params, inputs, features, submesh.axes)
 
     mapped = jax.shard_map(forward, mesh=submesh.mesh, in_specs=(replicated,) * 3, out_specs=replicated)
     return np.asarray(jax.jit(mapped)(params, {name: arrays[name] for name in stage.inputs}, tokens))

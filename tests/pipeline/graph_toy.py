@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import toy
+from function_stage import FunctionStage
 from jax import lax
 
 from mmjax.mesh.layout import Layout
@@ -75,15 +76,15 @@ class GraphToy:
         run = LayerRun(partial(toy.Weights, toy.WIDTH), range(node.index, node.index + 1))
         forward = partial(_run, node.module, self.turns.get(node.module, 0))
         inputs = (() if sources else ("x",)) + (("weights",) if last else ())
-        return StageModel(
-            node.name,
-            node.module,
-            node.index,
-            sources,
-            (ModuleSlice(node.module, (run,), ends),),
-            inputs,
-            forward,
-            _loss if last else None,
+        return FunctionStage(
+            name=node.name,
+            module=node.module,
+            index=node.index,
+            sources=sources,
+            slices=(ModuleSlice(node.module, (run,), ends),),
+            inputs=inputs,
+            run=forward,
+            judge=_loss,
             losses={"loss": Loss()} if last else {},
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 import parity
 import pytest
 from flax import nnx
+from function_stage import FunctionStage
 
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spread import Axes
@@ -61,8 +62,22 @@ class TwoWeights:
         parts = {name: (ModuleSlice(name, (), (Part(partial(Weight, value)),)),) for name, value in WEIGHTS.items()}
         llm = partial(_stage, "llm", "encoder.0")
         return (
-            StageModel("encoder.0", "encoder", 0, (), parts["encoder"], ("rows",), partial(_stage, "encoder", "")),
-            StageModel("llm.0", "llm", 0, ("encoder.0",), parts["llm"], (), llm, _loss, losses={"loss": Loss()}),
+            FunctionStage(
+                name="encoder.0",
+                module="encoder",
+                slices=parts["encoder"],
+                inputs=("rows",),
+                run=partial(_stage, "encoder", ""),
+            ),
+            FunctionStage(
+                name="llm.0",
+                module="llm",
+                sources=("encoder.0",),
+                slices=parts["llm"],
+                run=llm,
+                judge=_loss,
+                losses={"loss": Loss()},
+            ),
         )
 
 

@@ -12,7 +12,7 @@ from test_parity import assert_equal_to_reference
 
 from mmjax.attention.backends import Backend
 from mmjax.mesh.layout import Layout
-from mmjax.models.stage_model import Piece
+from mmjax.models.module_stage import ModuleStage
 
 MASKED = Case(model="masked", vision=Layout(cp=2, rank_offset=6), llm=Layout(cp=3, pp=2), clip_norm=0.7)
 CROSSED = Case(
@@ -51,12 +51,12 @@ def test_training_equals_the_dense_reference(name: str, case: Case, monkeypatch:
     stand_in(monkeypatch)
     taken: list[str] = []
 
-    def backend(piece: Piece) -> Backend:
+    def backend(stage: ModuleStage) -> Backend:
         # cuDNN does not support cp_way 'gather': there "auto" chooses blockwise attention.
-        split = piece.name == "vision" and case.vision.cp > 1
+        split = stage.module == "vision" and case.vision.cp > 1
         taken.append("auto" if name == "cudnn" and split else name)
         return Backend(taken[-1])
 
-    monkeypatch.setattr(Piece, "_backend", property(backend))
+    monkeypatch.setattr(ModuleStage, "_backend", property(backend))
     assert_equal_to_reference(parity.run(case), wanted, case)
     assert name in taken

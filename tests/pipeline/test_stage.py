@@ -20,6 +20,7 @@ import numpy as np
 import parity
 import pytest
 import toy
+from function_stage import with_methods
 from jax import lax
 
 from mmjax.mesh.layout import Layout
@@ -166,7 +167,7 @@ def test_a_stage_that_would_keep_transformed_weights_is_refused(stage: str, leak
     placed = place()
     own = placed.stages[stage]
     change, forward = leaks()[leak], own.model.forward
-    model = replace(own.model, forward=lambda params, *args: forward(change(params), *args))
+    model = with_methods(own.model, forward=lambda params, *args: forward(change(params), *args))
     placed.places[stage] = replace(own, model=model)
     with pytest.raises(ResidualError, match=rf"stage {stage}: backward would need float32\[.*alone \((vision|llm).*/"):
         placed.trace(inputs())
@@ -180,9 +181,12 @@ def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
     def squared(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda p, w: w**2 if p == path else w, params)
 
-    model = replace(own.model, forward=lambda params, *args: own.model.forward(squared(params), *args))
-    if give := own.model.give:
-        model = replace(model, give=lambda params, *args: give(squared(params), *args))
+    forward, give = own.model.forward, own.model.give
+    model = with_methods(
+        own.model,
+        forward=lambda params, *args: forward(squared(params), *args),
+        give=lambda params, *args: give(squared(params), *args),
+    )
     placed.places[stage] = replace(own, model=model)
     return placed
 
@@ -199,7 +203,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     placed = place(sp=False)
     own = placed.stages["llm.1"]
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
-    model = replace(
+    model = with_methods(
         own.model,
         forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation * given["weights"])},
@@ -309,7 +313,7 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     def loss(params: Any, given: Any, activation: Any, *_: Any) -> dict[str, jax.Array]:
         return {"loss": jnp.sum(activation * given["weights"])}
 
-    placed.places["llm.1"] = replace(own, model=replace(own.model, forward=forward, loss=loss))
+    placed.places["llm.1"] = replace(own, model=with_methods(own.model, forward=forward, loss=loss))
     stages = placed.trace(inputs()).stages
     assert stages["llm.1"].backward_reads_carry == (not frozen)
     received = [a.shape for a in jax.tree.leaves(stages["llm.1"].backward_avals[3])]
@@ -327,7 +331,7 @@ def test_received_activations_are_given_again_where_backward_reads_one_of_them()
         seen = carry["eye.0"]
         return jnp.sum(seen * seen + carry["ear.0"], 1)
 
-    placed.places["llm.0"] = replace(own, model=replace(own.model, forward=forward))
+    placed.places["llm.0"] = replace(own, model=with_methods(own.model, forward=forward))
     (_, numbers), *_ = toy.batch(0, (1,))
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
     functions = placed.trace(avals).stages["llm.0"]
@@ -351,7 +355,7 @@ def test_a_loop_may_start_from_a_parameter() -> None:
         first = params["llm"]["norm"][0]
         return lax.scan(lambda x, rows: (x + jnp.sum(rows), None), first, given["weights"])[0]
 
-    model = replace(
+    model = with_methods(
         own.model,
         forward=lambda params, given, *_: given["weights"] * loop(params, given),
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation)},
@@ -413,7 +417,7 @@ def test_backward_is_the_derivative_of_forward(stage: str, squared: bool) -> Non
     def activation(p: Any, i: Any, c: Any) -> jax.Array:
         model = placed.stages[stage].model
         features = model.forward(p, i, c, dense.axes, placed.cells)
-        return model.give(p, i, features, dense.axes) if model.give else features
+        return model.give(p, i, features, dense.axes)
 
     forward = jax.shard_map(
         activation,

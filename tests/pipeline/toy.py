@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 from flax import nnx
+from function_stage import FunctionStage
 from jax import lax
 
 from mmjax.mesh.layout import Layout
@@ -123,9 +124,9 @@ class Toy:
         """Eye and ear of one stage, LLM and hand of one or of as many as their layouts say."""
         eye = ModuleSlice("eye", (), (Part(partial(Weights, SEEN), "see"),))
         ear = ModuleSlice("ear", (), (Part(partial(Weights, WIDTH), "hear"),))
-        result = [
-            StageModel("eye.0", "eye", 0, (), (eye,), ("pixels",), _eye),
-            StageModel("ear.0", "ear", 0, ("eye.0",), (ear,), ("loud",), _ear),
+        result: list[StageModel] = [
+            FunctionStage(name="eye.0", module="eye", slices=(eye,), inputs=("pixels",), run=_eye),
+            FunctionStage(name="ear.0", module="ear", sources=("eye.0",), slices=(ear,), inputs=("loud",), run=_ear),
         ]
         depth = layouts["llm"].stages
         for i, layers in enumerate(layouts["llm"].runs(LAYERS)):
@@ -133,29 +134,38 @@ class Toy:
             ends = Part(partial(Weights, WIDTH), "ends", tie="" if depth == 1 else "lent" if first else "borrowed")
             run = partial(_llm, first)
             result.append(
-                StageModel(
-                    f"llm.{i}",
-                    "llm",
-                    i,
-                    ("eye.0", "ear.0") if first else (f"llm.{i - 1}",),
-                    (_slice("llm", layers, ends if first or last else None),),
-                    ("weights", "wanted") if last else (),
-                    run,
-                    _llm_loss if last else None,
+                FunctionStage(
+                    name=f"llm.{i}",
+                    module="llm",
+                    index=i,
+                    sources=("eye.0", "ear.0") if first else (f"llm.{i - 1}",),
+                    slices=(_slice("llm", layers, ends if first or last else None),),
+                    inputs=("weights", "wanted") if last else (),
+                    run=run,
+                    judge=_llm_loss,
                     losses=self.losses["llm"] if last else {},
                 )
             )
         return (*result, *(self._hand_stages(layouts["hand"], result[-1].name) if "hand" in self.modules else ()))
 
     def _hand_stages(self, layout: Layout, source: str) -> list[StageModel]:
-        depth, result, hold = layout.stages, [], Part(partial(Weights, WIDTH), "hold")
+        depth, hold = layout.stages, Part(partial(Weights, WIDTH), "hold")
+        result: list[StageModel] = []
         for i, layers in enumerate(layout.runs(STROKES)):
             first, last = i == 0, i == depth - 1
-            own = _slice("hand", layers, hold if first else None)
-            given = ("ink", *(("weights", "wanted") if last else ()))
-            run = partial(_hand, source, first)
-            judged: Any = {"loss": _hand_loss, "losses": self.losses["hand"]} if last else {}
-            result.append(StageModel(f"hand.{i}", "hand", i, (source,), (own,), given, run, **judged))
+            result.append(
+                FunctionStage(
+                    name=f"hand.{i}",
+                    module="hand",
+                    index=i,
+                    sources=(source,),
+                    slices=(_slice("hand", layers, hold if first else None),),
+                    inputs=("ink", *(("weights", "wanted") if last else ())),
+                    run=partial(_hand, source, first),
+                    judge=_hand_loss,
+                    losses=self.losses["hand"] if last else {},
+                )
+            )
             source = f"hand.{i}"
         return result
 
