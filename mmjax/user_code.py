@@ -2,20 +2,48 @@
 
 A configuration, also that of a run directory, may come from somebody else, so reading one runs nothing. Fields that may
 name code say so (`metadata=CODE`). A configuration with such a value is legal only if the command is started with
-`--allow_code`, or with `allow_code=True` in Python.
+`--allow_code`, or with `allow_code=True` in Python. Code that a Python script hands over itself has a `CodeName` and
+needs no permission.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from mmjax.configurable import ConfigError
 
 CODE: Mapping[str, object] = {"code": True}
 """Metadata of a dataclass's field whose value may name code."""
 SHAPE = "package.module:Name"
+
+
+class CodeName(str):
+    """The name "package.module:Name" of a function or class, with the object itself. It equals the mere text.
+
+    Attributes:
+      target: the function or class.
+    """
+
+    target: Any
+
+    @classmethod
+    def of(cls, target: Any) -> Self:
+        """The name of a function or class at the top level of a module, also of the running script or notebook.
+
+        A run stores the name, and commands that read the run import it.
+
+        Raises:
+          ValueError: the module has no such name for `target`: it is a lambda, an instance, or inside of a function.
+        """
+        module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+        if not name or getattr(sys.modules.get(module), name, None) is not target:
+            raise ValueError(f"{target!r} cannot be imported by name; define it at the top level of a module")
+        named = cls(f"{module}:{name}")
+        named.target = target
+        return named
 
 
 def names_code(value: object) -> bool:
@@ -31,7 +59,7 @@ def require_allowed(field: str, value: object, *, allowed: bool) -> None:
       value: its value.
       allowed: whether the user has allowed code (`--allow_code`).
     """
-    if names_code(value) and not allowed:
+    if names_code(value) and not allowed and not isinstance(value, CodeName):
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
 
@@ -46,6 +74,8 @@ def import_named(field: str, value: str) -> Any:
     Raises:
       ConfigError: Python does not find the module, an import in it fails, or it has no function or class of this name.
     """
+    if isinstance(value, CodeName):
+        return value.target
     module_name, _, name = value.partition(":")
     try:
         module = importlib.import_module(module_name)

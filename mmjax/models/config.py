@@ -10,7 +10,7 @@ from mmjax.configurable import configurable, require
 from mmjax.mesh.layout import Layout, split_layers
 from mmjax.models.edges import EdgeSpec, check_edges, parse_edge, star
 from mmjax.models.families import Family, Role, families_for, family_of
-from mmjax.user_code import CODE, names_code
+from mmjax.user_code import CODE, CodeName, names_code
 
 LLM = "llm"
 """The name of the module that reads text."""
@@ -96,6 +96,8 @@ class ModelConfig:
 class CallbacksConfig:
     """A user's functions (context, features) -> features, "package.module:function", which need --allow_code.
 
+    In Python a value may be the function itself; then it needs no --allow_code.
+
     Attributes:
       before: called with the features before the module's first layer.
       after: called with the features behind the module's end, before its projector and its loss.
@@ -108,6 +110,9 @@ class CallbacksConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if callable(value):
+                object.__setattr__(self, name, CodeName.of(value))
+                continue
             fix = "names no function; give 'package.module:function', or '' for none"
             require(not value or names_code(value), f"Callbacks.{name}", value, fix)
 

@@ -15,6 +15,7 @@ from mmjax.models.lora.config import LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
+from mmjax.user_code import CodeName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +149,14 @@ class ModuleSpec(PartSpec):
         )
         return replace(self.frozen(), lora=adapters)
 
+    def with_callbacks(self, **functions: Callable[..., Any]) -> ModuleSpec:
+        """A copy with a user's functions (context, features) -> features, by place: "before", "after", "projected".
+
+        Raises:
+          ValueError: a function is not at the top level of a module.
+        """
+        return replace(self, callbacks=replace(self.callbacks, **functions))
+
 
 Change = Callable[[ModuleSpec], ModuleSpec]
 """Makes a modified copy of a node's settings."""
@@ -158,11 +167,13 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
 
     Args:
       name: its name in the model, such as "vision".
-      settings: of a family of encoders, such as ``ViTConfig``.
+      settings: of a family of encoders, such as ``ViTConfig``; or a ``Module`` of a user's class, such as
+        ``Gated(GatedConfig())``.
       projector: the projector at its end; by default one with the defaults.
 
     Raises:
-      ValueError: the settings are of no family of encoders.
+      ValueError: the settings are of no family of encoders, or the module's class cannot be imported by its name.
+      ConfigError: the class of a module or of its settings lacks what mmjax reads; the message names it.
     """
     return _node(name, "encoder", settings, projector or ProjectorConfig())
 
@@ -185,14 +196,18 @@ def language_model(settings: Any) -> ModuleSpec:
 
 
 def _node(name: str, role: Role, settings: Any, projector: ProjectorConfig | None) -> ModuleSpec:
-    """A node of a family of mmjax.
+    """A node of a family of mmjax, or of a user's class.
 
     Raises:
       ValueError: the settings are of no family with this role.
     """
+    part = projector and ProjectorSpec(settings=projector)
+    if hasattr(settings, "config"):
+        kind = CodeName.of(type(settings))
+        family_of(family_setting(name, role), kind, role)
+        return ModuleSpec(name=name, kind=kind, role=role, settings=settings.config, projector=part)
     kind = kind_of(settings)
     if kind not in families_for(role):
         legal = ", ".join(FAMILIES[kind].config.__name__ for kind in families_for(role))
         raise ValueError(f"{name}: {type(settings).__name__} is no settings of {role}s; use {legal}")
-    part = projector and ProjectorSpec(settings=projector)
     return ModuleSpec(name=name, kind=kind, role=role, settings=settings, projector=part)
