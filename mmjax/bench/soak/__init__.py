@@ -102,8 +102,10 @@ def write_data(folder: Path) -> dict[str, Path]:
     return {kind: Path(path) for kind, path in json.loads(paths.read_text()).items()}
 
 
-def write_weights(folder: Path) -> Path:
-    """Writes ``folder``/llm, safetensors of a small language model of random numbers in bf16; returns its path.
+def write_weights(folder: Path) -> tuple[Path, Path]:
+    """Writes two small language models of random numbers in bf16; returns the paths of their folders of safetensors.
+
+    The head of the first, ``folder``/llm, is separate; that of ``folder``/tied is tied and stored twice.
 
     ``folder`` is emptied before. Raises RuntimeError if it cannot be written.
     """
@@ -112,12 +114,13 @@ def write_weights(folder: Path) -> Path:
         from mmjax.bench.soak.weights import write_folder
 
         write_folder(folder / "llm")
+        write_folder(folder / "tied", tied=True)
         return 0
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _run(write, folder / "log")
-    return folder / "llm"
+    return folder / "llm", folder / "tied"
 
 
 def _run(work: Callable[[], int], log: Path) -> None:
@@ -156,14 +159,14 @@ class _Work:
     seed: int
     number: int
     data: dict[str, Path]
-    weights: Path
+    weights: tuple[Path, ...]
     folder: Path
 
     def __call__(self) -> int:
         signal.signal(signal.SIGTERM, _exit)
         start = time.monotonic()
         try:
-            draw = make_draw(self.seed, self.number, data=self.data, folder=self.weights)
+            draw = make_draw(self.seed, self.number, data=self.data, folders=self.weights)
             text, end = SoakTrial(draw, self.folder).run_all(), "passed"
         except Refused as refused:
             text, end = str(refused), "refused"

@@ -69,19 +69,20 @@ class Draw:
     eval_elsewhere: bool
 
 
-def make_draw(seed: int, number: int, data: Mapping[str, Path], folder: Path | None = None) -> Draw:
+def make_draw(seed: int, number: int, data: Mapping[str, Path], folders: Sequence[Path] = ()) -> Draw:
     """Draws run `number` of a seed; the same arguments give the same draw.
 
     Args:
       seed: the seed.
       number: the number of the draw.
       data: paths of datasets, by `Source.kind`.
-      folder: a folder of safetensors that an LLM of `FOLDER_LAYERS` layers may start from.
+      folders: folders of safetensors that an LLM of `FOLDER_LAYERS` layers may start from.
 
     Raises:
       RuntimeError: no drawn configuration is accepted, which is a defect of this module.
     """
     rng = random.Random(f"{seed}/{number}")
+    folder = random.Random(f"{seed}/{number}/folder").choice(folders) if folders else None
     for _ in range(TRIES):
         modules = draw_modules(rng)
         steps = rng.randint(3, 5)

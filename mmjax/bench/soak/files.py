@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
     Args:
       run_dir: the run directory.
       out: the exported parameters, an Orbax checkpoint.
-      folder: the run's LLM exported as a folder of safetensors, or None; one tensor of it is compared.
+      folder: the run's LLM exported as a folder of safetensors, or None; some tensors of it are compared.
     """
     import jax
     import numpy as np
@@ -86,20 +87,31 @@ def compare_export(run_dir: Path, out: Path, folder: Path | None) -> int:
 
 
 def _compare_folder(leaves: dict[str, Any], folder: Path) -> int:
-    """Compares a tensor of the folder with its leaf; exit status 0 if they are equal, or adapters are merged."""
+    """Compares tensors of the folder with their leaves, and the files' modes with one another.
+
+    Weights into which adapters are merged are left out. Returns exit status 0 if all are equal, else 1 after a line.
+    """
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import load_file
 
-    from mmjax.bench.soak.weights import SAMPLE
+    from mmjax.bench.soak.weights import EMBED, HEAD, SAMPLES
 
-    key, name = SAMPLE
-    if f"{name.replace('params/llm/', 'params/llm_lora/')}/a" in leaves:
-        return 0
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    if len(set(modes.values())) > 1:
+        print(f"error: files of the folder have the modes { ({name: oct(mode) for name, mode in modes.items()}) }")
+        return 1
     tensors: dict[str, Any] = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
-    if np.array_equal(tensors[key], leaves[name].T.astype(ml_dtypes.bfloat16)):
-        return 0
-    print(f"error: {key} differs in the folder")
-    return 1
+    for key, (name, transposed) in SAMPLES.items():
+        if f"{name.replace('params/llm/', 'params/llm_lora/')}/a" in leaves:
+            continue
+        leaf = leaves[name].T if transposed else leaves[name]
+        if not np.array_equal(tensors[key], leaf.astype(ml_dtypes.bfloat16)):
+            print(f"error: {key} differs in the folder")
+            return 1
+    if "params/llm/head" not in leaves and not np.array_equal(tensors.get(HEAD, tensors[EMBED]), tensors[EMBED]):
+        print(f"error: {HEAD}, a copy of {EMBED}, differs from it in the folder")
+        return 1
+    return 0
