@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -199,13 +200,28 @@ def importing() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """A context in which warnings of mmjax are lines on stderr. absl's handler would write level and module first."""
+    logger, handler = logging.getLogger("mmjax"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+
+
 def run_plain(main: Callable[[], int]) -> NoReturn:
     """Calls `main`, and ends the process with the exit status that it returns; for processes that never import JAX.
 
     The status is 1 if the reader of a pipe has gone.
     """
     try:
-        status = main()
+        with plain_warnings():
+            status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

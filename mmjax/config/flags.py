@@ -23,7 +23,7 @@ from mmjax.config.types import describe
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
 from mmjax.fields import fields_of
-from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, WIDTH, Flag, Flags, entry, importing
+from mmjax.flags import FOLLOWED, INTERRUPTED, REFUSED, WIDTH, Flag, Flags, entry, importing, plain_warnings
 from mmjax.mesh import process_group
 from mmjax.models.config import ModelConfig
 from mmjax.sigterm import Sigterm
@@ -113,7 +113,7 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
       main: the command; returns the status.
       crashed: the status after an exception that no `one_line_errors` has caught.
     """
-    with Sigterm(sigterm.leave_now) as ending:
+    with Sigterm(sigterm.leave_now) as ending, plain_warnings():
         try:
             try:
                 status = main()

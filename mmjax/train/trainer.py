@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 
 from mmjax import sigterm
 from mmjax.assembly.assembly import assemble
-from mmjax.assembly.batches import batch_maker, signed
+from mmjax.assembly.batches import batch_maker
 from mmjax.assembly.buckets import added_buckets, with_buckets
 from mmjax.assembly.data_state import describe_data, stored_records, with_known_records
 from mmjax.assembly.epochs import describe_epochs, with_steps
@@ -26,24 +23,24 @@ from mmjax.configurable import require
 from mmjax.data.batches import Batches, open_batches, require_access
 from mmjax.data.sources.skipped import NAME as SKIPPED
 from mmjax.data.sources.skipped import Fault, Skipped
-from mmjax.data.types import NoBatchError, Sample, StepBatch
-from mmjax.eval.scores import Evaluation, describe, figures
+from mmjax.data.types import Sample, StepBatch
+from mmjax.eval.scores import Evaluation
 from mmjax.flags import counted
 from mmjax.mesh.processes import broadcast_text, is_first
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.executor import Executor
-from mmjax.pipeline.finite import NonFiniteError, finite_ops
+from mmjax.pipeline.finite import finite_ops
 from mmjax.progress import Progress
 from mmjax.recipe import Recipe, validate
 from mmjax.train.best import BestEvaluation
 from mmjax.train.files import RunFiles, recorded
 from mmjax.train.following import Following
-from mmjax.train.interrupt import Stopped, StopRequest
 from mmjax.train.lock import RunLock
-from mmjax.train.metrics import MetricsWriter, read_metrics, require_sinks
+from mmjax.train.loop import OnStep, TrainLoop
+from mmjax.train.metrics import read_metrics, require_sinks
 from mmjax.train.profile_window import ProfileWindow
-from mmjax.train.results import PendingStep, TrainResult, watch_end
+from mmjax.train.results import TrainResult
 from mmjax.train.run_state import RunState
 from mmjax.train.scoring import Scoring
 from mmjax.train.soundness import Soundness
@@ -53,9 +50,6 @@ from mmjax.train.warm_up import Initializer
 from mmjax.viz.curves import draw_curves
 
 _logger = logging.getLogger(__name__)
-
-OnStep = Callable[[int, Mapping[str, Any]], None]
-"""Called after each step with its number and its figures, by the names of ``metrics.jsonl``."""
 
 
 class Trainer:
@@ -244,157 +238,44 @@ class Trainer:
         return result
 
     def _train(self, batches: Batches, last: int, result: TrainResult) -> None:
-        log_every = self.recipe.train.log_every
-        writer = self._open_metrics()
-        progress = Progress(last, "training", start=self.step, log_every=log_every, style=self.style)
+        writer = self._files.open_metrics(self.step, self.recipe.train.sinks) if self._files else None
+        progress = Progress(last, "training", start=self.step, log_every=self.recipe.train.log_every, style=self.style)
         self._progress = progress
+        loop = TrainLoop(
+            recipe=self.recipe,
+            parts=self.parts,
+            executor=self.executor,
+            state=self.state,
+            scoring=self.scoring,
+            soundness=self._soundness,
+            following=self._following,
+            profile=self._profile,
+            best=self._best,
+            throughput=self._throughput,
+            checkpointer=self._checkpointer,
+            callbacks=self._callbacks,
+            note_broken=self._note_broken,
+            last=last,
+            writer=writer,
+            progress=progress,
+            result=result,
+        )
         try:
             with progress:
                 for line in self._initializer(self._files):
                     progress.message(line)
-                self._loop(batches, last, writer, progress, result)
+                loop.run(batches)
         finally:
             self._progress = None
             if writer:
                 writer.close()
         result.step, result.skipped = self.step, self.skipped
 
-    def _loop(
-        self, batches: Batches, last: int, writer: MetricsWriter | None, progress: Progress, result: TrainResult
-    ) -> None:
-        pending: PendingStep | None = None
-        clock, reader = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("clock", "reader"))
-        world = self.parts.world
-        with StopRequest(world.total if world.processes > 1 else None) as stop, clock, reader:
-            try:
-                if self._evaluation_due() and not self._is_evaluated():  # stopped between checkpoint and evaluation
-                    self._following.enter("evaluation", self.step)
-                    self._score(progress, result, stop, draw=False)
-                self._profile.enter(self.step, progress.message)
-                self._clock = time.perf_counter()
-                while self.step < last:
-                    begun = time.perf_counter()
-                    self._following.enter("data", self.step + 1)
-                    batch = stop.result(reader.submit(next, batches))
-                    self._note(batch)
-                    data = {"data_wait_s": time.perf_counter() - begun, "data_origin": batches.origin}
-                    dispatched = self._dispatch(batch, data, clock, stop)
-                    self._finish(pending, writer, progress, result)
-                    stop.hear(pending and pending.stop_answer)
-                    pending, self.state.step = dispatched, batch.step + 1
-                    self._soundness.require_updates()
-                    if self._due(last):
-                        self._finish(pending, writer, progress, result)
-                        stop.hear(pending.stop_answer)
-                        pending = None
-                        self._visit(last, progress, result, stop)
-                        if result.ending:
-                            break
-            except Stopped:
-                result.interrupted = True
-                batches.interrupt()
-                progress.message(f"interrupted after step {self.step}: saving a checkpoint")
-                self._finish(pending, writer, progress, result)
-                self._following.enter("checkpoint", self.step)
-                self.save()
-            except NonFiniteError:
-                self._finish(pending, writer, progress, result)
-                raise
-            except NoBatchError:
-                self._finish(pending, writer, progress, result)
-                if self.parts.world.processes == 1:  # of several, the others do not stand at this step
-                    self.save()
-                raise
-            finally:
-                self._profile.close(progress.message)
-
-    def _note(self, batch: StepBatch) -> None:
+    def _note_broken(self, batch: StepBatch) -> None:
         """Records the samples of a batch that could not be read: a data server may have found them."""
         if self._skipped_path:
             for source, *fault in batch.broken:
                 self._broken.add(source, [Fault(*fault)])
-
-    def _dispatch(
-        self, batch: StepBatch, data: Mapping[str, Any], clock: ThreadPoolExecutor, stop: StopRequest
-    ) -> PendingStep:
-        try:
-            with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
-                signed_batches = [signed(m) for m in batch.microbatches]
-                out = self._following.step(batch.step + 1, lambda: self.executor.step(signed_batches, batch.divisors))
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
-        return PendingStep(
-            step=batch.step + 1,
-            result=out,
-            batch=batch,
-            data=data,
-            ended=watch_end(out, clock),
-            stop_answer=stop.ask(),
-        )
-
-    def _finish(
-        self, pending: PendingStep | None, writer: MetricsWriter | None, progress: Progress, result: TrainResult
-    ) -> None:
-        """Fetches a step's numbers and writes them down."""
-        if pending is None:
-            return
-        now = pending.ended.result()
-        seconds, self._clock = now - self._clock, now
-        self._following.observe(seconds)
-        # All earlier steps have been finished here, so every skipped update is counted.
-        row = pending.row(self.parts, self._throughput, seconds, updates=pending.step - 1 - self.skipped)
-        result.losses.append(row["loss"])
-        if row["skipped"]:
-            self.state.skipped += 1
-            progress.message(
-                f"step {pending.step}: gradients are not finite, the update is skipped ({self.skipped} so far)"
-            )
-        self._soundness.add_update(pending.step, skipped=bool(row["skipped"]))
-        row["skipped"] = self.skipped
-        row |= self._following.columns()
-        if writer:
-            writer.write(row)
-        for on_step in self._callbacks:
-            on_step(pending.step, row)
-        progress.update(pending.step, loss=row["loss"], tokens_per_s=row["tokens_per_s"])
-
-    def _due(self, last: int) -> bool:
-        return self.step == last or self._evaluation_due() or self._checkpoint_due() or self._profile.due(self.step)
-
-    def _evaluation_due(self) -> bool:
-        every = self.recipe.train.eval_every
-        return bool(every and self.step) and self.step % every == 0
-
-    def _checkpoint_due(self) -> bool:
-        return bool(self._checkpointer) and self._checkpointer.due(self.step)
-
-    def _visit(self, last: int, progress: Progress, result: TrainResult, stop: StopRequest) -> None:
-        """Acts between steps where it is due: saves a checkpoint, evaluates, ends or begins a profile."""
-        final = self.step == last
-        self._soundness.require_updates()
-        self._profile.leave(self.step, progress.message)
-        if final or self._checkpoint_due():
-            self._following.enter("checkpoint", self.step)
-            self.save()
-        if self.scoring.evaluator and (final or self._evaluation_due()):
-            self._following.enter("evaluation", self.step)
-            self._score(progress, result, stop, draw=final or self._best.is_last_chance)
-            result.ending = self._best.ending
-            if result.ending:
-                self._following.enter("checkpoint", self.step)
-                self.save()
-        if not final:
-            self._profile.enter(self.step, progress.message)
-        self._clock = time.perf_counter()
-
-    def _score(self, progress: Progress, result: TrainResult, stop: StopRequest, *, draw: bool) -> None:
-        scored = self.scoring.attempt(self.executor.states, self.step, draw=draw, check=stop.check_together)
-        result.take(scored)
-        if scored.plain:
-            if self._best.add(self.step, figures(scored.plain, scored.swapped)):
-                self.save()
-            progress.message(f"step {self.step}: {describe(scored.plain, scored.swapped)}")
-        result.scores_shown = bool(scored.plain)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -476,9 +357,6 @@ class Trainer:
     def _loader(self, last: int) -> Batches:
         spec, maker = batch_maker(self.recipe, self.parts, self._source)
         return open_batches(spec, maker, steps=last, start_step=self.step, report=self._report)
-
-    def _open_metrics(self) -> MetricsWriter | None:
-        return self._files.open_metrics(self.step, self.recipe.train.sinks) if self._files else None
 
     def _draw_curves(self) -> None:
         assert self._files

@@ -126,6 +126,17 @@ def test_a_reader_that_leaves_early() -> None:
     assert done.stdout.startswith("usage: python -m mmjax.train") and done.stderr == ""
 
 
+def test_warnings_are_plain_lines() -> None:
+    """absl, which comes with Orbax, puts a handler on the root logger that writes level and module before a line."""
+    lines = (
+        "import logging; from absl import logging as absl; absl.use_absl_handler()",
+        "from mmjax.config.flags import run_command",
+        "run_command(lambda: logging.getLogger('mmjax.train.trainer').warning('a damaged checkpoint') or 0)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "a damaged checkpoint\n")
+
+
 def test_ctrl_c_ends_a_command_that_is_importing_at_once() -> None:
     """The exception that it raises otherwise is often lost in JAX's imports."""
     program = (
