@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +87,8 @@ class Run:
         """Trains; goes on from the newest checkpoint of the directory if it has one.
 
         Args:
-          steps: optimizer steps in all, which the schedule of the learning rate ends with; by default the recipe's.
+          steps: optimizer steps in all, which the schedule of the learning rate ends with; by default the recipe's. A
+            warm-up that is not shorter becomes the same share of these steps as it was of the recipe's.
           run_dir: where everything is written; ``None`` writes nothing.
           callbacks: functions that are called after each step, with its number and its figures by the names of
             ``metrics.jsonl``, such as "loss".
@@ -101,7 +101,7 @@ class Run:
         from mmjax.train.trainer import Trainer
 
         if steps is not None:
-            self.recipe = replace(self.recipe, train=replace(self.recipe.train, steps=steps, epochs=0.0))
+            self.recipe = self.recipe.with_steps(steps)
         self.run_dir = Path(run_dir) if run_dir else self.run_dir
         with Trainer(self.recipe, self.run_dir, style, callbacks=callbacks) as trainer:
             return trainer.train()

@@ -115,6 +115,21 @@ def test_an_optimizer_of_ones_own_stays() -> None:
     assert rates == {"vision": (0.5, False), "vision_projector": (0.25, False), "llm": (0.25, True)}
 
 
+def test_fewer_steps_have_a_shorter_warm_up() -> None:
+    model = mm.ModelSpec.of(
+        mm.encoder("vision", mm.ViTConfig()).trained(mm.adamw(0.5, warmup=1)), mm.language_model(mm.DecoderConfig())
+    )
+    recipe = mm.Recipe(model=model, optimizer=mm.adamw(0.25, warmup=20), train=mm.TrainConfig(steps=100, epochs=2.0))
+    shorter = recipe.with_steps(10)
+    assert (shorter.train.steps, shorter.train.epochs) == (10, 0.0)
+    assert {name: part.warmup for name, part in shorter.model.optimizers.items()} == {
+        "vision": 1,
+        "vision_projector": 2,
+        "llm": 2,
+    }
+    assert recipe.with_steps(100).model == recipe.model
+
+
 def test_a_mixture_has_each_dataset() -> None:
     parts = {name: mm.messages(f"{name}.jsonl", length=64, batch=8) for name in ("left", "right")}
     both = mm.mixture(parts, {"left": 0.7, "right": 0.3})

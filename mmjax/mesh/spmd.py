@@ -226,25 +226,21 @@ class Program:
         return int(self.compiled.memory_analysis().temp_size_in_bytes)
 
     def lowered_text(self) -> str:
-        """The compiler's input, StableHLO; equal for programs that differ only in their devices.
-
-        Must be called before ``compile``.
-        """
-        self.lower()
-        return self._lowered.as_text()
+        """The compiler's input, StableHLO; equal for programs that differ only in their devices."""
+        return self._lower().as_text()
 
     def compiled_with(self, options: Mapping[str, Any]) -> Any:
-        """A separate executable with other compiler options, by XLA's names; ``compiled`` stays as it is.
-
-        Must be called before ``compile``.
-        """
-        self.lower()
-        return self._lowered.compile(dict(options))
+        """A separate executable with other compiler options, by XLA's names; ``compiled`` stays as it is."""
+        return self._lower().compile(dict(options))
 
     def lower(self) -> None:
         """Traces and lowers the function, once (holds Python's lock, so this part does not run in parallel)."""
         if self._lowered is None and self._compiled is None:
             self._lowered = self._jitted.lower(*self.avals)
+
+    def _lower(self) -> Any:
+        """The lowered function. It is not kept once it is compiled, and then lowered again."""
+        return self._jitted.lower(*self.avals) if self._lowered is None else self._lowered
 
     def compile(self) -> None:
         """Compiles, once; XLA releases Python's lock, so several programs compile side by side in threads."""

@@ -97,6 +97,22 @@ class Recipe:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def with_steps(self, steps: int) -> Recipe:
+        """A copy that is trained for ``steps`` optimizer steps.
+
+        A warm-up that is not shorter becomes the same share of these steps as it was of the recipe's own, or a tenth.
+        """
+        train = self.train
+
+        def fit(optimizer: OptimizerConfig) -> OptimizerConfig:
+            warmup = optimizer.warmup
+            if warmup < steps:
+                return optimizer
+            return replace(optimizer, warmup=warmup * steps // train.steps if warmup < train.steps else steps // 10)
+
+        model = self.model.with_optimizers({name: fit(optimizer) for name, optimizer in self.model.optimizers.items()})
+        return replace(self, model=model, train=replace(train, steps=steps, epochs=0.0))
+
     def init_from(self, part: str) -> str:
         """The run, checkpoint or export that a part's parameters start from; "" for none, and for a ``model.folder``.
 

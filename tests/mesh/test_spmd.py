@@ -135,6 +135,7 @@ def test_a_program_is_traced_and_compiled_once(mesh):
         assert np.asarray(program(x)).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert program.compiled is compiled and traces == [(2,)]
     assert program._lowered is None, "the trace is kept beside the executable"
+    assert "stablehlo.add" in program.lowered_text() and program.compiled is compiled
 
 
 def test_a_program_compiles_at_its_first_call(mesh):
