@@ -32,7 +32,7 @@ EXTRAS ?=
 # `make LOCK= ...` takes the newest versions that pyproject.toml allows instead of the locked ones.
 LOCK ?= requirements.lock
 
-NEWEST ?= tests/test_jax_compat.py tests/test_packaging.py tests/checkpoint/test_checkpointer.py \
+NEWEST ?= tests/test_jax_compat.py tests/test_jaxprs.py tests/test_packaging.py tests/checkpoint/test_checkpointer.py \
 	$(patsubst %,tests/pipeline/test_%.py,stage ties instances)
 
 VENV := .venv

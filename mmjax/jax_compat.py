@@ -1,4 +1,4 @@
-"""The only file that relies on JAX behaviour outside its public, stable API. Tested against jax 0.10 and 0.11.
+"""With ``jaxprs`` the only file that relies on JAX beyond its public, stable API. Tested against jax 0.10 and 0.11.
 
 Everything here has a test in ``tests/test_jax_compat.py`` that fails when JAX changes it.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import jax
@@ -19,8 +17,6 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.interpreters import partial_eval
 
 
 def backends_are_initialized() -> bool:
@@ -150,197 +146,6 @@ def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> j
     Must be called inside ``shard_map``. Each shard's size in this dimension is multiplied by the number of ranks.
     """
     return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")
-
-
-def used_inputs(
-    fn: Callable[..., Any], avals: Sequence[Any], outputs: Callable[[Any], Any] | None = None
-) -> list[bool]:
-    """For each leaf of ``avals``: whether any selected output of ``fn(*avals)`` depends on it.
-
-    Args:
-      fn: a traceable function.
-      avals: its positional arguments as trees of arrays or ``ShapeDtypeStruct``.
-      outputs: maps the output structure to booleans (selected or not) of the same structure; all when ``None``.
-    """
-    jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    selected = jax.tree.map(lambda _: True, shape) if outputs is None else outputs(shape)
-    return _live(jaxpr.jaxpr, jax.tree.leaves(selected))
-
-
-def without_dead_code(fn: Callable[..., Sequence[jax.Array]], *args: Any) -> list[jax.Array]:
-    """Calls ``fn(*args)`` without operations that no result needs; compilers keep some of them, such as collectives.
-
-    Args:
-      fn: a traceable function that returns a flat sequence of arrays.
-      *args: its arguments, trees of arrays.
-
-    Returns:
-      The results of ``fn``, all of them.
-    """
-    traced = jax.make_jaxpr(fn)(*args)
-    needed, used = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    inputs = [x for x, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
-    return jaxpr_as_fun(ClosedJaxpr(needed, traced.consts))(*inputs)
-
-
-def dependencies(fn: Callable[..., Any], avals: Sequence[Any]) -> list[list[bool]]:
-    """For each output leaf of ``fn(*avals)`` a list that has, for each input leaf, whether the output depends on it.
-
-    ``avals`` are the positional arguments, as trees of arrays or ``ShapeDtypeStruct``. Looks into calls, ``shard_map``
-    bodies and scans. A result of any other operation counts as dependent on all operands.
-    """
-    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
-    inputs = range(len(jaxpr.invars))
-    return [[bool(sources >> i & 1) for i in inputs] for sources in _sources(jaxpr, [1 << i for i in inputs])]
-
-
-def _sources(jaxpr: Any, input_sources: Sequence[int]) -> list[int]:
-    """For each output of a jaxpr, the original inputs that it depends on, as bits; likewise for each of its inputs."""
-    sources_of = dict(zip(jaxpr.invars, input_sources, strict=True))
-
-    def of(v: Any) -> int:
-        return 0 if isinstance(v, Literal) else sources_of.get(v, 0)
-
-    for eqn in jaxpr.eqns:
-        sources, bodies = [of(v) for v in eqn.invars], list(_inner(eqn))
-        if [(len(body.invars), len(body.outvars)) for body in bodies] != [(len(eqn.invars), len(eqn.outvars))]:
-            results = [reduce(or_, sources, 0)] * len(eqn.outvars)
-        elif eqn.primitive.name == "scan":
-            results = _sources_of_scan(eqn, bodies.pop(), sources)
-        else:
-            results = _sources(bodies.pop(), sources)
-        sources_of |= zip(eqn.outvars, results, strict=True)
-    return [of(v) for v in jaxpr.outvars]
-
-
-def _sources_of_scan(eqn: Any, body: Any, input_sources: Sequence[int]) -> list[int]:
-    """``_sources`` of a scan: repeats the body until the carried values depend on no further inputs."""
-    sources, first, carried = list(input_sources), *_constants_and_carried(eqn.params)
-    while True:
-        results = _sources(body, sources)
-        before = sources[first : first + carried]
-        after = [*map(or_, before, results)]  # the first results are the carried values
-        if after == before:
-            return results
-        sources[first : first + carried] = after
-
-
-def _constants_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and of carried values, the first operands of a scan."""
-    if "ft_in" not in scan:  # before jax 0.11
-        return scan["num_consts"], scan["num_carry"]
-    constants, carried, _ = scan["ft_in"].unpack()
-    return len(constants), len(carried)
-
-
-def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
-    """For each input: whether any selected output depends on it."""
-    from jax._src.interpreters import partial_eval
-
-    return list(partial_eval.dce_jaxpr(jaxpr, selected)[1])
-
-
-def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
-    """For each leaf of ``avals``, the number of its reads under ``checkpoint_name`` with ``name``, and of other reads.
-
-    ``avals`` are the positional arguments of ``fn``, as trees of arrays or ``ShapeDtypeStruct``. A leaf that is a
-    result of ``fn`` has another read for that. Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a
-    scan, a scanned input counts as one read, and a constant as one read per iteration. A transpose or a change of
-    varying axes is no read, but reads of its result are.
-    """
-    return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
-
-
-_ALIASES = frozenset({"pvary", "pcast", "transpose"})
-
-
-def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
-    reads: dict[Any, tuple[int, int]] = {}
-
-    def add(v: Any, named: int, unnamed: int) -> None:
-        if not isinstance(v, Literal):
-            before = reads.get(v, (0, 0))
-            reads[v] = (before[0] + named, before[1] + unnamed)
-
-    for v in jaxpr.outvars:
-        add(v, 0, 1)
-    for eqn in reversed(jaxpr.eqns):
-        primitive, counts = eqn.primitive.name, [(0, 1)] * len(eqn.invars)
-        if primitive == "name" and eqn.params["name"] == name:
-            counts = [(1, 0)]
-        elif primitive in _ALIASES:
-            counts = [reads.get(v, (0, 0)) for v in eqn.outvars]
-        elif not primitive.startswith("custom_"):
-            bodies = list(_inner(eqn))
-            if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
-                counts = _reads(bodies.pop(), name)
-                if primitive == "scan":
-                    constants, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
-                    counts[:constants] = [(named * turns, unnamed * turns) for named, unnamed in counts[:constants]]
-        for v, count in zip(eqn.invars, counts, strict=True):
-            add(v, *count)
-    return [reads.get(v, (0, 0)) for v in jaxpr.invars]
-
-
-def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
-    """Estimates the peak bytes of ``fn(*avals)`` on a device, beside its arguments and results.
-
-    ``avals`` are the positional arguments, as trees of arrays or ``ShapeDtypeStruct``. The estimate follows the order
-    of the traced operations and the last use of each value. Reshapes take nothing. Fusion, copies and reordering by a
-    compiler are ignored. Inside a ``shard_map``, and for its results, local shapes count. Operations that no result
-    needs are left out, as compilers do.
-    """
-    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
-    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return _temporaries(needed)
-
-
-_SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast", "copy", "stop_gradient"})
-
-
-def _temporaries(jaxpr: Any) -> int:
-    """``temporary_bytes`` of a jaxpr; a loop counts as its body once, a conditional as its larger branch."""
-    root: dict[Any, Any] = {}  # variables that share a buffer, by the first of them
-    last_use: dict[Any, int] = {}
-    inputs = {*jaxpr.invars, *jaxpr.constvars}
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = [root.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
-        last_use.update(dict.fromkeys(operands, i))
-        if operands and (eqn.primitive.name in _SAME_BUFFER or _only_adds_ones(eqn) or _writes_into(eqn, inputs)):
-            root.update(dict.fromkeys(eqn.outvars, operands[0]))
-    results = {root.get(v, v) for v in jaxpr.outvars if not isinstance(v, Literal)}
-    live: dict[Any, int] = {}
-    peak = 0
-    for i, eqn in enumerate(jaxpr.eqns):
-        inside = max((_temporaries(inner) for inner in _inner(eqn)), default=0)
-        new = [v for v in eqn.outvars if v not in root and v not in results and v in last_use]
-        local = dict(zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)) if _is_shard_map(eqn) else {}
-        avals = {v: local.get(v, v).aval for v in new}
-        live |= {v: math.prod(a.shape) * a.dtype.itemsize for v, a in avals.items() if hasattr(a, "dtype")}
-        peak = max(peak, sum(live.values()) + inside)
-        live = {v: size for v, size in live.items() if last_use[v] > i}
-    return peak
-
-
-def _is_shard_map(eqn: Any) -> bool:
-    return eqn.primitive.name == "shard_map"
-
-
-def _writes_into(eqn: Any, inputs: set[Any]) -> bool:
-    """Whether the operation adds in place to an array that is not one of the inputs."""
-    return eqn.primitive.name == "scatter-add" and eqn.invars[0] not in inputs
-
-
-def _only_adds_ones(eqn: Any) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def replica_groups(line: str) -> list[list[int]]:

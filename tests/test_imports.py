@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 STANDS_ON = {
     "configurable": "",
     "jax_compat": "",
+    "jaxprs": "",
     "schedule": "",
     "sigterm": "",
     "version": "",
@@ -31,7 +32,7 @@ STANDS_ON = {
     "user_code": "configurable",
     "optimizer": "optimizer_config",
     "data": "attention user_code schedule version",
-    "mesh": "flags jax_compat",
+    "mesh": "flags jax_compat jaxprs",
     "weights": "json_files mesh",
     "checkpoint": "exports weights",
     "models": "data weights",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import compress
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax import jax_compat
@@ -109,48 +107,6 @@ def test_all_gather_invariant(mesh, dimension):
     np.testing.assert_array_equal(gradient, weights)
 
 
-def test_used_inputs():
-    def fn(params, x, unused):
-        hidden = params["w"] * x
-        return {"out": hidden, "other": params["b"] + 1.0}, unused * 0 + x
-
-    avals = [{"b": jnp.ones(()), "w": jnp.ones(())}, jnp.ones(()), jnp.ones(())]
-    assert jax_compat.used_inputs(fn, avals) == [True, True, True, True]
-    only = lambda name: lambda shape: ({key: key == name for key in shape[0]}, False)  # noqa: E731
-    assert jax_compat.used_inputs(fn, avals, only("out")) == [False, True, True, False]
-    assert jax_compat.used_inputs(fn, avals, only("other")) == [True, False, False, False]
-    assert jax_compat.used_inputs(fn, avals, only("neither")) == [False] * 4
-
-
-def test_used_inputs_looks_into_loops_and_shard_map(mesh):
-    @spmd(mesh, (ROWS, ROWS, WHOLE), (ROWS, ROWS))
-    def fn(x, y, w):
-        loop = lambda carry, _: ((carry[0] * w, carry[1] + 1.0), None)  # noqa: E731
-        (a, b), _ = lax.scan(loop, (x, y), length=3)
-        return a, b
-
-    avals = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((), jnp.float32)]
-    assert jax_compat.used_inputs(fn, avals, lambda _: (True, False)) == [True, False, True]
-    assert jax_compat.used_inputs(fn, avals, lambda _: (False, True)) == [False, True, False]
-
-
-def test_without_dead_code(mesh):
-    """Within ``shard_map``, where values vary over axes: a sum over ranks, and a loop's, that no result needs."""
-
-    def both(w, x):
-        total, scaled = lax.scan(lambda c, v: (c + jnp.sum(v * x), 2 * v), jnp.sum(x), w)
-        return [scaled, lax.psum(total, "dp")]
-
-    def local(w, x):
-        return jax_compat.without_dead_code(lambda w: both(w, x)[:1], jax_compat.to_varying(w, ["dp"]))[0][None]
-
-    doubled = spmd(mesh, (WHOLE, ROWS), ROWS)(local)
-    w, x = jnp.arange(3.0), jnp.arange(4.0)
-    np.testing.assert_array_equal(jax.jit(doubled)(w, x), [[0, 2, 4]] * 2)
-    text = str(jax.make_jaxpr(doubled)(w, x))
-    assert "psum" not in text and "reduce_sum" not in text and "scan" in text
-
-
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
@@ -183,106 +139,6 @@ def test_replica_groups_of_this_jaxlib(mesh, axis):
     assert jax_compat.replica_groups(line) == ([[0, 2], [1, 3]] if axis == "dp" else [[0, 1], [2, 3]])
 
 
-def test_dependencies(mesh):
-    @spmd(mesh, (ROWS, ROWS, WHOLE), (ROWS, (ROWS, WHOLE), WHOLE))
-    def fn(x, y, w):
-        return x * w, (y + x, w * 2.0), jnp.zeros(())
-
-    avals = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((), jnp.float32)]
-    assert jax_compat.dependencies(fn, avals) == [
-        [True, False, True],
-        [True, True, False],
-        [False, False, True],
-        [False, False, False],
-    ]
-
-
-def test_dependencies_through_loops_and_calls():
-    """A carried value depends on all it is made of, over as many rounds as needed. `cond` depends on all branches."""
-
-    known = jnp.arange(4.0)
-
-    @jax.checkpoint
-    def fn(a, b, c, x, w, p):
-        def body(carry, x):
-            a, b, c = carry
-            return (b, c * w, c), (a + x, x)
-
-        carry, (ys, xs) = lax.scan(body, (a, b, c), x)
-        return carry, ys, xs, lax.cond(p, lambda: a, lambda: b), jax.jit(lambda u, v: (v, u))(a, w), x + known
-
-    number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
-    avals = (number, number, number, jax.ShapeDtypeStruct((4,), jnp.float32), number, flag)
-    names = ["".join(compress("abcxwp", needs)) for needs in jax_compat.dependencies(fn, avals)]
-    assert names == ["bcw", "cw", "c", "abcxw", "x", "abp", "w", "a", "x"]
-
-
-def test_named_reads(mesh):
-    """Through a loop, a checkpoint, a transpose and shard_map; two reads, an unnamed one and none are told apart."""
-
-    @spmd(mesh, (WHOLE, ROWS), ROWS)
-    def fn(p, x):
-        def layer(x, w):
-            return x @ checkpoint_name(w, "w"), None
-
-        x, _ = lax.scan(jax.checkpoint(layer), x, jax_compat.to_varying(p["layers"], ("dp",)))
-        x = x @ checkpoint_name(p["turned"].T, "w") + x @ checkpoint_name(p["twice"], "w")
-        x = x @ checkpoint_name(p["twice"], "w") + p["both"][0] + checkpoint_name(p["other"], "another")[0]
-        return jnp.sin(x @ checkpoint_name(p["both"], "w"))
-
-    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    stacked = {"layers": jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)}
-    p = dict.fromkeys(("both", "other", "turned", "twice", "unread"), square) | stacked
-    reads = jax_compat.named_reads(fn, (p, jax.ShapeDtypeStruct((4, 2), jnp.float32)), "w")
-    found = dict(zip(sorted(p), reads, strict=False))
-    want = {"both": (1, 1), "layers": (1, 0), "other": (0, 1), "turned": (1, 0), "twice": (2, 0), "unread": (0, 0)}
-    assert found == want
-
-
-def test_named_reads_of_results_aliases_and_several_readers(mesh):
-    """A result is a read; an alias is read as often as what it becomes, which may be never."""
-
-    def fn(p):
-        unread, turned = p["unread"].T, p["turned"].T
-        del unread
-        return p["result"], jnp.sin(p["twice"]) + jnp.cos(p["twice"]), turned @ turned
-
-    @spmd(mesh, (WHOLE, WHOLE), ROWS)
-    def cast(w, x):
-        return x @ checkpoint_name(jax_compat.to_varying(w, ("dp",)), "w")
-
-    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    p = dict.fromkeys(("result", "turned", "twice", "unread"), square)
-    assert jax_compat.named_reads(fn, (p,), "w") == [(0, 1), (0, 2), (0, 2), (0, 0)]
-    assert jax_compat.named_reads(cast, (square, square), "w") == [(1, 0), (0, 1)]
-
-
-def test_named_reads_of_what_a_loop_uses_in_every_turn():
-    """As many as it has turns: a gradient of all products together is no product of their sums."""
-
-    def fn(p, x):
-        def turn(x, row):
-            y = x @ checkpoint_name(p["constant"], "w") + row @ checkpoint_name(p["once"][0], "w")
-            return y @ p["plain"], row @ checkpoint_name(p["constant"], "w")
-
-        return lax.scan(turn, x, p["rows"])[0] @ checkpoint_name(p["behind"], "w")
-
-    square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    p = dict.fromkeys(("behind", "constant", "plain"), square)
-    p |= {"once": jax.ShapeDtypeStruct((1, 2, 2), jnp.float32), "rows": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
-    reads = jax_compat.named_reads(fn, (p, jax.ShapeDtypeStruct((2,), jnp.float32)), "w")
-    found = dict(zip(sorted(p), reads, strict=False))
-    assert found == {"behind": (1, 0), "constant": (6, 0), "plain": (0, 3), "once": (0, 3), "rows": (0, 2)}
-
-
-def test_named_reads_of_literals_and_of_functions_with_their_own_derivative():
-    """A literal is nobody's; what a function does that has a derivative of its own is not looked into."""
-    own = jax.custom_jvp(lambda w: checkpoint_name(w, "w") * 2.0)
-    own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
-    avals = (jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert jax_compat.named_reads(lambda v, w: 3.0 * own(w) + v * v, avals, "w") == [(0, 2), (0, 1)]
-
-
 def test_varying_axes_where_a_type_has_them_itself(monkeypatch):
     """As the types of other JAX versions have."""
     monkeypatch.setattr(jax, "typeof", lambda _: SimpleNamespace(vma=frozenset({"dp"})))
@@ -290,6 +146,8 @@ def test_varying_axes_where_a_type_has_them_itself(monkeypatch):
 
 
 LEVEL, PIECES = "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"
+
+
 EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
@@ -385,9 +243,6 @@ def test_vjp_residuals():
         np.testing.assert_array_equal(got, expected)
 
 
-# ---- planning without devices
-
-
 def test_planned_devices_serve_meshes_and_traces():
     mesh = Mesh(np.array([jax_compat.PlannedDevice(i) for i in range(4096)]).reshape(512, 8), ("a", "b"))
     aval = jax.ShapeDtypeStruct((1024, 16), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a", "b")))
@@ -398,62 +253,6 @@ def test_planned_devices_serve_meshes_and_traces():
     assert jax.eval_shape(total, aval).shape == (2, 16)
 
 
-def test_temporary_bytes():
-    x = jax.ShapeDtypeStruct((100,), jnp.float32)
-
-    def chain(x):
-        for _ in range(5):
-            x = jnp.sin(x)
-        return x
-
-    assert jax_compat.temporary_bytes(chain, [x]) == 800  # an operand and its result; the last result is no temporary
-    assert jax_compat.temporary_bytes(lambda x: jnp.sin(x).reshape(10, 10)[None], [x]) == 0  # the result's own buffer
-    assert jax_compat.temporary_bytes(lambda x: x.reshape(10, 10).T @ x.reshape(10, 10), [x]) == 400  # the transpose
-
-    def kept(x):
-        ys = [jnp.sin(x * i) for i in range(4)]
-        return sum(jnp.cos(y) for y in ys[::-1])
-
-    assert jax_compat.temporary_bytes(kept, [x]) >= 4 * 400
-
-    i = jax.ShapeDtypeStruct((1,), jnp.int32)
-    made = jax_compat.temporary_bytes(lambda x, i: jnp.sin(jnp.zeros(100).at[i].add(x[:1])), [x, i])
-    assert 400 <= made < 500  # zeros, added to in place
-    assert 400 <= jax_compat.temporary_bytes(lambda x, i: jnp.sin(x.at[i].add(1.0)), [x, i]) < 500  # not an argument
-
-
-def test_temporary_bytes_leaves_out_what_no_result_needs(mesh):
-    def scanned(x):
-        last, every = jax.lax.scan(lambda c, _: (jnp.sin(c), jnp.cos(c)), x, None, length=50)
-        return last, every
-
-    def used(x):
-        return jnp.sum(scanned(x)[1])
-
-    def unused(x):
-        return jnp.sum(scanned(x)[0])
-
-    x = jax.ShapeDtypeStruct((100,), jnp.float32)
-    whole, part = (jax_compat.temporary_bytes(jax.jit(fn), [x]) for fn in (used, unused))
-    assert whole >= 50 * 400 and part <= 3 * 400
-
-
-def test_temporary_bytes_counts_a_loop_once_and_local_shapes(mesh):
-    def step(carry, x):
-        return carry + jnp.sum(jnp.tanh(jnp.outer(x, x))), None
-
-    loop = lambda x: lax.scan(step, 0.0, x)[0]  # noqa: E731
-    few, many = (jax_compat.temporary_bytes(loop, [jax.ShapeDtypeStruct((n, 64), jnp.float32)]) for n in (2, 50))
-    assert few == many and 64 * 64 * 4 <= few < 4 * 64 * 64 * 4
-    spec = PartitionSpec(mesh.axis_names[0])
-    local = jax.shard_map(lambda x: jnp.sin(jnp.cos(x)), mesh=mesh, in_specs=spec, out_specs=spec)
-    rows = mesh.shape[mesh.axis_names[0]]
-    assert jax_compat.temporary_bytes(local, [jax.ShapeDtypeStruct((rows * 8,), jnp.float32)]) == 8 * 4
-    # Of what one shard_map hands to another a device holds its part.
-    twice = lambda x: local(local(x))  # noqa: E731
-    assert jax_compat.temporary_bytes(twice, [jax.ShapeDtypeStruct((rows * 8,), jnp.float32)]) == 2 * 8 * 4
-
-
 def test_manual_axes(mesh):
     seen = []
     names = mesh.axis_names
@@ -461,13 +260,6 @@ def test_manual_axes(mesh):
         jnp.ones(2)
     )
     assert seen == [names] and jax_compat.manual_axes() == ()
-
-
-def test_constants_and_carried_values_of_a_scan():
-    """In the parameters of JAX 0.10 and in those of 0.11."""
-    parts = SimpleNamespace(unpack=lambda: (("a", "b"), ("c", "d", "e"), ("f",)))
-    assert jax_compat._constants_and_carried({"ft_in": parts, "num_consts": 7, "num_carry": 7}) == (2, 3)
-    assert jax_compat._constants_and_carried({"num_consts": 4, "num_carry": 5}) == (4, 5)
 
 
 def test_traced_devices(mesh):

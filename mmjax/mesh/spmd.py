@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax import jax_compat
+from mmjax import jax_compat, jaxprs
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +219,7 @@ class Program:
 
     def temporary_bytes(self) -> int:
         """Bytes that it needs on a device while it runs, beside arguments and results: an estimate from its trace."""
-        return jax_compat.temporary_bytes(self._fn, self.avals)  # inside a trace no compiler takes options
+        return jaxprs.temporary_bytes(self._fn, self.avals)  # inside a trace no compiler takes options
 
     def compiled_temporary_bytes(self) -> int:
         """Bytes that it needs on a device while it runs, beside arguments and results, as the compiler plans them."""

@@ -116,7 +116,7 @@ def handle(array: Any, open_weight: Open) -> Handle | Tapped:
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """A context in which ``products`` names its weights ``PRODUCT``, so that ``jax_compat.named_reads`` can count their
+    """A context in which ``products`` names its weights ``PRODUCT``, so that ``jaxprs.named_reads`` can count their
     reads.
     """
     token = _marking.set(True)

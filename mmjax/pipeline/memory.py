@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mmjax import jax_compat
+from mmjax import jaxprs
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
@@ -168,11 +168,11 @@ def in_flight_bytes(functions: StageFunctions) -> int:
 
 def temporary_bytes(functions: StageFunctions) -> int:
     """Bytes that the largest of a stage's programs of a microbatch needs while it runs, estimated from its trace."""
-    forward = jax_compat.temporary_bytes(functions.forward, functions.forward_avals)
+    forward = jaxprs.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward
-    later = jax_compat.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred_avals else 0
-    return max(forward, jax_compat.temporary_bytes(functions.backward, functions.backward_avals), later)
+    later = jaxprs.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred_avals else 0
+    return max(forward, jaxprs.temporary_bytes(functions.backward, functions.backward_avals), later)
 
 
 class MicrobatchBytes:

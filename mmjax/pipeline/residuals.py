@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mmjax import jax_compat
+from mmjax import jaxprs
 from mmjax.configurable import ConfigError
 from mmjax.pipeline.trees import by_name
 
@@ -30,7 +30,7 @@ def from_parameters_alone(
       avals: avals of its arguments.
       residuals: selects the residuals from ``forward``'s result; they are numbered from 0.
     """
-    flags = jax_compat.dependencies(forward, avals)
+    flags = jaxprs.dependencies(forward, avals)
     result = jax.tree.structure(jax.eval_shape(forward, *avals))
     names_by_position: dict[int, list[str]] = {}
     for position, used in enumerate(residuals(jax.tree.unflatten(result, flags))):

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from mmjax import jax_compat
+from mmjax import jax_compat, jaxprs
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
@@ -80,7 +80,7 @@ class SplitFunctions(StageFunctions):
         """The trained weights with a single use, in a product."""
         names = by_name(jax.tree.map(lambda aval: aval, self._avals[0]))  # in the order of the tree's leaves
         with marked():
-            reads = jax_compat.named_reads(self._spmd(self._plain, self._outputs), self._avals, PRODUCT)
+            reads = jaxprs.named_reads(self._spmd(self._plain, self._outputs), self._avals, PRODUCT)
         read_once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
         return [name for name in read_once if name.partition("/")[0] in self.state.trainable]
 

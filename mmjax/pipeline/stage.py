@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mmjax import jax_compat
+from mmjax import jax_compat, jaxprs
 from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.placeholders import listed_tokens
@@ -211,7 +211,7 @@ class StageFunctions:
             leaves = self._linearise(params, inputs, carry)[1]
             return [jnp.expand_dims(leaves[i], 0) for i in self._recomputed]
 
-        return jax_compat.without_dead_code(residuals, params)
+        return jaxprs.without_dead_code(residuals, params)
 
     def _backward(
         self,
@@ -370,7 +370,7 @@ class StageFunctions:
         self.backward_reads_carry, self._read_residuals = True, list(range(len(self._residuals)))
         avals = self.backward_avals
         self._wide_backward = jax.jit(self._backward_over(self._read_residuals), inline=True)
-        flags = jax_compat.used_inputs(self._wide_backward, avals)
+        flags = jaxprs.used_inputs(self._wide_backward, avals)
         carry, is_read = jax.tree.unflatten(jax.tree.structure(avals), flags)[3:5]
         self.backward_reads_carry = any(carry.values())
         self._read_residuals = [index for index, used in enumerate(is_read) if used]

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax import jax_compat
+from mmjax import jax_compat, jaxprs
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.spmd import (
     Program,
@@ -142,7 +142,7 @@ def test_a_program_compiles_at_its_first_call(mesh):
     x = on(mesh, ROWS, np.arange(4.0))
     program = Program.of("late", Spmd(lambda x: 2 * x, mesh, ROWS, ROWS), avals(x))
     assert program.name == "late"
-    assert program.temporary_bytes() == jax_compat.temporary_bytes(program._jitted, program.avals)
+    assert program.temporary_bytes() == jaxprs.temporary_bytes(program._jitted, program.avals)
     assert np.asarray(program(x)).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 

@@ -35,7 +35,7 @@ NORM, PREDICT = (f"tests/pipeline/test_{name}.py" for name in ("world_norm", "pr
 # Of the executor on real modules: what is in flight.
 EXECUTOR = "tests/pipeline/test_executor.py::test_a_stage_without_backward_drops_its_inputs_at_once"
 RESULTS = "tests/pipeline/test_step_results.py"
-COMPAT = "tests/test_jax_compat.py"
+COMPAT, JAXPRS = "tests/test_jax_compat.py", "tests/test_jaxprs.py"
 SPLIT, OFFLOAD = "tests/pipeline/test_split.py", "tests/pipeline/test_offload.py"
 ENDS = tuple(
     f"tests/pipeline/test_awaiting.py::test_the_end_of_{what}_made"
@@ -51,6 +51,7 @@ COPIES = (
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "mmjax/jax_compat.py": (COMPAT,),
+    "mmjax/jaxprs.py": (JAXPRS,),
     "mmjax/mesh/routes.py": (ROUTES, LISTED),
     "mmjax/mesh/layout.py": (LAYOUT, SUBMESH),
     "mmjax/mesh/spread.py": ("tests/mesh/test_spread.py", SUBMESH, LISTED, BOUNDARY, *toy("apart")),
@@ -93,9 +94,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 LEFT_OUT: dict[str, frozenset[str]] = {
-    "mmjax/jax_compat.py": frozenset(
+    "mmjax/jax_compat.py": frozenset(("PlannedDevice",)),
+    "mmjax/jaxprs.py": frozenset(
         (
-            "PlannedDevice",
             "temporary_bytes",
             "_SAME_BUFFER",
             "_temporaries",

@@ -11,7 +11,7 @@ import parity
 import pytest
 from parity import Case, Session
 
-from mmjax import jax_compat
+from mmjax import jaxprs
 from mmjax.assembly.assembly import assemble
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
@@ -221,7 +221,7 @@ def test_the_table_is_near_what_compiled_programs_take(config: str, remat: str) 
         ]
         for program in programs:
             avals = jax.tree.leaves(program.avals)
-            read = jax_compat.used_inputs(program._fn, program.avals)
+            read = jaxprs.used_inputs(program._fn, program.avals)
             counted = shard_bytes([aval for aval, is_read in zip(avals, read, strict=True) if is_read])
             aliased = program.compiled.memory_analysis().alias_size_in_bytes
             used = _used(program)[0]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from mmjax.bench.soak.models import FOLDER_LAYERS
 from mmjax.models.llama.config import DecoderConfig
@@ -47,6 +46,8 @@ def write_folder(folder: Path, *, tied: bool = False) -> None:
 
     write(to_hf_config(settings), expand(rows(settings), settings.layers), read, folder, dtype="bfloat16")
     if tied:
+        from safetensors.numpy import load_file, save_file
+
         path = folder / "model.safetensors"
         tensors = load_file(path)
         save_file({**tensors, HEAD: tensors[EMBED]}, path, metadata={"format": "pt"})
