@@ -1,3 +1,3 @@
 """The version of mmjax, for modules below `mmjax` itself, which imports all of them."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
