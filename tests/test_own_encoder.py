@@ -76,7 +76,8 @@ def test_a_dry_run_and_a_plan_show_it() -> None:
 
 
 @pytest.mark.long
-def test_its_counts_are_those_of_its_leaves() -> None:
+def test_it_is_counted_though_it_counts_nothing_itself() -> None:
+    """Parameters from the leaves of any number of stages, FLOPs as worked out by hand."""
     program = """
 import math, jax
 from own_encoder import Gated, GatedConfig
@@ -88,6 +89,10 @@ for layers in (1, 2, 5):
     leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves())]
     assert parameter_count(model)["vision"] == sum(len(l.names) * math.prod(l.logical_shape) for l in leaves)
     assert len({name for leaf in leaves for name in leaf.names}) == sum(len(leaf.names) for leaf in leaves)
+    d, mlp, patch, gated, attending = 32, 128, 16, layers // 2, layers - layers // 2
+    products = gated * 3 * d * mlp + attending * (4 * d * d + 2 * d * mlp) + patch * d
+    flops = 2 * (64 + 16) * products + attending * 4 * d * (64**2 + 16**2)
+    assert model.nodes["vision"].module.forward_flops([64, 16]) == flops
 """
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{EXAMPLE}"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)

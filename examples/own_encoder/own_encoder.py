@@ -9,7 +9,7 @@ Shapes: R rows, T patches in a row, P numbers in a patch, D width, F hidden unit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -104,16 +104,3 @@ class Gated(mmjax.Module):
     @property
     def medium(self) -> mmjax.EncoderSpec:
         return mmjax.EncoderSpec(patch=self.config.patch, merge=self.config.merge, channels=self.config.channels)
-
-    def parameters(self) -> int:
-        c, d = self.config, self.config.width
-        attending = 4 * (d * d + d) + 2 * d * c.mlp + c.mlp + d + 4 * d
-        gated = 3 * d * c.mlp + d
-        return c.patch_values * d + d + c.layers // 2 * gated + (c.layers - c.layers // 2) * attending
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        c, d, patches = self.config, self.config.width, list(lengths)
-        tokens, pairs = sum(patches), sum(n * n for n in patches)
-        attending = 2 * tokens * (4 * d * d + 2 * d * c.mlp) + 4 * pairs * d
-        gated, stem = 2 * tokens * 3 * d * c.mlp, 2 * tokens * c.patch_values * d
-        return stem + c.layers // 2 * gated + (c.layers - c.layers // 2) * attending

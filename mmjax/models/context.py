@@ -19,6 +19,7 @@ from mmjax.attention.exchange import gather_tokens
 from mmjax.attention.mask import Mask, MaskKind
 from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spread import Axes
+from mmjax.models.recorded_work import record_attention
 
 Inputs = Mapping[str, Array]
 """Host inputs of one microbatch for one module, local rows."""
@@ -107,6 +108,7 @@ class Context:
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, the mask or the devices.
         """
+        record_attention(q, v, self.mask)
         if axes := self.axes.positions:
             cp_way = self.axes.cp_way
             keys = self.row_tokens or gather_tokens(self.tokens, self.mask, axes, cp_way)

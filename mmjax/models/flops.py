@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of a model by module: modules count themselves, projectors and adapters are counted here.
+"""Parameter and FLOP counts of a model by module. Parameters are counted from leaves, FLOPs by each module.
 
 Counting rules: real (unpadded) tokens only; 2·m·n·k for a product of [m, k] and [k, n]; attention over the pairs that
 the mask allows, n(n + 1)/2 in a causal segment of n and n² in a picture or a recording; the vocabulary head included;
@@ -11,18 +11,21 @@ All counts are exact `int`s.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from mmjax.attention.mask import Mask
 from mmjax.attention.pairs import pairs_of
+from mmjax.mesh.layout import Layout
 from mmjax.models.config import lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
-from mmjax.models.lora.layers import lora_flops, lora_parameters
+from mmjax.models.lora.layers import lora_flops
 from mmjax.models.module import Module
-from mmjax.models.projector.layers import projector_flops, projector_parameters
+from mmjax.models.projector.layers import projector_flops
 
 Pairs = Mapping[Mask, int]
 """The number of pairs of query and visible key, by mask."""
@@ -34,21 +37,12 @@ def parameter_count(model: MultimodalModel) -> dict[str, int]:
     Raises:
       ValueError: the vocabulary size is not set yet.
     """
-    counts: dict[str, int] = {}
-    for name, node in model.nodes.items():
-        counts[name] = node.module.parameters()
-        if node.lora.rank:
-            counts[lora_name(name)] = lora_parameters(node.module, node.lora)
-        if node.projector:
-            norm = model.projector_norm(name)
-            counts[projector_name(name)] = sum(
-                projector_parameters(*widths, **norm) for widths in model.projector_widths(name).values()
-            ) + sum(
-                len(edge.inject) * projector_parameters(*model.injected_widths(edge), norm=node.projector.norm)
-                for edge in model.out_of(name)
-                if edge.inject
-            )
-            counts[projector_name(name)] += model.token_width(name) * node.projector.newline
+    counts = dict.fromkeys(model.modules, 0) | {name: node.module.parameters() for name, node in model.nodes.items()}
+    slices = (part for stage in model.stages(dict.fromkeys(model.nodes, Layout())) for part in stage.slices)
+    for part in slices:
+        if part.module not in model.nodes:  # projectors and adapters
+            leaves = jax.tree.leaves(part.leaves())
+            counts[part.module] += sum(len(leaf.names) * math.prod(leaf.logical_shape) for leaf in leaves)
     return counts
 
 

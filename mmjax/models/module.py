@@ -9,6 +9,7 @@ A user's module is a subclass in the user's file, named in a configuration as "p
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,8 @@ from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, run_cached, run_layer, scan_layers
-from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part
+from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part, shapes_of
+from mmjax.models.traced_flops import traced_work
 
 Block = Callable[[Array, Params], Array]
 """One layer: its input, or several rows' of features, and its parameters, to its output."""
@@ -185,6 +187,11 @@ class Module(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}.logits: a module without it generates no text")
 
+    @property
+    def gives_logits(self) -> bool:
+        """Whether it has the method ``logits``, with which text is generated."""
+        return type(self).logits is not Module.logits
+
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
         """A generator's patches ``[R, T, E]`` of each microbatch, without noise.
 
@@ -224,19 +231,31 @@ class Module(ABC):
         """The number of axes of positions in rows of text: 1, the place in the sample, or 3 (see ``data.mrope``)."""
         return 1
 
-    @abstractmethod
     def parameters(self) -> int:
-        """The number of its parameters, without padding; a tied table counts once."""
+        """The number of its parameters, without padding; a tied table counts once.
 
-    @abstractmethod
+        Raises:
+          ValueError: the vocabulary size is not set yet.
+        """
+        if getattr(self.config, "vocab", None) == 0:
+            name = f"{gin_name(type(self.config))}.vocab"
+            raise ValueError(f"{name}: 0 is no size; set it to the tokenizer's vocabulary first")
+        parts = sum(math.prod(shape) for part in self.parts(first=True, last=True) for shape in part.shapes.values())
+        layers = ((group.layers, shapes_of(group.create).values()) for group in self.groups)
+        return parts + sum(count * sum(map(math.prod, shapes)) for count, shapes in layers)
+
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Model FLOPs of a forward over segments of these lengths in tokens or patches, in total (rules: ``flops``)."""
+        """Model FLOPs of a forward over segments of these lengths in tokens or patches, in total (rules: ``flops``).
+
+        By default products and attention of a traced row are counted (see ``traced_flops``).
+        """
+        return traced_work(self).flops(lengths)
 
     def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
         """``forward_flops`` with counted pairs: ``pairs`` has the number that each of ``masks`` allows in these
         segments, in one layer.
         """
-        return self.forward_flops(lengths)
+        return traced_work(self).flops(lengths, pairs)
 
     def with_vocab(self, vocab: int) -> Self:
         """A copy with the tokenizer's vocabulary size, where the field ``vocab`` of the settings is 0; else the module

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
+from mmjax.models.recorded_work import record_product
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
 
 PRODUCT = "weight of a product"
@@ -146,6 +147,8 @@ def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP)
 
 
 def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
+    for weight in weights:
+        record_product(x, weight)
     if _marking.get():
         weights = [checkpoint_name(w, PRODUCT) for w in weights]
     tapped_weights = [w for w in weights if isinstance(w, Tapped)]

@@ -7,7 +7,7 @@ Shapes: R rows, T positions per row, D width, H heads and F hidden units local t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -186,31 +186,3 @@ def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Ar
     h_RTF, *up_RTF = column_parallel(h_RTD, [(p[name], p[f"{name}_bias"]) for name in names], axes)
     h_RTF = ACTIVATIONS[c.activation](h_RTF)
     return row_parallel(h_RTF * up_RTF[0] if up_RTF else h_RTF, p["down"], axes, p["down_bias"])
-
-
-# ---- counts, by the rules of ``flops`` -------------------------------------------------------------------------------
-
-
-def block_parameters(c: LayerSizes, *, gated: bool = False) -> int:
-    """The number of parameters of attention and mlp, ``gated`` or not, of all layers; without norms."""
-    d, f = c.width, c.mlp
-    return c.layers * (4 * d * d + (3 + c.k_bias) * d + (1 + gated) * (d * f + f) + f * d + d)
-
-
-def encoder_parameters(c: LayerSizes) -> int:
-    """The number of parameters of an encoder's layers, with the two LayerNorms of each."""
-    return block_parameters(c) + 2 * c.layers * norm_parameters(c)
-
-
-def norm_parameters(c: LayerSizes) -> int:
-    """The number of parameters of a LayerNorm: twice the width."""
-    return 2 * c.width
-
-
-def block_flops(c: LayerSizes, lengths: Sequence[int], *, gated: bool = False) -> int:
-    """Forward FLOPs of all layers for media with these numbers of patches, all of whose pairs are visible.
-
-    ``gated`` is whether the mlp has a gate.
-    """
-    d, tokens, pairs = c.width, sum(lengths), sum(n * n for n in lengths)
-    return c.layers * (2 * tokens * (4 * d * d + (2 + gated) * d * c.mlp) + 4 * pairs * d)

@@ -19,7 +19,6 @@ from mmjax.attention.language import Rules
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
-from mmjax.models.module import Module
 from mmjax.pipeline.answers import Answer, Answers
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import Sampling
@@ -84,7 +83,7 @@ class Predictor(Walker):
     def writes(self) -> bool:
         """Whether the language model can write text: it has logits, and no token sees later ones."""
         module = self.placed.model.nodes[LLM].module
-        return type(module).logits is not Module.logits and not Rules.parse(module.sees).shows_later
+        return module.gives_logits and not Rules.parse(module.sees).shows_later
 
     def require_no_later(self) -> None:
         """Requires that no token sees text that is generated after it.

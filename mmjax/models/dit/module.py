@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,6 @@ from mmjax.models.dit.config import DiTConfig
 from mmjax.models.layers import Params
 from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Predict
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import block_flops, block_parameters
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,3 @@ class DiffusionTransformer(Module):
         """The cutting of a picture into patches, for the data side."""
         c = self.config
         return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
-
-    def parameters(self) -> int:
-        """The number of parameters of patch embedding, layers with their modulation, and velocity head."""
-        c, d, e = self.config, self.config.width, self.config.patch_values
-        modulation = (2 * c.frequencies + 1) * (6 * c.layers + 2) * d
-        return e * d + d + block_parameters(c) + modulation + d * e + e
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs for pictures with these numbers of patches."""
-        c, patches = self.config, [int(n) for n in lengths]
-        ends = 2 * c.patch_values * c.width
-        modulation = 2 * c.frequencies * (6 * c.layers + 2) * c.width
-        return 2 * sum(patches) * (ends + modulation) + block_flops(c, patches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -15,7 +15,7 @@ from mmjax.attention.language import WORDS, MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens, rms_norm
-from mmjax.models.llama import counts, layers
+from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Block, LayerGroup, Loss, Module
 from mmjax.models.parameters import KV_HEADS, LogicalAxes, Part
@@ -127,19 +127,3 @@ class Llama(Module):
     def sees(self) -> str:
         """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
-
-    def parameters(self) -> int:
-        """The number of its parameters; see ``counts.parameters``."""
-        return counts.parameters(self.config)
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs over segments of these lengths in tokens; see ``counts.forward_flops``."""
-        return counts.forward_flops(self.config, lengths)
-
-    def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
-        """Forward FLOPs over segments of these lengths in tokens, with counted pairs.
-
-        ``pairs`` has the number of pairs that each of ``masks`` allows in these segments, in one layer.
-        """
-        total_pairs = sum(layers * pairs[mask] for layers, mask in self.masks)
-        return counts.forward_flops(self.config, lengths, total_pairs)

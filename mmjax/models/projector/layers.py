@@ -96,22 +96,6 @@ def project(
     return row_parallel(ACTIVATIONS[activation](h_RTF), p["down"], axes, p["down_bias"])
 
 
-def projector_parameters(in_width: int, hidden: int, out_width: int, *, norm: str = "none", together: int = 1) -> int:
-    """The number of a projector's parameters.
-
-    Args:
-      in_width: the width of ``together`` features side by side.
-      hidden: the number of hidden units; 0 for a projector of one layer.
-      out_width: the width of a token.
-      norm: the norm of each feature: "none", "layer" or "rms".
-      together: the number of features of a token.
-    """
-    norms = {"none": 0, "layer": 2, "rms": 1}[norm] * (in_width // together)
-    if not hidden:
-        return norms + in_width * out_width + out_width
-    return norms + in_width * hidden + hidden + hidden * out_width + out_width
-
-
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:
     """Forward FLOPs of a projector from ``in_width`` to ``out_width`` for ``tokens`` output tokens, without its norm.
 

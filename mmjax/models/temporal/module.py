@@ -9,7 +9,6 @@ Shapes: R rows, T tokens per row, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,10 +26,7 @@ from mmjax.models.temporal.config import TemporalConfig
 from mmjax.models.transformer import (
     EncoderLayer,
     Norm,
-    block_flops,
     encoder_block,
-    encoder_parameters,
-    norm_parameters,
 )
 
 
@@ -77,14 +73,3 @@ class TemporalEncoder(Module):
     def medium(self) -> EncoderSpec:
         """One position for each token of the other encoder, for the data side."""
         return EncoderSpec(patch=1, axes=1)
-
-    def parameters(self) -> int:
-        """The number of parameters of layers and the last norm."""
-        return encoder_parameters(self.config) + norm_parameters(self.config)
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs for segments of these numbers of tokens.
-
-        All pairs of a segment count; those of a token and later media, which the mask hides, are among them.
-        """
-        return block_flops(self.config, [int(n) for n in lengths])

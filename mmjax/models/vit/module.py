@@ -13,7 +13,6 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, any_norm
 from mmjax.models.module import Block, LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import block_flops, block_parameters
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig
 
@@ -72,24 +71,14 @@ class VisionTransformer(Module):
             boundless="rope2d",
         )
 
-    def parameters(self) -> int:
-        """The number of parameters of patch embedding, learned position table, class token, layers and norms."""
-        c, d = self.config, self.config.width
-        position = (c.class_token + c.grid**2) * d if c.positions == "learned2d" else 0
-        norms = (c.stem_norm + c.last_norm + 2 * c.layers) * (d if c.norm == "rms" else 2 * d)
-        stem = c.frames * c.patch_values * d + (c.patch_bias + c.class_token) * d + position
-        return stem + norms + block_parameters(c, gated=c.gated) + 2 * c.layers * d * c.layer_scale
-
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Forward FLOPs for images with these numbers of patches, class tokens not counted.
 
-        Class tokens are added here. Windows at an edge of an image count as full.
+        Windows at an edge of an image count as full.
         """
         c, patches = self.config, [int(n) for n in lengths]
-        stem = 2 * sum(patches) * c.frames * c.patch_values * c.width
         # Pairs of patches in different windows are hidden.
         hidden_pairs = sum(
             layers * n * max(n - window**2, 0) for layers, window in c.windows if window for n in patches
         )
-        without_windows = block_flops(c, [n + c.class_token for n in patches], gated=c.gated)
-        return stem + without_windows - 4 * hidden_pairs * c.width
+        return super().forward_flops(patches) - 4 * hidden_pairs * c.width

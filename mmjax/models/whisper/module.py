@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, layer_norm
 from mmjax.models.module import Block, LayerGroup, Module
 from mmjax.models.parameters import Part
-from mmjax.models.transformer import EncoderLayer, block_flops, encoder_block, encoder_parameters, norm_parameters
+from mmjax.models.transformer import EncoderLayer, encoder_block
 from mmjax.models.whisper import layers
 from mmjax.models.whisper.config import WhisperConfig
 
@@ -77,19 +76,3 @@ class Whisper(Module):
                 sample_rate=c.sample_rate, window=c.window, hop=c.hop, mels=c.mels, edges=c.edges, chunk=chunk
             ),
         )
-
-    def parameters(self) -> int:
-        """The number of parameters of both convolutions, learned position table, layers and last norm."""
-        c, d = self.config, self.config.width
-        convolutions = layers.TAPS * c.mels * d + d + layers.TAPS * d * d + d
-        position = c.length * d if c.positions == "learned" else 0
-        return convolutions + position + encoder_parameters(c) + norm_parameters(c)
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs for recordings with these numbers of patches, of two frames each.
-
-        For each patch the first convolution runs twice and the second once, each over three taps.
-        """
-        c, patches = self.config, [int(n) for n in lengths]
-        stem = 2 * sum(patches) * (2 * layers.TAPS * c.mels * c.width + layers.TAPS * c.width * c.width)
-        return stem + block_flops(c, patches)

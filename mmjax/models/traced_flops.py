@@ -1,0 +1,174 @@
+"""FLOPs of a module from a trace of its layers: what a module without formulas of its own costs.
+
+A row is traced once per module, on a device that need not exist. A loop of the module's own counts as one turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from mmjax.attention.language import WORDS
+from mmjax.attention.mask import Mask
+from mmjax.attention.pairs import pairs_of
+from mmjax.data.patches import input_dtype, patch_shapes
+from mmjax.jax_compat import PlannedDevice
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.context import Context
+from mmjax.models.parameters import shapes_of
+from mmjax.models.recorded_work import RecordedWork, recording
+
+TOKENS = 16
+"""LLM tokens, or tokens of text, of the row that is traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedWork:
+    """FLOPs of a module's layers, and of what is before and behind them.
+
+    Attributes:
+      ends: of products outside of layers, for one position of a row.
+      layers: of products in all layers, for one position.
+      per_pair: of attention in all layers, for a pair of query and visible key, by mask.
+      axes: of positions.
+      special: positions of a segment that its length does not count, such as a class token.
+    """
+
+    ends: Fraction
+    layers: Fraction
+    per_pair: Mapping[Mask, int]
+    axes: int
+    special: int
+
+    def flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int] | None = None) -> int:
+        """Forward FLOPs over segments of these lengths, in positions.
+
+        Args:
+          lengths: lengths of the segments, without special positions.
+          pairs: the number of pairs in one layer, by mask. By default it follows from the lengths: masks of words count
+            as causal, and windows over positions of several axes are left out.
+        """
+        plain = [int(n) for n in lengths]
+        runs = [n + self.special for n in plain]
+        visible = pairs or {mask: sum(_pairs_of_segment(mask, n, self.axes) for n in runs) for mask in self.per_pair}
+        attention = sum(flops * visible[mask] for mask, flops in self.per_pair.items())
+        return round(self.ends * sum(plain) + self.layers * sum(runs)) + attention
+
+
+@functools.lru_cache(maxsize=64)
+def traced_work(module: Any) -> TracedWork:
+    """The work of a ``Module``, whose settings are hashable; traces one row of ``TOKENS`` tokens.
+
+    A language model's logits count for every token.
+    """
+    positions = TOKENS * module.patches_per_token
+    inputs, width = _row(module, positions), module.config.width
+    parts = _single_parts(module)
+    features = jax.ShapeDtypeStruct((1, positions, width), jnp.float32)
+    record = _record(
+        lambda context, p, x: module.end(p, context, module.embed(p, context) + x), inputs, parts, features
+    )
+    ends, layers, per_pair = Fraction(record.products, positions), Fraction(0), record.per_pair
+    for group in module.groups:
+        mask, layer = group.mask(module.mask), _leaves(shapes_of(group.create))
+        run = functools.partial(_run_layer, group.block, mask)
+        work = _record(run, inputs, layer, features)
+        layers += group.layers * Fraction(work.products, positions)
+        per_pair += Counter({mask: group.layers * flops for mask, flops in work.per_pair.items()})
+    if module.losses:
+        ends += _head(module, inputs, parts, features)
+    special = module.medium.special if module.medium else 0
+    return TracedWork(ends=ends, layers=layers, per_pair=dict(per_pair), axes=_axes(module), special=special)
+
+
+def _head(module: Any, inputs: Mapping[str, Any], parts: Any, features: Any) -> Fraction:
+    """FLOPs of the products with which a module gives its losses, for one position.
+
+    A language model's losses go through its logits in chunks of tokens, so the logits of one token are traced.
+    """
+    if not module.gives_logits:
+        record = _record(lambda context, p, x: module.loss(p, context, x), inputs, parts, features)
+        return Fraction(record.products, features.shape[1])
+    token = jax.ShapeDtypeStruct((1, 1, module.config.width), jnp.float32)
+    return Fraction(_record(lambda context, p, x: module.logits(p, context, x), inputs, parts, token).products)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairs_of_segment(mask: Mask, length: int, axes: int) -> int:
+    """The number of pairs in a segment: of text, or of a medium, whose places along the axes are not known."""
+    kind = "causal" if mask.kind == "words" else mask.kind
+    window = mask.window if kind == "causal" else 0
+    plain = replace(mask, kind=kind, relations=(), window=window, grid_window=mask.grid_window if axes == 1 else 0)
+    row = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
+    return int(pairs_of(plain, row).key_counts().sum())
+
+
+def _run_layer(block: Callable[..., Any], mask: Mask, context: Context, p: Any, x: jax.Array) -> Any:
+    return block(context.under(mask), x)(x, p)
+
+
+def _single_parts(module: Any) -> dict[str, Any]:
+    """The parameters outside of layers, and those of a layer, which ``embed`` may look at, nested dicts of shapes."""
+    tree: dict[str, Any] = {"layers": _leaves(shapes_of(module.groups[0].create))}
+    for part in module.parts(first=True, last=True):
+        leaves = _leaves(shapes_of(part.create))
+        tree |= {part.name: leaves} if part.name else leaves
+    return tree
+
+
+def _leaves(shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> dict[str, Any]:
+    """A nested dict of fp32 arrays' shapes, from shapes by path."""
+    tree: dict[str, Any] = {}
+    for path, shape in shapes.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return tree
+
+
+def _axes(module: Any) -> int:
+    """The number of axes of positions in the module's rows."""
+    spec = module.medium
+    return spec.axes if spec and not spec.codes else module.position_axes
+
+
+def _row(module: Any, positions: int) -> dict[str, Any]:
+    """Shapes of the host inputs of a row; an input that is unknown here is one number for each position."""
+    spec = module.medium
+    shapes = patch_shapes(spec) if spec else {}
+    axes = _axes(module)
+    shapes["positions"] = (axes,) if axes > 1 or (spec and not spec.codes) else ()
+    names = dict.fromkeys((*module.inputs(first=True, last=True), "segments", "positions"))
+    dtypes: dict[str, Any] = {name: input_dtype(name, spec) for name in patch_shapes(spec)} if spec else {}
+    dtypes |= dict.fromkeys(WORDS, np.uint32)
+    return {
+        name: jax.ShapeDtypeStruct((1, positions, *shapes.get(name, ())), dtypes.get(name, np.int32)) for name in names
+    }
+
+
+def _record(
+    fn: Callable[[Context, Any, jax.Array], Any], inputs: Mapping[str, Any], parameters: Any, x: Any
+) -> RecordedWork:
+    """The work of ``fn(context, parameters, x)``, from the shapes of its arguments."""
+    submesh = Submesh.of(Layout(), (0,), [PlannedDevice(0)])
+
+    def body(inputs: Any, parameters: Any, x: jax.Array) -> jax.Array:
+        fn(Context.of(submesh.axes, inputs, "full"), parameters, x)
+        return jnp.zeros(())
+
+    replicated = PartitionSpec()
+    mapped = jax.shard_map(body, mesh=submesh.mesh, in_specs=replicated, out_specs=replicated)
+    with recording() as record:
+        jax.eval_shape(mapped, dict(inputs), parameters, x)
+    return record
