@@ -8,10 +8,11 @@ name code say so (`metadata=CODE`). A configuration with such a value is legal o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, setting_name
 
 CODE: Mapping[str, object] = {"code": True}
 """Metadata of a dataclass's field whose value may name code."""
@@ -34,6 +35,21 @@ def require_allowed(field: str, value: object, *, allowed: bool) -> None:
     if names_code(value) and not allowed:
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
+
+
+def check_code(settings_by_scope: Iterable[tuple[str, Any]], *, allowed: bool) -> None:
+    """Raises ConfigError if a setting names code and code is not `allowed`; imports nothing.
+
+    Args:
+      settings_by_scope: each configurable object with its scope, such as ("mine", `SourceConfig(…)`).
+      allowed: whether the user has allowed code (`--allow_code`).
+    """
+    for scope, settings in settings_by_scope:
+        for field in fields(settings):
+            if field.metadata.get("code"):
+                value = getattr(settings, field.name)
+                for item in value.values() if isinstance(value, dict) else (value,):
+                    require_allowed(setting_name(scope, settings, field.name), item, allowed=allowed)
 
 
 def import_named(field: str, value: str) -> Any:
