@@ -14,12 +14,13 @@ from mmjax.mesh.layout import Layout
 from mmjax.models import families
 from mmjax.models.families import FAMILIES, family_of, family_of_tokens
 from mmjax.models.settings import ModuleSettings
+from mmjax.recipe import validate
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_states_its_medium_and_the_sizes_that_tp_divides(kind: str) -> None:
     family, settings = FAMILIES[kind], FAMILIES[kind].config()
-    assert isinstance(settings, ModuleSettings) and (family.medium is None) == ("llm" in family.roles)
+    assert issubclass(family.config, ModuleSettings) and (family.medium is None) == ("llm" in family.roles)
     assert {*settings.divided_by_tp, "attention", "remat"} <= {field.name for field in fields(settings)}
     sizes = settings.sizes("m")
     assert len(sizes.by_tp) == len(settings.divided_by_tp) and set(sizes.replicable) <= set(sizes.by_tp)
@@ -59,10 +60,10 @@ def test_a_family_refuses_layouts_and_runs_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(families, "FAMILIES", {**FAMILIES, "narrow": family})
     monkeypatch.setattr("mmjax.recipe.specs.families_for", lambda role: (*families.FAMILIES,))
     with pytest.raises(ConfigError, match=r"^llm/Layout\.cp=1: mine$"):
-        mm.recipe.validate(recipe(Narrow()))
+        validate(recipe(Narrow()))
     monkeypatch.delattr(Narrow, "check")
     with pytest.raises(ConfigError, match=r"^llm: mine in float32 on ''$"):
-        mm.recipe.validate(recipe(Narrow()))
+        validate(recipe(Narrow()))
 
 
 def test_settings_of_a_module_of_ones_own_inherit_from_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
