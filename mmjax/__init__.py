@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mmjax.mesh.world import World as World
     from mmjax.models.callbacks import Callbacks as Callbacks
     from mmjax.models.callbacks import reads as reads
-    from mmjax.models.choices import EqualHeads as EqualHeads
-    from mmjax.models.choices import SquarePatches as SquarePatches
     from mmjax.models.config import CallbacksConfig as CallbacksConfig
     from mmjax.models.config import ModelConfig as ModelConfig
     from mmjax.models.context import Context as Context
@@ -58,6 +56,9 @@ if TYPE_CHECKING:
     from mmjax.models.nodes import Node as Node
     from mmjax.models.parameters import Part as Part
     from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
+    from mmjax.models.settings import EqualHeads as EqualHeads
+    from mmjax.models.settings import ModuleSettings as ModuleSettings
+    from mmjax.models.settings import SquarePatches as SquarePatches
     from mmjax.models.temporal.config import TemporalConfig as TemporalConfig
     from mmjax.models.transformer import Affine as Affine
     from mmjax.models.transformer import EncoderLayer as EncoderLayer
@@ -125,6 +126,7 @@ __all__ = [
     "ModelConfig",
     "ModelSpec",
     "Module",
+    "ModuleSettings",
     "ModuleSpec",
     "MultimodalModel",
     "Node",
@@ -200,7 +202,6 @@ _NAMES_OF = {
     "mmjax.mesh.layout": ("Layout",),
     "mmjax.mesh.world": ("World",),
     "mmjax.models.callbacks": ("Callbacks", "reads"),
-    "mmjax.models.choices": ("EqualHeads", "SquarePatches"),
     "mmjax.models.config": ("CallbacksConfig", "ModelConfig"),
     "mmjax.models.context": ("Context",),
     "mmjax.models.dit.config": ("DiTConfig",),
@@ -213,6 +214,7 @@ _NAMES_OF = {
     "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),
+    "mmjax.models.settings": ("EqualHeads", "ModuleSettings", "SquarePatches"),
     "mmjax.models.temporal.config": ("TemporalConfig",),
     "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
     "mmjax.models.vit.config": ("ViTConfig",),

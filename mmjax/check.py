@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mmjax.attention.settings import DTYPES
 from mmjax.config import load_config
 from mmjax.config.flags import (
     PROCESS_FLAGS,
@@ -24,7 +25,6 @@ from mmjax.config.flags import (
 )
 from mmjax.configurable import ConfigError
 from mmjax.flags import importing
-from mmjax.recipe.train_config import DTYPES
 
 FLAGS = (
     Flag(name="steps", doc="optimizer steps to compare.", default=3),

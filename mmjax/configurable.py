@@ -91,6 +91,15 @@ def gin_name(cls: type[Any]) -> str:
     raise KeyError(f"{cls.__qualname__} is not a configurable")
 
 
+def setting_name(scope: str, settings: object, field: str) -> str:
+    """The name of a field as a user writes it: "llm/Decoder.width", or "Train.steps" for the scope "".
+
+    Raises:
+      KeyError: the class of `settings` is not registered.
+    """
+    return f"{scope}/{gin_name(type(settings))}.{field}".removeprefix("/")
+
+
 def preset_values(cls: type[Any], name: str) -> dict[str, object]:
     """The values of preset `name` of `cls` by field, and `name` under "preset"; {} if `name` is "".
 

@@ -81,6 +81,11 @@ class OptimizerConfig:
             reasons["final_learning_rate"] = "Optimizer.schedule='constant' ends where it begins"
         return reasons
 
+    def check_warmup(self, part: str, steps: int) -> None:
+        """Raises `ConfigError` if the warm-up of a trained part, such as "vision_projector", is not over in `steps`."""
+        fix = f"must be below Train.steps ({steps}), such as {steps // 10}"
+        require(self.frozen or self.warmup < steps, f"{part}/Optimizer.warmup", self.warmup, fix)
+
     def held_in(self, dtype: str) -> str:
         """The dtype in which the module's parameters are stored between steps that compute in `dtype`, such as
         "bfloat16".

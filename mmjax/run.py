@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmjax.recipe import Recipe, validate
-from mmjax.recipe.validate import require_targets
+from mmjax.recipe.targets import require_targets
 
 if TYPE_CHECKING:  # a run that only plans needs no JAX
     from mmjax.eval.report import EvalReport

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Self
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, setting_name
 
 CODE: Mapping[str, object] = {"code": True}
 """Metadata of a dataclass's field whose value may name code."""
@@ -62,6 +63,21 @@ def require_allowed(field: str, value: object, *, allowed: bool) -> None:
     if names_code(value) and not allowed and not isinstance(value, CodeName):
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
+
+
+def check_code(settings_by_scope: Iterable[tuple[str, Any]], *, allowed: bool) -> None:
+    """Raises ConfigError if a setting names code and code is not `allowed`; imports nothing.
+
+    Args:
+      settings_by_scope: each configurable object with its scope, such as ("mine", `SourceConfig(…)`).
+      allowed: whether the user has allowed code (`--allow_code`).
+    """
+    for scope, settings in settings_by_scope:
+        for field in fields(settings):
+            if field.metadata.get("code"):
+                value = getattr(settings, field.name)
+                for item in value.values() if isinstance(value, dict) else (value,):
+                    require_allowed(setting_name(scope, settings, field.name), item, allowed=allowed)
 
 
 def import_named(field: str, value: str) -> Any:

@@ -22,7 +22,7 @@ from mmjax.eval.report import evaluate
 from mmjax.export.parameters import export_run
 from mmjax.mesh.layout import Layout
 from mmjax.recipe import Recipe
-from mmjax.recipe.validate import advise
+from mmjax.recipe.advice import advise
 from mmjax.train.metrics import read_metrics
 from mmjax.train.trainer import Trainer
 

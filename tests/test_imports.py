@@ -161,6 +161,28 @@ def test_no_import_runs_upwards() -> None:
     assert not wrong
 
 
+NAMES_FAMILIES = {
+    "mmjax": "public names",
+    "mmjax.models.families": "the registry",
+    "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower",
+    "mmjax.parity.shrink": "smaller settings of each family",
+}
+"""Modules outside a family's folder that import from it; beside these, the dense reference and benchmarks do."""
+
+
+def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
+    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "temporal", "vit", "whisper")}
+    importing = {
+        name
+        for name, imported in whole_graph().items()
+        for folder in folders
+        if not name.startswith(folder) and any(target.startswith(f"{folder}.") for target in imported)
+    }
+    assert {name for name in importing if package_of(name) not in ("reference", "bench", "benchmarks", "studies")} == {
+        *NAMES_FAMILIES
+    }
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from mmjax.configurable import one_of, require
 
 AUTO = "auto"
+DTYPES = ("float32", "bfloat16")
+"""Dtypes in which a run may compute, values of ``Train.dtype``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,49 @@ BACKENDS = (AUTO, "dense", "blockwise", *LIBRARIES)
 """Values of ``attention``: the best for device, shape and mask; scores of all pairs of tokens; blocks of tokens in
 plain
 XLA; and the kernels of libraries."""
+
+
+def check_backend_layout(field: str, attention: str, layout: str, *, cp: int, cp_way: str) -> None:
+    """Requires that the backend of a module computes under its context parallelism.
+
+    Args:
+      field: the setting, such as "llm/Decoder.attention".
+      attention: its value, one of ``BACKENDS``, or "" for a module without such a setting.
+      layout: the name of the module's layout, such as "llm/Layout".
+      cp, cp_way: fields of that layout.
+
+    Raises:
+      ConfigError: the backend does not.
+    """
+    if cp == 1:
+        return
+    fix = f"is for whole rows, and {layout}.cp is {cp}; set it to {AUTO!r} or 'blockwise'"
+    require(attention != "dense", field, attention, fix)
+    if library := LIBRARIES.get(attention):
+        fix = f"with {layout}.cp={cp}, {library.name} needs Layout.cp_way="
+        fix += f"{' or '.join(map(repr, library.cp_ways))}, not {cp_way!r}; set one, or {field} to {AUTO!r}"
+        require(cp_way in library.cp_ways, field, attention, fix)
+
+
+def check_backend_run(field: str, attention: str, dtype: str, platform: str) -> None:
+    """Requires that the backend of a module computes in the run's dtype and on its platform.
+
+    Args:
+      field: the setting, such as "llm/Decoder.attention".
+      attention: its value, one of ``BACKENDS``, or "" for a module without such a setting.
+      dtype: the value of ``Train.dtype``.
+      platform: the value of ``World.platform``.
+
+    Raises:
+      ConfigError: the backend does not.
+    """
+    if library := LIBRARIES.get(attention):
+        fix = f"or {AUTO!r}, which takes what there is"
+        dtypes = " or ".join(repr(name) for name in DTYPES if name in library.dtypes)
+        problem = f"{library.name} does not compute in Train.dtype={dtype!r}; use {dtypes} there, {fix}"
+        require(dtype in library.dtypes, field, attention, problem)
+        where = f"{library.name} runs on {library.devices} and World.platform is {platform!r}"
+        require(platform in ("", "cuda"), field, attention, f"{where}; use 'cuda' there, {fix}")
 
 
 def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:

@@ -21,7 +21,7 @@ from mmjax.config.steps import fit_to_steps
 from mmjax.configurable import ConfigError, near_misses
 from mmjax.recipe.recipe import Recipe
 from mmjax.recipe.train_config import TrainConfig
-from mmjax.recipe.validate import check_devices, validate
+from mmjax.recipe.validate import validate
 
 _PLACEMENT = ("Layout", "Offload", "World")
 _ORDER = ("schedule", "inner", "window", "lowering")
@@ -157,7 +157,7 @@ def require_devices(recipe: Recipe, available: int, gin_files: Sequence[str | os
       ConfigError: they are not; the message names a flag, and a gin file beside the last of `gin_files`, that fit.
     """
     if available < recipe.devices:
-        check_devices(recipe, available, config_that_fits(available, gin_files))
+        recipe.world.check_devices(recipe.model.layouts, available, config_that_fits(available, gin_files))
 
 
 def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> tuple[Path, int] | None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mmjax.configurable import ConfigError, configurable, one_of, positive, require
+from mmjax.mesh.layout import SPANNING, Layout
 
 TRANSPORTS = ("auto", "device_put", "collective")
 ROUTES = ("leader", "sliced")
 WARM_UPS = ("auto", "on", "off")
+MOST_DEVICES = 1 << 16
+"""The most devices that layouts may need if ``World.devices`` is not set."""
 
 
 @configurable("World")
@@ -56,3 +61,46 @@ class WorldConfig:
         legal = math.isfinite(self.hang_seconds) and (self.hang_seconds >= 0 or self.hang_seconds == -1)
         fix = "must be above 0, such as 120.0; 0 finds it from the steps' times, and -1 switches it off"
         require(legal, "World.hang_seconds", self.hang_seconds, fix)
+
+    def idle(self) -> dict[str, str]:
+        """The fields without effect, given the other fields, each with the reason: "warm_up_seconds", or {}."""
+        return {"warm_up_seconds": "World.warm_up='off' tries nothing"} if self.warm_up == "off" else {}
+
+    def check_size(self, layouts: Mapping[str, Layout]) -> None:
+        """Refuses layouts, by module, that are larger than any cluster, before memory is allocated for their ranks.
+
+        Raises:
+          ConfigError: a layout needs more than ``devices`` and more than ``MOST_DEVICES``.
+        """
+        most = max(self.devices, MOST_DEVICES)
+        for module, layout in layouts.items():
+            if layout.end > most:
+                degrees = {name: getattr(layout, name) for name in (*SPANNING, "rank_offset")}
+                name = max(degrees, key=lambda name: degrees[name])
+                fix = f"needs {layout.end} devices, more than {most}; use less, or name so many with World.devices"
+                raise ConfigError(f"{module}/Layout.{name}={degrees[name]}: {fix}")
+
+    def check_devices(
+        self, layouts: Mapping[str, Layout], available: int, alternative: tuple[Path, int] | None = None
+    ) -> None:
+        """Requires that the number of available devices is enough for the layouts.
+
+        Args:
+          layouts: the layouts by module.
+          available: number of devices.
+          alternative: a gin file that fits, and the number of devices that it needs; for the message.
+
+        Raises:
+          ConfigError: the layouts need more devices; the message names flags that fit.
+        """
+        needed = max(layout.end for layout in layouts.values())
+        if available >= needed:
+            return
+        fixes = [f"--gin.World.devices={needed}" if self.devices else "smaller layouts"]
+        if self.platform != "cpu" and not self.devices:
+            fixes.append(f"--gin.World.platform=cpu for {needed} virtual devices")
+        if alternative:
+            fixes.append(f"--gin_file={alternative[0]} (needs {alternative[1]})")
+        described = "; ".join(f"{module} {layout.describe()}" for module, layout in layouts.items())
+        problem = f"the layouts need {needed} devices, not {available} ({described})"
+        raise ConfigError(f"World.devices={self.devices}: {problem}; use {', or '.join(fixes)}")

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from mmjax.configurable import ConfigError, configurable, divides, one_of, require
+from mmjax.configurable import ConfigError, configurable, divides, nearest_divisor, one_of, require
 
 CP_WAYS = ("gather", "need", "ring", "all-to-all")
 """How attention exchanges queries and keys among ranks of cp; see `mmjax.attention.exchange`."""
@@ -35,6 +35,23 @@ CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
 """The degrees whose product is the number of a module's ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSizes:
+    """The sizes of a module that its layout divides.
+
+    Attributes:
+      layers: number of layers.
+      heads: query heads; 0 for a module without attention.
+      by_tp: sizes that tp divides, by setting: {"llm/Decoder.heads": 32}.
+      replicable: settings of those sizes that tp may be a multiple of instead: several ranks then have the same part.
+    """
+
+    layers: int
+    heads: int = 0
+    by_tp: Mapping[str, int] = field(default_factory=dict)
+    replicable: Collection[str] = ()
 
 
 @configurable("Layout")
@@ -118,6 +135,42 @@ class Layout:
         divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, total)
         if self.layers:
             self._check_layers()
+
+    def check(self, name: str, sizes: ModuleSizes) -> None:
+        """Requires that the layout divides a module.
+
+        Args:
+          name: the module's name, for errors.
+          sizes: the module's sizes.
+
+        Raises:
+          ConfigError: a degree does not divide a size, or is not supported.
+        """
+        require(self.ep == 1, f"{name}/Layout.ep", self.ep, "is not supported yet; set it to 1")
+        self.check_layers(name, sizes.layers)
+        legal = nearest_divisor(self.tp, math.gcd(*sizes.by_tp.values()))
+        for setting, size in sizes.by_tp.items():
+            is_replicated = setting in sizes.replicable and self.tp % size == 0
+            fix = f"must divide {setting} ({size}); use {legal}"
+            require(size % self.tp == 0 or is_replicated, f"{name}/Layout.tp", self.tp, fix)
+        heads = sizes.heads // self.tp
+        fix = f"cp={self.cp} does not divide the {heads} query heads of a tp rank; use 'gather' or 'ring'"
+        is_divided = self.cp == 1 or self.cp_way != "all-to-all" or heads % self.cp == 0
+        require(is_divided, f"{name}/Layout.cp_way", self.cp_way, fix)
+
+    def check_layers(self, name: str, layers: int) -> None:
+        """Requires that every stage of the module ``name`` has one of its ``layers`` layers, and every layer a stage.
+
+        Raises:
+          ConfigError: there are fewer layers than stages, or the field ``layers`` does not sum to the module's layers.
+        """
+        fix = f"a stage needs a layer and there are {layers}; use {layers} or less"
+        require(self.pp <= layers, f"{name}/Layout.pp", self.pp, fix)
+        fix = f"pp * chunks = {self.stages} stages need a layer each and there are {layers}; use {layers // self.pp}"
+        require(self.stages <= layers, f"{name}/Layout.chunks", self.chunks, fix)
+        even = tuple(map(len, split_layers(layers, self.stages)))
+        fix = f"sums to {sum(self.layers)} and there are {layers}; use {even}, or () for as equal as possible"
+        require(sum(self.layers or even) == layers, f"{name}/Layout.layers", self.layers, fix)
 
     def idle(self) -> dict[str, str]:
         """Fields that have no effect in this layout, such as "cp_way", each with the reason as text."""

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.configurable import ConfigError, require
+from mmjax.configurable import ConfigError, require, setting_name
 from mmjax.models.choices import ACTIVATION_OF
 from mmjax.models.config import LLM, ModelConfig, projector_name
 from mmjax.models.families import PROJECTOR, Family
 from mmjax.models.pretrained import COMPOSITES, Prefixes, family_weights
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.vit import weights as tower_weights
-from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import Entry, Row, expand, renamed
 
 KIND, TOWERS = "llava", ("clip_vision_model", "siglip_vision_model")
@@ -86,12 +84,12 @@ def compose(
     families = dict(model.families)
     encoder_names = [name for name in modules if name != LLM]
     one_encoder = len(encoder_names) == 1 and not model.generators
-    is_supported = one_encoder and getattr(type(modules[encoder_names[0]]), "medium", "") == "image"
+    is_supported = one_encoder and modules[encoder_names[0]].medium == "image"
     require(is_supported, "Model", encoder_names, "LLaVA has one encoder of images beside its language model")
     (name,) = encoder_names
     tower, llm = modules[name], modules[LLM]
     rows = vocab if image_token < vocab else -(-(image_token + 1) // ROUND) * ROUND
-    tower_config = _tower(name, tower)
+    tower_config = _tower(name, families[name], tower)
     projector = _projector(name, projectors[name], llm.width)
     text = family_weights(families[LLM]).to_hf_config(replace(llm, vocab=rows))
     config = {
@@ -127,17 +125,17 @@ def _weights_rows(family: Family, config: Any, part: str, model_type: str) -> tu
     return renamed(family_weights(family).rows(config, model_type), prefixes)
 
 
-def _tower(name: str, tower: Any) -> dict[str, Any]:
+def _tower(name: str, family: Family, tower: Any) -> dict[str, Any]:
     """The ``vision_config`` of a tower's settings."""
-    fix = "LLaVA takes features before the norm behind the tower's last layer; name one with Weights.layer, such as -2"
-    require(not getattr(tower, "last_norm", False), f"{name}/ViT.last_norm", True, fix)
-    merge = getattr(tower, "merge", 1)
-    require(merge == 1, f"{name}/ViT.merge", merge, "LLaVA makes a token of every patch")
-    for kind in TOWERS if isinstance(tower, ViTConfig) else ():
-        try:
-            return tower_weights.to_hf_config(tower, kind)
-        except ConfigError:
-            continue
+    if family.weights:
+        fix = "LLaVA takes features before the norm behind the tower's last layer; name one with Weights.layer, such as"
+        require(not tower.last_norm, setting_name(name, tower, "last_norm"), tower.last_norm, f"{fix} -2")
+        require(tower.merge == 1, setting_name(name, tower, "merge"), tower.merge, "LLaVA makes a token of every patch")
+        for kind in TOWERS:
+            try:
+                return family_weights(family).to_hf_config(tower, model_type=kind)
+            except ConfigError:
+                continue
     raise ConfigError(f"{name}: it is no tower of CLIP or SigLIP, which LLaVA may have")
 
 

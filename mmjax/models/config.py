@@ -1,4 +1,4 @@
-"""Settings of the model: its modules by name, names of their parts, and checks of layers. Imports no JAX."""
+"""Settings of the model: its modules by name, names of their parts, and callbacks. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mmjax.configurable import configurable, require
-from mmjax.mesh.layout import Layout, split_layers
 from mmjax.models.edges import EdgeSpec, check_edges, parse_edge, star
 from mmjax.models.families import Family, Role, families_for, family_of
-from mmjax.user_code import CODE, CodeName, names_code
+from mmjax.user_code import CODE, CodeName, import_named, names_code
 
 LLM = "llm"
 """The name of the module that reads text."""
@@ -116,6 +115,17 @@ class CallbacksConfig:
             fix = "names no function; give 'package.module:function', or '' for none"
             require(not value or names_code(value), f"Callbacks.{name}", value, fix)
 
+    def check(self, module: str) -> None:
+        """Requires that the module ``module`` has a place for each function; imports the functions.
+
+        Raises:
+          ConfigError: ``projected`` is set for the LLM, or Python does not find a function.
+        """
+        fix = f"the {LLM} has no projector; use {module}/Callbacks.after"
+        require(module != LLM or not self.projected, f"{module}/Callbacks.projected", self.projected, fix)
+        for name, value in self.names.items():
+            import_named(f"{module}/Callbacks.{name}", value)
+
     @property
     def names(self) -> dict[str, str]:
         """The names of functions that are set, by field: {"before": "package.module:function"}."""
@@ -135,23 +145,3 @@ def projector_name(module: str) -> str:
 def lora_name(module: str) -> str:
     """The module name of a module's low-rank adapters: "llm_lora" for "llm"."""
     return f"{module}_lora"
-
-
-def require_layers(name: str, layers: int, layout: Layout) -> None:
-    """Raises `ConfigError` unless every stage of the module has a layer, and every layer a stage.
-
-    Args:
-      name: the module's name, for errors.
-      layers: the number of its layers.
-      layout: its layout.
-
-    Raises:
-      ConfigError: there are fewer layers than stages, or ``Layout.layers`` does not sum to the module's layers.
-    """
-    fix = f"a stage needs a layer and there are {layers}; use {layers} or less"
-    require(layout.pp <= layers, f"{name}/Layout.pp", layout.pp, fix)
-    fix = f"pp * chunks = {layout.stages} stages need a layer each and there are {layers}; use {layers // layout.pp}"
-    require(layout.stages <= layers, f"{name}/Layout.chunks", layout.chunks, fix)
-    even = tuple(map(len, split_layers(layers, layout.stages)))
-    fix = f"sums to {sum(layout.layers)} and there are {layers}; use {even}, or () for as equal as possible"
-    require(sum(layout.layers or even) == layers, f"{name}/Layout.layers", layout.layers, fix)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmjax.configurable import ConfigError, registry
+from mmjax.models.choices import Medium
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.settings import ModuleSettings
 from mmjax.models.temporal.config import TemporalConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
@@ -41,6 +43,11 @@ class Family:
     roles: tuple[Role, ...]
     weights: str = ""
     generator_class: str = ""
+
+    @property
+    def medium(self) -> Medium | None:
+        """The medium that its modules encode or generate; ``None`` for language models and projectors."""
+        return getattr(self.config, "medium", None)
 
     def module(self, config: Any, role: Role | None = None) -> Any:
         """The family's ``Module`` with these settings, of class ``config``; imports its code. Not for projectors.
@@ -100,10 +107,18 @@ def family_of(field: str, kind: str, role: Role) -> Family:
     if config is None or config not in registry().values():
         fix = "give a subclass of mmjax.Module whose Config is a class under @configurable"
         raise ConfigError(f"{field}={kind!r}: it has no configurable class as Config; {fix}")
-    if role != "llm" and not hasattr(config, "medium"):
+    if not issubclass(config, ModuleSettings):
+        fix = f"let {config.__name__} inherit from mmjax.EqualHeads or mmjax.ModuleSettings"
+        raise ConfigError(f"{field}={kind!r}: its settings are none of a module; {fix}")
+    if role != "llm" and config.medium is None:
         fix = f"add medium: ClassVar[Medium] = 'image' or 'recording' to {config.__name__}"
         raise ConfigError(f"{field}={kind!r}: its settings name no medium; {fix}")
     return Family(config, kind, (role,))
+
+
+def family_of_tokens() -> str:
+    """The name of the family of encoders that read the tokens of another encoder: "temporal"."""
+    return next(kind for kind in families_for("encoder") if FAMILIES[kind].medium == "tokens")
 
 
 def kind_of(config: Any) -> str:

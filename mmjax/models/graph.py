@@ -17,7 +17,7 @@ from mmjax.data.send_lists import send_list
 from mmjax.data.split import places_of
 from mmjax.mesh.layout import Layout
 from mmjax.models.callbacks import Callbacks
-from mmjax.models.config import LLM, lora_name, projector_name, require_layers
+from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.families import Role, module_of
 from mmjax.models.handles import Open
 from mmjax.models.lora.config import LoraConfig
@@ -211,7 +211,7 @@ class MultimodalModel:
     def _stages(self, name: str, layout: Layout, last_stages: Mapping[str, str]) -> list[StageModel]:
         """The stages of one module; ``last_stages`` has the name of every module's last stage."""
         node = self.nodes[name]
-        require_layers(name, node.config.layers, layout)
+        layout.check_layers(name, node.config.layers)
         return [
             self._stage(name, index, layers, layout, last_stages)
             for index, layers in enumerate(layout.runs(node.config.layers))

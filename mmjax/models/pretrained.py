@@ -41,9 +41,10 @@ class FamilyWeights(Protocol):
         """Regular expressions for the ends of keys that a folder may have although no leaf needs them."""
         ...
 
-    def to_hf_config(self, config: Any) -> dict[str, Any]:
-        """The ``config.json``, as a dict, of a folder of this module alone. Raises ConfigError if there is no such
-        model.
+    def to_hf_config(self, config: Any, *, model_type: str = "") -> dict[str, Any]:
+        """The ``config.json``, as a dict, of a folder of this module alone, with this ``model_type``; "" chooses one.
+
+        Raises ConfigError if there is no such model.
         """
         ...
 
@@ -153,7 +154,7 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
     """
     kind = str(hf_config.get("model_type", ""))
     name = gin_name(family.config)
-    part_name = getattr(family.config, "medium", family.roles[0])
+    part_name = family.medium or family.roles[0]
     weights = family_weights(family)
     legal = part_name == "image" and kind not in COMPOSITES
     require(legal or not layer, "Weights.layer", layer, "is of an image tower in a folder of its own; leave it out")

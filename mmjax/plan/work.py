@@ -40,7 +40,6 @@ from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
 from mmjax.recipe import Recipe
-from mmjax.recipe.validate import sharded_sizes
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -109,7 +108,7 @@ def _positions(inputs: InputShapes) -> int:
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
     """Every tp of `TPS`, ascending, that divides the sizes of the module of this name."""
-    common = math.gcd(*sharded_sizes(recipe, module).values())
+    common = math.gcd(*recipe.model.sizes(module).by_tp.values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
 
@@ -235,8 +234,8 @@ def module_work(
         recompute=recompute,
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
-        heads=_heads(settings),
-        ring=2 * width * _heads(settings)[1] * settings.head_width * item,
+        heads=(settings.heads, settings.kv_heads),
+        ring=2 * width * settings.kv_heads * settings.head_width * item,
         attention=4 * settings.heads * settings.head_width * _pairs(node.module, width) / settings.layers,
         carried=carried,
         output_bytes=output_bytes,
@@ -245,11 +244,6 @@ def module_work(
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
     )
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    """Query heads and key/value heads."""
-    return config.heads, getattr(config, "kv_heads", config.heads)
 
 
 def _pairs(module: Module, width: int) -> int:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from mmjax.configurable import gin_name, require
-from mmjax.data.patches import FIRST_CODE
+from mmjax.configurable import require
 from mmjax.models.config import LLM, family_setting
 from mmjax.models.edges import EdgeSpec, check_edges
-from mmjax.models.families import Role
+from mmjax.models.families import Role, family_of_tokens
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.recipe.model_spec import ModelSpec
-from mmjax.recipe.recipe import Recipe
 from mmjax.recipe.specs import ModuleSpec
 
 
-def check_graph(recipe: Recipe) -> None:
-    """Requires that each edge joins modules that can be joined, and that each module reads what it can read.
+def check_graph(model: ModelSpec) -> None:
+    """Requires that each edge joins two modules that go together, and that each encoder reads its kind of input.
 
     Raises:
       ConfigError: one line that names the setting, its value and a legal one.
     """
-    model = recipe.model
     roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
     check_edges(model.flows, roles, LLM)
     for name in model.encoders:
@@ -35,7 +32,7 @@ def _check_encoder(model: ModelSpec, node: ModuleSpec) -> None:
     """An encoder reads media, or the tokens of another encoder, as its family does."""
     sources, field = model.sources(node.name), family_setting(node.name, "encoder")
     reads_tokens = node.settings.medium == "tokens"
-    fix = f"it encodes {node.settings.medium}s, and reads no {' '.join(sources)}; use 'temporal'"
+    fix = f"it encodes {node.settings.medium}s, and reads no {' '.join(sources)}; use {family_of_tokens()!r}"
     require(reads_tokens or not sources, field, node.kind, fix)
     fix = f"it reads the tokens of another encoder; add an edge to {node.name!r} in Model.edges"
     require(bool(sources) or not reads_tokens, field, node.kind, fix)
@@ -53,7 +50,7 @@ def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
     if edge.target != LLM:
         projector = source.projector.settings if source.projector else ProjectorConfig()
         fix = f"belongs to an encoder that feeds the {LLM} alone; leave {edge.text!r} out"
-        for name in ("newline", "inject", "most_tiles"):
+        for name in ProjectorConfig.llm_only:
             require(not getattr(projector, name), f"{source.name}/Projector.{name}", getattr(projector, name), fix)
 
 
@@ -71,14 +68,8 @@ def _check_layers(model: ModelSpec, edge: EdgeSpec) -> None:
 
 
 def _check_talker(node: ModuleSpec) -> None:
-    """A generator of codes has a number of codes, one position a code, and sees all codes before."""
-    settings, field = node.settings, f"{node.name}/{gin_name(type(node.settings))}"
-    fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to 11 for Data.task='digits'"
-    require(settings.vocab > FIRST_CODE, f"{field}.vocab", settings.vocab, fix)
-    fix = "codes have no rows and columns; set it to ()"
-    require(not settings.rope_sections, f"{field}.rope_sections", settings.rope_sections, fix)
-    fix = "codes are of no kind, and see those before; set it to 'causal'"
-    require(settings.mask == "causal", f"{field}.mask", settings.mask, fix)
+    """A generator of codes has settings for codes, and no parameters of a model of text."""
+    node.settings.check_codes(node.name)
     folder = node.weights.path
     fix = f"is of a language model's text, not of codes; leave it out, or use {node.name}/Weights.init_from"
     require(not folder, f"{node.name}/Weights.path", folder, fix)

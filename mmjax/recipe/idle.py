@@ -15,7 +15,6 @@ from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.recipe.recipe import Recipe
 from mmjax.recipe.specs import ProjectorSpec
-from mmjax.schedule.schedules import NESTING, WINDOWED
 
 Reasons = Mapping[str, str]
 """The reason why nothing reads a setting, by field of a dataclass."""
@@ -70,22 +69,12 @@ def _frozen(recipe: Recipe, module: str) -> bool:
 
 
 def _of_train(recipe: Recipe, _: str) -> Reasons:
-    train, reasons = recipe.train, dict[str, str]()
-    if train.schedule not in NESTING:
-        reasons["inner"] = f"Train.schedule={train.schedule!r} nests none; it belongs to {NESTING[0]!r}"
-    if train.schedule not in WINDOWED:
-        reasons["window"] = f"Train.schedule={train.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
-    if not train.eval_samples:
-        reasons |= dict.fromkeys(("eval_every", "predictions"), "Train.eval_samples=0 skips evaluation")
-    if recipe.world.platform == "cpu":
-        reasons["deterministic"] = "the kernels of World.platform='cpu' repeat bit for bit in any case"
-    return reasons
+    on_cpu = recipe.world.platform == "cpu"
+    return {"deterministic": "the kernels of World.platform='cpu' repeat bit for bit in any case"} if on_cpu else {}
 
 
 def _of_world(recipe: Recipe, _: str) -> Reasons:
     layouts, reasons = recipe.model.layouts.values(), dict[str, str]()
-    if recipe.world.warm_up == "off":
-        reasons["warm_up_seconds"] = "World.warm_up='off' tries nothing"
     if len({layout.ranks for layout in layouts}) == 1 == max(layout.pp for layout in layouts):
         reasons["transport"] = "all modules share their ranks, and nothing crosses to others"
         if max(layout.size for layout in layouts) == 1:

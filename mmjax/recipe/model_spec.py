@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
-from mmjax.mesh.layout import Layout
+from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.config import LLM, ModelConfig, lora_name, projector_name
 from mmjax.models.edges import EdgeConfig, EdgeSpec, parse_edge, star
 from mmjax.models.families import Role
@@ -130,6 +131,26 @@ class ModelSpec:
 
     def _with_role(self, role: Role) -> tuple[str, ...]:
         return tuple(name for name, node in self.nodes.items() if node.role == role)
+
+    def media_of(self, role: Role) -> dict[str, str]:
+        """The medium of each node with this role and with placeholders in the LLM's rows: {"vision": "image"}."""
+        return {name: self[name].settings.medium for name in self.media if self[name].role == role}
+
+    def sizes(self, name: str) -> ModuleSizes:
+        """The sizes that a layout of the node ``name`` divides: the module's, and its projector's.
+
+        The LLM's stages hold the parts of projectors that inject tokens into its layers.
+        """
+        sizes, by_tp = self[name].settings.sizes(name), dict[str, int]()
+        for source, projector in self.projectors.items():
+            if source == name or (name == LLM and projector.settings.inject):
+                by_tp |= projector.settings.sizes_by_tp(source, self.llm.settings, llm_name=LLM)
+        return replace(sizes, by_tp={**sizes.by_tp, **by_tp})
+
+    def require_trained(self) -> None:
+        """Raises ``ConfigError`` if every part is frozen."""
+        fix = "every module is frozen; set it to False for one of them"
+        require(len(self.frozen) < len(self.parts), f"{LLM}/Optimizer.frozen", value=True, fix=fix)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

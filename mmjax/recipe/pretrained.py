@@ -77,7 +77,7 @@ def adapted_module(recipe: Recipe, name: str) -> AdaptedModule:
         layers=node.settings.layers,
         rows=layer_rows(node.family, node.settings, recipe.model.folder(name)),
         lora=node.lora.settings,
-        medium=getattr(node.family.config, "medium", ""),
+        medium=node.settings.medium or "",
     )
 
 

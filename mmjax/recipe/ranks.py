@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.recipe.recipe import Recipe
 
 
-def check_ranks(recipe: Recipe) -> None:
-    """Checks that two modules share no ranks, all of them, or whole stages of one.
+def check_ranks(layouts: Mapping[str, Layout]) -> None:
+    """Checks that any two modules share no ranks, all of them, or whole stages of one; ``layouts`` are by module.
 
     Raises:
       ConfigError: they share others; the message has an offset that fits.
     """
-    modules = [*(name for name in recipe.model.layouts if name != LLM), LLM]
+    modules = [*(name for name in layouts if name != LLM), LLM]
     for first, second in itertools.combinations(modules, 2):
-        a, b = recipe.model[first].layout, recipe.model[second].layout
+        a, b = layouts[first], layouts[second]
         if not compatible(a, b):
-            remaining = [layout for name, layout in recipe.model.layouts.items() if name != first]
+            remaining = [layout for name, layout in layouts.items() if name != first]
             shared = range(max(a.rank_offset, b.rank_offset), min(a.end, b.end))
             raise ConfigError(
                 f"{first}/Layout.rank_offset={a.rank_offset}: its {show_ranks(a.ranks)} and "

@@ -1,10 +1,15 @@
-"""Schedules of a step as settings: the order of its ops, and the microbatches that it is cut into."""
+"""Schedules of a step as settings: the order of its ops, its microbatches, and the layouts that it is for."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mmjax.schedule.schedules import ONE_F_ONE_B
+from mmjax.configurable import require
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM
+from mmjax.recipe.ranks import show_ranks
+from mmjax.schedule.schedules import LANED, NESTING, ONE_F_ONE_B
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +57,59 @@ def three_phase(microbatches: int, *, window: int = 0) -> ScheduleConfig:
 def nested(microbatches: int, *, inner: str = ONE_F_ONE_B) -> ScheduleConfig:
     """Lanes of encoders run in the gaps of the LLM's ``inner`` schedule; set ``Layout.lanes``."""
     return ScheduleConfig(name="nested", microbatches=microbatches, inner=inner)
+
+
+def check_schedule(schedule: str, layouts: Mapping[str, Layout], encoders: Collection[str]) -> None:
+    """Requires that a schedule has a place for the lanes and copies of all modules, and the lanes that it nests.
+
+    Args:
+      schedule: the value of ``Train.schedule``.
+      layouts: the layout of each module.
+      encoders: names of the encoders.
+
+    Raises:
+      ConfigError: it has not; one line that names the setting, its value and a legal one.
+    """
+    for module, layout in layouts.items():
+        if layout.lanes > 1:
+            _check_lanes(schedule, module, layout)
+    if schedule in NESTING:
+        _check_nested(schedule, layouts)
+    for module, layout in layouts.items():
+        if layout.copies > 1:
+            _check_copies(module, layout, layouts[LLM], is_encoder=module in encoders)
+
+
+def _check_lanes(schedule: str, module: str, layout: Layout) -> None:
+    """Lanes are for encoders and generators, under schedules that know them."""
+    fix = f"the {LLM} is a pipeline, and lanes are for encoders and generators; set it to 1"
+    require(module != LLM, f"{module}/Layout.lanes", layout.lanes, fix)
+    fix = f"Train.schedule={schedule!r} has no place for lanes; set it to 1, or the schedule to {LANED[-1]!r}"
+    require(schedule in LANED, f"{module}/Layout.lanes", layout.lanes, fix)
+
+
+def _check_nested(schedule: str, layouts: Mapping[str, Layout]) -> None:
+    """At least one encoder or generator has lanes, and each with lanes has exactly the ranks of the LLM."""
+    llm, media_modules = layouts[LLM], {name: layout for name, layout in layouts.items() if name != LLM}
+    fix = f"has no module with lanes to nest; set Train.schedule to {ONE_F_ONE_B!r}"
+    require(bool(media_modules), "Train.schedule", schedule, fix)
+    require(llm.pp > 1, "Train.schedule", schedule, f"has no pipeline to nest in; set {LLM}/Layout.pp above 1")
+    has_lanes = any(layout.lanes > 1 for layout in media_modules.values())
+    fix = f"Train.schedule={schedule!r} wants a module with lanes; set it to {llm.pp}, {LLM}/Layout.pp"
+    require(has_lanes, f"{next(iter(media_modules))}/Layout.lanes", 1, fix)
+    for module, layout in media_modules.items():
+        ranks = f"its {show_ranks(layout.ranks)} are not the {show_ranks(llm.ranks)} of the {LLM} that it is nested in"
+        fix = f"{ranks}; give it the same rank_offset, and lanes·dp·cp·tp = {llm.size}"
+        require(layout.lanes == 1 or layout.ranks == llm.ranks, f"{module}/Layout.lanes", layout.lanes, fix)
+
+
+def _check_copies(module: str, layout: Layout, llm: Layout, *, is_encoder: bool) -> None:
+    """Copies are of encoders, one on each stage submesh of the LLM."""
+    field = f"{module}/Layout.copies"
+    fix = "copies are of encoders, whose features are computed several times and counted once; set it to 1"
+    require(is_encoder, field, layout.copies, fix)
+    fix = f"every pipeline stage of the {LLM} has a copy; set it to {llm.pp}, {LLM}/Layout.pp"
+    require(layout.copies == llm.pp, field, layout.copies, fix)
+    ranks = f"its {show_ranks(layout.ranks)} are not the {show_ranks(llm.ranks)} of the {LLM}"
+    fix = f"{ranks}; give it the same rank_offset, and copies·dp·cp·tp = {llm.size}"
+    require(layout.ranks == llm.ranks, field, layout.copies, fix)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmjax.checkpoint.config import WeightsConfig
+from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
 from mmjax.mesh.layout import Layout
-from mmjax.models.config import LLM, CallbacksConfig, family_setting
+from mmjax.models.config import LLM, CallbacksConfig, family_setting, lora_name
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of, kind_of
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.projector.config import ProjectorConfig
@@ -62,6 +63,12 @@ class LoraSpec(PartSpec):
 
     settings: LoraConfig = field(default_factory=LoraConfig)
 
+    def check(self, name: str) -> None:
+        """Raises ``ConfigError`` if the adapters of the module ``name`` start from a folder that is not one of PEFT."""
+        adapters, path = lora_name(name), self.weights.path
+        fix = f"name a folder of PEFT in {name}/Lora.path, or a run in {adapters}/Weights.init_from"
+        require(not path, f"{adapters}/Weights.path", path, fix)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec(PartSpec):
@@ -102,7 +109,7 @@ class ModuleSpec(PartSpec):
     @property
     def speaks(self) -> bool:
         """Whether it generates codes, which have no places in the text: a language model as a generator."""
-        return self.role == "generator" and not hasattr(self.settings, "medium")
+        return self.role == "generator" and self.settings.medium is None
 
     # ---- modified copies ---------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mmjax.configurable import configurable, not_negative, one_of, positive, require
+from mmjax.attention.settings import DTYPES
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.schedule.schedules import INNER, NESTING, ONE_F_ONE_B, SCHEDULES, WINDOWED
 
-DTYPES = ("float32", "bfloat16")
 LOWERINGS = ("auto", "ops", "single")
 SINKS = ("tensorboard", "wandb")
 
@@ -92,6 +92,21 @@ class TrainConfig:
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)
         self._check_profile_steps()
+
+    def check_batch(self) -> None:
+        """Raises ``ConfigError`` unless the microbatches divide the batch."""
+        divides("Train.microbatches", self.microbatches, self.global_batch, "Train.global_batch")
+
+    def idle(self) -> dict[str, str]:
+        """The fields without effect, given the other fields, each with the reason, such as "window"."""
+        reasons = {}
+        if self.schedule not in NESTING:
+            reasons["inner"] = f"Train.schedule={self.schedule!r} nests none; it belongs to {NESTING[0]!r}"
+        if self.schedule not in WINDOWED:
+            reasons["window"] = f"Train.schedule={self.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
+        if not self.eval_samples:
+            reasons |= dict.fromkeys(("eval_every", "predictions"), "Train.eval_samples=0 skips evaluation")
+        return reasons
 
     def _check_profile_steps(self) -> None:
         window = self.profile_steps

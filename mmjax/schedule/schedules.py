@@ -146,6 +146,7 @@ class ScheduleTraits:
       splits: whether the backward of trained stages is two ops, B and W.
       lanes: whether stages may have lanes.
       nests: whether it is put around an inner schedule.
+      inner: whether it may be such an inner schedule.
     """
 
     make: Callable[..., Schedule]
@@ -158,16 +159,17 @@ class ScheduleTraits:
     splits: bool = False
     lanes: bool = False
     nests: bool = False
+    inner: bool = False
 
 
 ONE_F_ONE_B = "1f1b"
 """The name of the default schedule; the other schedules are compared with it."""
 SCHEDULES: dict[str, ScheduleTraits] = {
-    ONE_F_ONE_B: ScheduleTraits(make=one_f_one_b, lead=1),
+    ONE_F_ONE_B: ScheduleTraits(make=one_f_one_b, lead=1, inner=True),
     "gpipe": ScheduleTraits(make=gpipe, lanes=True),
-    "interleaved": ScheduleTraits(make=interleaved, chunks=True),
-    "eager-1f1b": ScheduleTraits(make=eager_one_f_one_b, lead=2, settles=4),
-    "zb-h1": ScheduleTraits(make=zb_h1, splits=True),
+    "interleaved": ScheduleTraits(make=interleaved, chunks=True, inner=True),
+    "eager-1f1b": ScheduleTraits(make=eager_one_f_one_b, lead=2, settles=4, inner=True),
+    "zb-h1": ScheduleTraits(make=zb_h1, splits=True, inner=True),
     "three-phase": ScheduleTraits(make=three_phase, lead=1, phases=True, windows=True, stashes=True, lanes=True),
     "encoders-first": ScheduleTraits(make=encoders_first, lead=1, phases=True, stashes=True, lanes=True),
     "nested": ScheduleTraits(make=nested, stashes=True, lanes=True, nests=True),
@@ -175,7 +177,7 @@ SCHEDULES: dict[str, ScheduleTraits] = {
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = tuple(name for name, traits in SCHEDULES.items() if traits.windows)
 """The schedules that take a window."""
-INNER = (ONE_F_ONE_B, "interleaved", "eager-1f1b", "zb-h1")
+INNER = tuple(name for name, traits in SCHEDULES.items() if traits.inner)
 """The schedules of the LLM that can be inside a nested one."""
 NESTING = tuple(name for name, traits in SCHEDULES.items() if traits.nests)
 """The schedules that are put around an inner one."""

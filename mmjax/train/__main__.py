@@ -21,8 +21,8 @@ from mmjax.config.flags import (
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
 from mmjax.mesh.process_group import give_up, has_peers
-from mmjax.recipe import Recipe
-from mmjax.recipe.validate import advise, require_targets
+from mmjax.recipe import Recipe, advise
+from mmjax.recipe.targets import require_targets
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.train.trainer import Trainer

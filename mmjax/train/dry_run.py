@@ -27,7 +27,7 @@ from mmjax.pipeline.peak import Peak, fullest
 from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.recipe import Recipe
-from mmjax.recipe.validate import advise
+from mmjax.recipe.advice import advise
 from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline

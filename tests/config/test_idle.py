@@ -16,7 +16,7 @@ from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.config import DataConfig
 from mmjax.fields import fields_of
 from mmjax.models.config import ModelConfig
-from mmjax.recipe.validate import advise
+from mmjax.recipe.advice import advise
 
 BASE = REPOSITORY / "configs/digits_vlm.gin"
 Bindings = tuple[str, ...]

@@ -32,8 +32,7 @@ from mmjax.fields import example, fields_of
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import ModelConfig
-from mmjax.recipe import Recipe
-from mmjax.recipe.validate import advise, validate
+from mmjax.recipe import Recipe, advise, validate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # LLM on ranks 0-3, vision on ranks 4-7.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.configurable import ConfigError
-from mmjax.mesh.layout import Layout, cell_count, show_range, split_layers
+from mmjax.mesh.layout import Layout, ModuleSizes, cell_count, show_range, split_layers
 
 steady = settings(derandomize=True, deadline=None)
 
@@ -234,3 +234,34 @@ def test_cells_are_the_least_common_multiple_of_all_dp(degrees):
     count = cell_count(Layout(dp=dp, tp=3, pp=2) for dp in degrees)
     assert all(count % dp == 0 for dp in degrees)
     assert not any(all(n % dp == 0 for dp in degrees) for n in range(1, min(count, math.prod(degrees))))
+
+
+SIZES = ModuleSizes(
+    layers=4, heads=8, by_tp={"m/D.heads": 8, "m/D.kv_heads": 2, "m/D.mlp": 12}, replicable=["m/D.kv_heads"]
+)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=2, cp=4, cp_way="all-to-all"), Layout(tp=2, cp=3)])
+def test_layouts_that_divide_a_module(layout):
+    layout.check("m", SIZES)
+    Layout().check("m", ModuleSizes(layers=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(dp=2, ep=2), "m/Layout.ep=2: is not supported yet; set it to 1"),
+        (Layout(tp=8), "m/Layout.tp=8: must divide m/D.mlp (12); use 2"),
+        (Layout(tp=3), "m/Layout.tp=3: must divide m/D.heads (8); use 2"),
+        (
+            Layout(tp=2, cp=3, cp_way="all-to-all"),
+            "m/Layout.cp_way='all-to-all': cp=3 does not divide the 4 ",
+        ),
+        (Layout(pp=5), "m/Layout.pp=5: a stage needs a layer and there are 4"),
+        (Layout(pp=2, chunks=3), "m/Layout.chunks=3: pp * chunks = 6 stages need a layer each and there are 4; use 2"),
+        (Layout(pp=2, layers=(2, 3)), "m/Layout.layers=(2, 3): sums to 5 and there are 4; use (2, 2)"),
+    ],
+)
+def test_layouts_that_do_not_divide_a_module(layout, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        layout.check("m", SIZES)

@@ -16,7 +16,8 @@ from mmjax.models.graph import multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.talker import CodeDecoder
-from mmjax.recipe.validate import require_targets, validate
+from mmjax.recipe import validate
+from mmjax.recipe.targets import require_targets
 
 CONFIG = REPOSITORY / "configs/digits_speak.gin"
 

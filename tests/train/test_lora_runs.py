@@ -15,7 +15,7 @@ from mmjax.configurable import ConfigError
 from mmjax.export.parameters import export_run
 from mmjax.parity.compare import of_kind, of_module
 from mmjax.recipe import Recipe
-from mmjax.recipe.validate import advise
+from mmjax.recipe.advice import advise
 from mmjax.train.starts import find_starts
 from mmjax.train.trainer import Trainer
 

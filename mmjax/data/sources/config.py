@@ -132,6 +132,11 @@ class SourceConfig:
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
 
+    def check_template(self, name: str, tokenizer: str) -> None:
+        """Raises ConfigError if the dataset `name` has a folder's template and `Data.tokenizer` names no folder."""
+        fix = "Data.tokenizer='' names no folder with a chat template; set it, or name a template, such as 'chatml'"
+        require(self.template != FOLDER or bool(tokenizer), f"{name}/Source.template", self.template, fix)
+
     def idle(self) -> dict[str, str]:
         """The settings without effect, given the others: the reason by name, such as "edge"."""
         read = set(_READ[self.resize]) - ({"edge"} if self.fit not in ("crop", "square") else set())

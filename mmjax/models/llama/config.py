@@ -10,8 +10,10 @@ from typing import ClassVar
 
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import check_backend
-from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require, setting_name
+from mmjax.data.patches import FIRST_CODE
 from mmjax.models.choices import REMATS
+from mmjax.models.settings import ModuleSettings
 
 ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """Default ``rope_turns`` of the scalings that read them."""
@@ -33,7 +35,7 @@ _QWEN2_VL_7B: Mapping[str, object] = {
 
 @configurable("Decoder")
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(ModuleSettings):
     """A language model.
 
     Attributes:
@@ -139,8 +141,8 @@ class DecoderConfig:
         },
     }
 
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width")
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
-    """Sizes that may be smaller than tp: each rank holds one key/value head, and tp / kv_heads ranks the same one."""
 
     preset: str = "tiny"
     layers: int = 4
@@ -186,9 +188,19 @@ class DecoderConfig:
         self._check_window()
         self._check_rope()
 
-    def check_media(self, modules: Sequence[str], field: str) -> None:
-        """Raises `ConfigError` if `mask`, the value of the setting `field`, names media of other modules than these."""
-        Rules.parse(self.mask, field).require_kinds(modules, field, self.mask)
+    def check_media(self, name: str, media: Sequence[str]) -> None:
+        """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
+        field = setting_name(name, self, "mask")
+        Rules.parse(self.mask, field).require_kinds(media, field, self.mask)
+
+    def check_codes(self, name: str) -> None:
+        """Raises `ConfigError` unless it has a number of codes, one position a code, and sees all codes before."""
+        fix = f"no tokenizer decides how many codes {name!r} speaks; set it, such as to 11 for Data.task='digits'"
+        require(self.vocab > FIRST_CODE, setting_name(name, self, "vocab"), self.vocab, fix)
+        fix = "codes have no rows and columns; set it to ()"
+        require(not self.rope_sections, setting_name(name, self, "rope_sections"), self.rope_sections, fix)
+        fix = "codes are of no kind, and see those before; set it to 'causal'"
+        require(self.mask == "causal", setting_name(name, self, "mask"), self.mask, fix)
 
     def _check_window(self) -> None:
         rules = Rules.parse(self.mask, "Decoder.mask")
@@ -250,6 +262,11 @@ class DecoderConfig:
         """Whether a layer has the window and chunks; False if the model has neither."""
         full = layer < self.full_layers or (self.full_every > 0 and (layer + 1) % self.full_every == 0)
         return bool(self.window or self.chunk) and not full
+
+    @property
+    def grid_setting(self) -> str:
+        """`rope_sections` if they are set; see `ModuleSettings`."""
+        return "rope_sections" if self.rope_sections else ""
 
     @property
     def head_width(self) -> int:

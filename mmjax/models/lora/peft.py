@@ -69,7 +69,7 @@ def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> di
     if not path or values.keys() >= {field.name for field in fields(LoraConfig)}:
         return {}
     try:
-        from_folder = read_settings(path, getattr(family.config, "medium", ""))
+        from_folder = read_settings(path, family.medium or "")
     except ConfigError as error:
         raise ConfigError(f"{name}/Lora.path={path!r}: {error}") from None
     for key in from_folder.keys() & values.keys():

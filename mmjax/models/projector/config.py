@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from mmjax.configurable import configurable, not_negative, one_of, require
+from mmjax.configurable import configurable, not_negative, one_of, require, setting_name
 from mmjax.models.choices import ACTIVATIONS
+from mmjax.models.settings import ModuleSettings
 
 KINDS = ("mlp", "linear")
 NORMS = ("none", "layer", "rms")
@@ -34,6 +37,9 @@ class ProjectorConfig:
         Qwen3-VL); () stands for the encoder's tokens.
     """
 
+    llm_only: ClassVar[tuple[str, ...]] = ("newline", "inject", "most_tiles")
+    """Fields of an encoder that feeds the LLM alone."""
+
     kind: str = "mlp"
     hidden: int = 0
     activation: str = "gelu"
@@ -60,6 +66,42 @@ class ProjectorConfig:
         require(self.newline or not self.most_tiles, "Projector.most_tiles", self.most_tiles, fix)
         fix = "places that are newlines have no tokens to inject; set it to (), or Projector.newline to False"
         require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
+
+    def check(self, name: str, source: ModuleSettings, llm: ModuleSettings, *, llm_name: str, encodes: bool) -> None:
+        """Requires that the projector fits the modules that it connects.
+
+        Args:
+          name: the name of its encoder or generator.
+          source: settings of that module.
+          llm: settings of the LLM.
+          llm_name: the LLM's name.
+          encodes: whether the module is an encoder.
+
+        Raises:
+          ConfigError: a layer that its tokens enter or leave does not exist, or a field belongs to other modules.
+        """
+        fix = "a generator takes what the LLM ends with; set it to ()"
+        require(encodes or not self.inject, f"{name}/Projector.inject", self.inject, fix)
+        fix = "belongs to the tiles of images that an encoder sees; set it to False"
+        is_tiled = encodes and source.medium == "image"
+        require(is_tiled or not self.newline, f"{name}/Projector.newline", self.newline, fix)
+        if self.newline and llm.grid_setting:
+            counting = setting_name(llm_name, llm, llm.grid_setting)
+            fix = f"is no token of an image's rows and columns, which {counting} counts; set one of both"
+            require(not self.newline, f"{name}/Projector.newline", self.newline, fix)
+        most = llm.layers - 1
+        legal = (0, most) if most else (0,)
+        fix = f"the LLM has layers 0 to {most} ({setting_name(llm_name, llm, 'layers')}={most + 1}); use {legal}"
+        require(all(layer <= most for layer in self.inject), f"{name}/Projector.inject", self.inject, fix)
+        most = source.layers - 1
+        fix = f"{name} has layers 0 to {most}; use numbers of these"
+        require(all(layer <= most for layer in self.levels), f"{name}/Projector.levels", self.levels, fix)
+
+    def sizes_by_tp(self, name: str, llm: ModuleSettings, *, llm_name: str) -> Mapping[str, int]:
+        """The sizes that tp divides, by setting: the hidden units of the projector of the module ``name``, if any."""
+        hidden = self.hidden_of(llm.width)
+        setting = setting_name(name, self, "hidden") if self.hidden else setting_name(llm_name, llm, "width")
+        return {setting: hidden} if hidden else {}
 
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason: "activation" if it is linear, else

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, one_of, positive, require
-from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
+from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.settings import EqualHeads
 
 
 @configurable("Temporal")

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
-from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium, SquarePatches
+from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.settings import EqualHeads, SquarePatches
 
 INTERPOLATIONS = ("none", "bicubic", "bilinear")
 """Methods to resize a learned position table to an image."""

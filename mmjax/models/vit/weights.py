@@ -129,12 +129,12 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     }
 
 
-def to_hf_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
+def to_hf_config(config: ViTConfig, *, model_type: str = "") -> dict[str, Any]:
     """The config.json, as a dict, of a folder of the tower alone.
 
     Args:
       config: the settings.
-      kind: its ``model_type``, such as "clip_vision_model"; the features are then those before the model's last norm.
+      model_type: such as "clip_vision_model"; the features are then those before the model's last norm.
         "" chooses a type whose ``last_hidden_state`` are the features.
 
     Raises:
@@ -142,9 +142,9 @@ def to_hf_config(config: ViTConfig, kind: str = "") -> dict[str, Any]:
     """
     unmapped = ("preset", "attention", "remat", "merge")
     wanted = {name: value for name, value in vars(config).items() if name not in unmapped}
-    for model_type in (kind,) if kind else _CLASSES:
-        hf_config = _closest_config(config, model_type)
-        restored = settings(hf_config, -1 if kind else None)
+    for candidate in (model_type,) if model_type else _CLASSES:
+        hf_config = _closest_config(config, candidate)
+        restored = settings(hf_config, -1 if model_type else None)
         if {name: restored[name] for name in wanted} == wanted:
             return hf_config
     raise ConfigError("ViT: no tower of CLIP, SigLIP, DINOv2 or ViT has these settings; export with --format=orbax")

@@ -9,7 +9,8 @@ from typing import ClassVar
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import PROPOSED, configurable, divides, one_of, positive, require
 from mmjax.data.log_mel import EDGES
-from mmjax.models.choices import ACTIVATIONS, REMATS, EqualHeads, Medium
+from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.settings import EqualHeads
 
 
 @configurable("Whisper")

@@ -82,13 +82,13 @@ def _with_defaults(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> di
     return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
-def to_hf_config(config: WhisperConfig) -> dict[str, Any]:
-    """The config.json, as a dict, of a folder of the encoder.
+def to_hf_config(config: WhisperConfig, *, model_type: str = MODEL_TYPE) -> dict[str, Any]:
+    """The config.json, as a dict, of a folder of the encoder, whose only `model_type` is "whisper".
 
     Raises:
       ConfigError: no Whisper model computes the same.
     """
-    hf_config = {"model_type": MODEL_TYPE, "architectures": ["WhisperModel"]}
+    hf_config = {"model_type": model_type, "architectures": ["WhisperModel"]}
     hf_config |= {key: getattr(config, name) for name, key in _FIELDS.items()}
     frames = {"n_fft": config.window, "hop_length": config.hop}
     restored = settings({**hf_config, "extractor": frames})

@@ -1,15 +1,44 @@
-"""Finds the lanes of layouts, and the lane of a stage. Imports no JAX, so that errors are reported at once."""
+"""Finds the lanes of layouts, and the lane of a stage, and checks that one program can run them.
+
+Imports no JAX, so that errors are reported at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
+from mmjax.pipeline.config import OFFLOAD_KINDS, OffloadConfig
 
 SHARED = ("dp", "cp", "tp", "optimizer_instances")
 """Degrees that are the same on all lanes."""
+
+
+def check_one_program(layouts: Mapping[str, Layout], offloads: Mapping[str, OffloadConfig]) -> None:
+    """Requires that one program can run modules with these layouts and offloads, both by module.
+
+    Raises:
+      ConfigError: it cannot; one line that names the setting, its value and a legal one.
+    """
+    for module, layout in layouts.items():
+        for name in ("lanes", "copies"):
+            degree = getattr(layout, name)
+            fix = f"Train.lowering='single' has no {name}; set it to 1, or Train.lowering to 'auto'"
+            require(degree == 1, f"{module}/Layout.{name}", degree, fix)
+    lane_layout(layouts)
+    for module, layout in layouts.items():
+        # XLA's permutations need all devices of a program; its branches run on some of them.
+        fix = "Train.lowering='single' has no rings; set it to False, or Train.lowering to 'auto'"
+        require(not layout.overlap, f"{module}/Layout.overlap", layout.overlap, fix)
+        fix = "under Train.lowering='single' ranks cannot send to one another; use 'gather', or Train.lowering='auto'"
+        sends = layout.cp > 1 and layout.cp_way in ("need", "ring")
+        require(not sends, f"{module}/Layout.cp_way", layout.cp_way, fix)
+    fix = "Train.lowering='single' keeps everything on its devices; set it to False, or Train.lowering to 'ops'"
+    for module, offload in offloads.items():
+        for name in OFFLOAD_KINDS:
+            require(not getattr(offload, name), f"{module}/Offload.{name}", value=True, fix=fix)
 
 
 def lane_layout(layouts: Mapping[str, Layout]) -> Layout:

@@ -1,0 +1,117 @@
+"""Bases of the settings of families: defaults, derived sizes, and checks that families share. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from mmjax.attention.settings import check_backend_layout, check_backend_run
+from mmjax.configurable import setting_name
+from mmjax.mesh.layout import Layout, ModuleSizes
+from mmjax.models.choices import Medium
+
+
+class ModuleSettings:
+    """Settings of a module.
+
+    A family's settings are a dataclass that inherits from this class. They override attributes by fields of their own,
+    and methods by checks of their own.
+
+    Attributes:
+      medium: the medium that it encodes or generates; ``None`` for a language model.
+      divided_by_tp: names of the sizes that tp divides; a size of 0 is none.
+      replicable: those of them that tp may be a multiple of instead: several ranks then have the same part.
+      layers, width: depth and model width.
+      heads: query heads; 0 without attention.
+      mlp: hidden units; 0 without an mlp.
+      attention: the attention backend; "" lets mmjax choose.
+      remat: the checkpoint policy, one of ``REMATS``.
+    """
+
+    medium: ClassVar[Medium | None] = None
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "mlp", "width")
+    replicable: ClassVar[tuple[str, ...]] = ()
+
+    layers: int
+    width: int
+    heads: int = 0
+    mlp: int = 0
+    attention: str = ""
+    remat: str = "none"
+
+    def sizes(self, name: str) -> ModuleSizes:
+        """The sizes that a layout of the module ``name`` divides."""
+        fields = {setting_name(name, self, field): getattr(self, field) for field in self.divided_by_tp}
+        return ModuleSizes(
+            layers=self.layers,
+            heads=self.heads,
+            by_tp={field: size for field, size in fields.items() if size},
+            replicable=[setting_name(name, self, field) for field in self.replicable],
+        )
+
+    def check(self, name: str, layout: Layout) -> None:
+        """Requires that the module ``name`` can be computed under the layout, which divides its ``sizes``.
+
+        Raises:
+          ConfigError: it cannot; one line that names the setting, its value and a legal one.
+        """
+        field = setting_name(name, self, "attention")
+        check_backend_layout(field, self.attention, f"{name}/Layout", cp=layout.cp, cp_way=layout.cp_way)
+
+    def check_run(self, name: str, dtype: str, platform: str) -> None:
+        """Requires that the module ``name`` can be computed in a run.
+
+        Args:
+          name: the module's name.
+          dtype: the value of ``Train.dtype``.
+          platform: the value of ``World.platform``.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        check_backend_run(setting_name(name, self, "attention"), self.attention, dtype, platform)
+
+    def check_media(self, name: str, media: Sequence[str]) -> None:
+        """Raises ``ConfigError`` if settings of the module ``name`` name other media than those of ``media``.
+
+        ``media`` are names of the modules that give the LLM's rows tokens. By default no setting names any.
+        """
+
+    def check_codes(self, name: str) -> None:
+        """Raises ``ConfigError`` if the module ``name``, a generator without a medium, cannot speak codes."""
+
+    @property
+    def grid_setting(self) -> str:
+        """The field that counts rows and columns of an image's tokens, such as "rope_sections"; "" where none does."""
+        return ""
+
+
+class EqualHeads(ModuleSettings):
+    """Settings of layers whose heads divide the width equally."""
+
+    norm_eps: float = 1e-6
+    """The epsilon of norms; a settings class may override it by a field."""
+    k_bias: bool = True
+    """Whether keys have a bias; a settings class may override it by a field."""
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key/value heads: one for each query head."""
+        return self.heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.width // self.heads
+
+
+class SquarePatches:
+    """Settings of a module that cuts images into square patches."""
+
+    patch: int
+    channels: int
+
+    @property
+    def patch_values(self) -> int:
+        """The number of values in one patch: ``patch``² · ``channels``."""
+        return self.patch * self.patch * self.channels
