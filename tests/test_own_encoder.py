@@ -141,7 +141,7 @@ from own_encoder import Gated, GatedLayer
 class ScaledLayer(GatedLayer):
     def __init__(self, c, rngs):
         super().__init__(c, rngs)
-        self.boost = nnx.Param(1.5 * jnp.ones(c.width))
+        self.boost = nnx.Param(1.5 * jnp.ones(c.width), dims=("embed",))
 
 
 def scaled_block(context, x):
@@ -155,8 +155,6 @@ def scaled_block(context, x):
 
 @dataclass(frozen=True)
 class Scaled(Gated):
-    axes = {**Gated.axes, "boost": ("embed",)}
-
     @property
     def groups(self):
         first, *others = super().groups

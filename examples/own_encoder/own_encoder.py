@@ -48,14 +48,14 @@ class GatedConfig(mmjax.EqualHeads, mmjax.SquarePatches):
 
 
 class GatedLayer(nnx.Module):
-    """Parameters of a layer that sees one patch; ``gate``, ``up`` and ``down`` are split over tp (``Gated.axes``)."""
+    """Parameters of a layer that sees one patch; ``gate``, ``up`` and ``down`` are split over tp along "mlp"."""
 
     def __init__(self, c: GatedConfig, rngs: nnx.Rngs):
         init, last = nnx.initializers.lecun_normal(), mmjax.residual_init(c.layers)
-        self.before = nnx.Param(jnp.ones(c.width))
-        self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
-        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
-        self.down = nnx.Param(last(rngs.params(), (c.mlp, c.width)))
+        self.before = nnx.Param(jnp.ones(c.width), dims=("embed",))
+        self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+        self.down = nnx.Param(last(rngs.params(), (c.mlp, c.width)), dims=("mlp", "embed"))
 
 
 def gated_block(context: mmjax.Context, x: Array):
@@ -80,7 +80,6 @@ class Gated(mmjax.Module):
 
     config: GatedConfig
     Config = GatedConfig
-    axes: ClassVar = {"gate": ("embed", "mlp"), "before": ("embed",)}  # other names are in mmjax's own table
 
     @property
     def groups(self) -> tuple[mmjax.LayerGroup, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from mmjax.configurable import ConfigError
 from mmjax.data.send_lists import send_list
 from mmjax.data.split import places_of
 from mmjax.mesh.layout import Layout
@@ -54,6 +55,7 @@ class MultimodalModel:
             if order.index(edge.source) >= order.index(edge.target):
                 raise ValueError(f"edge {edge.source} → {edge.target}: put {edge.source!r} before {edge.target!r}")
         for name, node in self.nodes.items():
+            _refuse_tables_of_dimensions(name, node.module)
             if node.projector and not (self.into(name) if node.starts else self.out_of(name)):
                 raise ValueError(f"{name}: a projector at its {node.projects} and no edge there; leave it out")
             if node.lora.rank:
@@ -167,7 +169,7 @@ class MultimodalModel:
     def _paths_before_layers(self) -> dict[str, frozenset[str]]:
         """Paths of the parameters before the layers of each module: those of a first stage that is not the last."""
         return {
-            name: frozenset(path for part in node.module.parts(first=True, last=False) for path in part.shapes)
+            name: frozenset(path for part in node.module.parts(first=True, last=False) for path in part.declarations)
             for name, node in self.nodes.items()
         }
 
@@ -235,7 +237,7 @@ class MultimodalModel:
             index=index,
             sources=(*([before] if before else []), *(activation.stage for activation in entering.values())),
             slices=slices,
-            opens=_kv_head_selectors(slices, node.config),
+            opens=_kv_head_selectors(slices),
             inputs=tuple(dict.fromkeys((*node_inputs, *edge_inputs, *order))),
             following=node_inputs,
             remembers=node.module.remembers,
@@ -273,8 +275,7 @@ class MultimodalModel:
             name,
             runs=runs,
             parts=node.module.parts(first=first, last=last),
-            vocab_multiple=tp,
-            axes=node.module.axes_of(tp),
+            tp=tp,
             depth=node.config.layers,
             before_layers=self._paths_before_layers[name],
         )
@@ -284,14 +285,14 @@ class MultimodalModel:
         if (node.ends and last) or (node.starts and first):
             norm, by_path = self.projector_norm(name), self.projector_widths(name)
             parts = tuple(Part(partial(Projector, *widths, **norm), path) for path, widths in by_path.items())
-            slices.append(ModuleSlice(projector_name(name), parts=parts))
+            slices.append(ModuleSlice(projector_name(name), parts=parts, tp=tp))
         for edge, incoming in entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
             create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
             parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)
-            slices += [ModuleSlice(projector_name(edge.source), parts=parts)] if parts else []
+            slices += [ModuleSlice(projector_name(edge.source), parts=parts, tp=tp)] if parts else []
         return tuple(slices)
 
     def _incoming(self, edge: Edge, stage: str, layers: range) -> IncomingActivation:
@@ -307,12 +308,19 @@ class MultimodalModel:
         return IncomingActivation(stage, tokens, injected, projector.activation)
 
 
-def _kv_head_selectors(slices: Sequence[ModuleSlice], config: Any) -> dict[str, Open]:
+def _refuse_tables_of_dimensions(name: str, module: Module) -> None:
+    """Raises `ConfigError` if a module has the table of dimensions that parameters once had, which nothing reads."""
+    for table in ("axes", "axes_of"):
+        if hasattr(module, table):
+            fix = 'name dimensions where a parameter is created, as in nnx.Param(value, dims=("embed", "mlp"))'
+            raise ConfigError(f"{name}: {type(module).__name__}.{table} is not read; remove it and {fix}")
+
+
+def _kv_head_selectors(slices: Sequence[ModuleSlice]) -> dict[str, Open]:
     """Functions that select a tp rank's key/value head, by the name of each parameter with more ranks than heads."""
-    leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves()) if KV_HEADS in leaf.axes]
+    leaves = [leaf for part in slices for leaf in jax.tree.leaves(part.leaves()) if KV_HEADS in leaf.dims]
     return {
-        f"{leaf.module}/{leaf.path}": partial(head_of_rank, leaf.axes.index(KV_HEADS), config.kv_heads)
-        for leaf in leaves
+        f"{leaf.module}/{leaf.path}": partial(head_of_rank, leaf.dims.index(KV_HEADS), leaf.kv_heads) for leaf in leaves
     }
 
 

@@ -26,7 +26,7 @@ from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, run_cached, run_layer, scan_layers
-from mmjax.models.parameters import Create, LayerRun, LogicalAxes, Part, shapes_of
+from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
 
 Block = Callable[[Array, Params], Array]
@@ -91,8 +91,10 @@ class Module(ABC):
     Its methods compute on local shards inside ``shard_map`` (see ``layers``). Features and ``Context.inputs`` are of
     one rank's tokens; under sequence parallelism ``column_parallel`` gathers the tokens of all tp ranks.
 
-    Parameters are nested dicts, with the arrays of ``parts`` by name. Every weight is used in ``layers.linear``,
-    ``column_parallel``, ``row_parallel``, a norm or a lookup.
+    Parameters are nested dicts, with the arrays of ``parts`` by name. Each is created with the names of its dimensions,
+    such as ``nnx.Param(value, dims=("embed", "mlp"))``; tp splits "heads", "kv_heads", "mlp" and "vocab" (see
+    ``parameters.Declaration``). Every weight is used in ``layers.linear``, ``column_parallel``, ``row_parallel``, a
+    norm or a lookup.
 
     Attributes:
       config: an instance of ``Config``. Its fields ``layers``, ``width`` and, with a medium, ``merge`` have the same
@@ -101,8 +103,6 @@ class Module(ABC):
       mask: the kind of its attention mask.
       in_order: whether tokens interact with their neighbours outside of attention, as in a convolution. Then context
         parallelism keeps tokens in order.
-      axes: logical axes of its parameters, in addition to ``parameters.LOGICAL_AXES``. tp splits "heads", "mlp" and
-        "vocab".
     """
 
     config: Any
@@ -110,7 +110,6 @@ class Module(ABC):
     Config: ClassVar[type[Any]]
     mask: ClassVar[MaskKind] = "full"
     in_order: ClassVar[bool] = False
-    axes: ClassVar[LogicalAxes] = {}
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -124,14 +123,6 @@ class Module(ABC):
         """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
         neither.
         """
-
-    def axes_of(self, tp: int) -> LogicalAxes:
-        """``axes`` for a tp degree: the names of a parameter's dimensions, by the end of its path, such as "attn/q".
-
-        The dimension ``KV_HEADS`` is for fewer key/value heads than tp ranks. It is not sharded: each rank uses the
-        head that its query heads read.
-        """
-        return self.axes
 
     # ---- computation -------------------------------------------------------------------------------------------------
 
@@ -240,9 +231,10 @@ class Module(ABC):
         if getattr(self.config, "vocab", None) == 0:
             name = f"{gin_name(type(self.config))}.vocab"
             raise ValueError(f"{name}: 0 is no size; set it to the tokenizer's vocabulary first")
-        parts = sum(math.prod(shape) for part in self.parts(first=True, last=True) for shape in part.shapes.values())
-        layers = ((group.layers, shapes_of(group.create).values()) for group in self.groups)
-        return parts + sum(count * sum(map(math.prod, shapes)) for count, shapes in layers)
+        single = (leaf for part in self.parts(first=True, last=True) for leaf in part.declarations.values())
+        layers = ((group.layers, declarations(group.create).values()) for group in self.groups)
+        in_layers = sum(count * sum(math.prod(leaf.shape) for leaf in leaves) for count, leaves in layers)
+        return in_layers + sum(math.prod(leaf.shape) for leaf in single)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Model FLOPs of a forward over segments of these lengths in tokens or patches, in total (rules: ``flops``).

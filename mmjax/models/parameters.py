@@ -1,17 +1,18 @@
 """Parameters of a stage: their logical leaves, sharding, initial values and names.
 
-Modules are NNX classes that only create parameters. Sharding follows from one table of logical axes in this file, not
-from NNX metadata. A stage has a nested dict of parameters for each module: the arrays of ``layers`` are stacked over
-the stage's layers, others are single. Several groups of layers are several stacks; layers that are not stacked are
-entries of their own. A *logical leaf* is one parameter of one layer without padding; its name does not depend on the
-stage or the layout.
+Modules are NNX classes that only create parameters. Each parameter is created with the names of its dimensions,
+``nnx.Param(value, dims=("embed", "mlp"))``, from which its sharding follows.
+
+A stage has a nested dict of parameters for each module: the arrays of ``layers`` are stacked over the stage's layers,
+others are single. Several groups of layers are several stacks; layers that are not stacked are entries of their own. A
+*logical leaf* is one parameter of one layer without padding; its name does not depend on the stage or the layout.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -31,47 +32,47 @@ Create = Callable[[nnx.Rngs], nnx.Module]
 Tie = Literal["", "lent", "borrowed"]
 """Whether two stages of a module share a parameter: the first owns and lends it, the other borrows it."""
 
-LogicalAxes = Mapping[str, tuple[str, ...]]
-"""Names of a parameter's dimensions, by the end of its path: the last name, or the last two."""
-
 KV_HEADS = "kv_heads"
-"""The dimension of key/value heads where tp has more ranks than there are heads: each rank uses one head."""
+"""The dimension of key/value heads. tp splits it like "heads" unless it has more ranks than there are such heads. Then
+each rank has all of them and uses one.
+"""
 
-# Every parameter is listed here or in its module's ``axes``. A missing one is an error, never a silent replica.
-LOGICAL_AXES: LogicalAxes = {
-    "attn/q": ("embed", "heads"),
-    "attn/k": ("embed", "heads"),
-    "attn/v": ("embed", "heads"),
-    "attn/o": ("heads", "embed"),
-    "attn/q_bias": ("heads",),
-    "attn/k_bias": ("heads",),
-    "attn/v_bias": ("heads",),
-    "attn/q_norm": ("head",),
-    "attn/k_norm": ("head",),
-    "mlp/gate": ("embed", "mlp"),
-    "mlp/up": ("embed", "mlp"),
-    "mlp/gate_bias": ("mlp",),
-    "mlp/up_bias": ("mlp",),
-    "mlp/down": ("mlp", "embed"),
-    "embed": ("vocab", "embed"),
-    "head": ("embed", "vocab"),
-    "up": ("embed", "mlp"),
-    "up_bias": ("mlp",),
-    "down": ("mlp", "embed"),
-    "attn/o_bias": ("embed",),
-    "down_bias": ("embed",),
-    "attn_norm": ("embed",),
-    "mlp_norm": ("embed",),
-    "norm": ("embed",),
-    "attn_scale": ("embed",),
-    "mlp_scale": ("embed",),
-    "class_token": ("embed",),
-    "newline": ("embed",),
-    "scale": ("embed",),
-    "position": ("place", "embed"),
-    "kernel": ("input", "output"),
-    "bias": ("output",),
-}
+
+@dataclass(frozen=True)
+class Declaration:
+    """A parameter of one layer or part, as ``nnx.Param(value, dims=…)`` declares it.
+
+    Attributes:
+      shape: the shape of its value, without padding.
+      dims: names of its dimensions. tp splits "heads", "kv_heads", "mlp" and "vocab" (see ``spread.TP_DIMENSIONS``).
+      kv_heads: the number of heads in its dimension ``KV_HEADS``, if it has one.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    kv_heads: int = 0
+
+    @classmethod
+    def of(cls, name: str, param: nnx.Param[Any]) -> Declaration:
+        """The declaration of a parameter, from the metadata "dims" and "kv_heads"; ``name`` is for errors.
+
+        Raises:
+          ConfigError: ``dims`` do not name each dimension, or ``kv_heads`` does not divide its dimension.
+        """
+        shape, dims = param.shape, param.get_metadata("dims", None)
+        kv_heads = param.get_metadata("kv_heads", 0)
+        if not isinstance(dims, tuple) or len(dims) != len(shape):
+            example = ("embed", "mlp", *("head",) * len(shape))[: len(shape)]
+            fix = f"has to name each dimension, as in nnx.Param(value, dims={example})"
+            raise ConfigError(f"{name}{list(shape)}: dims={dims!r} {fix}")
+        if KV_HEADS in dims and (kv_heads < 1 or shape[dims.index(KV_HEADS)] % kv_heads):
+            fix = f"has to be the number of key/value heads, as in nnx.Param(value, dims={dims}, kv_heads=2)"
+            raise ConfigError(f"{name}{list(shape)}: kv_heads={kv_heads!r} {fix}")
+        return cls(shape, dims, kv_heads)
+
+    def dims_under(self, tp: int) -> tuple[str, ...]:
+        """``dims`` with "heads" in place of ``KV_HEADS`` unless tp has more ranks than there are such heads."""
+        return tuple("heads" if dim == KV_HEADS and tp <= self.kv_heads else dim for dim in self.dims)
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,12 @@ class Leaf:
       layers: global indices of the stacked layers; ``None`` for a single parameter.
       logical_shape: shape of one logical leaf.
       shape: shape of the stage's array: stacked, vocabulary padded.
-      axes: logical axis per dimension of one logical leaf.
+      dims: names of the dimensions of one logical leaf, by ``Declaration.dims_under``.
       tie: whether another stage shares it; a borrowed leaf is neither stored, updated nor saved here.
       layer: global index of its layer, where layers are not stacked.
       from_end: distance of each logical leaf from the module's end: 0 behind the layers, 1 in the last layer, and so
         on, up to the number of layers + 1 before the first layer.
+      kv_heads: the number of heads in the dimension ``KV_HEADS``, if it has one.
     """
 
     module: str
@@ -96,14 +98,15 @@ class Leaf:
     layers: tuple[int, ...] | None
     logical_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    dims: tuple[str, ...]
     tie: Tie = ""
     layer: int | None = None
     from_end: tuple[int, ...] = (0,)
+    kv_heads: int = 0
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Sharding of the stage's array over ``axes.tp``; the stacking dimension is not sharded."""
-        return Spread.of(axes).parameter(self.axes, stacked=self.layers is not None)
+        return Spread.of(axes).parameter(self.dims, stacked=self.layers is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,10 +144,10 @@ class Part:
     tie: Tie = ""
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters by path in the stage's tree of the module, such as "patch/kernel"; unpadded."""
-        prefix = (self.name,) if self.name else ()
-        return {"/".join(prefix + path): shape for path, shape in shapes_of(self.create).items()}
+    def declarations(self) -> dict[str, Declaration]:
+        """Declarations of the parameters by path in the stage's tree of the module, such as "patch/kernel"."""
+        prefix = f"{self.name}/" if self.name else ""
+        return {f"{prefix}{path}": declaration for path, declaration in declarations(self.create).items()}
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,7 @@ class ModuleSlice:
       module: the module's name.
       runs: the layers of this stage.
       parts: the single parts of this stage.
-      vocab_multiple: the ``vocab`` axis is padded to a multiple of this.
-      axes: logical axes of the module's parameters, which take precedence over ``LOGICAL_AXES``.
+      tp: the tp degree. The dimension "vocab" is padded to a multiple of it.
       depth: the number of the module's layers in all stages.
       before_layers: paths of the parameters of single parts before the layers.
     """
@@ -186,8 +188,7 @@ class ModuleSlice:
     module: str
     runs: tuple[LayerRun, ...] = ()
     parts: tuple[Part, ...] = ()
-    vocab_multiple: int = 1
-    axes: LogicalAxes = field(default_factory=dict)
+    tp: int = 1
     depth: int = 0
     before_layers: frozenset[str] = frozenset()
 
@@ -196,28 +197,26 @@ class ModuleSlice:
         leaf}}}.
 
         Raises:
-          ConfigError: a parameter is in no table of logical axes.
+          ConfigError: a parameter does not name its dimensions.
         """
-        flat: dict[tuple[str, ...], Leaf] = {}
+        flat: dict[str, Leaf] = {}
         for part in self.parts:
-            for path, shape in part.shapes.items():
+            for path, declaration in part.declarations.items():
                 from_end = (self.depth + 1) if path in self.before_layers else 0
-                flat[tuple(path.split("/"))] = replace(self._leaf(path, None, shape, part.tie), from_end=(from_end,))
+                flat[path] = replace(self._leaf(path, None, declaration), tie=part.tie, from_end=(from_end,))
         for run in self.runs:
-            for path, shape in shapes_of(run.create).items():
+            for path, declaration in declarations(run.create).items():
                 stack = tuple(run.layers) if run.stacked else None
-                leaf = self._leaf("/".join((run.name, *path)), stack, shape)
+                leaf = self._leaf(f"{run.name}/{path}", stack, declaration)
                 from_end = tuple(self.depth - layer for layer in run.layers)
-                flat[(run.name, *path)] = replace(leaf, layer=run.layer, from_end=from_end)
-        return traverse_util.unflatten_dict(flat)
+                flat[leaf.path] = replace(leaf, layer=run.layer, from_end=from_end)
+        return traverse_util.unflatten_dict(flat, sep="/")
 
-    def _leaf(self, path: str, layers: tuple[int, ...] | None, shape: tuple[int, ...], tie: Tie = "") -> Leaf:
-        axes = logical_axes(f"{self.module}/{path}", shape, self.axes)
-        padded = tuple(
-            _round_up(n, self.vocab_multiple) if a == "vocab" else n for n, a in zip(shape, axes, strict=True)
-        )
+    def _leaf(self, path: str, layers: tuple[int, ...] | None, declaration: Declaration) -> Leaf:
+        shape, dims = declaration.shape, declaration.dims_under(self.tp)
+        padded = tuple(_round_up(n, self.tp) if dim == "vocab" else n for n, dim in zip(shape, dims, strict=True))
         stacked = padded if layers is None else (len(layers), *padded)
-        return Leaf(self.module, path, layers, shape, stacked, axes, tie)
+        return Leaf(self.module, path, layers, shape, stacked, dims, kv_heads=declaration.kv_heads)
 
     def initialise(self, key: jax.Array) -> Tree:
         """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices, in the structure of
@@ -254,29 +253,6 @@ def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(stored, head * width, width, dimension)
 
 
-def logical_axes(path: str, shape: tuple[int, ...], module_axes: LogicalAxes | None = None) -> tuple[str, ...]:
-    """The name of each dimension of a parameter, from the longest end of its path that is in a table.
-
-    Entries of ``module_axes``, the module's table, take precedence over ``LOGICAL_AXES``.
-
-    Args:
-      path: the parameter's path, such as "llm/layers/attn/q".
-      shape: its shape without stacking.
-      module_axes: see ``Module.axes``.
-
-    Raises:
-      ConfigError: the parameter is in no table with its number of dimensions.
-    """
-    parts = path.split("/")
-    for table in (module_axes or {}, LOGICAL_AXES):
-        for start in range(len(parts)):
-            axes = table.get("/".join(parts[start:]))
-            if axes and len(axes) == len(shape):
-                return axes
-    example = {parts[-1]: ("embed",) if len(shape) == 1 else ("embed", "mlp")}
-    raise ConfigError(f"{path}{list(shape)}: its dimensions have no names; add them to its module's axes, as {example}")
-
-
 def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """Splits a stage's arrays into logical leaves by name, such as "llm/layers/003/attn/q". Traceable.
 
@@ -304,25 +280,35 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
     return result
 
 
-def shapes_of(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    """Shapes of the parameters that ``create`` creates, by path such as ("attn", "q"), without creating them.
+def declarations(create: Create) -> Mapping[str, Declaration]:
+    """Declarations of the parameters that ``create`` creates, by path such as "attn/q", without creating them.
 
     Cached for a ``partial`` without keywords.
+
+    Raises:
+      ConfigError: see ``Declaration.of``.
     """
     if isinstance(create, partial) and not create.keywords:
-        return _cached_shapes(create.func, create.args)
-    return _traced_shapes(create)
+        return _cached_declarations(create.func, create.args)
+    return _traced_declarations(create)
 
 
 @lru_cache(maxsize=256)
-def _cached_shapes(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    return _traced_shapes(partial(cls, *args))
+def _cached_declarations(cls: Callable[..., nnx.Module], args: tuple[Any, ...]) -> Mapping[str, Declaration]:
+    return _traced_declarations(partial(cls, *args))
 
 
-def _traced_shapes(create: Create) -> Mapping[tuple[str, ...], tuple[int, ...]]:
-    tree: Tree = jax.eval_shape(lambda: _params_of(create(nnx.Rngs(0))))
-    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(tree)
-    return {path: aval.shape for path, aval in flat.items()}
+def _traced_declarations(create: Create) -> Mapping[str, Declaration]:
+    result: dict[str, Declaration] = {}
+
+    def trace() -> None:
+        module = create(nnx.Rngs(0))
+        for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            names = [str(name) for name in path]
+            result["/".join(names)] = Declaration.of(".".join((type(module).__name__, *names)), param)
+
+    jax.eval_shape(trace)
+    return result
 
 
 def _create_params(create: Create, key: jax.Array) -> Tree:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import PartitionSpec
 
 from mmjax.attention.language import WORDS
@@ -25,7 +26,7 @@ from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.context import Context
-from mmjax.models.parameters import shapes_of
+from mmjax.models.parameters import Create, declarations
 from mmjax.models.recorded_work import RecordedWork, recording
 
 TOKENS = 16
@@ -80,7 +81,7 @@ def traced_work(module: Any) -> TracedWork:
     )
     ends, layers, per_pair = Fraction(record.products, positions), Fraction(0), record.per_pair
     for group in module.groups:
-        mask, layer = group.mask(module.mask), _leaves(shapes_of(group.create))
+        mask, layer = group.mask(module.mask), _leaves(group.create)
         run = functools.partial(_run_layer, group.block, mask)
         work = _record(run, inputs, layer, features)
         layers += group.layers * Fraction(work.products, positions)
@@ -119,22 +120,17 @@ def _run_layer(block: Callable[..., Any], mask: Mask, context: Context, p: Any, 
 
 def _single_parts(module: Any) -> dict[str, Any]:
     """The parameters outside of layers, and those of a layer, which ``embed`` may look at, nested dicts of shapes."""
-    tree: dict[str, Any] = {"layers": _leaves(shapes_of(module.groups[0].create))}
+    tree: dict[str, Any] = {"layers": _leaves(module.groups[0].create)}
     for part in module.parts(first=True, last=True):
-        leaves = _leaves(shapes_of(part.create))
+        leaves = _leaves(part.create)
         tree |= {part.name: leaves} if part.name else leaves
     return tree
 
 
-def _leaves(shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> dict[str, Any]:
-    """A nested dict of fp32 arrays' shapes, from shapes by path."""
-    tree: dict[str, Any] = {}
-    for path, shape in shapes.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return tree
+def _leaves(create: Create) -> dict[str, Any]:
+    """A nested dict of fp32 arrays' shapes, of the parameters that ``create`` creates."""
+    flat = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in declarations(create).items()}
+    return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def _axes(module: Any) -> int:

@@ -88,18 +88,18 @@ class Affine(nnx.Module):
         self, inputs: int, outputs: int, rngs: nnx.Rngs, init: Initializer | None = None, *, bias: bool = True
     ):
         init = init or nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)))
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs)), dims=("input", "output"))
         if bias:
-            self.bias = nnx.Param(jnp.zeros(outputs))
+            self.bias = nnx.Param(jnp.zeros(outputs), dims=("output",))
 
 
 class Norm(nnx.Module):
     """Parameters "scale" and "bias" ``[width]`` of a LayerNorm, or "scale" of an RMSNorm; initially 1 and 0."""
 
     def __init__(self, width: int, *, rms: bool = False):
-        self.scale = nnx.Param(jnp.ones(width))
+        self.scale = nnx.Param(jnp.ones(width), dims=("embed",))
         if not rms:
-            self.bias = nnx.Param(jnp.zeros(width))
+            self.bias = nnx.Param(jnp.zeros(width), dims=("embed",))
 
 
 class Attention(nnx.Module):
@@ -110,10 +110,12 @@ class Attention(nnx.Module):
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
         for name in ("q", "k", "v", "o"):
-            init = residual_init(c.layers) if name == "o" else nnx.initializers.lecun_normal()
-            setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width))))
+            is_o = name == "o"
+            init = residual_init(c.layers) if is_o else nnx.initializers.lecun_normal()
+            dims = ("heads", "embed") if is_o else ("embed", "heads")
+            setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width)), dims=dims))
             if name != "k" or c.k_bias:
-                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width)))
+                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width), dims=dims[1:]))
 
 
 class Mlp(nnx.Module):
@@ -123,12 +125,14 @@ class Mlp(nnx.Module):
     """
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs, *, gated: bool = False):
-        self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
-        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
-        self.up_bias, self.down_bias = nnx.Param(jnp.zeros(c.mlp)), nnx.Param(jnp.zeros(c.width))
+        init, last = nnx.initializers.lecun_normal(), residual_init(c.layers)
+        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+        self.down = nnx.Param(last(rngs.params(), (c.mlp, c.width)), dims=("mlp", "embed"))
+        self.up_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
+        self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if gated:
-            self.gate = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.mlp)))
-            self.gate_bias = nnx.Param(jnp.zeros(c.mlp))
+            self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+            self.gate_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
 
 
 class EncoderLayer(nnx.Module):

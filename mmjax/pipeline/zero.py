@@ -44,7 +44,7 @@ class ZeroLeaf:
         """Chooses the dimension of a stage array to shard on a submesh, and the padding."""
         shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
         stacked = leaf.layers is not None
-        split = [False] * stacked + [axis in TP_DIMENSIONS for axis in leaf.axes]
+        split = [False] * stacked + [name in TP_DIMENSIONS for name in leaf.dims]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
         if shards == 1:
             return cls(leaf, None, leaf.shape)
@@ -80,7 +80,7 @@ class ZeroLeaf:
     @property
     def split_by_tp(self) -> bool:
         """Whether the leaf is split over tp."""
-        return any(axis in TP_DIMENSIONS for axis in self.leaf.axes)
+        return any(name in TP_DIMENSIONS for name in self.leaf.dims)
 
     @property
     def _skip(self) -> int:

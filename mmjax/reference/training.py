@@ -94,7 +94,7 @@ def rate_factors(
             power = node.config.layers - int(layer[1])
         else:
             first = node.module.parts(first=True, last=False) if node and module in model.nodes else ()
-            power = node.config.layers + 1 if node and any(name in part.shapes for part in first) else 0
+            power = node.config.layers + 1 if node and any(name in part.declarations for part in first) else 0
         matches = [factor for pattern, factor in optimizer.rates.items() if fnmatch.fnmatchcase(name, pattern)]
         factors[leaf] = (matches[0] if matches else 1.0) * optimizer.layer_decay**power
     return factors

@@ -77,7 +77,7 @@ def oracle(family: str) -> Oracle:
 def computed(of: Oracle, tp: int = 1) -> dict[str, list[np.ndarray]]:
     """Our values by sequence, of a row that holds all of them."""
     module, lengths = Llama(of.c), of.values["lengths"]
-    part = replace(slice_of(module, "llm"), vocab_multiple=tp)
+    part = replace(slice_of(module, "llm"), tp=tp)
     own, tree = jax.tree.flatten(part.leaves())
     named = {f"llm/{leaf}": jnp.asarray(value) for leaf, value in of.leaves.items()}
     params = jax.tree.unflatten(tree, join_logical(own, named))

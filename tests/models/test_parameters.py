@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES
 
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.spread import TP_DIMENSIONS
 from mmjax.models import flops
 from mmjax.models.graph import multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.layers import DecoderLayer, parts
-from mmjax.models.parameters import LayerRun, Leaf, ModuleSlice, join_logical, logical_axes, split_logical
+from mmjax.models.llama.module import Llama
+from mmjax.models.lora.config import LoraConfig
+from mmjax.models.parameters import (
+    Create,
+    LayerRun,
+    Leaf,
+    ModuleSlice,
+    Part,
+    declarations,
+    join_logical,
+    split_logical,
+)
+from mmjax.models.projector.layers import Projector
 from mmjax.models.vit.config import ViTConfig
+from mmjax.models.vit.layers import ViTLayer, ViTStem
+from mmjax.models.whisper.config import WhisperConfig
+from mmjax.models.whisper.layers import AudioStem
 
 CONFIG = DecoderConfig(layers=4, width=8, heads=2, kv_heads=1, mlp=12, vocab=7)
 
@@ -43,37 +62,87 @@ def logical(part: ModuleSlice, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in named.items()}
 
 
+class Layer(nnx.Module):
+    """One parameter, "gate", with this metadata."""
+
+    def __init__(self, shape: tuple[int, ...], rngs: nnx.Rngs, **metadata: Any):
+        self.gate = nnx.Param(jnp.zeros(shape), **metadata)
+
+
+class Outer(nnx.Module):
+    """A layer in a layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.mlp = Layer((4, 8, 8), rngs, dims=("embed", "mlp"))
+
+
+def test_dimensions_of_layers_and_parts() -> None:
+    """Those that tp splits: products with an input of all tp ranks by columns, and those that are summed by rows."""
+    with_biases = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    vit, by_columns, by_rows = ViTConfig(class_token=True, layer_scale=True, gated=True), 1, 0
+    products = {"attn/q": by_columns, "attn/k": by_columns, "attn/v": by_columns, "attn/o": by_rows}
+    products |= {"mlp/gate": by_columns, "mlp/up": by_columns, "mlp/down": by_rows}
+    biases = {f"{name}_bias": 0 for name in products if name not in ("attn/o", "mlp/down")}
+    for create, split in (
+        (partial(DecoderLayer, with_biases), products | biases),
+        (partial(ViTLayer, vit), products | biases),
+        (partial(ViTStem, replace(vit, positions="learned2d")), {}),
+        (partial(Projector, 8, 16, 4), {"up": 1, "up_bias": 0, "down": 0}),
+        (partial(Projector, 8, 0, 4), {}),
+        (parts(CONFIG, first=True, last=False)[0].create, {"embed": 0}),
+        (parts(CONFIG, first=False, last=True)[0].create, {"head": 1}),
+        (partial(AudioStem, WhisperConfig(positions="learned")), {}),
+    ):
+        dims = {path: weight.dims_under(1) for path, weight in declarations(create).items()}
+        by_tp = {name: [i for i, dim in enumerate(named) if dim in TP_DIMENSIONS] for name, named in dims.items()}
+        assert {name: found for name, found in by_tp.items() if found} == {name: [i] for name, i in split.items()}
+
+
 @pytest.mark.parametrize(
-    ("path", "rank", "axes"),
+    ("create", "message"),
     [
-        ("layers/attn/q", 2, ("embed", "heads")),
-        ("layers/attn/o", 2, ("heads", "embed")),
-        ("layers/attn/k_bias", 1, ("heads",)),
-        ("layers/attn/o_bias", 1, ("embed",)),  # added after the sum over tp
-        ("layers/mlp/down_bias", 1, ("embed",)),
-        ("layers/mlp/up_bias", 1, ("mlp",)),
-        ("layers/attn_norm", 1, ("embed",)),
-        ("embed", 2, ("vocab", "embed")),
-        ("head", 2, ("embed", "vocab")),
-        ("up", 2, ("embed", "mlp")),
-        ("down", 2, ("mlp", "embed")),
-        ("patch/kernel", 2, ("input", "output")),
-        ("position", 2, ("place", "embed")),
+        (
+            partial(Layer, (16, 24)),
+            r"Layer\.gate\[16, 24\]: dims=None has .* nnx\.Param\(value, dims=\('embed', 'mlp'\)\)",
+        ),
+        (partial(Layer, (16,), dims=()), r"Layer\.gate\[16\]: dims=\(\) has .*, dims=\('embed',\)\)"),
+        (partial(Layer, (5,), dims="embed"), r"Layer\.gate\[5\]: dims='embed' has "),
+        (Outer, r"Outer\.mlp\.gate\[4, 8, 8\]: dims=\('embed', 'mlp'\) has .*, dims=\('embed', 'mlp', 'head'\)\)"),
+        (partial(Layer, (6,), dims=("kv_heads",)), r"Layer\.gate\[6\]: kv_heads=0 has .*kv_heads=2\)"),
+        (partial(Layer, (6,), dims=("kv_heads",), kv_heads=4), r"Layer\.gate\[6\]: kv_heads=4 has "),
     ],
 )
-def test_logical_axes(path: str, rank: int, axes: tuple[str, ...]) -> None:
-    assert logical_axes(path, (4,) * rank) == axes
+def test_a_parameter_without_named_dimensions_is_refused(create: Create, message: str) -> None:
+    """Neither a missing name nor one of another rank becomes a replica in silence."""
+    for part in (ModuleSlice("a", (LayerRun(create, range(2)),)), ModuleSlice("a", parts=(Part(create),))):
+        with pytest.raises(ConfigError, match=f"^{message}") as refused:
+            part.leaves()
+        assert "\n" not in str(refused.value)
 
 
-def test_a_parameter_without_named_dimensions_is_refused() -> None:
-    """Neither an unlisted name nor a listed one of another rank becomes a replica in silence."""
-    with pytest.raises(ConfigError, match=r"^vision/layers/gate\[16, 24\]: its dimensions have no names; .*'gate'"):
-        logical_axes("vision/layers/gate", (16, 24))
-    with pytest.raises(ConfigError, match=r"^llm/layers/attn/q\[4, 8, 8\]: "):
-        logical_axes("llm/layers/attn/q", (4, 8, 8))
-    assert logical_axes("vision/layers/gate", (16, 24), {"gate": ("embed", "mlp")}) == ("embed", "mlp")
-    assert logical_axes("llm/layers/attn/q", (4, 8, 8), {"q": ("embed", "heads", "head")}) == ("embed", "heads", "head")
-    assert logical_axes("a/up", (4, 8), {"up": ("embed", "whole")}) == ("embed", "whole"), "a module's own come first"
+def test_a_table_of_dimensions_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Tabled(Llama):
+        axes: ClassVar[Any] = {"up": ("embed", "mlp")}
+
+    with pytest.raises(
+        ConfigError, match=r'^llm: Tabled\.axes is not read; .*nnx\.Param\(value, dims=\("embed", "mlp"\)\)$'
+    ):
+        multimodal({}, Tabled(CONFIG))
+
+
+def test_more_ranks_than_key_value_heads_have_all_of_them() -> None:
+    config = replace(CONFIG, heads=4, kv_heads=2, qkv_bias=True)
+    model = multimodal({}, config, loras={"llm": LoraConfig(rank=3)})
+    names = {f"llm/layers/attn/{name}" for name in ("k", "v", "k_bias", "v_bias")}
+    names |= {f"llm_lora/layers/attn/{name}/b" for name in ("k", "v")}
+    for tp, split in ((1, True), (2, True), (4, False)):
+        (stage,) = model.stages({"llm": Layout(tp=tp)})
+        leaves = [leaf for part in stage.slices for leaf in leaves_of(part)]
+        by_tp = {f"{leaf.module}/{leaf.path}": not TP_DIMENSIONS.isdisjoint(leaf.dims) for leaf in leaves}
+        assert {name: by_tp[name] for name in names} == dict.fromkeys(names, split)
+        assert by_tp["llm/layers/attn/q"]
+        assert stage.opens.keys() == (set() if split else names)
 
 
 def test_specs_shard_over_tp_behind_the_stacking_dimension() -> None:

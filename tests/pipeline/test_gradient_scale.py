@@ -40,7 +40,7 @@ class Weight(nnx.Module):
     """One number, as a matrix."""
 
     def __init__(self, value: float, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jnp.full((1, 1), value))
+        self.kernel = nnx.Param(jnp.full((1, 1), value), dims=("input", "output"))
 
 
 def _stage(module: str, source: str, p: Any, given: Any, carry: Any, axes: Axes, cells: int) -> Any:

@@ -174,7 +174,7 @@ def test_a_handle_has_the_gradient_of_what_is_stored(stage: str) -> None:
     plain = place(model)
     leaves = by_name(plain.stages[stage].state.leaves)
     # Along a dimension that tp does not split.
-    turned = {name: -1 - (leaf.axes[-1] in TP_DIMENSIONS) for name, leaf in leaves.items() if len(leaf.axes) > 1}
+    turned = {name: -1 - (leaf.dims[-1] in TP_DIMENSIONS) for name, leaf in leaves.items() if len(leaf.dims) > 1}
 
     def opened_by(name: str) -> Any:
         return lambda half: 2 * (jnp.roll(half, 1, turned[name]) if name in turned else half)

@@ -52,9 +52,9 @@ class Weights(nnx.Module):
 
     def __init__(self, wide: int, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.5)
-        self.up = nnx.Param(init(rngs.params(), (wide, HIDDEN)))
-        self.down = nnx.Param(init(rngs.params(), (HIDDEN, WIDTH)))
-        self.bias = nnx.Param(init(rngs.params(), (WIDTH,)))
+        self.up = nnx.Param(init(rngs.params(), (wide, HIDDEN)), dims=("embed", "mlp"))
+        self.down = nnx.Param(init(rngs.params(), (HIDDEN, WIDTH)), dims=("mlp", "embed"))
+        self.bias = nnx.Param(init(rngs.params(), (WIDTH,)), dims=("embed",))
 
 
 def product(p: Mapping[str, Any], axes: Axes, x: Any) -> Any:
@@ -107,9 +107,9 @@ LOSSES = {
 
 
 def _slice(module: str, layers: range, part: Part | None) -> ModuleSlice:
-    depth, ahead = LAYERS if module == "llm" else STROKES, frozenset(part.shapes if part else ())
+    depth, ahead = LAYERS if module == "llm" else STROKES, frozenset(part.declarations if part else ())
     return ModuleSlice(
-        module, (LayerRun(partial(Weights, WIDTH), layers),), (part,) if part else (), 1, {}, depth, ahead
+        module, (LayerRun(partial(Weights, WIDTH), layers),), (part,) if part else (), depth=depth, before_layers=ahead
     )
 
 

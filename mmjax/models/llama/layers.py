@@ -31,58 +31,60 @@ from mmjax.models.module import Block
 from mmjax.models.parameters import Part
 
 
-def _zeros(module: nnx.Module, **sizes: int) -> None:
-    """Adds parameters that are initially zero to a module."""
-    for name, size in sizes.items():
-        setattr(module, name, nnx.Param(jnp.zeros(size)))
-
-
 class _Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         init, heads, kv = nnx.initializers.lecun_normal(), c.heads * c.head_width, c.kv_heads * c.head_width
-        self.q = nnx.Param(init(rngs.params(), (c.width, heads)))
-        self.k = nnx.Param(init(rngs.params(), (c.width, kv)))
-        self.v = nnx.Param(init(rngs.params(), (c.width, kv)))
-        self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)))
+        self.q = nnx.Param(init(rngs.params(), (c.width, heads)), dims=("embed", "heads"))
+        self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)), dims=("heads", "embed"))
         if c.qkv_bias:
-            _zeros(self, q_bias=heads, k_bias=kv, v_bias=kv)
+            self.q_bias = nnx.Param(jnp.zeros(heads), dims=("heads",))
+            self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
-            _zeros(self, o_bias=c.width)
+            self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if c.qk_norm:
-            self.q_norm, self.k_norm = nnx.Param(jnp.ones(c.head_width)), nnx.Param(jnp.ones(c.head_width))
+            self.q_norm = nnx.Param(jnp.ones(c.head_width), dims=("head",))
+            self.k_norm = nnx.Param(jnp.ones(c.head_width), dims=("head",))
 
 
 class _Mlp(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
-        self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
-        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)))
-        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)))
+        self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
+        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)), dims=("mlp", "embed"))
         if c.mlp_bias:
-            _zeros(self, gate_bias=c.mlp, up_bias=c.mlp, down_bias=c.width)
+            self.gate_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
+            self.up_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
+            self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
 
 
 class DecoderLayer(nnx.Module):
     """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm, self.attn = nnx.Param(jnp.ones(c.width)), _Attention(c, rngs)
-        self.mlp_norm, self.mlp = nnx.Param(jnp.ones(c.width)), _Mlp(c, rngs)
+        self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+        self.attn = _Attention(c, rngs)
+        self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+        self.mlp = _Mlp(c, rngs)
 
 
 class _Embedding(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         # An untied table has about the scale of a projector's output, which balances text and images at the start.
         # A tied table is the head too, whose logits must be small at the start.
-        scale = c.width**-0.5 if c.tied else 0.5
-        self.embed = nnx.Param(nnx.initializers.normal(scale)(rngs.params(), (c.vocab, c.width)))
+        init = nnx.initializers.normal(c.width**-0.5 if c.tied else 0.5)
+        self.embed = nnx.Param(init(rngs.params(), (c.vocab, c.width)), dims=("vocab", "embed"))
 
 
 class _Head(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = nnx.Param(jnp.ones(c.width))
+        self.norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         if not c.tied:
-            self.head = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (c.width, c.vocab)))
+            init = nnx.initializers.lecun_normal()
+            self.head = nnx.Param(init(rngs.params(), (c.width, c.vocab)), dims=("embed", "vocab"))
 
 
 def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:

@@ -18,7 +18,7 @@ from mmjax.models.layers import Params, embed_tokens, rms_norm
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Block, LayerGroup, Loss, Module
-from mmjax.models.parameters import KV_HEADS, LogicalAxes, Part
+from mmjax.models.parameters import Part
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,6 @@ class Llama(Module):
             )
             for count, is_local in c.runs
         )
-
-    def axes_of(self, tp: int) -> LogicalAxes:
-        """``axes`` for a tp degree; with more ranks than key/value heads those of k and v are ``KV_HEADS``."""
-        if tp <= self.config.kv_heads:
-            return self.axes
-        axes = dict(self.axes)
-        for name in ("attn/k", "attn/v"):
-            axes |= {name: ("embed", KV_HEADS), f"{name}_bias": (KV_HEADS,)}
-        return axes
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
         """The embedding table of the first stage, and the norm and the head of the last; see ``layers.parts``."""

@@ -23,11 +23,11 @@ from mmjax.models.handles import Adapted
 from mmjax.models.layers import Params
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.module import Module
-from mmjax.models.parameters import Create, LayerRun, LogicalAxes, ModuleSlice, logical_axes, shapes_of
+from mmjax.models.parameters import Create, Declaration, LayerRun, ModuleSlice, declarations
 
 A, B, RANK = "a", "b", "rank"
-Sizes = tuple[tuple[str, int, int], ...]
-"""The name inside a layer, the inputs and the outputs of each weight with an adapter."""
+Weights = tuple[tuple[str, Declaration], ...]
+"""The name inside a layer and the declaration of each weight with an adapter."""
 # A is initialised like many linear layers: uniform with variance 1/(3 D).
 _A_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
@@ -39,31 +39,30 @@ class _Group(nnx.Module):
 class Adapters(nnx.Module):
     """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is initially 0, so adapters start without effect.
 
-    ``sizes`` are a result of ``adapted_sizes``. The parameters of "attn/q" are "attn/q/a" and "attn/q/b".
+    ``weights`` are a result of ``adapted_weights``. The parameters of "attn/q" are "attn/q/a" and "attn/q/b".
     """
 
-    def __init__(self, sizes: Sizes, rank: int, rngs: nnx.Rngs):
-        for name, inputs, outputs in sizes:
+    def __init__(self, weights: Weights, rank: int, rngs: nnx.Rngs):
+        for name, weight in weights:
+            (inputs, outputs), (first, second), kv_heads = weight.shape, weight.dims, weight.kv_heads
             group: Any = self
             for part in name.split("/"):
                 if not hasattr(group, part):
                     setattr(group, part, _Group())
                 group = getattr(group, part)
-            setattr(group, A, nnx.Param(_A_INIT(rngs.params(), (inputs, rank))))
-            setattr(group, B, nnx.Param(jnp.zeros((rank, outputs))))
+            a, b = _A_INIT(rngs.params(), (inputs, rank)), jnp.zeros((rank, outputs))
+            setattr(group, A, nnx.Param(a, dims=(first, RANK), kv_heads=kv_heads))
+            setattr(group, B, nnx.Param(b, dims=(RANK, second), kv_heads=kv_heads))
 
 
-def adapted_sizes(create: Create, lora: LoraConfig) -> Sizes:
-    """Name in the layer, inputs and outputs of the weights of one layer that have an adapter, such as ("attn/q", 64,
-    64).
-    """
-    return tuple((name, *shape) for name, shape in _matrices(create).items() if lora.adapts(name))
+def adapted_weights(create: Create, lora: LoraConfig) -> Weights:
+    """The weights of one layer that have an adapter: the name in the layer, such as "attn/q", and the declaration."""
+    return tuple((name, weight) for name, weight in _matrices(create).items() if lora.adapts(name))
 
 
-def _matrices(create: Create) -> dict[str, tuple[int, int]]:
-    """Shapes of the matrices of a layer by their names in the layer."""
-    shapes = {"/".join(path): shape for path, shape in shapes_of(create).items()}
-    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+def _matrices(create: Create) -> dict[str, Declaration]:
+    """The matrices of a layer by their names in the layer."""
+    return {name: weight for name, weight in declarations(create).items() if len(weight.shape) == 2}
 
 
 def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
@@ -93,26 +92,14 @@ def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraCo
       lora: settings of the adapters, with a rank above 0.
       tp: the tp degree.
     """
-    adapter_runs, axes, module_axes = list[LayerRun](), dict[str, tuple[str, ...]](), module.axes_of(tp)
+    adapter_runs = list[LayerRun]()
     for run in runs:
-        if sizes := adapted_sizes(run.create, lora):
-            create = partial(Adapters, sizes, lora.rank)
+        if weights := adapted_weights(run.create, lora):
+            create = partial(Adapters, weights, lora.rank)
             adapter_runs.append(LayerRun(create, run.layers, run.name, stacked=run.stacked))
-            axes |= _axes(f"{name}/{run.name}", sizes, module_axes)
     if not adapter_runs:
         return None
-    return ModuleSlice(
-        lora_name(name), runs=tuple(adapter_runs), vocab_multiple=tp, axes=axes, depth=module.config.layers
-    )
-
-
-def _axes(prefix: str, sizes: Sizes, module_axes: LogicalAxes) -> dict[str, tuple[str, ...]]:
-    """Logical axes of adapters, by their names inside a layer."""
-    axes: dict[str, tuple[str, ...]] = {}
-    for name, inputs, outputs in sizes:
-        first, second = logical_axes(f"{prefix}/{name}", (inputs, outputs), module_axes)
-        axes |= {f"{name}/{A}": (first, RANK), f"{name}/{B}": (RANK, second)}
-    return axes
+    return ModuleSlice(lora_name(name), runs=tuple(adapter_runs), tp=tp, depth=module.config.layers)
 
 
 def with_adapters(weights: Params, adapters: Params, scale: float) -> Params:
@@ -138,8 +125,8 @@ def _adapted(weight: Any, adapters: Params, scale: float) -> Any:
 
 def lora_parameters(module: Module, lora: LoraConfig) -> int:
     """The number of parameters of a module's adapters in all layers, whole and not of one rank."""
-    sizes = ((group.layers, adapted_sizes(group.create, lora)) for group in module.groups)
-    return sum(layers * lora.rank * (inputs + outputs) for layers, group in sizes for _, inputs, outputs in group)
+    weights = ((group.layers, adapted_weights(group.create, lora)) for group in module.groups)
+    return sum(layers * lora.rank * sum(weight.shape) for layers, group in weights for _, weight in group)
 
 
 def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:

@@ -34,18 +34,21 @@ class Projector(nnx.Module):
         if norm != "none":
             self.norm = Norm(in_width // together, rms=norm == "rms")
         if not hidden:
-            self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)))
-            self.bias = nnx.Param(jnp.zeros(out_width))
+            self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)), dims=("input", "output"))
+            self.bias = nnx.Param(jnp.zeros(out_width), dims=("output",))
             return
-        self.up, self.up_bias = nnx.Param(init(rngs.params(), (in_width, hidden))), nnx.Param(jnp.zeros(hidden))
-        self.down, self.down_bias = nnx.Param(init(rngs.params(), (hidden, out_width))), nnx.Param(jnp.zeros(out_width))
+        self.up = nnx.Param(init(rngs.params(), (in_width, hidden)), dims=("embed", "mlp"))
+        self.up_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
+        self.down = nnx.Param(init(rngs.params(), (hidden, out_width)), dims=("mlp", "embed"))
+        self.down_bias = nnx.Param(jnp.zeros(out_width), dims=("embed",))
 
 
 class Newline(nnx.Module):
     """A learned embedding of the LLM's width, which ends each row of an image's tokens."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
-        self.newline = nnx.Param(nnx.initializers.normal(width**-0.5)(rngs.params(), (width,)))
+        init = nnx.initializers.normal(width**-0.5)
+        self.newline = nnx.Param(init(rngs.params(), (width,)), dims=("embed",))
 
 
 def injected_name(layer: int) -> str:

@@ -33,9 +33,10 @@ class ViTStem(nnx.Module):
         self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
         small = nnx.initializers.normal(0.02)
         if c.positions == "learned2d":
-            self.position = nnx.Param(small(rngs.params(), (c.class_token + c.grid * c.grid, c.width)))
+            places = c.class_token + c.grid * c.grid
+            self.position = nnx.Param(small(rngs.params(), (places, c.width)), dims=("place", "embed"))
         if c.class_token:
-            self.class_token = nnx.Param(small(rngs.params(), (c.width,)))
+            self.class_token = nnx.Param(small(rngs.params(), (c.width,)), dims=("embed",))
 
 
 class ViTLayer(EncoderLayer):
@@ -44,7 +45,8 @@ class ViTLayer(EncoderLayer):
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         super().__init__(c, rngs, rms=c.norm == "rms", gated=c.gated)
         if c.layer_scale:
-            self.attn_scale, self.mlp_scale = nnx.Param(jnp.ones(c.width)), nnx.Param(jnp.ones(c.width))
+            self.attn_scale = nnx.Param(jnp.ones(c.width), dims=("embed",))
+            self.mlp_scale = nnx.Param(jnp.ones(c.width), dims=("embed",))
 
 
 def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:

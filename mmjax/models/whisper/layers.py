@@ -37,8 +37,9 @@ class _Convolution(nnx.Module):
     """A kernel as a matrix, whose rows are ordered by tap, then by input channel."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (TAPS * channels, width)))
-        self.bias = nnx.Param(jnp.zeros(width))
+        init = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (TAPS * channels, width)), dims=("input", "output"))
+        self.bias = nnx.Param(jnp.zeros(width), dims=("output",))
 
 
 class AudioStem(nnx.Module):
@@ -47,7 +48,8 @@ class AudioStem(nnx.Module):
     def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
         self.conv1, self.conv2 = _Convolution(c.mels, c.width, rngs), _Convolution(c.width, c.width, rngs)
         if c.positions == "learned":
-            self.position = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (c.length, c.width)))
+            init = nnx.initializers.normal(0.02)
+            self.position = nnx.Param(init(rngs.params(), (c.length, c.width)), dims=("place", "embed"))
 
 
 def parts(c: WhisperConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
