@@ -19,8 +19,9 @@ from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.types import SampleMeta
 from mmjax.recipe import Recipe
 

@@ -8,9 +8,10 @@ from mmjax.assembly.orders import step_order
 from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.parts import Assembly, PlacedRun
 from mmjax.assembly.placing import place_model, planned_world, require_pipeline_in_one_process
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import train_schedule
+from mmjax.data.source import Source
 from mmjax.data.spec import DataSpec
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor

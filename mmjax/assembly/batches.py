@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from mmjax.assembly.orders import step_order
 from mmjax.assembly.parts import PlacedRun
 from mmjax.assembly.samples import require_same_data
-from mmjax.data.loader import Source, StepMaker
+from mmjax.data.loader import StepMaker
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
+from mmjax.data.source import Source
 from mmjax.data.spec import DataSpec
 from mmjax.data.types import Microbatch
 from mmjax.pipeline.place import InputShapes, PlacedModel

@@ -13,8 +13,9 @@ from mmjax.configurable import require
 from mmjax.data.buckets import ChosenBuckets, cells_for, choose, per_cell, per_microbatch, plan_some_steps
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.derived import completed_worst
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmjax.checkpoint import Checkpointer, Metadata
 from mmjax.configurable import ConfigError
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import broadcast_text

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from mmjax.configurable import require
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.recipe import Recipe, validate
 
 

@@ -13,9 +13,10 @@ from mmjax.assembly.model import build_modules, packed_specs, splits_of
 from mmjax.assembly.orders import pair_costs
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import per_cell
-from mmjax.data.loader import Source, make_packer
+from mmjax.data.loader import make_packer
 from mmjax.data.packing import Packer
 from mmjax.data.send_lists import list_shapes
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM

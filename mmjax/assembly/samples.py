@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.configurable import require
-from mmjax.data.loader import Source, make_source
+from mmjax.data.loader import make_source
+from mmjax.data.source import Source
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import gather_texts
 from mmjax.progress import IndexProgress

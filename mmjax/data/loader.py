@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data import worker
@@ -22,38 +22,21 @@ from mmjax.data.batch_shape import BatchShape
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
 from mmjax.data.derived import completed_worst, in_text, with_media
+from mmjax.data.origin import check_modules, origin_of
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows, turn_of
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.shared import has_room, put_together, spread_out
+from mmjax.data.source import Source
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import IndexObserver
 from mmjax.data.sources.known_records import KnownRecords
+from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
-from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch, WorstCase
+from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch
 
 _logger = logging.getLogger(__name__)
-
-
-class Source(Protocol):
-    """Samples by index: the same index gives the same sample in every process."""
-
-    def meta(self, index: int) -> SampleMeta:
-        """The metadata of sample `index`, without opening a medium; every process reads those of every sample."""
-        ...
-
-    def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); no others are opened.
-
-        `learned`: whether the loss weights are needed. A broken medium sets them to zero, so they may need all media
-        opened.
-        """
-        ...
-
-    def worst_case(self) -> WorstCase:
-        """Bounds on every sample."""
-        ...
 
 
 def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
@@ -96,12 +79,12 @@ def make_source(
     encoders = with_media(encoders)
     tokenizer = tokenizer_of(config, tuple(in_text(encoders)))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
-    config.check_modules(task, *media)
-    return config.origin.open(
-        config,
-        encoders,
-        tokenizer,
-        settings=config.origin.settings(task),
+    origin = origin_of(config, task)
+    check_modules(config, origin, *media)
+    context = TaskContext(
+        data=config,
+        encoders=encoders,
+        tokenizer=tokenizer,
         seed=seed,
         split=split,
         sources=sources or {},
@@ -109,6 +92,7 @@ def make_source(
         skipped=skipped,
         known=known,
     )
+    return origin.open(context)
 
 
 def make_packer(

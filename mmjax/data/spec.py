@@ -9,10 +9,12 @@ from typing import Any
 
 from mmjax.data import tree
 from mmjax.data.config import DataConfig
-from mmjax.data.loader import Source, StepMaker, make_source
+from mmjax.data.loader import StepMaker, make_source
+from mmjax.data.origin import origin_class
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
+from mmjax.data.source import Source
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known_records import KnownRecords
 
@@ -65,9 +67,14 @@ class DataSpec:
 
     def to_json(self) -> Any:
         """The spec as a value of JSON (see `tree.write`), for another process of this host."""
-        return tree.write({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # The class of a task's settings follows from `data`: it may be a user's own, which `tree` does not know.
+        task = dataclasses.asdict(self.task) if self.task else None
+        return tree.write({**values, "task": task})
 
     @classmethod
     def from_json(cls, value: Any) -> DataSpec:
-        """The spec that `to_json` wrote as this JSON. Raises ValueError if it is malformed."""
-        return cls(**tree.read(value))
+        """The spec that `to_json` wrote as this JSON, whose task is imported. Raises ValueError if it is malformed."""
+        values = tree.read(value)
+        config = origin_class(values["data"]).Config
+        return cls(**{**values, "task": config(**values["task"]) if config and values["task"] else None})

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
-from mmjax.data.loader import Source
 from mmjax.data.sample import swap_media
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.recipe import Recipe
@@ -46,7 +46,7 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.
     """
-    if not recipe.data.origin.exchanges or len(samples) < 2:
+    if not recipe.origin.exchanges or len(samples) < 2:
         return {}
     specs, names = encoder_specs(recipe), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
     return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.types import Sample
 from mmjax.eval.folder import source_like

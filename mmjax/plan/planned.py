@@ -12,7 +12,8 @@ from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.packers import one_bucket
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.source import Source
 from mmjax.mesh.layout import cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate

@@ -23,9 +23,10 @@ from mmjax.assembly.samples import open_source
 from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
 from mmjax.data.lengths import lengths_of
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.split import Split
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout

@@ -17,7 +17,8 @@ from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.samples import open_source
 from mmjax.data.derived import completed
 from mmjax.data.lengths import figures_of, lengths_of
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import broadcast_text, gather_texts, is_first
 from mmjax.mesh.world import World

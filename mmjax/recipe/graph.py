@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mmjax.configurable import gin_name, require
+from mmjax.data.origin import task_class
 from mmjax.data.patches import FIRST_CODE
+from mmjax.data.tasks.registry import TASKS
 from mmjax.models.config import LLM, family_setting
 from mmjax.models.edges import EdgeSpec, check_edges
 from mmjax.models.families import Role
@@ -73,7 +75,8 @@ def _check_layers(model: ModelSpec, edge: EdgeSpec) -> None:
 def _check_talker(node: ModuleSpec) -> None:
     """A generator of codes has a number of codes, one position a code, and sees all codes before."""
     settings, field = node.settings, f"{node.name}/{gin_name(type(node.settings))}"
-    fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to 11 for Data.task='digits'"
+    codes, task = next((codes, task) for task in TASKS if (codes := task_class(task).codes))
+    fix = f"no tokenizer decides how many codes {node.name!r} speaks; set it, such as to {codes} for Data.task={task!r}"
     require(settings.vocab > FIRST_CODE, f"{field}.vocab", settings.vocab, fix)
     fix = "codes have no rows and columns; set it to ()"
     require(not settings.rope_sections, f"{field}.rope_sections", settings.rope_sections, fix)

@@ -8,8 +8,10 @@ from typing import Any
 
 from mmjax.checkpoint.config import FRESH, CheckpointConfig
 from mmjax.data.config import DataConfig
+from mmjax.data.origin import origin_of
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known_records import KnownRecords
+from mmjax.data.tasks.task import Task
 from mmjax.mesh.config import WorldConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.recipe.datasets import Datasets
@@ -17,6 +19,7 @@ from mmjax.recipe.model_spec import ModelSpec
 from mmjax.recipe.schedules import ScheduleConfig
 from mmjax.recipe.specs import ModuleSpec
 from mmjax.recipe.train_config import TrainConfig
+from mmjax.user_code import names_code
 
 
 @dataclass(frozen=True, init=False)
@@ -26,8 +29,8 @@ class Recipe:
     Attributes:
       model: the nodes, each with its settings, layout and optimizer.
       train, world, data, checkpoint: settings of the whole run.
-      task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
-        without settings, or where `data.sources` takes its place.
+      task: settings of the task that `data.task` names, of its class `Config`; None for a task without settings, or
+        where `data.sources` takes its place.
       sources: by the names in `data.sources`.
       allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. A flag
         of commands, not a setting.
@@ -70,7 +73,7 @@ class Recipe:
             those of the model's folder, and whose batch takes the place of that of ``train``.
           schedule: takes the place of the schedule and the microbatches of ``train``.
           optimizer: trains every part whose own optimizer is not set; frozen parts stay frozen.
-          task: see the attributes; left out, it has the task's defaults.
+          task: see the attributes; left out, or of another task, it has the task's defaults.
         """
         train = train or TrainConfig()
         if isinstance(data, Datasets):
@@ -80,8 +83,8 @@ class Recipe:
         if schedule:
             order = {"schedule": schedule.name, "inner": schedule.inner, "window": schedule.window}
             train = replace(train, microbatches=schedule.microbatches, **order)
-        if task is None and data.origin.config:
-            task = data.origin.config()
+        if allow_code or data.sources or not names_code(data.task):  # else `validate` refuses it
+            task = origin_of(data, task).config
         values = {
             "model": model.with_default_optimizer(optimizer) if optimizer else model,
             "train": train,
@@ -114,6 +117,11 @@ class Recipe:
         return tuple(dict.fromkeys(filter(None, map(self.model.folder, self.model.parts))))
 
     @property
+    def origin(self) -> Task:
+        """The origin of samples: the task, or the datasets of ``sources``. A user's own task is imported."""
+        return origin_of(self.data, self.task)
+
+    @property
     def devices(self) -> int:
         """Number of devices that the layouts need: one more than the highest rank."""
         return max(layout.rank_offset + layout.size for layout in self.model.layouts.values())
@@ -123,8 +131,8 @@ class Recipe:
 
         The scope of the run's own settings is "".
         """
-        task = self.data.origin.settings(self.task)
-        for settings in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model.config)):
+        of_run = (self.train, self.world, self.data, self.task, self.checkpoint, self.model.config)
+        for settings in filter(None, of_run):
             yield "", settings
         for name, node in self.model.nodes.items():
             yield from ((name, settings) for settings in _settings_of(node))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
+from mmjax.data.origin import check_modules, drawing_generators, speaking_generators
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import SPANNING, Layout, cell_count
 from mmjax.models.config import LLM, lora_name, require_layers
@@ -70,13 +71,14 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
 
 def require_targets(recipe: Recipe) -> None:
     """Requires that samples have something to draw, or to speak, for every trained generator. Raises ConfigError."""
-    drawn, settings = recipe.data.drawn(recipe.task), recipe.data.origin.settings(recipe.task)
+    origin = recipe.origin
+    drawn, spoken = drawing_generators(recipe.data, origin), speaking_generators(recipe.data, origin)
     for name in recipe.model.generators:
         speaks = name in recipe.model.talkers
-        targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "picture")
+        targets, lacking = (spoken, "codes") if speaks else (drawn, "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen
         fixes = ["leave it out", f"set {name}/Optimizer.frozen to True"]
-        fixes += ["Digits.draw to 1.0"] if settings and not drawn and not speaks else []
+        fixes += [origin.drawing_fix] if origin.drawing_fix and not drawn and not speaks else []
         fixes += [f"Data.speaker to {name!r}"] if speaks and targets else []
         use = f"{lacking} for {name!r} to {'speak' if speaks else 'draw'}"
         fix = f"the data have no {use}, so it would learn nothing; {', or '.join(fixes)}"
@@ -182,7 +184,7 @@ def _check_modules(recipe: Recipe) -> None:
         {name: media[name] for name in names if name in media}
         for names in (recipe.model.encoders, recipe.model.generators)
     )
-    recipe.data.check_modules(recipe.task, encoder_media, generator_media)
+    check_modules(recipe.data, recipe.origin, encoder_media, generator_media)
     for name, projector in recipe.model.projectors.items():
         _check_projector(recipe, recipe.model[name], projector.settings)
     for name in recipe.model.adapted:

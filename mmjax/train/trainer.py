@@ -483,8 +483,7 @@ class Trainer:
     def _draw_curves(self) -> None:
         assert self._files
         steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
-        task = self.recipe.task
-        marks = task.changes(self.recipe.train.global_batch) if hasattr(task, "changes") else {}
+        marks = self.recipe.origin.changes(self.recipe.train.global_batch)
         self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path, marks=marks))
 
     def _unwritten(self) -> tuple[str, ...]:

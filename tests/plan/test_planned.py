@@ -12,7 +12,7 @@ from trial_runs import write_tiny
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
 from mmjax.plan.planned import exact_rows, gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
