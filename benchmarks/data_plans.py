@@ -83,7 +83,7 @@ def plan_all(names: Sequence[str], steps: int) -> Mapping[str, PlanResults]:
 
 
 def _packers(name: str, recipe: Recipe, source: Source) -> Iterator[tuple[str, Packer]]:
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     for number in (None, *NUMBERS):
         packing = {module: PackingConfig(buckets=number) for module in recipe.model} if number else {}
         with_chosen_buckets = with_buckets(replace(recipe, model=recipe.model.with_packing(packing)), source)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.data.examples import Example as Example
     from mmjax.data.examples import Examples as Examples
+    from mmjax.data.spec import DataSpec as DataSpec
     from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
     from mmjax.data.tasks.task import Task as Task
     from mmjax.data.tasks.task import TaskContext as TaskContext
@@ -114,6 +115,7 @@ __all__ = [
     "Context",
     "Costs",
     "DataConfig",
+    "DataSpec",
     "Datasets",
     "DecoderConfig",
     "DiTConfig",
@@ -203,6 +205,7 @@ _NAMES_OF = {
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.data.examples": ("Example", "Examples"),
+    "mmjax.data.spec": ("DataSpec",),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
     "mmjax.data.tasks.task": ("Task", "TaskContext"),
     "mmjax.data.types": ("EncoderSpec", "Sample"),

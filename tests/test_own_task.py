@@ -66,13 +66,13 @@ def test_its_settings_are_checked_like_any_other(monkeypatch: pytest.MonkeyPatch
 def test_a_recipe_has_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
     recipe = load_config([FILE], ["Checkpoint.best='within_one'"], allow_code=True)
-    assert recipe.origin.Config
-    assert recipe.task == recipe.origin.Config(most=4) and recipe.origin.scores.keys() == {"within_one"}
+    assert recipe.data.origin.Config
+    assert recipe.data.task == recipe.data.origin.Config(most=4) and recipe.data.origin.scores.keys() == {"within_one"}
     (tmp_path / "config.gin").write_text(operative_config(recipe))
     assert "\nSquares.most = 4\n" in operative_config(recipe) and "Digits" not in operative_config(recipe)
     assert load_config([tmp_path / "config.gin"], allow_code=True) == recipe
     written = mmjax.Recipe(model=recipe.model, data=mmjax.DataConfig(task="own_task:Squares"), allow_code=True)
-    assert written.task == recipe.origin.Config()
+    assert written.data.task == recipe.data.origin.Config()
 
 
 def test_it_is_short_and_uses_public_names_alone() -> None:

@@ -24,7 +24,9 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     train = recipe.train
     if not train.epochs:
         return recipe
-    fix = f"the samples of Data.task={recipe.data.task!r} have no end; set this to 0 and Train.steps to a number"
+    fix = (
+        f"the samples of Data.task={recipe.data.settings.task!r} have no end; set this to 0 and Train.steps to a number"
+    )
     require(isinstance(source, Sized), "Train.epochs", train.epochs, fix)
     assert isinstance(source, Sized)
     steps = max(1, math.ceil(Fraction(repr(float(train.epochs))) * len(source) / train.global_batch))

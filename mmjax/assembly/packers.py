@@ -34,7 +34,7 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
     cells = cell_count(recipe.model.layouts.values())
     llm = build_modules(recipe)[LLM]
     packer = make_packer(
-        recipe.data,
+        recipe.data.settings,
         packed_specs(recipe),
         source,
         tokenizer,
@@ -90,7 +90,8 @@ def is_pipelined(recipe: Recipe) -> bool:
 
 def _check_reorder(recipe: Recipe, packer: Packer) -> None:
     """Requires a module with several buckets: with one alone, all microbatches take the same time in any order."""
-    if recipe.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
+    reorder = recipe.data.settings.reorder
+    if reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
         return
     name, why = next(iter(packer.encoders)), "in their one bucket all microbatches take the same time"
-    raise ConfigError(f"Data.reorder={recipe.data.reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")
+    raise ConfigError(f"Data.reorder={reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")

@@ -30,11 +30,8 @@ def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> S
         encoder_specs(recipe),
         seed=recipe.train.seed,
         split=split,
-        task=recipe.task,
-        sources=recipe.sources,
         observer=IndexProgress(),
         skipped=skipped,
-        known=recipe.known,
     )
 
 
@@ -47,4 +44,4 @@ def require_same_data(recipe: Recipe, source: Source) -> None:
     identities = gather_texts(source.identity) if isinstance(source, Mixture) else []
     differing = [str(process) for process, identity in enumerate(identities) if identity != identities[0]]
     fix = f"process {', '.join(differing)} finds other samples than process 0; give all of them the same files"
-    require(not differing, "Data.sources", dict(recipe.data.sources), fix)
+    require(not differing, "Data.sources", dict(recipe.data.settings.sources), fix)

@@ -18,6 +18,7 @@ from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.origin import origin_class, task_class
 from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.registry import MOVED
 from mmjax.fields import FieldInfo, fields_of
 from mmjax.mesh.config import WorldConfig
@@ -98,10 +99,12 @@ class ConfigBuilder:
             model=ModelSpec(nodes=nodes, edges=self._edges(model), weights=model.weights),
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
-            data=data,
+            data=DataSpec(
+                data,
+                task=self._build(task_config) if task_config else None,
+                sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
+            ),
             checkpoint=self._build(CheckpointConfig),
-            task=self._build(task_config) if task_config else None,
-            sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
         )
 
     def steps(self) -> int:

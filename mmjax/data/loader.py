@@ -22,16 +22,14 @@ from mmjax.data.batch_shape import BatchShape
 from mmjax.data.buckets import fill_buckets, text_buckets
 from mmjax.data.config import DataConfig
 from mmjax.data.derived import completed_worst, in_text, with_media
-from mmjax.data.origin import check_modules, origin_of
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows, turn_of
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.shared import has_room, put_together, spread_out
 from mmjax.data.source import Source
-from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch
@@ -49,50 +47,43 @@ def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
 
 
 def make_source(
-    config: DataConfig,
+    data: DataSpec,
     encoders: Mapping[str, EncoderSpec],
     *,
     seed: int,
     split: str,
-    task: Any = None,
-    sources: Mapping[str, SourceConfig] | None = None,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
-    known: Mapping[str, KnownRecords] | None = None,
 ) -> Source:
-    """The source that `config` names, for `split` "train" or "test".
+    """The samples of a run, for `split` "train" or "test".
 
     Args:
-      config: the data's configuration.
+      data: the run's data.
       encoders: specs of the model's encoders and generators, by name.
       seed: the run's seed.
       split: "train" or "test".
-      task: the settings of the task that `config` names; by default its defaults.
-      sources: the configuration of each of `config.sources`, by name.
       observer: receives the progress of collecting metadata, where that is necessary.
       skipped: path of a file for the names of records that cannot be read.
-      known: by name of `config.sources`, the records that the run knows; its held-out records stay held out.
 
     Raises:
-      ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
+      ConfigError: an encoder that `data` names is not in the model or is for other media, or the data cannot be read.
     """
     encoders = with_media(encoders)
-    tokenizer = tokenizer_of(config, tuple(in_text(encoders)))
+    tokenizer = tokenizer_of(data.settings, tuple(in_text(encoders)))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
-    origin = origin_of(config, task)
-    check_modules(config, origin, *media)
+    data.check_modules(*media)
     context = TaskContext(
-        data=config,
+        data=data.settings,
         encoders=encoders,
         tokenizer=tokenizer,
         seed=seed,
         split=split,
-        sources=sources or {},
+        sources=data.sources,
         observer=observer,
         skipped=skipped,
-        known=known,
+        known=data.known,
     )
-    return origin.open(context)
+    return data.origin.open(context)
 
 
 def make_packer(

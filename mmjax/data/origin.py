@@ -1,11 +1,8 @@
-"""The origin of a run's samples: the task that `Data.task` names, or the datasets of `Data.sources`."""
+"""The class of the origin of samples: of the task that `Data.task` names, or of the datasets of `Data.sources`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from mmjax.configurable import ConfigError, one_of, registry, require
+from mmjax.configurable import ConfigError, registry
 from mmjax.data.config import DataConfig
 from mmjax.data.tasks.registry import SOURCES, TASKS
 from mmjax.data.tasks.task import Task
@@ -32,35 +29,3 @@ def task_class(name: str) -> type[Task]:
 def origin_class(data: DataConfig) -> type[Task]:
     """The class of the origin of samples; see `task_class`."""
     return task_class(SOURCES if data.sources else data.task)
-
-
-def origin_of(data: DataConfig, settings: Any) -> Task:
-    """The origin of samples, with these settings; if they are None or of another class, its defaults apply."""
-    cls = origin_class(data)
-    if cls.Config is None:
-        return cls()
-    return cls(settings if isinstance(settings, cls.Config) else cls.Config())
-
-
-def drawing_generators(data: DataConfig, origin: Task) -> tuple[str, ...]:
-    """Names of the generators for which some samples have a picture to draw: `Data.generator`, or none."""
-    return (data.generator,) if origin.draws else ()
-
-
-def speaking_generators(data: DataConfig, origin: Task) -> tuple[str, ...]:
-    """Names of the generators for which samples have codes to speak, if the model has them: `Data.speaker`, or none."""
-    return (data.speaker,) if origin.codes else ()
-
-
-def check_modules(data: DataConfig, origin: Task, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
-    """Raises ConfigError unless the model has the named encoders and generator, if samples have media for them.
-
-    encoders, generators: the model's, each with its medium ("image" or "recording") by name.
-    """
-    for named, medium in (("image_encoder", "image"), ("audio_encoder", "recording")):
-        legal = [name for name, of_encoder in encoders.items() if of_encoder == medium]
-        if legal if origin.media is None else medium in origin.media:
-            fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
-            require(bool(legal), f"Data.{named}", getattr(data, named), fix)
-            one_of(f"Data.{named}", getattr(data, named), legal)
-    origin.check_generator(data.generator, [name for name, medium in generators.items() if medium == "image"])

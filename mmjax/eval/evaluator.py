@@ -68,7 +68,7 @@ class Evaluator:
 
         Args:
           parts: the run.
-          task: the task that the samples are from; `recipe.origin` for those of a recipe.
+          task: the task that the samples are from; `recipe.data.origin` for those of a recipe.
           room: tokens of a row, for prompt and answer; 0 for those of the widest row of prompts. See `room_for`.
 
         Raises:

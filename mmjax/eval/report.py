@@ -88,7 +88,7 @@ def evaluate(
     codes = evaluator.code_accuracy(states, samples)
     # First the answers to the samples as they are, then as many for each encoder whose media are exchanged.
     plain, *variants = [answers[at : at + len(samples)] for at in range(0, len(prompts), len(samples))]
-    task = recipe.origin
+    task = recipe.data.origin
     return EvalReport(
         step=step,
         samples=samples,

@@ -46,7 +46,7 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.
     """
-    if not recipe.origin.exchanges or len(samples) < 2:
+    if not recipe.data.origin.exchanges or len(samples) < 2:
         return {}
     specs, names = encoder_specs(recipe), dict.fromkeys(name for sample in samples for name in sample.media_tokens)
     return {name: swap_media(tokenizer, specs, samples, name) for name in names if not specs[name].drawn}
@@ -54,4 +54,4 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
 def as_evaluated(recipe: Recipe) -> Recipe:
     """The configuration without reordering, which only changes how long a training step takes."""
-    return replace(recipe, data=replace(recipe.data, reorder="none"))
+    return replace(recipe, data=recipe.data.with_settings(reorder="none"))

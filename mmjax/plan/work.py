@@ -61,7 +61,7 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
       ConfigError: a setting does not fit the data.
     """
     source = source or open_source(recipe, split="train")
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     model = build_model(recipe, tokenizer)
     padded = padded_rows(recipe, packer)

@@ -53,7 +53,7 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
     recipe = with_buckets(with_steps(recipe, source), source)
     data = sampled(recipe, source, _FEW if quick else _SAMPLES)
     world = world_for(recipe)
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=quick)
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()

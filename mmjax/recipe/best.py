@@ -19,7 +19,7 @@ def check_best(recipe: Recipe) -> None:
     Raises:
       ConfigError: they have not, or nothing is evaluated.
     """
-    train, best, task = recipe.train, recipe.checkpoint.best, recipe.origin
+    train, best, task = recipe.train, recipe.checkpoint.best, recipe.data.origin
     if best:
         unit = f"{task.unit}_accuracy"
         swapped = [f"swapped_{encoder}_{unit}" for encoder in recipe.model.encoders] if task.exchanges else []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mmjax.attention.settings import AUTO, LIBRARIES
 from mmjax.configurable import ConfigError, divides, gin_name, nearest_divisor, require
-from mmjax.data.origin import check_modules, drawing_generators, speaking_generators
 from mmjax.data.sources.config import FOLDER
 from mmjax.mesh.layout import SPANNING, Layout, cell_count
 from mmjax.models.config import LLM, lora_name, require_layers
@@ -71,14 +70,13 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
 
 def require_targets(recipe: Recipe) -> None:
     """Requires that samples have something to draw, or to speak, for every trained generator. Raises ConfigError."""
-    origin = recipe.origin
-    drawn, spoken = drawing_generators(recipe.data, origin), speaking_generators(recipe.data, origin)
+    drawn, spoken, drawing_fix = recipe.data.drawn, recipe.data.spoken, recipe.data.origin.drawing_fix
     for name in recipe.model.generators:
         speaks = name in recipe.model.talkers
         targets, lacking = (spoken, "codes") if speaks else (drawn, "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen
         fixes = ["leave it out", f"set {name}/Optimizer.frozen to True"]
-        fixes += [origin.drawing_fix] if origin.drawing_fix and not drawn and not speaks else []
+        fixes += [drawing_fix] if drawing_fix and not drawn and not speaks else []
         fixes += [f"Data.speaker to {name!r}"] if speaks and targets else []
         use = f"{lacking} for {name!r} to {'speak' if speaks else 'draw'}"
         fix = f"the data have no {use}, so it would learn nothing; {', or '.join(fixes)}"
@@ -138,14 +136,16 @@ def advise(recipe: Recipe) -> tuple[str, ...]:
             lines.append(
                 f"{name}/Lora.rank={rank}: {name} is trained too; {name}/Optimizer.frozen=True trains adapters alone"
             )
-    most, length = positions_of(recipe), recipe.data.sequence_length
+    most, length = positions_of(recipe), recipe.data.settings.sequence_length
     if 0 < most < length:
         lines.append(
             f"Data.sequence_length={length}: {recipe.model.folder(LLM)} was made for {most} tokens "
             f"(max_position_embeddings); longer samples are trained at positions that it does not know"
         )
-    if recipe.data.new_tokens and recipe.model.optimizers[LLM].frozen:
-        lines.append(f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={recipe.data.new_tokens} are not trained")
+    if recipe.data.settings.new_tokens and recipe.model.optimizers[LLM].frozen:
+        lines.append(
+            f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={recipe.data.settings.new_tokens} are not trained"
+        )
     used = set(itertools.chain.from_iterable(layout.ranks for layout in recipe.model.layouts.values()))
     idle = sorted(set(range(recipe.world.devices or recipe.devices)) - used)
     if idle:
@@ -184,7 +184,7 @@ def _check_modules(recipe: Recipe) -> None:
         {name: media[name] for name in names if name in media}
         for names in (recipe.model.encoders, recipe.model.generators)
     )
-    check_modules(recipe.data, recipe.origin, encoder_media, generator_media)
+    recipe.data.check_modules(encoder_media, generator_media)
     for name, projector in recipe.model.projectors.items():
         _check_projector(recipe, recipe.model[name], projector.settings)
     for name in recipe.model.adapted:
@@ -223,9 +223,9 @@ def _check_mask(recipe: Recipe) -> None:
 
 
 def _check_templates(recipe: Recipe) -> None:
-    for name, source in recipe.sources.items():
+    for name, source in recipe.data.sources.items():
         fix = "Data.tokenizer='' names no folder with a chat template; set it, or name a template, such as 'chatml'"
-        legal = source.template != FOLDER or bool(recipe.data.tokenizer)
+        legal = source.template != FOLDER or bool(recipe.data.settings.tokenizer)
         require(legal, f"{name}/Source.template", source.template, fix)
 
 

@@ -63,8 +63,8 @@ class Scoring:
         if recipe.train.eval_samples:
             metas = held_out_metas(recipe, recipe.train.eval_samples)
             # Samples with exchanged media may be longer than any held-out sample.
-            room = 0 if recipe.origin.exchanges else room_for(metas, parts.packer.sequence_length)
-            self.evaluator = Evaluator(parts, recipe.origin, room)
+            room = 0 if recipe.data.origin.exchanges else room_for(metas, parts.packer.sequence_length)
+            self.evaluator = Evaluator(parts, recipe.data.origin, room)
             self.evaluator.rounds.require_room(metas)
 
     def programs(self) -> list[Program]:

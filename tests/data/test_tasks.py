@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.config import DataConfig
 from mmjax.data.examples import Example, Examples
 from mmjax.data.loader import StepMaker, make_packer, make_source, tokenizer_of
 from mmjax.data.log_mel import LogMel
-from mmjax.data.origin import origin_class, origin_of, task_class
+from mmjax.data.origin import origin_class, task_class
 from mmjax.data.sample import disagreement
 from mmjax.data.service.identity import identity
 from mmjax.data.spec import DataSpec
@@ -88,7 +89,7 @@ DATA = DataConfig(task=OWN, sequence_length=160)
 
 
 def opened(data: DataConfig = DATA, specs: dict[str, EncoderSpec] = SPECS, split: str = "train") -> Any:
-    return make_source(data, specs, seed=3, split=split)
+    return make_source(DataSpec(data), specs, seed=3, split=split)
 
 
 def test_what_entries_name_is_there() -> None:
@@ -98,9 +99,9 @@ def test_what_entries_name_is_there() -> None:
 
 def test_settings_are_those_of_the_task() -> None:
     settings = DigitsConfig(turns=2)
-    assert origin_of(DataConfig(), settings).config is settings
-    assert origin_of(DataConfig(), None) == origin_of(DataConfig(), SOURCES) == Digits(DigitsConfig())
-    assert origin_of(DataConfig(task="folder"), settings).config is None
+    assert DataSpec(DataConfig(), settings).origin.config is settings
+    assert DataSpec().origin == DataSpec(task=SOURCES).origin == Digits(DigitsConfig())
+    assert DataSpec(DataConfig(task="folder"), settings).origin.config is None
     assert origin_class(DataConfig(task=OWN, sources={"mine": 1.0})) is Sources
 
 
@@ -155,8 +156,8 @@ def test_a_task_of_a_users_own_is_packed_and_reaches_a_server() -> None:
     source = opened()
     tokenizer = tokenizer_of(DATA, tuple(SPECS))
     packer = make_packer(DATA, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=1)
-    spec = DataSpec(data=DATA, packer=packer, seed=3, global_batch=8)
-    received = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    spec = BatchSpec(data=DataSpec(DATA), packer=packer, seed=3, global_batch=8)
+    received = BatchSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert received == spec
     batch, again = StepMaker(source=source, packer=packer, global_batch=8)(5), received.maker()(5)
     for first, second in zip(batch.microbatches, again.microbatches, strict=True):

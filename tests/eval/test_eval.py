@@ -62,7 +62,7 @@ def reference_loss(run_dir: Path, samples: list[Sample]) -> float:
 def newest(run_dir: Path) -> tuple[dict[str, np.ndarray], MultimodalModel]:
     config = load_run_config(run_dir)
     step = Checkpointer(run_dir / "checkpoints").steps()[-1]
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    tokenizer = make_tokenizer(config.data.settings.tokenizer, tuple(config.model.encoders))
     named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, step).items() if n.startswith("params/")}
     return named, build_model(config, tokenizer)
 
@@ -285,7 +285,7 @@ def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> No
     small = Path(shutil.copytree(folder, tmp_path / "small"))
     (small / "data.jsonl").write_text("\n".join(lines[:2]))
     same = for_folder(config, str(small))
-    assert (same.train, same.data.sequence_length) == (config.train, config.data.sequence_length)
+    assert (same.train, same.data.settings.sequence_length) == (config.train, config.data.settings.sequence_length)
     # Two cells of two rows, each with up to two images of 2 x 4 patches.
     assert same.model["vision"].packing.buckets == ((8, 8),)
 
