@@ -91,11 +91,11 @@ def score(
         loss=loss,
         unit=task.unit,
         code_accuracy=code_accuracy,
-        scores=_own_scores(samples, answers, task),
+        scores=_task_scores(samples, answers, task),
     )
 
 
-def _own_scores(samples: Sequence[Sample], answers: Sequence[str], task: Task) -> dict[str, float]:
+def _task_scores(samples: Sequence[Sample], answers: Sequence[str], task: Task) -> dict[str, float]:
     """The means of the task's own scores; {} without any sample."""
     pairs = list(zip(samples, answers, strict=True))
     return {name: sum(share(*pair) for pair in pairs) / len(pairs) for name, share in task.scores.items() if pairs}

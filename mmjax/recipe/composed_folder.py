@@ -166,10 +166,8 @@ def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
     """
     from tokenizers import AddedToken
 
-    loaded, tokenizer = (
-        read_tokenizer(recipe.data.settings.tokenizer, recipe.data.settings.new_tokens),
-        _tokenizer(recipe),
-    )
+    settings = recipe.data.settings
+    loaded, tokenizer = read_tokenizer(settings.tokenizer, settings.new_tokens), _tokenizer(recipe)
     size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)
     names = (
         [str(loaded.id_to_token(image_id))]
@@ -178,16 +176,10 @@ def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
     )
     loaded.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     if loaded.token_to_id(names[-1]) != image_id:
-        raise ConfigError(
-            f"Data.tokenizer={recipe.data.settings.tokenizer!r} has gaps between its ids; save_pretrained it again"
-        )
+        raise ConfigError(f"Data.tokenizer={settings.tokenizer!r} has gaps between its ids; save_pretrained it again")
     return loaded.to_str().encode(), names[-1]
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    return make_tokenizer(
-        recipe.data.settings.tokenizer,
-        recipe.model.media,
-        recipe.data.settings.image_encoder,
-        recipe.data.settings.new_tokens,
-    )
+    data = recipe.data.settings
+    return make_tokenizer(data.tokenizer, recipe.model.media, data.image_encoder, data.new_tokens)
