@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmjax.assembly.assembly import planned_data_spec
+from mmjax.assembly.assembly import planned_batch_spec
 from mmjax.bench.rows import Row, at_least, at_most
 from mmjax.config import load_config
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.batches import Batches, open_batches
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import TOKEN
-from mmjax.data.spec import DataSpec
 
 BENCH = "data"
 IMAGES, EDGE = 10, 1024
@@ -45,7 +45,7 @@ def bench_data(rounds: int) -> Iterator[Row]:
         write_samples(folder)
         gin_file = folder / "bench.gin"
         gin_file.write_text(_config(folder))
-        spec = planned_data_spec(load_config([gin_file]))
+        spec = planned_batch_spec(load_config([gin_file]))
         maker = spec.maker()
         yield from _costs(folder, maker, rounds)
         value = 1e3 * _waits(spec, maker, rounds, workers=0)
@@ -108,12 +108,12 @@ def _costs(folder: Path, maker: StepMaker, rounds: int) -> Iterator[Row]:
     yield Row(bench=BENCH, case="whole batches over Pillow alone", value=ratio, unit="ratio")
 
 
-def _open(spec: DataSpec, maker: StepMaker, steps: int, **changes: object) -> Batches:
-    spec = replace(spec, data=replace(spec.data, **changes))
+def _open(spec: BatchSpec, maker: StepMaker, steps: int, **changes: object) -> Batches:
+    spec = replace(spec, data=spec.data.with_settings(**changes))
     return open_batches(spec, maker, steps=steps, start_step=0, report=lambda line: print(line, file=sys.stderr))
 
 
-def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> float:
+def _waits(spec: BatchSpec, maker: StepMaker, rounds: int, **changes: object) -> float:
     """Median seconds that a consumer waits for a batch, if it works on each twice as long as one takes to arrive."""
     first = 2 + rounds  # batches without a pause; the first two include the start and do not count
     waits, pause = [], 0.0
@@ -129,7 +129,7 @@ def _waits(spec: DataSpec, maker: StepMaker, rounds: int, **changes: object) -> 
     return statistics.median(waits[first + 1 :])
 
 
-def _gain(spec: DataSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
+def _gain(spec: BatchSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
     """Yields steps a second with one worker and with two, in turn, so that other load on the host slows both."""
     pairs = [[_rate(spec, maker, rounds, workers) for workers in (1, 2)] for _ in range(3)]
     for words, rates in zip(("one worker", "two workers"), zip(*pairs, strict=True), strict=True):
@@ -139,7 +139,7 @@ def _gain(spec: DataSpec, maker: StepMaker, rounds: int) -> Iterator[Row]:
     yield Row(bench=BENCH, case=case, value=value, unit="ratio", target=at_least(1.6))
 
 
-def _rate(spec: DataSpec, maker: StepMaker, rounds: int, workers: int) -> float:
+def _rate(spec: BatchSpec, maker: StepMaker, rounds: int, workers: int) -> float:
     """Steps a second of an idle consumer, after every worker has begun."""
     first = 2 * workers + 2
     with _open(spec, maker, first + 2 * rounds, workers=workers, prefetch=1) as batches:

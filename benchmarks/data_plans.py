@@ -19,8 +19,9 @@ from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.types import SampleMeta
 from mmjax.recipe import Recipe
 
@@ -82,7 +83,7 @@ def plan_all(names: Sequence[str], steps: int) -> Mapping[str, PlanResults]:
 
 
 def _packers(name: str, recipe: Recipe, source: Source) -> Iterator[tuple[str, Packer]]:
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     for number in (None, *NUMBERS):
         packing = {module: PackingConfig(buckets=number) for module in recipe.model} if number else {}
         with_chosen_buckets = with_buckets(replace(recipe, model=recipe.model.with_packing(packing)), source)

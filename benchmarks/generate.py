@@ -42,7 +42,9 @@ class Continuing:
         self._predictor.load({name: stage.state.initialise(key) for name, stage in stages.items()})
         ((_, self._round),) = self._evaluator.rounds([source.sample(index) for index in range(ROWS)])
         longest = max(int(start.max()) for start in self._round.starts)
-        assert longest + NEW <= recipe.data.sequence_length, f"prompts of {longest} tokens leave no room for {NEW}"
+        assert longest + NEW <= recipe.data.settings.sequence_length, (
+            f"prompts of {longest} tokens leave no room for {NEW}"
+        )
         self._predictor.compile()
         assert self.with_cache() == self.without_cache(), "a cache changes the new tokens"
 

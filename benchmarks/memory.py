@@ -104,7 +104,7 @@ def compiled_clock(
     wanted = {(name, layout.tp) for by_module in layouts for name, layout in by_module.items()}
     source = open_source(recipe, split="train")
     recipe = with_buckets(recipe, source)
-    world, tokenizer = world_for(recipe), tokenizer_of(recipe.data, recipe.model.media)
+    world, tokenizer = world_for(recipe), tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     shapes_tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=False)[:shapes]
     needs: list[Compiled] = []

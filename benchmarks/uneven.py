@@ -96,10 +96,10 @@ def results() -> Mapping[str, Result]:
     """The same steps under each method of reordering, by method."""
     recipe = load_config([CONFIGS / "digits_vlm.gin"], UNEVEN)
     source, size = open_source(recipe, split="train"), recipe.train.global_batch
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     by_method, parts = dict[str, Result](), None
     for method in METHODS:
-        method_config = with_buckets(replace(recipe, data=replace(recipe.data, reorder=method)), source)
+        method_config = with_buckets(replace(recipe, data=recipe.data.with_settings(reorder=method)), source)
         packer = build_packer(method_config, tokenizer, source=source)
         parts = parts or place(
             method_config, packer, World.planned(method_config.world.devices)

@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from mmjax.configurable import positive as positive
     from mmjax.data.config import DataConfig as DataConfig
     from mmjax.data.config import PackingConfig as PackingConfig
+    from mmjax.data.examples import Example as Example
+    from mmjax.data.examples import Examples as Examples
+    from mmjax.data.spec import DataSpec as DataSpec
     from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
+    from mmjax.data.tasks.task import Task as Task
+    from mmjax.data.tasks.task import TaskContext as TaskContext
     from mmjax.data.types import EncoderSpec as EncoderSpec
+    from mmjax.data.types import Sample as Sample
     from mmjax.export.parameters import export_run as export_run
     from mmjax.mesh.boundary import Boundary as Boundary
     from mmjax.mesh.config import WorldConfig as WorldConfig
@@ -110,6 +116,7 @@ __all__ = [
     "Context",
     "Costs",
     "DataConfig",
+    "DataSpec",
     "Datasets",
     "DecoderConfig",
     "DiTConfig",
@@ -118,6 +125,8 @@ __all__ = [
     "EncoderLayer",
     "EncoderSpec",
     "EqualHeads",
+    "Example",
+    "Examples",
     "LayerGroup",
     "Layout",
     "LoraConfig",
@@ -138,8 +147,11 @@ __all__ = [
     "ProjectorSpec",
     "Recipe",
     "Run",
+    "Sample",
     "ScheduleConfig",
     "SquarePatches",
+    "Task",
+    "TaskContext",
     "TemporalConfig",
     "TrainConfig",
     "TrainResult",
@@ -194,8 +206,11 @@ _NAMES_OF = {
     "mmjax.config.from_folder": ("from_hf",),
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
+    "mmjax.data.examples": ("Example", "Examples"),
+    "mmjax.data.spec": ("DataSpec",),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
-    "mmjax.data.types": ("EncoderSpec",),
+    "mmjax.data.tasks.task": ("Task", "TaskContext"),
+    "mmjax.data.types": ("EncoderSpec", "Sample"),
     "mmjax.export.parameters": ("export_run",),
     "mmjax.mesh.boundary": ("Boundary",),
     "mmjax.mesh.config": ("WorldConfig",),

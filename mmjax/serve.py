@@ -62,11 +62,11 @@ def _read(argv: list[str]) -> tuple[dict[str, Any], Any]:
 
 def _serve(values: dict[str, Any], description: Any, stopping: threading.Event) -> int:
     # Imported only now that JAX is forbidden.
+    from mmjax.data.batch_spec import BatchSpec
     from mmjax.data.service.addresses import PLAIN, TLS, read_pair, read_token
     from mmjax.data.service.server import BatchServer, require_free
-    from mmjax.data.spec import DataSpec
 
-    spec, host, port = DataSpec.from_json(description), values["host"], values["port"]
+    spec, host, port = BatchSpec.from_json(description), values["host"], values["port"]
     token, tls = read_token("--token_file", values["token_file"]), read_pair(values["tls_cert"], values["tls_key"])
     scheme, shown_host = TLS if tls else PLAIN, f"[{host}]" if ":" in host else host
     workers = values["workers"] or len(os.sched_getaffinity(0))
@@ -78,7 +78,7 @@ def _serve(values: dict[str, Any], description: Any, stopping: threading.Event) 
         fix = "another process may have the port, or the address is not of this host; --port=0 takes a free one"
         raise ConfigError(f"--port={port}: cannot listen on {host} ({cause}): {fix}") from None
     try:
-        print(f"{workers} workers, {spec.data.task}, global batch {spec.global_batch}, seed {spec.seed}")
+        print(f"{workers} workers, {spec.data.settings.task}, global batch {spec.global_batch}, seed {spec.seed}")
         print(f"configuration {server.identity[:16]}, token {'wanted' if token else 'not wanted'}")
         print(f"serving on {scheme}://{shown_host}:{server.port}", flush=True)
         _watch(server, stopping)

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from mmjax.data.batch_shape import place_arrays
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.process_rows import PartialArray, ProcessRows
@@ -28,15 +29,15 @@ from mmjax.data.types import EncoderSpec, StepBatch
 SPECS = {"vision": EncoderSpec(patch=4, merge=2, buckets=((2, 64), (4, 64)))}
 
 
-def make_spec(*, seed: int = 3, **changes: Any) -> DataSpec:
+def make_spec(*, seed: int = 3, **changes: Any) -> BatchSpec:
     """A small data spec; `changes` of its DataConfig and of its DigitsConfig."""
     own = {field.name for field in fields(DigitsConfig)} & changes.keys()
     task = DigitsConfig(**{name: changes.pop(name) for name in own})
     config = DataConfig(sequence_length=112, **{"workers": 1, **changes})
     tokenizer = make_tokenizer(config.tokenizer, tuple(SPECS))
-    source = make_source(config, SPECS, task=task, seed=seed, split="train")
+    source = make_source(DataSpec(config, task=task), SPECS, seed=seed, split="train")
     packer = make_packer(config, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=2)
-    return DataSpec(data=config, task=task, packer=packer, seed=seed, global_batch=8)
+    return BatchSpec(data=DataSpec(config, task=task), packer=packer, seed=seed, global_batch=8)
 
 
 def encode(batch: StepBatch) -> tuple[bytes, np.ndarray]:
@@ -129,7 +130,7 @@ class BentServer(flight.FlightServerBase):
 
     def __init__(
         self,
-        spec: DataSpec,
+        spec: BatchSpec,
         lie: str = "",
         *,
         port: int = 0,

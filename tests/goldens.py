@@ -35,7 +35,7 @@ def golden(name: str) -> dict[str, Any]:
 
     config = load_config([str(ROOT / "configs" / f"{name}.gin")])
     train = replace(config.train, eval_samples=0, eval_every=0)
-    with Trainer(replace(config, train=train, data=replace(config.data, workers=0)), style="silent") as trainer:
+    with Trainer(replace(config, train=train, data=config.data.with_settings(workers=0)), style="silent") as trainer:
         initial = norms(trainer.leaves())
         losses = [float(loss) for loss in trainer.train(STEPS).losses]
         return {"initial": initial, "losses": losses, "trained": norms(trainer.leaves())}

@@ -231,14 +231,14 @@ def test_the_template_has_images_where_the_run_had_them(template: str, image: bo
     turns = (("a <image>and <image>\nb", "yes"), ("<image>", "no <image>"))
     counts, encoders = {"vision": [2, 1, 3, 2]}, {"vision": EncoderSpec(patch=1, channels=3)}
     laid, question = {}, Turn(role="user", text="<image>\nq")
-    for path in (config.data.tokenizer, str(out)):
+    for path in (config.data.settings.tokenizer, str(out)):
         tokenizer = make_tokenizer(path, ("vision",), "vision")
         about = encode_dialogue(tokenizer, encoders, counts, turns, template=read_template(path), system="s")
         asked = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=read_template(path)).tokens
         medium = tokenizer.media_token("vision")
         laid[path] = [[-1 if token == medium else token for token in own] for own in (about.tokens, asked)]
         weights = about.weights
-    assert laid[str(out)] == laid[config.data.tokenizer] and sum(weights) > 0
+    assert laid[str(out)] == laid[config.data.settings.tokenizer] and sum(weights) > 0
     assert json.loads((out / "config.json").read_text())["image_token_index"] == (299 if image else medium) == 299
 
 
@@ -247,7 +247,7 @@ def test_a_named_template_is_written_too(name: str, tmp_path: Path) -> None:
     """A run that names a template leaves the folder's aside, and so does its export."""
     source = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'", f"mine/Source.template={name!r}")
     config, out = composed(tmp_path, speaking(tmp_path, CHATML), *source)
-    tokenizer, theirs = tokenizer_of(config.data, ("vision",)), make_tokenizer(str(out), ("vision",), "vision")
+    tokenizer, theirs = tokenizer_of(config.data.settings, ("vision",)), make_tokenizer(str(out), ("vision",), "vision")
     named, read = TEMPLATES[name], read_template(str(out))
     counts, encoders = {"vision": [2, 1]}, {"vision": EncoderSpec(patch=1, channels=3)}
     first = (("a <image>and\n<image>\nb ", " yes"), ("again?", "no"))

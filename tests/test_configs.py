@@ -65,7 +65,7 @@ def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest
     assert config.model.layouts == LAYOUTS[name]
     assert config.devices == (1 if name == "digits_vlm_one_device" else 8)
     assert advise(config) == ()  # no device and no row is wasted
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    tokenizer = make_tokenizer(config.data.settings.tokenizer, tuple(config.model.encoders))
     packer = build_packer(config, tokenizer)  # raises where the buckets cannot hold the largest batch
     assert packer.encoders["vision"].buckets
     relative = Path(os.path.relpath(CONFIGS / f"{name}.gin", tmp_path))
@@ -79,7 +79,7 @@ def test_three_modules_in_three_layouts() -> None:
         "audio": Layout(pp=2, rank_offset=6),
         "llm": Layout(dp=2, pp=2),
     }
-    assert advise(config) == () and set(config.task.kinds(1, 1)) == {"read", "hear", "both"}
+    assert advise(config) == () and set(config.data.task.kinds(1, 1)) == {"read", "hear", "both"}
     packer = build_packer(config, make_tokenizer("", tuple(config.model.encoders)))
     assert all(len(spec.buckets) == 2 for spec in packer.encoders.values()) and not packer.text
 

@@ -151,5 +151,5 @@ def understood(program: str, words: list[str], tiny: Path, monkeypatch: pytest.M
 def fits(gin_files: tuple[str, ...], bindings: tuple[str, ...]) -> None:
     """A run of it has shapes for its data, where these are here."""
     config = load_config(gin_files, bindings)
-    if not config.data.sources:
-        build_packer(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    if not config.data.settings.sources:
+        build_packer(config, make_tokenizer(config.data.settings.tokenizer, config.model.media))

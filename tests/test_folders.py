@@ -261,21 +261,23 @@ def test_new_tokens_make_room(tmp_path: Path) -> None:
     path, new = without_sizes(tmp_path), "llm/Weights.new_tokens=('<tool>', '</tool>')"
     for rows, vocab in ((299, 301), (320, 320)):
         config = load_config([path], [f"llm/Weights.path={str(with_tokenizer(tmp_path / str(rows), rows))!r}", new])
-        assert (config.model["llm"].settings.vocab, config.data.new_tokens) == (vocab, ("<tool>", "</tool>"))
+        assert (config.model["llm"].settings.vocab, config.data.settings.new_tokens) == (vocab, ("<tool>", "</tool>"))
         frozen = replace(config, model=config.model.replace(llm=config.model.llm.frozen()))
         said = "llm/Optimizer.frozen=True: rows of Data.new_tokens=('<tool>'"
         assert any(line.startswith(said) for line in advise(frozen))
         saved = tmp_path / f"{rows}.gin"
         saved.write_text(operative_config(config))
         assert load_config([saved]) == config
-        tokenizer = tokenizer_of(config.data, ("vision",))
+        tokenizer = tokenizer_of(config.data.settings, ("vision",))
         assert tokenizer.encode("a<tool>b</tool>")[1::2] == [299, 300] and tokenizer.media_token("vision") == 301
         assert tokenizer.decode(tokenizer.encode("a<tool>b")) == "a<tool>b"
     small = f"llm/Weights.path={str(with_tokenizer(tmp_path / 'small', 297))!r}"
     with pytest.raises(
         ConfigError, match=r"Decoder\.vocab=297: .*llm/Weights\.new_tokens=\('<\|im_start\|>', '<\|im_end"
     ):
-        build_packer(load_config([path], [small]), tokenizer_of(load_config([path], [small]).data, ("vision",)))
+        build_packer(
+            load_config([path], [small]), tokenizer_of(load_config([path], [small]).data.settings, ("vision",))
+        )
     for bindings, message in (
         (["vision/Weights.new_tokens=('<a>',)"], "vision/Weights.new_tokens=('<a>',): is of the language model; write"),
         ([new, "Data.new_tokens=('<a>',)"], "Data.new_tokens=('<a>',): llm/Weights.new_tokens=('<tool>', '</tool>')"),
@@ -301,8 +303,8 @@ def test_new_tokens_are_trained_and_come_with_the_export(tmp_path: Path) -> None
         assert 0 < moved.max() < 2e-3 and not np.array_equal(after[key][299], after[key][300])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 301
     again = load_config([tmp_path / "tiny.gin"], [f"llm/Weights.path={str(tmp_path / 'out')!r}", *ALONE, *lengths])
-    assert again.model["llm"].settings.vocab == 301 and not again.data.new_tokens
-    assert tokenizer_of(again.data, ("vision",)).encode("a<tool>b</tool>")[1::2] == [299, 300]
+    assert again.model["llm"].settings.vocab == 301 and not again.data.settings.new_tokens
+    assert tokenizer_of(again.data.settings, ("vision",)).encode("a<tool>b</tool>")[1::2] == [299, 300]
 
 
 @pytest.mark.long

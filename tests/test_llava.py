@@ -66,7 +66,10 @@ def test_the_shape_and_the_hyperparameters_are_the_published_ones() -> None:
     specs = encoder_specs(config)
     assert specs["vision"].tokens(336, 336) == 576 and source.meta(0).patches == {"vision": (576,)}
     sample = source.sample(0)
-    assert sample.placeholders("vision").sum() == 576 and source.worst_case().tokens <= config.data.sequence_length
+    assert (
+        sample.placeholders("vision").sum() == 576
+        and source.worst_case().tokens <= config.data.settings.sequence_length
+    )
     for optimizer in (config.model.optimizers["llm"], config.model.optimizers["vision_projector"]):
         assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup) == (1e-4, 1e-5, 60)
         assert (optimizer.b1, optimizer.b2, optimizer.weight_decay, optimizer.frozen) == (0.9, 0.95, 0.0, False)

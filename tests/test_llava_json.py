@@ -18,10 +18,10 @@ from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.identity import difference, identity
 from mmjax.data.sources.config import KINDS
-from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval.folder import for_folder
 from mmjax.eval.samples import held_out
@@ -86,13 +86,13 @@ def test_a_folder_is_read_as_the_run_reads_its_source(data: Path) -> None:
         return config_of(data, "llava", *(f"digits/Source.{b}" for b in own), *other, *more)
 
     shares = "Data.sources={'digits': 0.5, 'other': 0.5}"
-    assert for_folder(two(shares), str(folder)).sources == read.sources
+    assert for_folder(two(shares), str(folder)).data.sources == read.data.sources
     asked = two(shares, "other/Source.mean=(0.1,)", "other/Source.template='plain'")
     fix = "differ in mean, template; name the one whose samples are like those of --data"
     with pytest.raises(ConfigError, match=f"^--source is missing: the run's sources digits, other {fix}"):
         for_folder(asked, str(folder))
-    assert for_folder(asked, str(folder), "digits").sources == read.sources
-    assert for_folder(asked, str(folder), "other").sources["folder"].mean == (0.1,)
+    assert for_folder(asked, str(folder), "digits").data.sources == read.data.sources
+    assert for_folder(asked, str(folder), "other").data.sources["folder"].mean == (0.1,)
     with pytest.raises(ConfigError, match=r"^--source='x': is none of the run's sources; use one of digits, other"):
         for_folder(asked, str(folder), "x")
 
@@ -118,16 +118,16 @@ def test_processes_and_servers_have_to_find_the_same_samples(data: Path, monkeyp
     source = open_source(config, split="train")
     monkeypatch.setattr(samples, "gather_texts", lambda own: [own, own])
     samples.require_same_data(config, source)
-    spec = assembly.planned_data_spec(config)
-    again = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    spec = assembly.planned_batch_spec(config)
+    again = BatchSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec and identity(again, again.maker().source) == identity(spec, source)
     # Another copy of the data is as good; other settings, or a record less, are not.
     (data / "copy").mkdir()
     shutil.copytree(data / "digits", data / "copy" / "digits")
     copied = config_of(data, "llava", f"digits/Source.path='{data / 'copy' / 'digits' / PATHS['llava']}'")
-    other = assembly.planned_data_spec(copied)
+    other = assembly.planned_batch_spec(copied)
     assert other != spec and identity(other, other.maker().source) == identity(spec, source)
-    other = assembly.planned_data_spec(config_of(data, "llava", "digits/Source.template='chatml'"))
+    other = assembly.planned_batch_spec(config_of(data, "llava", "digits/Source.template='chatml'"))
     told = difference(identity(spec, source), identity(other, other.maker().source))
     assert told.startswith("digits/Source.template is 'vicuna' here and 'chatml' there")
     next((data / "copy" / "digits" / "llava" / "images").iterdir()).unlink()

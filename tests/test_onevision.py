@@ -325,7 +325,7 @@ def test_a_run_trains_on_files_as_the_folder_says(tmp_path: Path) -> None:
         *(f"own/Source.path={str(tmp_path / 'data.jsonl')!r}", f"Data.cache={str(tmp_path / 'cache')!r}"),
         *(LAYOUTS["one device"]),
     )
-    own = config.sources["own"]
+    own = config.data.sources["own"]
     assert (own.resize, own.size, own.alone) == ("anyres", (17, 17), True) and (2, 3) in own.grids
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         losses = trainer.train(12).losses

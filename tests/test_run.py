@@ -62,7 +62,7 @@ def test_a_recipe_in_python_is_that_of_gin(folder: Path, tmp_path: Path) -> None
     )
     python = tuned(folder, data)
     assert python.model["vision"].optimizer.frozen_dtype == gin.model["vision"].optimizer.frozen_dtype != ""
-    assert python.sources == gin.sources and python.sources["messages"].template == "folder"
+    assert python.data.sources == gin.data.sources and python.data.sources["messages"].template == "folder"
     assert python == replace(gin, model=replace(gin.model, nodes={**gin.model.nodes, "llm": python.model.llm}))
     llm = replace(python.model.llm, optimizer=gin.model.llm.optimizer)
     # A frozen module's own rate and decay are read by nobody.
@@ -134,8 +134,8 @@ def test_a_mixture_has_each_dataset() -> None:
     parts = {name: mm.messages(f"{name}.jsonl", length=64, batch=8) for name in ("left", "right")}
     both = mm.mixture(parts, {"left": 0.7, "right": 0.3})
     recipe = mm.Recipe(model=mm.load_config(["digits_vlm"]).model, data=both)
-    assert recipe.data.sources == {"left": 0.7, "right": 0.3} and recipe.train.global_batch == 8
-    assert {name: source.path for name, source in recipe.sources.items()} == {
+    assert recipe.data.settings.sources == {"left": 0.7, "right": 0.3} and recipe.train.global_batch == 8
+    assert {name: source.path for name, source in recipe.data.sources.items()} == {
         "left": "left.jsonl",
         "right": "right.jsonl",
     }

@@ -23,7 +23,7 @@ from data_servers import BentServer
 from pyarrow import flight
 from trial_runs import REPOSITORY, STEPS, Command, assert_same_leaves, leaves, train_flags, write_tiny
 
-from mmjax.assembly.assembly import planned_data_spec
+from mmjax.assembly.assembly import planned_batch_spec
 from mmjax.config import load_config
 from mmjax.data.batch_shape import BatchShape
 from mmjax.data.process_rows import ProcessRows
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 def wanted_of(gin_file: Path) -> Wanted:
     """The request that a trainer with this configuration sends to servers."""
-    spec = planned_data_spec(load_config([gin_file]))
+    spec = planned_batch_spec(load_config([gin_file]))
     described = identity(spec, spec.maker().source)
     shape = BatchShape(spec.packer, spec.global_batch)
     return Wanted(described=described, digest=digest(described), seed=spec.seed, shape=shape)
@@ -85,7 +85,7 @@ def test_a_server_serves_its_configuration_alone_to_those_with_the_token(tmp_pat
     command = Command("serve", flags, tmp_path / "log")
     started.append(command)
     address, wanted = f"grpc://127.0.0.1:{port_of(command)}", wanted_of(gin_file)
-    spec = planned_data_spec(load_config([gin_file]))
+    spec = planned_batch_spec(load_config([gin_file]))
     # Its own batches, without JAX.
     server = Server(address, wanted, TOKEN)
     server.probe()
@@ -197,7 +197,7 @@ class Cluster:
 
     def bend(self, lie: str = "", **how: Any) -> BentServer:
         """A server in this process that lies, or is slow."""
-        server = BentServer(planned_data_spec(load_config([self.gin_file])), lie, **how)
+        server = BentServer(planned_batch_spec(load_config([self.gin_file])), lie, **how)
         self._stack.callback(server.shutdown)
         self._list(server.address)
         return server
@@ -381,7 +381,7 @@ def test_each_of_two_processes_asks_for_its_own_rows(tmp_path, started, monkeypa
     for name in ("JAX_NUM_CPU_DEVICES", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     gin_file = write_tiny(tmp_path, Train_eval_samples=0)
-    server = BentServer(planned_data_spec(load_config([gin_file])))
+    server = BentServer(planned_batch_spec(load_config([gin_file])))
 
     def launch(name: str, *flags: str) -> Command:
         command = ["-n", "2", "--max_restarts=0", "-m", "mmjax.train"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from mmjax.assembly.batches import data_spec
+from mmjax.assembly.batches import batch_spec
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.orders import step_order
 from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.parts import Assembly, PlacedRun
 from mmjax.assembly.placing import place_model, planned_world, require_pipeline_in_one_process
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.batch_spec import BatchSpec
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import train_schedule
-from mmjax.data.spec import DataSpec
+from mmjax.data.source import Source
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
@@ -80,7 +81,7 @@ def place(
       ConfigError: there are too few devices, or two settings contradict each other.
     """
     validate_recipe(recipe, trained=trained)  # it may have been changed by hand since it was loaded
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = packer or build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     return place_model(recipe, packer, tokenizer, world)
 
@@ -97,17 +98,17 @@ def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
     return assemble(planned, world=world, source=source)
 
 
-def planned_data_spec(recipe: Recipe) -> DataSpec:
-    """The ``data_spec`` of a configuration, made without a run and without its devices.
+def planned_batch_spec(recipe: Recipe) -> BatchSpec:
+    """The ``batch_spec`` of a configuration, made without a run and without its devices.
 
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.
     """
-    if recipe.data.reorder == "none":
-        tokenizer = tokenizer_of(recipe.data, recipe.model.media)
-        return data_spec(recipe, build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe)), None)
+    if recipe.data.settings.reorder == "none":
+        tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
+        return batch_spec(recipe, build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe)), None)
     parts = plan(recipe)
-    return data_spec(recipe, parts.packer, step_order(recipe, parts))
+    return batch_spec(recipe, parts.packer, step_order(recipe, parts))
 
 
 def _executor(

@@ -8,24 +8,22 @@ from collections.abc import Collection, Mapping
 from mmjax.assembly.orders import step_order
 from mmjax.assembly.parts import PlacedRun
 from mmjax.assembly.samples import require_same_data
-from mmjax.data.loader import Source, StepMaker
+from mmjax.data.batch_spec import BatchSpec
+from mmjax.data.loader import StepMaker
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
-from mmjax.data.spec import DataSpec
+from mmjax.data.source import Source
 from mmjax.data.types import Microbatch
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
 
 
-def data_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> DataSpec:
+def batch_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> BatchSpec:
     """The spec from which the batches of a run are made, also by data servers; ``order`` is its ``step_order``."""
-    return DataSpec(
+    return BatchSpec(
         data=recipe.data,
-        task=recipe.task,
-        sources=recipe.sources,
-        known=recipe.known,
         packer=packer,
         order=order,
         seed=recipe.train.seed,
@@ -33,7 +31,7 @@ def data_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> DataSp
     )
 
 
-def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[DataSpec, StepMaker]:
+def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[BatchSpec, StepMaker]:
     """The spec of a run's batches, and the maker of this process's rows of them. All processes have to call it.
 
     ``source`` has the run's training samples, see ``open_source``.
@@ -42,7 +40,7 @@ def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[DataS
       ConfigError: the processes have found different samples.
     """
     require_same_data(recipe, source)
-    spec = data_spec(recipe, parts.packer, step_order(recipe, parts))
+    spec = batch_spec(recipe, parts.packer, step_order(recipe, parts))
     return spec, spec.maker(source, own_rows(parts.placed, parts.packer.inputs, recipe.train.microbatches))
 
 

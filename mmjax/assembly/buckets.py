@@ -13,8 +13,9 @@ from mmjax.configurable import require
 from mmjax.data.buckets import ChosenBuckets, cells_for, choose, per_cell, per_microbatch, plan_some_steps
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.derived import completed_worst
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -39,7 +40,7 @@ def build_packer(
     """
     vocab, least = recipe.model[LLM].settings.vocab, tokenizer.table_size
     fix = f"the tokenizer has {least} tokens; set it to {least} or more, or to 0 for the tokenizer's"
-    if recipe.model.folder(LLM) and recipe.data.tokenizer:  # whose folder decides the vocabulary
+    if recipe.model.folder(LLM) and recipe.data.settings.tokenizer:  # whose folder decides the vocabulary
         texts = tuple(tokenizer.shown([i]) for i in range(vocab, min(least, vocab + 4)))
         fix = f"the tokenizer has {least} tokens; set {LLM}/Weights.new_tokens={texts!r}, which adds rows for all"
     require(vocab == 0 or vocab >= least, f"{LLM}/Decoder.vocab", vocab, fix)
@@ -114,21 +115,22 @@ def _with_earlier_buckets(recipe: Recipe, before: Recipe, counts: Mapping[str, i
 def _bucket_settings(recipe: Recipe) -> tuple[object, ...]:
     """The settings that a choice of buckets depends on, beside the samples themselves and their costs."""
     train, cells = recipe.train, cell_count(recipe.model.layouts.values())
+    settings = recipe.data.settings
     data = {
-        field.name: getattr(recipe.data, field.name) for field in fields(DataConfig) if not field.metadata.get("local")
+        field.name: getattr(settings, field.name) for field in fields(DataConfig) if not field.metadata.get("local")
     }
     batch = train.seed, train.global_batch, train.microbatches
-    return data, recipe.task, recipe.sources, cells, one_bucket(recipe), *batch
+    return data, recipe.data.task, recipe.data.sources, cells, one_bucket(recipe), *batch
 
 
 def _choose_buckets(recipe: Recipe, counts: Mapping[str, int], source: Source) -> dict[str, ChosenBuckets]:
     """The buckets of least compute, at most ``counts`` of each module."""
-    train, data = recipe.train, recipe.data
+    train, data = recipe.train, recipe.data.settings
     # The samples are packed into shapes for the worst case, since no bucket is chosen yet.
     rows = train.global_batch // train.microbatches
     largest = {name: ((rows, data.sequence_length),) if name == LLM else () for name in counts}
     packing = {name: PackingConfig(buckets=buckets) for name, buckets in largest.items()}
-    unchosen = replace(recipe, data=replace(data, reorder="none"), model=recipe.model.with_packing(packing))
+    unchosen = replace(recipe, data=recipe.data.with_settings(reorder="none"), model=recipe.model.with_packing(packing))
     tokenizer = tokenizer_of(data, recipe.model.media)
     packer = packer_for(unchosen, tokenizer, source, one_bucket=one_bucket(recipe))
     order = None

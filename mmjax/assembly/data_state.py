@@ -10,7 +10,7 @@ from typing import Any
 
 from mmjax.checkpoint import Checkpointer, Metadata
 from mmjax.configurable import ConfigError
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import broadcast_text
@@ -28,7 +28,8 @@ def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
     """
     stored = newest.extra.get(DATA, {}) if newest else {}
     records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
-    return replace(recipe, known={name: KnownRecords(**values) for name, values in records.items()})
+    known = {name: KnownRecords(**values) for name, values in records.items()}
+    return replace(recipe, data=replace(recipe.data, known=known))
 
 
 def known_in(recipe: Recipe, run_dir: str | Path) -> Recipe:
@@ -58,14 +59,14 @@ def describe_data(recipe: Recipe, source: Source) -> tuple[str, ...]:
         return ()
     left_out = source.left_out()
     for records in left_out:
-        records.require_few(recipe.data.max_broken)
+        records.require_few(recipe.data.settings.max_broken)
     broken = (f"{records.source}: {records.describe()}; they are left out" for records in left_out)
     return (*broken, *_changes(recipe, source))
 
 
 def _changes(recipe: Recipe, source: Mixture) -> Iterator[str]:
     for name, change in source.changes().items():
-        if recipe.data.require_same:
+        if recipe.data.settings.require_same:
             fix = "put the records back, or set it to False to go on with them"
             raise ConfigError(
                 f"Data.require_same=True: the records of {name} have changed since the last checkpoint: {change}; {fix}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from mmjax.configurable import require
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.recipe import Recipe, validate
 
 
@@ -24,7 +24,8 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     train = recipe.train
     if not train.epochs:
         return recipe
-    fix = f"the samples of Data.task={recipe.data.task!r} have no end; set this to 0 and Train.steps to a number"
+    task = recipe.data.settings.task
+    fix = f"the samples of Data.task={task!r} have no end; set this to 0 and Train.steps to a number"
     require(isinstance(source, Sized), "Train.epochs", train.epochs, fix)
     assert isinstance(source, Sized)
     steps = max(1, math.ceil(Fraction(repr(float(train.epochs))) * len(source) / train.global_batch))

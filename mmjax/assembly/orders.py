@@ -34,13 +34,13 @@ def step_order(recipe: Recipe, parts: PlacedRun) -> StepOrder | None:
     module, by FLOPs. Where ranks of cp have parts of a row, it is the cost of the fullest rank. The LLM's costs vary
     where its rows are packed.
     """
-    return None if recipe.data.reorder == "none" else order_of(recipe, parts, recipe.data.reorder)
+    return None if recipe.data.settings.reorder == "none" else order_of(recipe, parts, recipe.data.settings.reorder)
 
 
 def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
     """``step_order`` by ``method``, one of ``METHODS`` of ``mmjax.data.reorder``, instead of the configured one."""
     inputs, train, packer = next(iter(parts.shapes.values())), recipe.train, parts.packer
-    costs, length = parts.placed.nominal_costs(inputs), recipe.data.sequence_length
+    costs, length = parts.placed.nominal_costs(inputs), recipe.data.settings.sequence_length
     widths = {name: arrays["segments"].shape[1] for name, arrays in inputs.items()}
     pairs = {
         name: cost * packer.splits.get(name, UNSPLIT).imbalance(widths[name]) for name, cost in packer.pairs.items()

@@ -13,9 +13,10 @@ from mmjax.assembly.model import build_modules, packed_specs, splits_of
 from mmjax.assembly.orders import pair_costs
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import per_cell
-from mmjax.data.loader import Source, make_packer
+from mmjax.data.loader import make_packer
 from mmjax.data.packing import Packer
 from mmjax.data.send_lists import list_shapes
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -33,7 +34,7 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
     cells = cell_count(recipe.model.layouts.values())
     llm = build_modules(recipe)[LLM]
     packer = make_packer(
-        recipe.data,
+        recipe.data.settings,
         packed_specs(recipe),
         source,
         tokenizer,
@@ -89,7 +90,8 @@ def is_pipelined(recipe: Recipe) -> bool:
 
 def _check_reorder(recipe: Recipe, packer: Packer) -> None:
     """Requires a module with several buckets: with one alone, all microbatches take the same time in any order."""
-    if recipe.data.reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
+    reorder = recipe.data.settings.reorder
+    if reorder == "none" or any(count > 1 for count in packer.bucket_counts.values()):
         return
     name, why = next(iter(packer.encoders)), "in their one bucket all microbatches take the same time"
-    raise ConfigError(f"Data.reorder={recipe.data.reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")
+    raise ConfigError(f"Data.reorder={reorder!r}: {why}; set {name}/Packing.buckets=4 or this to 'none'")

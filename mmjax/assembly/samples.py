@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.configurable import require
-from mmjax.data.loader import Source, make_source
+from mmjax.data.loader import make_source
+from mmjax.data.source import Source
 from mmjax.data.sources.mixture import Mixture
 from mmjax.mesh.processes import gather_texts
 from mmjax.progress import IndexProgress
@@ -29,11 +30,8 @@ def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> S
         encoder_specs(recipe),
         seed=recipe.train.seed,
         split=split,
-        task=recipe.task,
-        sources=recipe.sources,
         observer=IndexProgress(),
         skipped=skipped,
-        known=recipe.known,
     )
 
 
@@ -46,4 +44,4 @@ def require_same_data(recipe: Recipe, source: Source) -> None:
     identities = gather_texts(source.identity) if isinstance(source, Mixture) else []
     differing = [str(process) for process, identity in enumerate(identities) if identity != identities[0]]
     fix = f"process {', '.join(differing)} finds other samples than process 0; give all of them the same files"
-    require(not differing, "Data.sources", dict(recipe.data.sources), fix)
+    require(not differing, "Data.sources", dict(recipe.data.settings.sources), fix)

@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(flags.values)
         recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
-            from mmjax.assembly.assembly import planned_data_spec
+            from mmjax.assembly.assembly import planned_batch_spec
             from mmjax.assembly.data_state import known_in
         if run_dir := str(flags.values["run_dir"]):
             recipe = known_in(recipe, run_dir)
-        spec = planned_data_spec(recipe)
+        spec = planned_batch_spec(recipe)
         spec.maker()  # the data can be read
     if answer:
         with open(int(answer), "w") as file:

@@ -9,14 +9,17 @@ from types import MappingProxyType
 from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
-from mmjax.config.gin_reader import MOVED, Binding, RawText
+from mmjax.config.gin_reader import Binding, RawText
 from mmjax.config.processor import data_settings, grown_tables, source_settings
 from mmjax.config.scopes import scopes_of
 from mmjax.config.types import Mismatch, convert
 from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.origin import origin_class, task_class
 from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.spec import DataSpec
+from mmjax.data.tasks.registry import MOVED
 from mmjax.fields import FieldInfo, fields_of
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
@@ -54,12 +57,16 @@ class ConfigBuilder:
     def __init__(self, bindings: Sequence[Binding], *, allow_code: bool = False):
         self._bound: dict[str, dict[tuple[str, str], Binding]] = {}
         self._infos = {cls: fields_of(cls) for cls in scopes_of(ModelConfig(), DataConfig())}
+        # A user's own modules and task bring settings, so their code is loaded before the other bindings are read.
         model = [binding for binding in bindings if binding.cls == "Model"]
         self._add(model)
-        # A user's own modules bring settings, so their code is loaded before the other bindings are read.
         for cls in _user_classes(self._build(ModelConfig), allow_code=allow_code) if model else ():
             self._infos[cls] = fields_of(cls)
-        self._add([binding for binding in bindings if binding.cls != "Model"])
+        task = [binding for binding in bindings if (binding.cls, binding.field) == ("Data", "task")]
+        self._add(task)
+        for cls in _user_task(self._values(DataConfig, "").get("task", ""), allow_code=allow_code):
+            self._infos[cls] = fields_of(cls)
+        self._add([binding for binding in bindings if binding.cls != "Model" and binding not in task])
 
     def _add(self, bindings: Iterable[Binding]) -> None:
         for binding in bindings:
@@ -87,14 +94,17 @@ class ConfigBuilder:
             for name, kind, role in model.roles
         }
         image_folder = folders.of_settings(data.image_encoder) if data.image_encoder in weights else ""
+        task_config = origin_class(data).Config
         return Recipe(
             model=ModelSpec(nodes=nodes, edges=self._edges(model), weights=model.weights),
             train=self._build(TrainConfig),
             world=self._build(WorldConfig),
-            data=data,
+            data=DataSpec(
+                data,
+                task=self._build(task_config) if task_config else None,
+                sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
+            ),
             checkpoint=self._build(CheckpointConfig),
-            task=self._build(data.origin.config) if data.origin.config else None,
-            sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
         )
 
     def steps(self) -> int:
@@ -331,6 +341,14 @@ def _user_classes(model: ModelConfig, *, allow_code: bool) -> Iterator[type[Any]
         if names_code(kind):
             require_allowed(family_setting(name, role), kind, allowed=allow_code)
             yield family_of(family_setting(name, role), kind, role).config
+
+
+def _user_task(task: str, *, allow_code: bool) -> Iterator[type[Any]]:
+    """Yields the configurable class of the user's own task, if it has one. Imports its code, if that is allowed."""
+    if names_code(task):
+        require_allowed("Data.task", task, allowed=allow_code)
+        if config := task_class(task).Config:
+            yield config
 
 
 def _hint(cls: type[Any], binding: Binding, legal: Sequence[str], adaptable: Iterable[str]) -> str:

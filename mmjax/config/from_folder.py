@@ -48,9 +48,9 @@ def from_hf(path: str | os.PathLike[str]) -> ModelSpec:
       ConfigError: the folder holds no such model; one line.
     """
     recipe = ConfigBuilder(read_bindings([], folder_bindings(os.fspath(path)))).recipe()
-    (source,) = recipe.sources.values()
+    (source,) = recipe.data.sources.values()
     model = recipe.model.map(lambda node: _with_stored_dtypes(recipe.model, node))
-    return replace(model, processor=Processor(tokenizer=recipe.data.tokenizer, source=source))
+    return replace(model, processor=Processor(tokenizer=recipe.data.settings.tokenizer, source=source))
 
 
 def _with_stored_dtypes(model: ModelSpec, node: ModuleSpec) -> ModuleSpec:

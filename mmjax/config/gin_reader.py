@@ -20,18 +20,11 @@ from typing import Any
 
 from mmjax.config.shipped import find_config, nearest_file
 from mmjax.configurable import ConfigError, near_misses, suggest
+from mmjax.data.tasks.registry import MOVED
 
 _BARE_WORD = re.compile(r"Failed to parse token '([A-Za-z_]\w*)'")
 _MOST_TEXT, _MOST_VALUES, _MOST_STRINGS, _MOST_SHOWN = 1 << 22, 100_000, 500, 300
 """Limits: characters of a file, literals of a value, strings joined to one, characters of a line in messages."""
-MOVED: Mapping[str, str] = {
-    f"Data.{name}": f"Digits.{name}"
-    for name in (
-        *("images", "calls", "digits", "scale", "aspect", "distortion", "tone", "gap", "level", "noise"),
-        *("read", "count", "sum", "hear", "both", "same", "draw", "turns", "curriculum"),
-    )
-}
-"""Today's names of settings by their names in earlier versions."""
 
 
 @dataclass(frozen=True)

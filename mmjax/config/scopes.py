@@ -7,8 +7,9 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.origin import task_class
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.tasks.registry import TASK_CONFIGS
+from mmjax.data.tasks.registry import TASKS
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, ModelConfig, lora_name, projector_name
@@ -30,8 +31,9 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
       adapted: names of the modules with low-rank adapters.
     """
     media, modules = model.media, tuple(name for name, _, _ in model.roles)
+    tasks = [config for task in dict.fromkeys((*TASKS, data.task)) if (config := task_class(task).Config)]
     scopes: dict[type[Any], tuple[str, ...]] = dict.fromkeys(
-        (TrainConfig, WorldConfig, DataConfig, *TASK_CONFIGS, CheckpointConfig, ModelConfig), ()
+        (TrainConfig, WorldConfig, DataConfig, *tasks, CheckpointConfig, ModelConfig), ()
     )
     for family in FAMILIES.values():
         scopes[family.config] = ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker
 from mmjax.data.service.addresses import read_addresses, read_token, read_trusted
-from mmjax.data.spec import DataSpec
 from mmjax.data.types import StepBatch
 
 
@@ -52,7 +52,7 @@ def require_access(data: DataConfig) -> None:
 
 
 def open_batches(
-    spec: DataSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]
+    spec: BatchSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]
 ) -> Batches:
     """Batches of steps start_step … steps-1, from `Data.servers` if there are any and made here otherwise.
 
@@ -66,10 +66,10 @@ def open_batches(
     Raises:
       ConfigError: a token, certificate or list cannot be read, or every server refuses this run.
     """
-    if spec.data.servers:
+    if spec.data.settings.servers:
         # Arrow is loaded only where there are servers.
         from mmjax.data.service.loader import ServedLoader
 
         return ServedLoader(spec, maker, steps=steps, start_step=start_step, report=report)
-    workers, prefetch = spec.data.workers, spec.data.prefetch
+    workers, prefetch = spec.data.settings.workers, spec.data.settings.prefetch
     return StepLoader(maker, steps=steps, start_step=start_step, workers=workers, prefetch=prefetch, report=report)

@@ -13,7 +13,8 @@ from typing import Any
 from mmjax.configurable import configurable, not_negative, one_of, positive, require
 from mmjax.data.reorder import METHODS
 from mmjax.data.service.addresses import check_address, is_path
-from mmjax.data.tasks.registry import SOURCES, TASKS, Task
+from mmjax.data.tasks.registry import TASKS
+from mmjax.user_code import CODE, names_code
 
 FALLBACKS = ("error", "local")
 MOST_BUCKETS = 64
@@ -29,7 +30,8 @@ class DataConfig:
 
     sources: datasets by name and the share of the samples that each gives, such as {'instruct': 0.7, 'captions': 0.3};
     each has a Source, such as instruct/Source.path; {} = task.
-    task: a task that comes with mmjax, such as "folder" (images and a data.jsonl).
+    task: a task that comes with mmjax, such as "folder" (images and a data.jsonl), or "package.module:Class" for one of
+    your own, which needs --allow_code.
     folder: path of the folder. cache: directory of the metadata of sources and folders; "" = ~/.cache/mmjax/index.
     sequence_length: tokens of one LLM row, at most.
     workers: processes that prepare batches (0 = in this process). prefetch: steps that each worker prepares ahead.
@@ -50,7 +52,7 @@ class DataConfig:
     """
 
     sources: Mapping[str, float] = field(default_factory=dict, metadata={"example": {"mine": 1.0}})
-    task: str = next(iter(TASKS))
+    task: str = field(default=next(iter(TASKS)), metadata=CODE)
     sequence_length: int = 96
     workers: int = field(default=1, metadata=_LOCAL)
     prefetch: int = field(default=2, metadata=_LOCAL)
@@ -73,7 +75,8 @@ class DataConfig:
     max_broken: float = field(default=0.5, metadata=_LOCAL)
 
     def __post_init__(self) -> None:
-        one_of("Data.task", self.task, TASKS)
+        if not names_code(self.task):
+            one_of("Data.task", self.task, TASKS)
         one_of("Data.reorder", self.reorder, METHODS)
         one_of("Data.fallback", self.fallback, FALLBACKS)
         positive("Data.patience", self.patience, 60.0)
@@ -94,42 +97,6 @@ class DataConfig:
             kind, example = {"generator": drawing, "speaker": speaking}.get(name, encoding)
             value = getattr(self, name)
             require(bool(value), f"Data.{name}", value, f"name {kind} of the model, such as {example!r}")
-
-    @property
-    def origin(self) -> Task:
-        """The origin of samples: the task, or the entry for the datasets of `sources`."""
-        return SOURCES if self.sources else TASKS[self.task]
-
-    def drawn(self, task: Any) -> tuple[str, ...]:
-        """Names of the generators for which some samples have a picture to draw: `generator`, or none.
-
-        task: settings of the task; if they are None or of another task, its defaults apply.
-        """
-        settings = self.origin.settings(task)
-        return (self.generator,) if settings and settings.draws else ()
-
-    @property
-    def spoken(self) -> tuple[str, ...]:
-        """Names of the generators for which samples have codes to speak, if the model has them: `speaker`, or none."""
-        return (self.speaker,) if self.origin.speaks else ()
-
-    def check_modules(self, task: Any, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
-        """Raises ConfigError unless the model has the named encoders and generator, if samples have media for them.
-
-        task: settings of the task; None for its defaults. encoders, generators: the model's, each with its medium
-        ("image" or "recording") by name.
-        """
-        settings = self.origin.settings(task)
-        wanted = settings.media if settings else self.origin.media
-        for named, medium in (("image_encoder", "image"), ("audio_encoder", "recording")):
-            legal = [name for name, of_encoder in encoders.items() if of_encoder == medium]
-            if legal if wanted is None else medium in wanted:
-                fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
-                require(bool(legal), f"Data.{named}", getattr(self, named), fix)
-                one_of(f"Data.{named}", getattr(self, named), legal)
-        if settings:
-            legal = [name for name, medium in generators.items() if medium == "image"]
-            settings.check_generators(self.generator, legal)
 
 
 @configurable("Packing")

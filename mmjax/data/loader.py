@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data import worker
@@ -27,33 +27,14 @@ from mmjax.data.process_rows import ProcessRows, turn_of
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sample import disagreement
 from mmjax.data.shared import has_room, put_together, spread_out
-from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.datasets import IndexObserver
-from mmjax.data.sources.known_records import KnownRecords
+from mmjax.data.source import Source
+from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.spec import DataSpec
+from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import Tokenizer, make_tokenizer
-from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch, WorstCase
+from mmjax.data.types import EncoderSpec, NoBatchError, Sample, SampleMeta, StepBatch
 
 _logger = logging.getLogger(__name__)
-
-
-class Source(Protocol):
-    """Samples by index: the same index gives the same sample in every process."""
-
-    def meta(self, index: int) -> SampleMeta:
-        """The metadata of sample `index`, without opening a medium; every process reads those of every sample."""
-        ...
-
-    def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); no others are opened.
-
-        `learned`: whether the loss weights are needed. A broken medium sets them to zero, so they may need all media
-        opened.
-        """
-        ...
-
-    def worst_case(self) -> WorstCase:
-        """Bounds on every sample."""
-        ...
 
 
 def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
@@ -66,49 +47,43 @@ def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
 
 
 def make_source(
-    config: DataConfig,
+    data: DataSpec,
     encoders: Mapping[str, EncoderSpec],
     *,
     seed: int,
     split: str,
-    task: Any = None,
-    sources: Mapping[str, SourceConfig] | None = None,
     observer: IndexObserver | None = None,
     skipped: str | os.PathLike[str] | None = None,
-    known: Mapping[str, KnownRecords] | None = None,
 ) -> Source:
-    """The source that `config` names, for `split` "train" or "test".
+    """The samples of a run, for `split` "train" or "test".
 
     Args:
-      config: the data's configuration.
+      data: the run's data.
       encoders: specs of the model's encoders and generators, by name.
       seed: the run's seed.
       split: "train" or "test".
-      task: the settings of the task that `config` names; by default its defaults.
-      sources: the configuration of each of `config.sources`, by name.
       observer: receives the progress of collecting metadata, where that is necessary.
       skipped: path of a file for the names of records that cannot be read.
-      known: by name of `config.sources`, the records that the run knows; its held-out records stay held out.
 
     Raises:
-      ConfigError: an encoder that `config` names is not in the model or is for other media, or the data cannot be read.
+      ConfigError: an encoder that `data` names is not in the model or is for other media, or the data cannot be read.
     """
     encoders = with_media(encoders)
-    tokenizer = tokenizer_of(config, tuple(in_text(encoders)))
+    tokenizer = tokenizer_of(data.settings, tuple(in_text(encoders)))
     media = ({name: spec.medium for name, spec in encoders.items() if spec.drawn == drawn} for drawn in (False, True))
-    config.check_modules(task, *media)
-    return config.origin.open(
-        config,
-        encoders,
-        tokenizer,
-        settings=config.origin.settings(task),
+    data.check_modules(*media)
+    context = TaskContext(
+        data=data.settings,
+        encoders=encoders,
+        tokenizer=tokenizer,
         seed=seed,
         split=split,
-        sources=sources or {},
+        sources=data.sources,
         observer=observer,
         skipped=skipped,
-        known=known,
+        known=data.known,
     )
+    return data.origin.open(context)
 
 
 def make_packer(

@@ -1,73 +1,73 @@
-"""`DataSpec`: the parts of a configuration that a run's batches depend on."""
+"""`DataSpec`: the data of a run as one value."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmjax.data import tree
+from mmjax.configurable import one_of, require
 from mmjax.data.config import DataConfig
-from mmjax.data.loader import Source, StepMaker, make_source
-from mmjax.data.packing import Packer
-from mmjax.data.process_rows import ProcessRows
-from mmjax.data.reorder import StepOrder
+from mmjax.data.origin import origin_class
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known_records import KnownRecords
+from mmjax.data.tasks.task import Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataSpec:
-    """The parts of a configuration that batches depend on.
+    """The data of a run: all that its samples depend on beside the model, the seed and the split.
 
     Attributes:
-      data: the data's configuration.
-      packer: the run's packer.
-      seed: the run's seed.
-      global_batch: samples of a step.
-      order: reorders the samples of a step; None leaves them as they come.
-      task: settings of the task; None for its defaults.
-      sources: the configuration of each of `data.sources`, by name.
-      known: the records of each of them that the run knows; see `make_source`.
+      settings: the data's settings.
+      task: settings of the task that `settings.task` names, of its class `Config`; None, or those of another task, for
+        its defaults.
+      sources: the settings of each of `settings.sources`, by name.
+      known: by name of a source, the records that a continued run has stored; its held-out records stay held out. They
+        are no setting.
     """
 
-    data: DataConfig
-    packer: Packer
-    seed: int
-    global_batch: int
-    order: StepOrder | None = None
+    settings: DataConfig = field(default_factory=DataConfig)
     task: Any = None
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)
-    known: Mapping[str, KnownRecords] = field(default_factory=dict)
+    known: Mapping[str, KnownRecords] = field(default_factory=dict, compare=False)
 
-    def maker(self, source: Source | None = None, process_rows: ProcessRows | None = None) -> StepMaker:
-        """The maker of the batches, which fills in `process_rows` (all by default).
+    def with_settings(self, **changes: Any) -> DataSpec:
+        """A copy in which fields of `settings` have other values, such as `workers=0`. Raises ConfigError."""
+        return replace(self, settings=replace(self.settings, **changes))
 
-        source: the samples of split "train"; by default they are opened. Raises ConfigError if the data cannot be read.
+    @property
+    def origin(self) -> Task:
+        """The origin of samples: the task with its settings, or the datasets. A user's own task is imported.
+
+        Raises ConfigError if there is no such task.
         """
-        source = source or make_source(
-            self.data,
-            self.packer.encoders,
-            seed=self.seed,
-            split="train",
-            task=self.task,
-            sources=self.sources,
-            known=self.known,
-        )
-        return StepMaker(
-            source=source,
-            packer=self.packer,
-            global_batch=self.global_batch,
-            order=self.order,
-            process_rows=process_rows,
-        )
+        cls = origin_class(self.settings)
+        if cls.Config is None:
+            return cls()
+        return cls(self.task if isinstance(self.task, cls.Config) else cls.Config())
 
-    def to_json(self) -> Any:
-        """The spec as a value of JSON (see `tree.write`), for another process of this host."""
-        return tree.write({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Names of the generators for which some samples have a picture to draw: `Data.generator`, or none."""
+        return (self.settings.generator,) if self.origin.draws else ()
 
-    @classmethod
-    def from_json(cls, value: Any) -> DataSpec:
-        """The spec that `to_json` wrote as this JSON. Raises ValueError if it is malformed."""
-        return cls(**tree.read(value))
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """Names of the generators for which samples have codes, if the model has them: `Data.speaker`, or none."""
+        return (self.settings.speaker,) if self.origin.codes else ()
+
+    def check_modules(self, encoders: Mapping[str, str], generators: Mapping[str, str]) -> None:
+        """Raises ConfigError unless the model has the named encoders and generator, if samples have media for them.
+
+        encoders, generators: the model's, each with its medium ("image" or "recording") by name.
+        """
+        settings, origin = self.settings, self.origin
+        for named, medium in (("image_encoder", "image"), ("audio_encoder", "recording")):
+            legal = [name for name, of_encoder in encoders.items() if of_encoder == medium]
+            if legal if origin.media is None else medium in origin.media:
+                fix = f"no encoder of the model takes {medium}s; add one to Model.encoders"
+                require(bool(legal), f"Data.{named}", getattr(settings, named), fix)
+                one_of(f"Data.{named}", getattr(settings, named), legal)
+        drawing = [name for name, medium in generators.items() if medium == "image"]
+        origin.check_generator(settings.generator, drawing)

@@ -22,7 +22,6 @@ from mmjax.data.process_rows import PartialArray
 from mmjax.data.reorder import StepOrder
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known_records import KnownRecords
-from mmjax.data.tasks.registry import TASK_CONFIGS
 from mmjax.data.types import StepBatch
 
 MOST_AXES, MOST_SIDE = 16, 1 << 40
@@ -120,5 +119,5 @@ def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
         yield from _dataclasses_in(argument)
 
 
-_ROOTS = (StepBatch, DataConfig, *TASK_CONFIGS, SourceConfig, KnownRecords, Packer, StepOrder)
+_ROOTS = (StepBatch, DataConfig, SourceConfig, KnownRecords, Packer, StepOrder)
 _CLASSES = {cls.__name__: cls for root in _ROOTS for cls in _dataclasses_in(root)}

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.values["json"]:
             print(json.dumps(numbers))
         else:
-            folder = data or (recipe.data.folder if recipe.data.task == "folder" else "")
+            folder = data or (recipe.data.settings.folder if recipe.data.settings.task == "folder" else "")
             samples = f"samples of {folder}" if folder else "held-out samples"
             from mmjax.eval.scores import show
 

@@ -15,7 +15,8 @@ from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
 from mmjax.data.sample import answer_text, loss_weight, prompt_only
-from mmjax.data.tasks.registry import SOURCES, Task
+from mmjax.data.tasks.records import Sources
+from mmjax.data.tasks.task import Task
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.eval.rounds import Rounds
@@ -27,6 +28,7 @@ from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
 from mmjax.viz.answers import Drawings
 
+_RECORDS = Sources()
 Meet = Callable[[], None]
 """A function called before each round on the devices; it may raise to end the evaluation."""
 
@@ -61,7 +63,7 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
 class Evaluator:
     """Decodes samples with the parameters of a run, on the run's devices."""
 
-    def __init__(self, parts: PlacedRun, task: Task = SOURCES, room: int = 0):
+    def __init__(self, parts: PlacedRun, task: Task = _RECORDS, room: int = 0):
         """Traces the forward programs for the run's microbatch shapes.
 
         Args:

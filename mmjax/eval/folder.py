@@ -32,11 +32,11 @@ def for_folder(recipe: Recipe, folder: str, source: str = "") -> Recipe:
     Raises:
       ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
     """
-    data, sources = folder_as_source(replace(recipe.data, folder=folder), source_like(recipe, source))
-    with_folder = replace(recipe, data=data, sources=sources)
+    data, sources = folder_as_source(replace(recipe.data.settings, folder=folder), source_like(recipe, source))
+    with_folder = replace(recipe, data=replace(recipe.data, settings=data, sources=sources))
     worst = open_source(with_folder, split="test").worst_case()
     length = max(data.sequence_length, worst.tokens)
-    with_folder = replace(with_folder, data=replace(data, sequence_length=length))
+    with_folder = replace(with_folder, data=with_folder.data.with_settings(sequence_length=length))
     try:
         run = build_packer(recipe, _tokenizer(recipe))
         packing = {
@@ -68,7 +68,8 @@ def source_like(recipe: Recipe, name: str, flag: str = "--data") -> SourceConfig
     Raises:
       ConfigError: `name` is none of the run's sources; or it is empty, and the sources differ in preprocessing.
     """
-    sources = {source: recipe.sources[source] for source in recipe.data.sources if source in recipe.sources}
+    data = recipe.data
+    sources = {source: data.sources[source] for source in data.settings.sources if source in data.sources}
     names = ", ".join(sources)
     if name:
         fix = f"is none of the run's sources; use one of {names}" if sources else "the run has no sources; leave it out"
@@ -88,4 +89,4 @@ def _preprocessing(source: SourceConfig) -> dict[str, Any]:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    return tokenizer_of(recipe.data, recipe.model.media)
+    return tokenizer_of(recipe.data.settings, recipe.model.media)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
-from mmjax.data.loader import Source
 from mmjax.data.sample import swap_media
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.recipe import Recipe
@@ -54,4 +54,4 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
 def as_evaluated(recipe: Recipe) -> Recipe:
     """The configuration without reordering, which only changes how long a training step takes."""
-    return replace(recipe, data=replace(recipe.data, reorder="none"))
+    return replace(recipe, data=recipe.data.with_settings(reorder="none"))

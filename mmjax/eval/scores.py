@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmjax.data.tasks.registry import SOURCES, Task
+from mmjax.data.tasks.records import Sources
+from mmjax.data.tasks.task import Task
 from mmjax.data.types import Sample
 from mmjax.viz.answers import Drawings
 
@@ -29,6 +30,7 @@ class Evaluation:
       unit: the unit that answers are compared by, see `Task`.
       code_accuracy: share of the codes of spoken answers that are predicted rightly, under teacher forcing; `None`
         without any.
+      scores: the task's own scores, see `Task`; each is the mean over samples, in [0, 1].
     """
 
     answers: tuple[str, ...]
@@ -40,6 +42,7 @@ class Evaluation:
     loss: float | None = None
     unit: str = "character"
     code_accuracy: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -47,6 +50,7 @@ class Evaluation:
         return None if self.loss is None else math.exp(min(self.loss, _MOST))
 
 
+_RECORDS = Sources()
 _MOST = 700.0
 """The largest loss whose exponential is taken: it is still a finite float."""
 
@@ -56,11 +60,11 @@ def score(
     answers: Sequence[str],
     drawings: Sequence[Drawings] = (),
     loss: float | None = None,
-    task: Task = SOURCES,
+    task: Task = _RECORDS,
     *,
     code_accuracy: float | None = None,
 ) -> Evaluation:
-    """Scores answers against the right ones, character by character, and drawings by the task's reader.
+    """Scores answers against the right ones, character by character and by the task's own scores, and drawings.
 
     Args:
       samples: the samples.
@@ -87,14 +91,21 @@ def score(
         loss=loss,
         unit=task.unit,
         code_accuracy=code_accuracy,
+        scores=_task_scores(samples, answers, task),
     )
 
 
+def _task_scores(samples: Sequence[Sample], answers: Sequence[str], task: Task) -> dict[str, float]:
+    """The means of the task's own scores; {} without any sample."""
+    pairs = list(zip(samples, answers, strict=True))
+    return {name: sum(share(*pair) for pair in pairs) / len(pairs) for name, share in task.scores.items() if pairs}
+
+
 def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: Task) -> float | None:
-    if (read := task.read_drawing()) is None:
+    if not task.reads_drawings:
         return None
     pairs = [
-        (label, read(drawing, len(label)))
+        (label, task.read_drawing(drawing, len(label)))
         for sample, drawn in zip(samples, drawings, strict=bool(drawings))
         for name, media in drawn.items()
         for label, drawing in zip(sample.labels.get(name, ()), media, strict=False)
@@ -108,7 +119,7 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
 
     They are "exact_match", "<unit>_accuracy", such as "character_accuracy", and where there are any "loss" and
     "perplexity", "kinds" (exact match by kind), "drawing_accuracy", "code_accuracy",
-    "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds".
+    "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds", and the task's own scores by their names.
 
     Args:
       plain: the evaluation of the samples as they are.
@@ -123,7 +134,7 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
         if len(evaluation.kinds) > 1:
             row[f"{prefix}kinds"] = dict(evaluation.kinds)
     optional = {"drawing_accuracy": plain.drawing_accuracy, "code_accuracy": plain.code_accuracy}
-    return row | {name: value for name, value in optional.items() if value is not None}
+    return row | {name: value for name, value in optional.items() if value is not None} | dict(plain.scores)
 
 
 def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
@@ -137,6 +148,7 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
         parts.append(f"{plain.unit}s recognised in drawings {show('', plain.drawing_accuracy)}")
     if plain.code_accuracy is not None:
         parts.append(f"codes right {show('', plain.code_accuracy)}")
+    parts += [f"{name.replace('_', ' ')} {show(name, value)}" for name, value in plain.scores.items()]
     if plain.loss is not None:
         parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
     for name, evaluation in swapped.items():

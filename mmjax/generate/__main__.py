@@ -88,7 +88,7 @@ def _recipe(flags: Flags, run_dir: str, weights: str) -> Recipe:
     recipe = load_config(flags.gin_files, [*folder_bindings(weights), *flags.bindings], allow_code=flags.allow_code)
     named = any(binding.startswith("Data.tokenizer=") for binding in flags.bindings)  # maybe bytes
     fix = f"has no {TOKENIZER}; name one with --gin.Data.tokenizer=FILE"
-    require(bool(recipe.data.tokenizer) or named, "--weights", weights, fix)
+    require(bool(recipe.data.settings.tokenizer) or named, "--weights", weights, fix)
     return recipe
 
 

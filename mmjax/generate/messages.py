@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.types import Sample
 from mmjax.eval.folder import source_like
@@ -69,12 +69,14 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
-    like = source_like(recipe, source, "--messages") or SourceConfig(max_pixels=recipe.data.max_pixels, max_patches=0)
+    settings = recipe.data.settings
+    like = source_like(recipe, source, "--messages") or SourceConfig(max_pixels=settings.max_pixels, max_patches=0)
     reader = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
-    data = replace(recipe.data, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
+    settings = replace(settings, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
+    data = replace(recipe.data, settings=settings, sources={"messages": reader})
     frozen = {part: replace(optimizer, frozen=True) for part, optimizer in recipe.model.optimizers.items()}
     model = recipe.model.with_optimizers(frozen).map(lambda node: replace(node, offload=OffloadConfig()))
-    recipe = replace(recipe, data=data, sources={"messages": reader}, model=model)
+    recipe = replace(recipe, data=data, model=model)
     messages = open_source(recipe, split="test")
     assert isinstance(messages, Sized)
     count, longest, cells = len(messages), messages.worst_case().tokens, cell_count(recipe.model.layouts.values())
@@ -82,7 +84,7 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     microbatches = max(1, min(recipe.model[LLM].layout.pp, -(-count // cells)))
     rows = cells * min(_ROWS, -(-count // (cells * microbatches)))
     train = replace(recipe.train, global_batch=rows * microbatches, microbatches=microbatches)
-    data = replace(data, sequence_length=_rounded(longest))
+    data = data.with_settings(sequence_length=_rounded(longest))
     model = recipe.model.map(lambda node: replace(node, packing=PackingConfig(buckets=())))
     recipe = replace(recipe, data=data, model=model, train=train)
     return Prompts(recipe=recipe, source=messages, room=_rounded(longest + limit), limit=limit)

@@ -204,10 +204,10 @@ def inspect(recipe: Recipe, steps: int) -> Inspection:
         samples=len(every),
         lengths=lengths,
         media={name: [len(meta.grids.get(name, ())) for meta in every] for name in parts.packer.encoders},
-        configured=recipe.data.reorder,
+        configured=recipe.data.settings.reorder,
         chosen=tuple(chosen),
         left_out=source.left_out() if isinstance(source, Mixture) else (),
-        max_broken=recipe.data.max_broken,
+        max_broken=recipe.data.settings.max_broken,
         **by_method,
     )
 

@@ -66,7 +66,7 @@ def first_samples(recipe: Recipe, count: int) -> Iterator[tuple[Sample, list[Spa
     Raises:
       ConfigError: the data cannot be read.
     """
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     source, specs = open_source(recipe, split="train"), encoder_specs(recipe)
     for index in range(count):
         sample = source.sample(index, media=())

@@ -77,8 +77,11 @@ class ModuleSettings:
         ``media`` are names of the modules that give the LLM's rows tokens. By default no setting names any.
         """
 
-    def check_codes(self, name: str) -> None:
-        """Raises ``ConfigError`` if the module ``name``, a generator without a medium, cannot speak codes."""
+    def check_codes(self, name: str, *, example: str) -> None:
+        """Raises ``ConfigError`` if the module ``name``, a generator without a medium, cannot speak codes.
+
+        ``example`` is a number of codes for the message, and whose it is.
+        """
 
     @property
     def grid_setting(self) -> str:

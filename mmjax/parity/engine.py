@@ -102,7 +102,7 @@ def check(
     say = say or _say_nothing
     for line in itertools.chain(_user_modules(recipe), _user_callbacks(recipe)):
         say(line)
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     source = open_source(_without_held_out(recipe), split="train")
     require_same_data(recipe, source)
     recipe = with_buckets(recipe, source)
@@ -144,7 +144,7 @@ def _say_nothing(line: str) -> None:
 
 def _without_held_out(recipe: Recipe) -> Recipe:
     """The configuration without held-out records: a check makes its own samples and evaluates nothing."""
-    return replace(recipe, sources={name: replace(source, held_out=0) for name, source in recipe.sources.items()})
+    return replace(recipe, sources={name: replace(source, held_out=0) for name, source in recipe.data.sources.items()})
 
 
 def _user_modules(recipe: Recipe) -> Iterator[str]:

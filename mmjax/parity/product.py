@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from mmjax.assembly.assembly import assemble, place
 from mmjax.assembly.batches import batch_maker, signed
 from mmjax.assembly.packers import one_bucket, packer_for
-from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.mesh.layout import Layout

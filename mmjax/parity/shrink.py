@@ -108,15 +108,14 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
         recipe,
         train=replace(recipe.train, steps=steps, global_batch=sizes.per * sizes.microbatches, dtype=dtype),
         world=replace(recipe.world, platform="cpu", devices=0, warm_up=_warm_up(recipe)),
-        data=replace(
-            recipe.data,
+        data=recipe.data.with_settings(
             sequence_length=length,
-            tokenizer="" if llm.vocab else recipe.data.tokenizer,
+            tokenizer="" if llm.vocab else recipe.data.settings.tokenizer,
             workers=0,
             servers=(),
         ),
         model=recipe.model.map(shrunk).with_optimizers(comparable(recipe.model.optimizers)),
-        sources={name: _source(source) for name, source in recipe.sources.items()},
+        sources={name: _source(source) for name, source in recipe.data.sources.items()},
     )
     small = with_fitting_rates(small)
     return Shrunk(recipe=small, sizes=sizes, changes=tuple(_changes(recipe, small)))

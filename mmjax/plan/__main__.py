@@ -21,7 +21,7 @@ from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
-    from mmjax.data.loader import Source
+    from mmjax.data.source import Source
     from mmjax.planner.choose import PlanChoice
     from mmjax.recipe import Recipe
 

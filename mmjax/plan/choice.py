@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmjax.assembly.epochs import with_steps
 from mmjax.assembly.samples import open_source
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.plan import planned
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import Accelerator, accelerator

@@ -12,7 +12,8 @@ from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.packers import one_bucket
 from mmjax.configurable import ConfigError
 from mmjax.data.config import PackingConfig
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.source import Source
 from mmjax.mesh.layout import cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
@@ -77,7 +78,7 @@ def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> Ro
     """
     known, key = {} if known is None else known, _packing_settings(recipe)
     if key not in known:
-        tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+        tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
         try:
             packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
             known[key] = padded_rows(recipe, packer)
@@ -97,7 +98,7 @@ def _packing_settings(recipe: Recipe) -> tuple[object, ...]:
     )
     settings = (train.microbatches, cell_count(recipe.model.layouts.values()), contexts, one_bucket(recipe), buckets)
     chooses_buckets = any(isinstance(packing.buckets, int) for packing in recipe.model.packing.values())
-    if recipe.data.reorder == "none" or not chooses_buckets:
+    if recipe.data.settings.reorder == "none" or not chooses_buckets:
         return settings
     # Buckets are chosen from microbatches in the order that suits the schedule.
     return (*settings, tuple(recipe.model.layouts.items()), train.schedule, train.inner, train.window)

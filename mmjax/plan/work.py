@@ -23,9 +23,10 @@ from mmjax.assembly.samples import open_source
 from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
 from mmjax.data.lengths import lengths_of
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
 from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.split import Split
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
@@ -59,7 +60,7 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
       ConfigError: a setting does not fit the data.
     """
     source = source or open_source(recipe, split="train")
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     model = build_model(recipe, tokenizer)
     padded = padded_rows(recipe, packer)

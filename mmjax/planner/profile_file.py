@@ -352,7 +352,7 @@ def model_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
     parts = recipe.model.parts.items()
     sizes = {name: _sizes(part.settings) | {"trained": not part.optimizer.frozen} for name, part in parts}
     if not recipe.model[LLM].settings.vocab:
-        sizes[LLM]["tokenizer"] = recipe.data.tokenizer
+        sizes[LLM]["tokenizer"] = recipe.data.settings.tokenizer
     return sizes
 
 

@@ -17,7 +17,8 @@ from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.samples import open_source
 from mmjax.data.derived import completed
 from mmjax.data.lengths import figures_of, lengths_of
-from mmjax.data.loader import Source, tokenizer_of
+from mmjax.data.loader import tokenizer_of
+from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import broadcast_text, gather_texts, is_first
 from mmjax.mesh.world import World
@@ -52,7 +53,7 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
     recipe = with_buckets(with_steps(recipe, source), source)
     data = sampled(recipe, source, _FEW if quick else _SAMPLES)
     world = world_for(recipe)
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=quick)
     trials, needs, calls = list[Trial](), list[Compiled](), list[float]()

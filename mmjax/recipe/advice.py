@@ -69,14 +69,14 @@ def _adapters(recipe: Recipe) -> Iterator[str]:
 
 def _text(recipe: Recipe) -> Iterator[str]:
     """Positions and tokens that the LLM has not learned, and will not learn."""
-    most, length = positions_of(recipe), recipe.data.sequence_length
+    most, length = positions_of(recipe), recipe.data.settings.sequence_length
     if 0 < most < length:
         yield (
             f"Data.sequence_length={length}: {recipe.model.folder(LLM)} was made for {most} tokens "
             f"(max_position_embeddings); longer samples are trained at positions that it does not know"
         )
-    if recipe.data.new_tokens and recipe.model.optimizers[LLM].frozen:
-        yield f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={recipe.data.new_tokens} are not trained"
+    if recipe.data.settings.new_tokens and recipe.model.optimizers[LLM].frozen:
+        yield f"{LLM}/Optimizer.frozen=True: rows of Data.new_tokens={recipe.data.settings.new_tokens} are not trained"
 
 
 def _devices(recipe: Recipe) -> Iterator[str]:

@@ -24,9 +24,9 @@ def check_best(recipe: Recipe) -> None:
         unit = f"{task.unit}_accuracy"
         swapped = [f"swapped_{encoder}_{unit}" for encoder in recipe.model.encoders] if task.exchanges else []
         talkers = recipe.model.talkers
-        drawn = ["drawing_accuracy"] if task.reader and len(recipe.model.generators) > len(talkers) else []
+        drawn = ["drawing_accuracy"] if task.reads_drawings and len(recipe.model.generators) > len(talkers) else []
         spoken = ["code_accuracy"] * bool(talkers)
-        one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn, *spoken))
+        one_of("Checkpoint.best", best, (*_LOWER, "exact_match", unit, *swapped, *drawn, *spoken, *task.scores))
         fix = "nothing is evaluated; set Train.eval_samples to 180, or this to ''"
         require(bool(train.eval_samples), "Checkpoint.best", best, fix)
     if train.patience:

@@ -66,7 +66,7 @@ def image_token(recipe: Recipe) -> int:
     number = _tokenizer(recipe).media_token(recipe.model.media[0])
     if not _text_folder(recipe):
         return number
-    loaded = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens)
+    loaded = read_tokenizer(recipe.data.settings.tokenizer, recipe.data.settings.new_tokens)
     image_id = loaded.token_to_id(_IMAGE) if loaded.id_to_token(number) is None else None
     return number if image_id is None else image_id
 
@@ -106,7 +106,7 @@ def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, b
       recipe: the run's.
       folder_config: the folder's ``config.json``.
     """
-    if not recipe.data.new_tokens:
+    if not recipe.data.settings.new_tokens:
         return {}
     rows = {"vocab_size": recipe.model[LLM].settings.vocab}
     changed = {**folder_config, **(rows if "vocab_size" in folder_config or "text_config" not in folder_config else {})}
@@ -114,7 +114,7 @@ def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, b
         changed["text_config"] = {**folder_config["text_config"], **rows}
     files = {CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
     if folder := _text_folder(recipe):
-        loaded = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens)
+        loaded = read_tokenizer(recipe.data.settings.tokenizer, recipe.data.settings.new_tokens)
         files |= {_TOKENIZER: loaded.to_str().encode(), **_tokenizer_config(folder, "added_tokens_decoder")}
     return files
 
@@ -128,10 +128,10 @@ def _tokenizer_config(folder: Path, *without: str) -> dict[str, bytes]:
 def _text_files(recipe: Recipe, folder: Path, image: str) -> dict[str, bytes]:
     """The tokenizer's settings, and the chat template with places for images."""
     files = _tokenizer_config(folder, "added_tokens_decoder", "chat_template")
-    templates = {json.dumps([source.template, dict(source.pieces)]): source for source in recipe.sources.values()}
+    templates = {json.dumps([source.template, dict(source.pieces)]): source for source in recipe.data.sources.values()}
     source, _ = find_chat_template(str(folder))
     if len(templates) == 1 and (only := next(iter(templates.values()))).template != FOLDER:
-        chat = only.chat(recipe.data.tokenizer)
+        chat = only.chat(recipe.data.settings.tokenizer)
         assert isinstance(chat, Template)
         files[_TEMPLATE] = with_inline_images(_jinja(chat, _tokenizer(recipe)), image, ()).encode()
     elif source:
@@ -151,9 +151,9 @@ def _jinja(template: Template, tokenizer: Tokenizer) -> str:
 
 def _text_folder(recipe: Recipe) -> Path | None:
     """The folder with the tokenizer; ``None`` without one."""
-    path = Path(recipe.data.tokenizer)
+    path = Path(recipe.data.settings.tokenizer)
     folder = path if path.is_dir() else path.parent
-    return folder if recipe.data.tokenizer and (folder / _TOKENIZER).is_file() else None
+    return folder if recipe.data.settings.tokenizer and (folder / _TOKENIZER).is_file() else None
 
 
 def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
@@ -166,7 +166,8 @@ def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
     """
     from tokenizers import AddedToken
 
-    loaded, tokenizer = read_tokenizer(recipe.data.tokenizer, recipe.data.new_tokens), _tokenizer(recipe)
+    settings = recipe.data.settings
+    loaded, tokenizer = read_tokenizer(settings.tokenizer, settings.new_tokens), _tokenizer(recipe)
     size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)
     names = (
         [str(loaded.id_to_token(image_id))]
@@ -175,11 +176,10 @@ def _with_image(recipe: Recipe, image_id: int) -> tuple[bytes, str]:
     )
     loaded.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     if loaded.token_to_id(names[-1]) != image_id:
-        raise ConfigError(
-            f"Data.tokenizer={recipe.data.tokenizer!r} has gaps between its ids; save_pretrained it again"
-        )
+        raise ConfigError(f"Data.tokenizer={settings.tokenizer!r} has gaps between its ids; save_pretrained it again")
     return loaded.to_str().encode(), names[-1]
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:
-    return make_tokenizer(recipe.data.tokenizer, recipe.model.media, recipe.data.image_encoder, recipe.data.new_tokens)
+    data = recipe.data.settings
+    return make_tokenizer(data.tokenizer, recipe.model.media, data.image_encoder, data.new_tokens)

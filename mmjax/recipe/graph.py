@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mmjax.configurable import require
+from mmjax.data.origin import task_class
+from mmjax.data.tasks.registry import TASKS
 from mmjax.models.config import LLM, family_setting
 from mmjax.models.edges import EdgeSpec, check_edges
 from mmjax.models.families import Role, family_of_tokens
@@ -69,7 +71,8 @@ def _check_layers(model: ModelSpec, edge: EdgeSpec) -> None:
 
 def _check_talker(node: ModuleSpec) -> None:
     """A generator of codes has settings for codes, and no parameters of a model of text."""
-    node.settings.check_codes(node.name)
+    codes, task = next((codes, task) for task in TASKS if (codes := task_class(task).codes))
+    node.settings.check_codes(node.name, example=f"{codes} for Data.task={task!r}")
     folder = node.weights.path
     fix = f"is of a language model's text, not of codes; leave it out, or use {node.name}/Weights.init_from"
     require(not folder, f"{node.name}/Weights.path", folder, fix)

@@ -83,7 +83,7 @@ def _of_world(recipe: Recipe, _: str) -> Reasons:
 
 
 def _of_data(recipe: Recipe, _: str) -> Reasons:
-    data, reasons = recipe.data, dict[str, str]()
+    data, reasons = recipe.data.settings, dict[str, str]()
     if not data.workers:
         reasons["prefetch"] = "Data.workers=0 prepares batches in this process, one at a time"
     if data.servers and data.fallback == "error":

@@ -49,7 +49,7 @@ def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) ->
             part = recipe.model.parts[module]
             assert isinstance(part, ModuleSpec | ProjectorSpec)
             pretrained, settings = find_pretrained(part.family, folder.config), part.settings
-            if module == LLM and recipe.data.new_tokens:
+            if module == LLM and recipe.data.settings.new_tokens:
                 folder = _with_token_rows(folder, pretrained, settings)
             entries = expand(pretrained.rows(settings), getattr(settings, "layers", 0))
             prefix = f"{module}/"

@@ -9,7 +9,7 @@ from typing import Any
 from mmjax.checkpoint.config import FRESH, CheckpointConfig
 from mmjax.data.config import DataConfig
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.known_records import KnownRecords
+from mmjax.data.spec import DataSpec
 from mmjax.mesh.config import WorldConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.recipe.datasets import Datasets
@@ -17,6 +17,7 @@ from mmjax.recipe.model_spec import ModelSpec
 from mmjax.recipe.schedules import ScheduleConfig
 from mmjax.recipe.specs import ModuleSpec
 from mmjax.recipe.train_config import TrainConfig
+from mmjax.user_code import names_code
 
 
 @dataclass(frozen=True, init=False)
@@ -25,32 +26,26 @@ class Recipe:
 
     Attributes:
       model: the nodes, each with its settings, layout and optimizer.
-      train, world, data, checkpoint: settings of the whole run.
-      task: settings of the task that `data.task` names, of its class (`DigitsConfig` for "digits"); None for a task
-        without settings, or where `data.sources` takes its place.
-      sources: by the names in `data.sources`.
+      data: the data: settings, those of the task and those of each dataset.
+      train, world, checkpoint: settings of the whole run.
       allow_code: whether code that a setting names, such as a reader of one's own in `Source.kind`, may be run. A flag
         of commands, not a setting.
       fitted: a line for each setting that was changed to fit the steps of a flag; not a setting either.
-      known: the records that a continued run has stored, by dataset; not a setting either.
     """
 
     model: ModelSpec
     train: TrainConfig
     world: WorldConfig
-    data: DataConfig
+    data: DataSpec
     checkpoint: CheckpointConfig
-    task: Any
-    sources: Mapping[str, SourceConfig]
     allow_code: bool = field(compare=False)
     fitted: tuple[str, ...] = field(compare=False)
-    known: Mapping[str, KnownRecords] = field(compare=False)
 
     def __init__(
         self,
         *,
         model: ModelSpec,
-        data: DataConfig | Datasets | None = None,
+        data: DataSpec | DataConfig | Datasets | None = None,
         schedule: ScheduleConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         train: TrainConfig | None = None,
@@ -60,39 +55,39 @@ class Recipe:
         sources: Mapping[str, SourceConfig] | None = None,
         allow_code: bool = False,
         fitted: tuple[str, ...] = (),
-        known: Mapping[str, KnownRecords] | None = None,
     ):
         """Settings that are left out have their defaults.
 
         Args:
-          model, train, world, checkpoint, sources, allow_code, fitted, known: see the attributes.
-          data: the settings of the data; or datasets, such as ``messages(…)``, whose template and rules for images are
-            those of the model's folder, and whose batch takes the place of that of ``train``.
+          model, train, world, checkpoint, allow_code, fitted: see the attributes.
+          data: the data, or their settings alone; or datasets, such as ``messages(…)``, whose template and rules for
+            images are those of the model's folder, and whose batch takes the place of that of ``train``.
           schedule: takes the place of the schedule and the microbatches of ``train``.
           optimizer: trains every part whose own optimizer is not set; frozen parts stay frozen.
-          task: see the attributes; left out, it has the task's defaults.
+          task: settings of the task, in place of those of ``data``; of another task, or left out, its defaults.
+          sources: the settings of each of ``Data.sources``, by name, in place of those of ``data``.
         """
         train = train or TrainConfig()
         if isinstance(data, Datasets):
             train, sources = replace(train, global_batch=data.batch), data.sources(model.processor)
             data = data.config(model.processor)
-        data = data or DataConfig()
+        data = data if isinstance(data, DataSpec) else DataSpec(data or DataConfig())
+        data = replace(
+            data, task=data.task if task is None else task, sources=data.sources if sources is None else sources
+        )
         if schedule:
             order = {"schedule": schedule.name, "inner": schedule.inner, "window": schedule.window}
             train = replace(train, microbatches=schedule.microbatches, **order)
-        if task is None and data.origin.config:
-            task = data.origin.config()
+        if allow_code or data.settings.sources or not names_code(data.settings.task):  # else `validate` refuses it
+            data = replace(data, task=data.origin.config)
         values = {
             "model": model.with_default_optimizer(optimizer) if optimizer else model,
             "train": train,
             "world": world or WorldConfig(),
             "data": data,
             "checkpoint": checkpoint or CheckpointConfig(),
-            "task": task,
-            "sources": sources or {},
             "allow_code": allow_code,
             "fitted": fitted,
-            "known": known or {},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -139,15 +134,15 @@ class Recipe:
 
         The scope of the run's own settings is "".
         """
-        task = self.data.origin.settings(self.task)
-        for settings in filter(None, (self.train, self.world, self.data, task, self.checkpoint, self.model.config)):
+        of_run = (self.train, self.world, self.data.settings, self.data.task, self.checkpoint, self.model.config)
+        for settings in filter(None, of_run):
             yield "", settings
         for name, node in self.model.nodes.items():
             yield from ((name, settings) for settings in _settings_of(node))
             for part_name, part in self.model.parts_of(name).items():
                 yield from ((part_name, settings) for settings in (part.optimizer, part.weights))
         yield from ((edge.name, edge.settings) for edge in self.model.edges)
-        yield from self.sources.items()
+        yield from self.data.sources.items()
 
 
 def _settings_of(node: ModuleSpec) -> Iterator[Any]:

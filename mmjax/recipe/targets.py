@@ -8,13 +8,13 @@ from mmjax.recipe.recipe import Recipe
 
 def require_targets(recipe: Recipe) -> None:
     """Requires that samples have something to draw, or to speak, for every trained generator. Raises ConfigError."""
-    drawn, settings = recipe.data.drawn(recipe.task), recipe.data.origin.settings(recipe.task)
+    drawn, spoken, drawing_fix = recipe.data.drawn, recipe.data.spoken, recipe.data.origin.drawing_fix
     for name in recipe.model.generators:
         speaks = name in recipe.model.talkers
-        targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "picture")
+        targets, lacking = (spoken, "codes") if speaks else (drawn, "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen
         fixes = ["leave it out", f"set {name}/Optimizer.frozen to True"]
-        fixes += ["Digits.draw to 1.0"] if settings and not drawn and not speaks else []
+        fixes += [drawing_fix] if drawing_fix and not drawn and not speaks else []
         fixes += [f"Data.speaker to {name!r}"] if speaks and targets else []
         use = f"{lacking} for {name!r} to {'speak' if speaks else 'draw'}"
         fix = f"the data have no {use}, so it would learn nothing; {', or '.join(fixes)}"

@@ -52,9 +52,9 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
 def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
-    data.check_modules(recipe.task, model.media_of("encoder"), model.media_of("generator"))
-    for name, source in recipe.sources.items():
-        source.check_template(name, data.tokenizer)
+    data.check_modules(model.media_of("encoder"), model.media_of("generator"))
+    for name, source in data.sources.items():
+        source.check_template(name, data.settings.tokenizer)
 
 
 def _check_module(recipe: Recipe, name: str) -> None:

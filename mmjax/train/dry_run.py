@@ -16,8 +16,8 @@ from mmjax.assembly.assembly import plan
 from mmjax.assembly.epochs import with_steps
 from mmjax.assembly.parts import Assembly
 from mmjax.assembly.samples import open_source
-from mmjax.data.loader import Source
 from mmjax.data.packing import Packer
+from mmjax.data.source import Source
 from mmjax.data.split import busiest_over_mean
 from mmjax.eval.evaluator import Evaluator
 from mmjax.flags import counted

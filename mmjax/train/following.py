@@ -58,7 +58,8 @@ class Following:
             numbers_of(executor.schedule.ops),
             Board("progress"),
             seconds=recipe.world.hang_seconds if watched else -1.0,
-            data_seconds=2 * recipe.data.patience,  # data servers may be away for so long, and then it is reported
+            data_seconds=2
+            * recipe.data.settings.patience,  # data servers may be away for so long, and then it is reported
             process=process,
             processes=world.processes,
             measured=self._busy.add,

@@ -276,7 +276,7 @@ def find_starts(recipe: Recipe) -> Starts:
     )
     if not folders and not pretrained:
         return Starts(fresh=fresh)
-    wanted = shapes_of_model(build_model(recipe, tokenizer_of(recipe.data, recipe.model.media)))
+    wanted = shapes_of_model(build_model(recipe, tokenizer_of(recipe.data.settings, recipe.model.media)))
     starts = [_start(recipe, folder_parameters(recipe, path, wanted), modules) for path, modules in pretrained.items()]
     for folder in dict.fromkeys(folders.values()):
         modules = tuple(module for module, origin in folders.items() if origin == folder)

@@ -96,7 +96,7 @@ class Trainer:
         self.recipe, self.style = recipe, style
         validate(recipe)  # it may have been changed by hand since it was loaded
         require_sinks(recipe.train.sinks)
-        require_access(recipe.data)
+        require_access(recipe.data.settings)
         sigterm.within(recipe.checkpoint.grace_seconds)
         # Of several processes the first alone writes the directory's files; checkpoints are written by all.
         self._files = RunFiles(run_dir, self._report) if run_dir and is_first() else None
@@ -361,8 +361,7 @@ class Trainer:
     def _draw_curves(self) -> None:
         assert self._files
         steps, evaluations = read_metrics(self._files.run_dir / "metrics.jsonl"), self._files.evaluations
-        task = self.recipe.task
-        marks = task.changes(self.recipe.train.global_batch) if hasattr(task, "changes") else {}
+        marks = self.recipe.data.origin.changes(self.recipe.train.global_batch)
         self._files.draw("curves.png", lambda path: draw_curves(steps, evaluations, path, marks=marks))
 
     def _unwritten(self) -> tuple[str, ...]:

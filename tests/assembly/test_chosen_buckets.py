@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from trial_runs import assert_same_training, write_tiny
 
-from mmjax.assembly.assembly import planned_data_spec
+from mmjax.assembly.assembly import planned_batch_spec
 from mmjax.assembly.buckets import added_buckets, build_packer, with_buckets
 from mmjax.assembly.orders import pair_costs
 from mmjax.assembly.samples import open_source
@@ -103,7 +103,7 @@ def test_padding_falls_and_losses_gradients_and_updates_stay(session):
 
 def test_servers_and_every_process_choose_the_same(recipe, session):
     """A server from the configuration alone; and again."""
-    served = planned_data_spec(recipe).packer
+    served = planned_batch_spec(recipe).packer
     assert served == session.parts.packer
     assert with_buckets(recipe) == session.recipe and with_buckets(session.recipe) is session.recipe
 
@@ -147,9 +147,9 @@ def test_a_run_keeps_its_buckets(tmp_path):
     train, three = config.train, config.model.with_packing({"vision": PackingConfig(buckets=3)})
     config = replace(config, model=three)
     for asked, recorded_, kept in (
-        (replace(config, train=replace(train, steps=7), data=replace(config.data, workers=3)), before, True),
+        (replace(config, train=replace(train, steps=7), data=config.data.with_settings(workers=3)), before, True),
         (replace(config, train=replace(train, microbatches=8)), before, False),
-        (replace(config, task=replace(config.task, scale=(1.0, 1.5))), before, False),
+        (replace(config, task=replace(config.data.task, scale=(1.0, 1.5))), before, False),
         (replace(config, model=three.with_packing({"vision": PackingConfig(buckets=2)})), before, False),
     ):
         found = with_buckets(asked, before=recorded_).model["vision"].packing.buckets

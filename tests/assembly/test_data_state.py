@@ -18,8 +18,8 @@ from mmjax.assembly.serve_flags import main as serve_flags
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import make_source
-from mmjax.data.spec import DataSpec
 from mmjax.eval.__main__ import main as evaluation_command
 from mmjax.inspect.__main__ import main as inspect_command
 from mmjax.inspect.inspection import inspect
@@ -96,9 +96,8 @@ def test_a_server_gets_what_the_run_holds_out(tmp_path: Path) -> None:
         here, there = os.pipe()
         assert serve_flags([f"--answer={there}", *flags, *run_flags]) == 0
         with open(here) as answer:
-            spec = DataSpec.from_json(json.load(answer)["spec"])
-        about = {"seed": spec.seed, "sources": spec.sources, "known": spec.known}
-        served = make_source(spec.data, spec.packer.encoders, split="test", **about)
+            spec = BatchSpec.from_json(json.load(answer)["spec"])
+        served = make_source(spec.data, spec.packer.encoders, seed=spec.seed, split="test")
         assert {served.sample(index).answer for index in range(4)} == wanted
     assert held_out != answers(config, "test")
 
@@ -121,7 +120,7 @@ def test_records_left_out_are_counted_by_reason(
     assert describe_data(config, open_source(config, split="train")) == (line,)
     found = inspect(config, 1)
     monkeypatch.setattr(
-        "mmjax.inspect.inspection.inspect", lambda own, _: replace(found, max_broken=own.data.max_broken)
+        "mmjax.inspect.inspection.inspect", lambda own, _: replace(found, max_broken=own.data.settings.max_broken)
     )
     flags = [f"--gin_file={tmp_path / 'tiny.gin'}", *(f"--gin.{one}" for one in bindings(tmp_path))]
     assert found.max_broken == 0.5 and inspect_command([*flags, "--text=0"]) == 0

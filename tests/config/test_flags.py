@@ -39,7 +39,7 @@ def test_files_bindings_and_own_flags() -> None:
 def test_bindings_reach_the_config() -> None:
     flags = parse_flags(["--gin.Train.schedule=gpipe", "--gin.Train.clip_norm", "-0.0", "--gin.Data.tokenizer="])
     config = load_config(flags.gin_files, flags.bindings)
-    assert (config.train.schedule, config.data.tokenizer) == ("gpipe", "")
+    assert (config.train.schedule, config.data.settings.tokenizer) == ("gpipe", "")
 
 
 @pytest.mark.parametrize(

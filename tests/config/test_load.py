@@ -114,13 +114,13 @@ def test_includes_look_in_the_working_directory_too(tmp_path: Path, monkeypatch:
 def test_text_on_the_command_line_needs_no_quotes() -> None:
     config = load_config([], ["Train.schedule=gpipe", "Train.dtype='bfloat16'", "Data.tokenizer=2024", "Data.folder="])
     assert (config.train.schedule, config.train.dtype) == ("gpipe", "bfloat16")
-    assert (config.data.tokenizer, config.data.folder) == ("2024", "")
+    assert (config.data.settings.tokenizer, config.data.settings.folder) == ("2024", "")
 
 
 def test_an_integer_is_a_number_and_a_list_a_tuple() -> None:
     config = load_config([], ["Train.clip_norm=2", "Digits.scale=[1, 2]"])
     assert (config.train.clip_norm, type(config.train.clip_norm)) == (2.0, float)
-    assert config.task.scale == (1.0, 2.0)
+    assert config.data.task.scale == (1.0, 2.0)
 
 
 def test_presets_are_defaults_that_any_binding_overrides() -> None:
@@ -147,7 +147,10 @@ def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -
     assert load_config([old], ["Data.curriculum=((0, 1),)"]) == want == config_of_values(changed_values(want))
     assert config_of_values({"Data.images": [1, 3], "Data.read": 0.5, "Data.curriculum": [[0, 1]]}) == want
     later = ["Digits.images=(1, 1)", "Data.images=(2, 2)"]
-    assert load_config([old], later).task.images == (2, 2) and load_config([old], later[:1]).task.images == (1, 1)
+    assert load_config([old], later).data.task.images == (2, 2) and load_config([old], later[:1]).data.task.images == (
+        1,
+        1,
+    )
     assert refusal([old], ["Data.digits=(0, 7)"]).startswith("Digits.digits=(0, 7): must ascend within 1 to 6")
     # A run directory's: every setting by its old name, also where no task needs them.
     sources = load_config([], ["Data.sources={'mine': 1.0}", "mine/Source.path=mine.json"])
@@ -155,7 +158,7 @@ def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -
         write(tmp_path, "run/config.gin", text := old_text(config))
         assert "Digits" not in text and "\nData.level" in text and load_run_config(tmp_path / "run") == config
         assert differences(text, operative_config(config)) == {}
-    other = operative_config(dataclasses.replace(want, task=dataclasses.replace(want.task, read=1.0)))
+    other = operative_config(dataclasses.replace(want, task=dataclasses.replace(want.data.task, read=1.0)))
     assert differences(old_text(want), other) == {"Digits.read": ("0.5", "1.0")}
     newer = operative_config(want).replace("Model.edges = ()\n", "")
     assert differences(newer, operative_config(want)) == {}  # a setting that is newer than a run had its default
@@ -166,16 +169,16 @@ def test_names_of_earlier_versions_give_an_equal_configuration(tmp_path: Path) -
 
 def old_text(recipe: Recipe) -> str:
     """The operative config as earlier versions wrote it."""
-    text = operative_config(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sources={})))
-    data = f"Data.sources = {recipe.data.sources!r}\n"
+    text = operative_config(dataclasses.replace(recipe, data=recipe.data.with_settings(sources={})))
+    data = f"Data.sources = {recipe.data.settings.sources!r}\n"
     return text.replace("Digits.", "Data.").replace("Data.sources = {}\n", data)
 
 
 def test_a_tasks_settings_are_there_where_its_samples_are(tmp_path: Path) -> None:
     config = load_config([], ["Digits.images=(1, 1)"])
-    assert config.task == DigitsConfig(images=(1, 1)) and "\nDigits.images = (1, 1)\n" in operative_config(config)
+    assert config.data.task == DigitsConfig(images=(1, 1)) and "\nDigits.images = (1, 1)\n" in operative_config(config)
     folder = ["Digits.images=(1, 1)", "Data.task=folder", f"Data.folder={tmp_path}"]
-    assert load_config([], folder).task is None and "Digits" not in operative_config(load_config([], folder))
+    assert load_config([], folder).data.task is None and "Digits" not in operative_config(load_config([], folder))
 
 
 def test_loading_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -363,12 +366,12 @@ def test_code_that_a_file_names_needs_a_permission_that_no_file_gives(tmp_path: 
     with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code .* --allow_code .*:2\)$"):
         load_config([file])
     config = load_config([file], allow_code=True)  # reading it imports nothing
-    assert config.sources["own"].kind == "none.such:Reader" and config.allow_code
+    assert config.data.sources["own"].kind == "none.such:Reader" and config.allow_code
     run = write(tmp_path, "run/config.gin", operative_config(config)).parent
     with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code"):
         load_run_config(run)
     assert load_run_config(run, allow_code=True) == config
-    assert load_run_config(run, [], ["own/Source.kind=parquet"]).sources["own"].kind == "parquet"
+    assert load_run_config(run, [], ["own/Source.kind=parquet"]).data.sources["own"].kind == "parquet"
     with pytest.raises(ConfigError, match=r"^own/Source\.kind='none\.such:Reader': names code"):
         validate(dataclasses.replace(config, allow_code=False))
 
@@ -636,7 +639,7 @@ def test_operative_config_loads_back(tmp_path: Path) -> None:
         'Data.folder=it\'s a "folder" with \\ and ünïcode',
     ]
     config = load_config([], bindings)
-    assert config.data.folder == 'it\'s a "folder" with \\ and ünïcode'
+    assert config.data.settings.folder == 'it\'s a "folder" with \\ and ünïcode'
     again = round_trip(config, tmp_path)
     assert again == config
     assert operative_config(again) == operative_config(config)
@@ -656,7 +659,7 @@ def test_any_value_survives_the_round_trip(
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, clip_norm=clip, seed=seed),
-        data=dataclasses.replace(config.data, folder=folder),
+        data=config.data.with_settings(folder=folder),
         model=config.model.with_optimizers(
             {"llm": dataclasses.replace(config.model.llm.optimizer, learning_rate=rate)}
         ),

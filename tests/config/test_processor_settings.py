@@ -33,8 +33,8 @@ def loaded(folder: Path, *changes: str):
 
 def test_everything_that_is_left_out_comes_from_the_folder(folder: Path) -> None:
     config = loaded(folder)
-    source = config.sources["mine"]
-    assert config.data.tokenizer == str(folder) and source.template == "folder"
+    source = config.data.sources["mine"]
+    assert config.data.settings.tokenizer == str(folder) and source.template == "folder"
     assert (source.resize, source.size, source.edge, source.fit, source.draft) == ("fixed", (28, 28), 28, "crop", False)
     assert source.mean == (0.48145466, 0.4578275, 0.40821073) and source.resample == "bicubic"
     # A run directory has all of it, and the folder may be gone.
@@ -52,10 +52,10 @@ def test_values_by_key_make_the_same_configuration(folder: Path) -> None:
 
 def test_what_is_set_stands(folder: Path) -> None:
     config = loaded(folder, "Data.tokenizer=''", "mine/Source.preset='llava-next'")
-    source = config.sources["mine"]
-    assert (config.data.tokenizer, source.template, source.resize, source.edge) == ("", "vicuna", "anyres", 0)
-    assert loaded(folder, "mine/Source.template='chatml'").sources["mine"].template == "chatml"
-    assert loaded(folder, "mine/Source.draft=True").sources["mine"].draft
+    source = config.data.sources["mine"]
+    assert (config.data.settings.tokenizer, source.template, source.resize, source.edge) == ("", "vicuna", "anyres", 0)
+    assert loaded(folder, "mine/Source.template='chatml'").data.sources["mine"].template == "chatml"
+    assert loaded(folder, "mine/Source.draft=True").data.sources["mine"].draft
 
 
 def test_a_contradiction_is_named(folder: Path) -> None:
@@ -69,12 +69,12 @@ def test_a_contradiction_is_named(folder: Path) -> None:
 def test_a_folder_without_a_processor(folder: Path) -> None:
     (folder / "processor_config.json").unlink()
     (folder / "chat_template.jinja").unlink()
-    source = loaded(folder).sources["mine"]
+    source = loaded(folder).data.sources["mine"]
     assert (source.template, source.resize) == ("vicuna", "budget")  # LLaVA-1.5's own
     with pytest.raises(ConfigError, match=r"^mine/Source\.pieces=.*a folder's template has none"):
         loaded(folder, "mine/Source.template='folder'", "mine/Source.pieces={'question': 'Q: {text}'}")
     (folder / "tokenizer.json").unlink()
-    assert loaded(folder).data.tokenizer == ""
+    assert loaded(folder).data.settings.tokenizer == ""
     (folder / "tokenizer.model").write_bytes(b"\0")
     with pytest.raises(ConfigError, match=r"tokenizer\.model alone, .* or set Data\.tokenizer$"):
         loaded(folder)
@@ -84,4 +84,4 @@ def test_rules_that_are_not_known_are_named(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Odd"}))
     with pytest.raises(ConfigError, match=r"^mine/Source\.resize is left to .*image_processor_type='Odd' is none of"):
         loaded(folder)
-    assert loaded(folder, "mine/Source.resize='budget'").sources["mine"].resize == "budget"
+    assert loaded(folder, "mine/Source.resize='budget'").data.sources["mine"].resize == "budget"

@@ -13,6 +13,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_source
 from mmjax.data.log_mel import LogMel
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tasks.digits.dtmf import HERTZ, plan_call, render_call
 from mmjax.data.tasks.digits.source import DigitsSource
@@ -175,7 +176,7 @@ def test_calls_need_an_encoder_of_recordings_that_reaches_their_tones() -> None:
         ({"vision": SPECS["audio"], "audio": SPECS["audio"]}, r"Data\.image_encoder='vision'.*'audio'|takes images"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_source(DataConfig(), names, task=CONFIG, seed=0, split="test")
+            make_source(DataSpec(DataConfig(), task=CONFIG), names, seed=0, split="test")
     slow = replace(SPECS["audio"], log_mel=replace(LOG_MEL, sample_rate=2000))
     with pytest.raises(ConfigError, match=r"audio/Whisper\.sample_rate=2000: .* set it to 4000"):
-        make_source(DataConfig(), {**SPECS, "audio": slow}, task=CONFIG, seed=0, split="test")
+        make_source(DataSpec(DataConfig(), task=CONFIG), {**SPECS, "audio": slow}, seed=0, split="test")

@@ -18,6 +18,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of, prompt_only, swap_media
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.config import DRAW, DigitsConfig
 from mmjax.data.tasks.digits.recognise import read_drawing
 from mmjax.data.tasks.digits.source import DigitsSource, load_digits, split_range
@@ -38,7 +39,7 @@ def source(config: DigitsConfig = CONFIG, *, split: str = "train") -> DigitsSour
 
 def step(process_rows: ProcessRows | None = None) -> StepBatch:
     """The first batch; in every microbatch something is drawn."""
-    samples = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
+    samples = make_source(DataSpec(DATA, task=CONFIG), SPECS, seed=4, split="train")
     packer = make_packer(DATA, SPECS, samples, TOKENIZER, cells=CELLS, global_batch=BATCH, microbatches=2)
     return StepMaker(source=samples, packer=packer, global_batch=BATCH, process_rows=process_rows)(0)
 
@@ -217,6 +218,6 @@ def test_drawings_are_read() -> None:
 
 def test_a_generator_is_wanted_for_drawings() -> None:
     with pytest.raises(ConfigError, match=r"Digits\.draw=1\.0: nothing in the model draws; set it to 0\.0"):
-        make_source(DATA, {"vision": SPECS["vision"]}, task=CONFIG, seed=0, split="train")
+        make_source(DataSpec(DATA, task=CONFIG), {"vision": SPECS["vision"]}, seed=0, split="train")
     with pytest.raises(ConfigError, match=r"Data\.generator='drawer'"):
-        make_source(replace(DATA, generator="drawer"), SPECS, task=CONFIG, seed=0, split="train")
+        make_source(DataSpec(replace(DATA, generator="drawer"), task=CONFIG), SPECS, seed=0, split="train")

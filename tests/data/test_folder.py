@@ -13,6 +13,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_source
 from mmjax.data.sources.mixture import Mixture
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
 
@@ -29,7 +30,7 @@ def write(folder: Path, records: list[dict[str, object]], images: dict[str, np.n
 
 def source(folder: Path, spec: EncoderSpec = GRAY, *, max_pixels: int = 4096, split: str = "test") -> Mixture:
     config = DataConfig(task="folder", folder=str(folder), cache=str(folder / "cache"), max_pixels=max_pixels)
-    return make_source(config, {"vision": spec}, seed=0, split=split)  # type: ignore[return-value]
+    return make_source(DataSpec(config), {"vision": spec}, seed=0, split=split)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -126,6 +127,6 @@ def test_unreadable_image_and_missing_file_are_named(tmp_path):
 def test_make_source_follows_the_config(tmp_path):
     write(tmp_path, [{"question": "q", "answer": "a"}], {})
     config = DataConfig(task="folder", folder=str(tmp_path), cache=str(tmp_path / "cache"))
-    assert make_source(config, {"vision": GRAY}, seed=0, split="test").sample(0).question == "q"
+    assert make_source(DataSpec(config), {"vision": GRAY}, seed=0, split="test").sample(0).question == "q"
     with pytest.raises(ConfigError, match=r"Data\.image_encoder='vision'"):
-        make_source(config, {"sight": GRAY}, seed=0, split="test")
+        make_source(DataSpec(config), {"sight": GRAY}, seed=0, split="test")

@@ -20,6 +20,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data import worker
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, NoBatchError, StepBatch
@@ -32,7 +33,7 @@ def loader(*, workers: int = 0, start_step: int = 0, steps: int = 5, **changes: 
     task = DigitsConfig(turns=2, **changes)  # type: ignore[arg-type]
     tokenizer, source = (
         make_tokenizer(config.tokenizer, tuple(SPECS)),
-        make_source(config, SPECS, task=task, seed=3, split="train"),
+        make_source(DataSpec(config, task=task), SPECS, seed=3, split="train"),
     )
     packer = make_packer(config, SPECS, source, tokenizer, global_batch=8, microbatches=2, cells=2)
     maker = StepMaker(source=source, packer=packer, global_batch=8)

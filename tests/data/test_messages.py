@@ -18,6 +18,7 @@ from mmjax.data.loader import make_source
 from mmjax.data.messages import parse_messages, write_messages
 from mmjax.data.sample import prompt_only
 from mmjax.data.sources.config import PROMPTS, SourceConfig
+from mmjax.data.spec import DataSpec
 from mmjax.data.types import EncoderSpec, Sample
 
 VISION = EncoderSpec(patch=4, merge=2, channels=3)
@@ -34,7 +35,7 @@ def prompts(folder: Path, messages: Any, name: str, **settings: Any) -> list[Sam
         kind=PROMPTS, path=str(folder / "m.jsonl"), media=str(folder), strict=True, template="folder", **settings
     )
     data = DataConfig(sources={"messages": 1.0}, tokenizer=str(model), cache=str(folder / "cache"))
-    source: Any = make_source(data, {"vision": VISION}, seed=0, split="test", sources={"messages": config})
+    source: Any = make_source(DataSpec(data, sources={"messages": config}), {"vision": VISION}, seed=0, split="test")
     return [source.sample(at) for at in range(len(source))]
 
 

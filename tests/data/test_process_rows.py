@@ -19,6 +19,7 @@ from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import PartialArray, ProcessRows, turn_of
 from mmjax.data.sample import meta_of
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, StepBatch
 
@@ -54,7 +55,7 @@ class Opened:
 
 def maker(process_rows: ProcessRows | None = None) -> tuple[StepMaker, Opened]:
     config = DataConfig(sequence_length=112)
-    source = Opened(make_source(config, SPECS, seed=3, split="train"))
+    source = Opened(make_source(DataSpec(config), SPECS, seed=3, split="train"))
     sizes: Any = {"global_batch": GLOBAL_BATCH, "microbatches": 2, "cells": CELLS}
     packer = make_packer(config, SPECS, source, make_tokenizer("", tuple(SPECS)), **sizes)
     return StepMaker(source=source, packer=packer, global_batch=GLOBAL_BATCH, process_rows=process_rows), source

@@ -21,6 +21,7 @@ from mmjax.data.sample import answer_text, encode_dialogue, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
+from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import FileTokenizer, make_tokenizer
 from mmjax.data.turns import Turn, as_turns
 from mmjax.data.types import EncoderSpec, Sample
@@ -355,7 +356,7 @@ def test_a_source_gives_the_processors_tokens_and_pixels(tmp_path: Path, name: s
     data = DataConfig(
         sources={"own": 1.0}, tokenizer=str(FOLDERS / name), cache=str(tmp_path / "cache"), sequence_length=512
     )
-    source = make_source(data, {"vision": TOKENS[name]}, seed=0, split="test", sources={"own": config})
+    source = make_source(DataSpec(data, sources={"own": config}), {"vision": TOKENS[name]}, seed=0, split="test")
     for number, which in enumerate(("image", "one")):
         sample = source.sample(number)
         assert source.meta(number).tokens == len(sample.tokens)

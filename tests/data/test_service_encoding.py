@@ -21,6 +21,7 @@ from test_loader import assert_equal
 
 from mmjax.data import tree
 from mmjax.data.batch_shape import ALIGNMENT, BadBatchError, BatchShape
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.packing import Packer
@@ -295,17 +296,17 @@ def test_other_bytes_are_no_request(data: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def spec() -> DataSpec:
+def spec() -> BatchSpec:
     return make_spec()
 
 
-def test_a_spec_reaches_another_process_whole(spec: DataSpec) -> None:
-    back = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+def test_a_spec_reaches_another_process_whole(spec: BatchSpec) -> None:
+    back = BatchSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert back == spec
     assert_equal([back.maker()(5)], [spec.maker()(5)])
 
 
-def test_a_real_batch_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
+def test_a_real_batch_has_the_shape_that_was_foreseen(spec: BatchSpec) -> None:
     maker, shape = spec.maker(), BatchShape(spec.packer, spec.global_batch)
     for step in range(6):
         batch = maker(step)
@@ -354,7 +355,7 @@ def test_the_largest_batch_is_foreseen_whatever_the_buckets_are(
     assert max(sizes) == shape.most_bytes or ranks
 
 
-def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> None:
+def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: BatchSpec) -> None:
     for cells in ((), (0,), (1,), (0, 1)):
         rows = ProcessRows(cells={"llm": {"tokens": cells, "weights": (0, 1)}, "vision": {"patches": cells}})
         maker, shape = spec.maker(process_rows=rows), BatchShape(spec.packer, spec.global_batch, rows)
@@ -367,8 +368,8 @@ def test_a_batch_of_own_rows_has_the_shape_that_was_foreseen(spec: DataSpec) -> 
                     shape.check(spec.maker()(step), step)
 
 
-def test_the_identity_is_what_decides_over_batches(spec: DataSpec) -> None:
-    def of(spec: DataSpec) -> dict[str, object]:
+def test_the_identity_is_what_decides_over_batches(spec: BatchSpec) -> None:
+    def of(spec: BatchSpec) -> dict[str, object]:
         return identity(spec, spec.maker().source)
 
     ours = of(spec)
@@ -383,7 +384,7 @@ def test_the_identity_is_what_decides_over_batches(spec: DataSpec) -> None:
         assert field in difference(ours, theirs)
 
 
-def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> None:
+def test_other_content_of_the_same_sizes_is_another_identity(spec: BatchSpec) -> None:
     class Brighter:
         """The same samples, one pixel of one image apart."""
 
@@ -401,7 +402,7 @@ def test_other_content_of_the_same_sizes_is_another_identity(spec: DataSpec) -> 
     assert difference(ours, theirs).startswith("the first sample (its content) is ")
 
 
-def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spec: DataSpec) -> None:
+def test_every_setting_is_in_the_identity_or_is_about_where_batches_are_made(spec: BatchSpec) -> None:
     import dataclasses
 
     local = {f.name for f in dataclasses.fields(DataConfig) if f.metadata.get("local")}
@@ -421,18 +422,18 @@ def test_datasets_of_a_users_own_are_served_too(tmp_path: Path) -> None:
     source = SourceConfig(path=str(tmp_path / "own.json"), held_out=3)
     settings = {"sources": {"own": 1.0}, "cache": str(tmp_path / "cache")}
     config = DataConfig(sequence_length=112, **settings)  # type: ignore[arg-type]
-    samples = make_source(config, SPECS, seed=3, split="train", sources={"own": source})
+    samples = make_source(DataSpec(config, sources={"own": source}), SPECS, seed=3, split="train")
     tokenizer = make_tokenizer("", tuple(SPECS))
     packer = make_packer(config, SPECS, samples, tokenizer, global_batch=8, microbatches=2, cells=2)
-    spec = DataSpec(data=config, sources={"own": source}, packer=packer, seed=3, global_batch=8)
-    received = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    spec = BatchSpec(data=DataSpec(config, sources={"own": source}), packer=packer, seed=3, global_batch=8)
+    received = BatchSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert received == spec
     for step in (0, 5):
         batch, again = spec.maker(samples)(step), received.maker()(step)
         for first, second in zip(batch.microbatches, again.microbatches, strict=True):
             np.testing.assert_array_equal(first.inputs["llm"]["tokens"], second.inputs["llm"]["tokens"])
-    moved = replace(spec, sources={"own": replace(source, media="elsewhere")})
-    fewer_held_out = replace(spec, sources={"own": replace(source, held_out=2)})
+    moved = replace(spec, data=replace(spec.data, sources={"own": replace(source, media="elsewhere")}))
+    fewer_held_out = replace(spec, data=replace(spec.data, sources={"own": replace(source, held_out=2)}))
     ours = identity(spec, samples)
     assert identity(moved, samples) == ours
     assert difference(ours, identity(fewer_held_out, samples)) == "own/Source.held_out is 3 here and 2 there"

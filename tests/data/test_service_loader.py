@@ -17,6 +17,7 @@ from test_loader import assert_equal
 
 from mmjax.configurable import ConfigError
 from mmjax.data.batch_shape import BatchShape
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.batches import open_batches
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepMaker, make_packer, make_source
@@ -35,12 +36,12 @@ STEPS = 8
 
 
 @pytest.fixture(scope="module")
-def spec() -> DataSpec:
+def spec() -> BatchSpec:
     return make_spec()
 
 
 @pytest.fixture(scope="module")
-def maker(spec: DataSpec) -> StepMaker:
+def maker(spec: BatchSpec) -> StepMaker:
     return spec.maker()
 
 
@@ -50,7 +51,7 @@ def reference(maker: StepMaker) -> list[StepBatch]:
 
 
 @pytest.fixture
-def serve(spec: DataSpec) -> Iterator[Callable[..., BentServer]]:
+def serve(spec: BatchSpec) -> Iterator[Callable[..., BentServer]]:
     """Starts bent servers, which end with the test."""
     running: list[BentServer] = []
 
@@ -101,7 +102,7 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(rows))
     sources: dict[str, Any] = {"own": SourceConfig(path=str(tmp_path / "data.json"), media=str(tmp_path))}
     config = DataConfig(sequence_length=112, sources={"own": 1.0}, cache=str(tmp_path / "cache"))
-    source = make_source(config, SPECS, seed=3, split="train", sources=sources)
+    source = make_source(DataSpec(config, sources=sources), SPECS, seed=3, split="train")
     for n in (3, 7):  # their headers were whole when they were indexed, and still are
         intact = (tmp_path / f"{n}.png").read_bytes()
         (tmp_path / f"{n}.png").write_bytes(intact[: len(intact) // 2])
@@ -109,9 +110,9 @@ def test_a_server_names_what_it_finds_broken(tmp_path):
     packer = make_packer(
         config, SPECS, source, make_tokenizer("", tuple(SPECS)), global_batch=8, microbatches=2, cells=2
     )
-    spec = DataSpec(data=config, sources=sources, packer=packer, seed=3, global_batch=8)
+    spec = BatchSpec(data=DataSpec(config, sources=sources), packer=packer, seed=3, global_batch=8)
     with BentServer(spec) as server:
-        served = replace(spec, data=replace(config, servers=(server.address,)))
+        served = replace(spec, data=spec.data.with_settings(servers=(server.address,)))
         with open_batches(served, spec.maker(source), steps=4, start_step=0, report=print) as batches:
             received = list(batches)
     for step, batch in enumerate(received):

@@ -13,6 +13,7 @@ from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import disagreement, meta_of, prompt_only, swap_media
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tasks.digits.dtmf import CODES, spoken
 from mmjax.data.tasks.digits.source import DigitsSource
@@ -79,7 +80,7 @@ def test_no_sample_says_more_than_the_worst_case() -> None:
 def test_too_few_codes_are_refused() -> None:
     few = {**SPECS, "talker": replace(TALKER, codes=10)}
     with pytest.raises(ConfigError, match=r"^talker/Decoder.vocab=10: answers are spoken in 11 codes; set it to 11"):
-        make_source(DATA, few, task=CONFIG, seed=4, split="train")
+        make_source(DataSpec(DATA, task=CONFIG), few, seed=4, split="train")
 
 
 def sample(prompt: int, tokens: int, codes: list[int]) -> Sample:
@@ -121,7 +122,7 @@ def test_rows_of_codes_by_hand() -> None:
 
 
 def test_a_process_fills_the_rows_that_it_reads() -> None:
-    samples = make_source(DATA, SPECS, task=CONFIG, seed=4, split="train")
+    samples = make_source(DataSpec(DATA, task=CONFIG), SPECS, seed=4, split="train")
     packer = make_packer(DATA, SPECS, samples, TOKENIZER, cells=2, global_batch=8, microbatches=2)
     whole = StepMaker(source=samples, packer=packer, global_batch=8)(0)
     names = ("tokens", "targets", "weights", "positions", "segments", "index")

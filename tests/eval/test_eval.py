@@ -19,7 +19,7 @@ from mmjax.assembly.model import build_model
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
 from mmjax.data.tasks.digits.source import load_digits
-from mmjax.data.tasks.registry import TASKS
+from mmjax.data.tasks.digits.task import Digits
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import Sample
 from mmjax.eval import evaluator as evaluation
@@ -62,7 +62,7 @@ def reference_loss(run_dir: Path, samples: list[Sample]) -> float:
 def newest(run_dir: Path) -> tuple[dict[str, np.ndarray], MultimodalModel]:
     config = load_run_config(run_dir)
     step = Checkpointer(run_dir / "checkpoints").steps()[-1]
-    tokenizer = make_tokenizer(config.data.tokenizer, tuple(config.model.encoders))
+    tokenizer = make_tokenizer(config.data.settings.tokenizer, tuple(config.model.encoders))
     named = {n.removeprefix("params/"): x for n, x in leaves(run_dir, step).items() if n.startswith("params/")}
     return named, build_model(config, tokenizer)
 
@@ -129,7 +129,7 @@ def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
         "with audio's media exchanged characters right 50.0% (both 0.0%, hear 0.0%, read 100.0%)"
     )
     # Where the task is digits, scores are of digits.
-    alone = score(samples[:1], ["1"], loss=math.log(3), task=TASKS["digits"])
+    alone = score(samples[:1], ["1"], loss=math.log(3), task=Digits())
     assert figures(alone, {}) == {
         "exact_match": 1.0, "loss": math.log(3), "perplexity": pytest.approx(3), "digit_accuracy": 1.0
     }  # fmt: skip
@@ -141,7 +141,7 @@ def test_drawings_are_scored_where_the_task_reads_them() -> None:
     pixels, digits = load_digits()
     drawn = {"painter": (2 * np.concatenate([pixels[0], pixels[1]], axis=1)[:, :, None] - 1,)}
     asked = dataclasses.replace(sample("1"), labels={"painter": (f"{digits[0]}{(digits[1] + 1) % 10}",)})
-    found = score([asked], ["1"], [drawn], task=TASKS["digits"])
+    found = score([asked], ["1"], [drawn], task=Digits())
     assert found.drawing_accuracy == figures(found, {})["drawing_accuracy"] == 0.5
     assert describe(found, {}).endswith("digits right 100.0%, digits recognised in drawings 50.0%")
     assert score([asked], ["1"], [drawn]).drawing_accuracy is None
@@ -285,7 +285,7 @@ def test_shapes_for_a_folder(tiny_run: Path, folder: Path, tmp_path: Path) -> No
     small = Path(shutil.copytree(folder, tmp_path / "small"))
     (small / "data.jsonl").write_text("\n".join(lines[:2]))
     same = for_folder(config, str(small))
-    assert (same.train, same.data.sequence_length) == (config.train, config.data.sequence_length)
+    assert (same.train, same.data.settings.sequence_length) == (config.train, config.data.settings.sequence_length)
     # Two cells of two rows, each with up to two images of 2 x 4 patches.
     assert same.model["vision"].packing.buckets == ((8, 8),)
 

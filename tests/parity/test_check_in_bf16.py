@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from tiny import four, tiny
 
-from mmjax import jax_compat
+from mmjax import jaxprs
 from mmjax.assembly.assembly import place
 from mmjax.pipeline.stage import StageFunctions
 
@@ -31,7 +31,7 @@ SUMS = {"reduce_sum", "scatter-add", "scatter_add", "cumsum", "reduce_window_sum
 def equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax_compat._inner(eqn):
+        for inner in jaxprs._inner(eqn):
             yield from equations(inner)
 
 

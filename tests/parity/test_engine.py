@@ -57,7 +57,7 @@ def test_a_check_needs_no_records_to_hold_out(tmp_path: Path) -> None:
     assert sample_data([f"--out={tmp_path}", "--samples=12"]) == 0
     path = f"digits/Source.path={str(tmp_path / 'llava' / 'data.json')!r}"
     config = load_config([REPOSITORY / "configs" / "llava_json.gin"], [path])
-    assert config.sources["digits"].held_out == 40
+    assert config.data.sources["digits"].held_out == 40
     with pytest.raises(ConfigError, match=r"digits/Source.held_out=40: of 12 usable records some must be left"):
         open_source(config, split="train")
 

@@ -136,7 +136,7 @@ def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, 
     validate(found)
     llm = found.model["llm"].settings
     assert (llm.layers, llm.window, llm.full_layers, llm.qk_norm) == (5, 8, small, True)
-    assert llm.window < found.data.sequence_length and shrunk(found).recipe == found
+    assert llm.window < found.data.settings.sequence_length and shrunk(found).recipe == found
 
 
 def test_chunks_and_every_so_manieth_layer_stay() -> None:
@@ -219,7 +219,7 @@ def test_given_layers_stay_uneven(layers: tuple[int, ...], small: tuple[int, ...
 def assert_small(recipe: Recipe) -> None:
     for c in (node.settings for node in recipe.model.nodes.values()):
         assert c.width <= max(SMALL["width"], 8 * c.heads) and c.mlp <= SMALL["hidden"]
-    assert recipe.model["llm"].settings.vocab <= SMALL["vocab"] and recipe.data.sequence_length == 20
+    assert recipe.model["llm"].settings.vocab <= SMALL["vocab"] and recipe.data.settings.sequence_length == 20
     assert recipe.train.global_batch <= 200 and recipe.train.dtype == "float32"
 
 
@@ -315,10 +315,10 @@ def test_what_hangs_on_a_folder_or_on_a_single_layer_is_left_out() -> None:
     rates = "llm/Optimizer.rates={'layers/050/*': 0.5, 'layers/*/attn/*': 0.25}"
     sources = ("Data.sources={'a': 1.0}", "a/Source.path='a.json'", "a/Source.template='chatml'")
     config = load_config([], [*LARGE, rates, *sources])
-    folder = {name: dataclasses.replace(own, template="folder") for name, own in config.sources.items()}
+    folder = {name: dataclasses.replace(own, template="folder") for name, own in config.data.sources.items()}
     small = shrunk(dataclasses.replace(config, sources=folder)).recipe
     validate(small)
-    assert small.sources["a"].template == "plain"
+    assert small.data.sources["a"].template == "plain"
     assert dict(small.model.optimizers["llm"].rates) == {"layers/*/attn/*": 0.25}
     kept = shrunk(config).recipe
-    assert kept.sources["a"].template == "chatml" and small.model["llm"].settings.layers < 50
+    assert kept.data.sources["a"].template == "chatml" and small.model["llm"].settings.layers < 50

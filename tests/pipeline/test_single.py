@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import toy
 
-from mmjax import jax_compat
+from mmjax import jaxprs
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.executor import Executor
@@ -95,7 +95,7 @@ def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, t
     """Every equation with the names of those around it."""
     for eqn in jaxpr.eqns:
         yield eqn, inside
-        for inner in jax_compat._inner(eqn):
+        for inner in jaxprs._inner(eqn):
             yield from equations(inner, (*inside, eqn.primitive.name))
 
 

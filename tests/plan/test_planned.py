@@ -12,7 +12,7 @@ from trial_runs import write_tiny
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.loader import Source
+from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
 from mmjax.plan.planned import exact_rows, gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
@@ -75,7 +75,7 @@ def test_the_order_of_samples_follows_from_the_schedule(tmp_path: Path, monkeypa
 
 def test_buckets_without_room_are_said_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, source, made = packed(tmp_path, monkeypatch)
-    rows_of = rows_by_candidate(replace(config, data=replace(config.data, sequence_length=4)), source)
+    rows_of = rows_by_candidate(replace(config, data=config.data.with_settings(sequence_length=4)), source)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"Data\.sequence_length=4 is too short"):
             rows_of(candidate(Layout(), Layout()))

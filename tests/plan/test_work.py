@@ -73,7 +73,7 @@ def assert_bytes_of_the_run(recipe: Recipe, work: Work, within: float) -> None:
 
 def test_flops_and_parameters_are_the_models() -> None:
     config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, "vision/Optimizer.frozen=True"))
-    model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    model = build_model(config, make_tokenizer(config.data.settings.tokenizer, config.model.media))
     counts = flops.parameter_count(model)
     vision, llm = (module_work(config, model, name, width) for name, width in (("vision", 168), ("llm", 88)))
     for module, projector in ((vision, "vision_projector"), (llm, None)):
@@ -131,7 +131,7 @@ def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...
 def test_rows_have_the_share_of_pairs_that_samples_have() -> None:
     """Of each mask: what a sample's window leaves of its causal pairs is what is computed of a row's."""
     config = load_config((str(CONFIGS / "digits_vlm.gin"),), (*SMALL, *WORDS, "llm/Decoder.layers=4"))
-    model = build_model(config, make_tokenizer(config.data.tokenizer, config.model.media))
+    model = build_model(config, make_tokenizer(config.data.settings.tokenizer, config.model.media))
     masks, width, llm = model.nodes["llm"].module.masks, 88, model.llm
     shares = {mask: 0.5 if mask.grid_window else 0.75 for _, mask in masks}
     plain, counted = (module_work(config, model, "llm", width, own).forward for own in (None, shares))

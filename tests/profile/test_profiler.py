@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def parts_of(recipe: Recipe) -> tuple[Any, ...]:
-    tokenizer = make_tokenizer(recipe.data.tokenizer, recipe.model.media)
+    tokenizer = make_tokenizer(recipe.data.settings.tokenizer, recipe.model.media)
     return tokenizer, build_packer(recipe, tokenizer)
 
 
@@ -44,7 +44,7 @@ def test_shapes_go_up_to_all_rows_of_a_microbatch_in_the_widest_buckets(recipe: 
     rows = recipe.train.global_batch // recipe.train.microbatches
     full, quick = points(packer, rows, quick=False), points(packer, rows, quick=True)
     assert full[0].shapes == quick[0].shapes
-    assert full[0].shapes["llm"] == (rows, recipe.data.sequence_length)
+    assert full[0].shapes["llm"] == (rows, recipe.data.settings.sequence_length)
     per_cell, width = max(packer.buckets_of("vision"), key=lambda bucket: (bucket[1], bucket[0]))
     assert full[0].shapes["vision"] == (per_cell * packer.cells, width)
     assert full[1].shapes["llm"][0] == full[1].shapes["vision"][0] == 1
@@ -76,7 +76,9 @@ def test_a_trial_times_the_forward_and_the_backward_of_a_stage(recipe: Recipe) -
     world = world_for(recipe)
     assert isinstance(world, World)
     assert world.size == 4
-    point = Point(shapes={"llm": (2, recipe.data.sequence_length), "vision": (1, packer.buckets_of("vision")[0][1])})
+    point = Point(
+        shapes={"llm": (2, recipe.data.settings.sequence_length), "vision": (1, packer.buckets_of("vision")[0][1])}
+    )
     every = attempts(recipe, tokenizer, packer, world, 1, [point])
     found = list(itertools.islice(every, 2))
     compiled(found, lambda *_: None)

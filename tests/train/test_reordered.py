@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from trial_runs import Command, assert_same_training, train_flags, write_tiny
 
-from mmjax.assembly.assembly import place, plan, planned_data_spec
-from mmjax.assembly.batches import data_spec
+from mmjax.assembly.assembly import place, plan, planned_batch_spec
+from mmjax.assembly.batches import batch_spec
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.orders import order_of, pair_costs, step_order
@@ -22,11 +22,11 @@ from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.parts import Assembly
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import StepLoader, StepMaker, make_source
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import METHODS
 from mmjax.data.service.identity import difference, identity
-from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.data.types import StepBatch
 from mmjax.mesh.world import World
@@ -75,8 +75,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 def maker(recipe: Recipe, parts: Assembly, method: str) -> StepMaker:
     specs = encoder_specs(recipe)
-    source = make_source(recipe.data, specs, seed=recipe.train.seed, split="train", task=recipe.task)
-    order = step_order(replace(recipe, data=replace(recipe.data, reorder=method)), parts)
+    source = make_source(recipe.data, specs, seed=recipe.train.seed, split="train")
+    order = step_order(replace(recipe, data=recipe.data.with_settings(reorder=method)), parts)
     return StepMaker(source=source, packer=parts.packer, global_batch=recipe.train.global_batch, order=order)
 
 
@@ -289,7 +289,7 @@ def run_command(name: str, flags: list[str], output: Path) -> None:
 def test_an_encoder_costs_what_its_attention_and_the_rest_cost(session):
     """A full bucket costs what it costs nominally; pairs weigh as in the FLOPs of the encoder."""
     config, parts = session.recipe, session.parts
-    order = step_order(replace(config, data=replace(config.data, reorder="best")), parts)
+    order = step_order(replace(config, data=config.data.with_settings(reorder="best")), parts)
     assert order is not None
     vit = config.model["vision"].settings
     attention = 4 * vit.layers * vit.width
@@ -337,12 +337,12 @@ def test_a_generator_has_costs_of_its_own(tmp_path):
 @pytest.mark.long
 def test_a_data_server_finds_the_order_of_the_run(session):
     """From the configuration alone, in a process without the run's devices, however these pass activations on."""
-    config = replace(session.recipe, data=replace(session.recipe.data, reorder="best"))
-    own = data_spec(config, session.parts.packer, step_order(config, session.parts))
+    config = replace(session.recipe, data=session.recipe.data.with_settings(reorder="best"))
+    own = batch_spec(config, session.parts.packer, step_order(config, session.parts))
     met = replace(config, world=replace(config.world, transport="collective"))
     assert {edge.kind for edge in plan(met).placed.graph.edges} == {"rendezvous"}
     for there in (config, met):
-        served = DataSpec.from_json(json.loads(json.dumps(planned_data_spec(there).to_json())))
+        served = BatchSpec.from_json(json.loads(json.dumps(planned_batch_spec(there).to_json())))
         assert replace(served, data=own.data) == own
     assert own.order
     source = own.maker().source

@@ -72,10 +72,10 @@ def test_losses_gradients_and_updates_of_a_nested_step_do_not_depend_on_the_orde
     )
     session = Session(config, build_packer(config, make_tokenizer("", tuple(config.model.encoders))))
     session.executor.compile()
-    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train", task=config.task)
+    source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
     runs, batches = {}, {}
     for method in METHODS:
-        order = step_order(replace(config, data=replace(config.data, reorder=method)), session.parts)
+        order = step_order(replace(config, data=config.data.with_settings(reorder=method)), session.parts)
         make = StepMaker(source=source, packer=session.parts.packer, global_batch=16, order=order)
         session.batches = batches[method] = [make(step) for step in range(STEPS)]
         session.executor.initialise(config.train.seed)

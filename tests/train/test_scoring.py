@@ -30,7 +30,7 @@ WIDE = ("llm/Packing.buckets=((4, 30), (10, 36))", "vision/Packing.buckets=((8, 
 
 
 def packer_of(recipe: Recipe) -> Packer:
-    return build_packer(recipe, make_tokenizer(recipe.data.tokenizer, recipe.model.media))
+    return build_packer(recipe, make_tokenizer(recipe.data.settings.tokenizer, recipe.model.media))
 
 
 @pytest.mark.parametrize("more", [WIDE, (), ("llm/Packing.buckets=((2, 72), (8, 36))", "Data.sequence_length=72")])

@@ -14,6 +14,7 @@ from matplotlib.text import Text
 from PIL import Image, ImageColor
 
 from mmjax.data.tasks.digits.config import DigitsConfig
+from mmjax.data.tasks.digits.task import Digits
 from mmjax.viz.curves import draw_curves
 from mmjax.viz.predictions import RIGHT, WRONG, Prediction, as_image, draw_predictions
 
@@ -170,7 +171,7 @@ def test_a_single_evaluation_is_a_line_of_text_and_a_curriculum_is_marked(tmp_pa
     texts = [text.get_text() for text in axes.texts]
     assert "up to 3 digits" in texts and not {"no", "later"} & {*texts}
     config = DigitsConfig(curriculum=((0, 1), (96, 2), (128, 9)), digits=(1, 4))
-    assert config.changes(32) == {4: "up to 2 digits", 5: "up to 4 digits"}
+    assert Digits(config).changes(32) == {4: "up to 2 digits", 5: "up to 4 digits"}
 
 
 def test_drawing_leaves_pyplot_and_other_formats_alone(tmp_path):

@@ -75,6 +75,6 @@ def trained_config() -> Recipe:
     return replace(
         recipe,
         train=replace(recipe.train, eval_samples=0, eval_every=0),
-        data=replace(recipe.data, workers=0),
+        data=recipe.data.with_settings(workers=0),
         world=replace(recipe.world, platform="", devices=1),
     )

@@ -88,7 +88,7 @@ def _check(job: Job, way: str, name: str, *, gaps: Mapping[str, float], case: Ma
 
 def samples_of(recipe: Recipe) -> tuple[Samples, int]:
     """The samples of a configuration, and a CRC-32 of the samples of all ``STEPS`` steps."""
-    maker = Maker.of(build_model(recipe, tokenizer_of(recipe.data, recipe.model.media)))
+    maker = Maker.of(build_model(recipe, tokenizer_of(recipe.data.settings, recipe.model.media)))
     samples = Samples(maker=maker, sizes=BatchSizes.of(1, recipe.train.microbatches), seed=recipe.train.seed)
     steps = samples.steps(STEPS)
     arrays = (a for step in steps for s in step for a in (s.tokens, s.loss_weights, *sum(s.media.values(), ())))
@@ -110,7 +110,7 @@ def session(recipe: Recipe, dtype: str, **train: Any) -> Session:
     """
     recipe = replace(recipe, train=replace(recipe.train, dtype=dtype, **train))
     samples = samples_of(recipe)[0]
-    traced = Session(recipe, sample_packer(recipe, tokenizer_of(recipe.data, recipe.model.media), samples))
+    traced = Session(recipe, sample_packer(recipe, tokenizer_of(recipe.data.settings, recipe.model.media), samples))
     traced.batches = [traced.parts.packer.step(index, chosen) for index, chosen in enumerate(samples.steps(STEPS))]
     for program in traced.executor.programs():
         program.lower()  # here, where the precision is set
@@ -202,7 +202,7 @@ def small_config(file: str) -> Recipe:
     recipe = load_config([CONFIGS / file])
     alone = replace(recipe.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B)  # one device has nothing to nest
     recipe = replace(recipe, model=recipe.model.map(lambda node: node.at(Layout())), train=alone)
-    small = shrink(recipe, STEPS, tokenizer_of(recipe.data, recipe.model.media).vocab_size).recipe
+    small = shrink(recipe, STEPS, tokenizer_of(recipe.data.settings, recipe.model.media).vocab_size).recipe
     model = small.model.map(_with_one_bucket)  # one program
     return replace(small, model=model, world=replace(small.world, platform="", devices=1))
 
@@ -214,9 +214,9 @@ def _with_one_bucket(node: ModuleSpec) -> ModuleSpec:
 
 def _expected(recipe: Recipe) -> dict[str, Any]:
     samples, checksum = samples_of(recipe)
-    packer = sample_packer(recipe, tokenizer_of(recipe.data, recipe.model.media), samples)
+    packer = sample_packer(recipe, tokenizer_of(recipe.data.settings, recipe.model.media), samples)
     initial = initial_parameters(recipe, packer, World(jax.devices()[:1]))
-    model = build_model(recipe, tokenizer_of(recipe.data, recipe.model.media))
+    model = build_model(recipe, tokenizer_of(recipe.data.settings, recipe.model.media))
     steps, clip_norm = samples.steps(STEPS), recipe.train.clip_norm
     reference = run_reference(model, recipe.model.optimizers, initial, steps, clip_norm)
     results = _outcome(reference.losses, reference.norms, reference.gradients[0], reference.leaves)

@@ -209,7 +209,7 @@ def _sample(packer: Packer, tokenizer: Tokenizer, rng: np.random.Generator, *, s
 
 def placed(job: Job, recipe: Recipe, world: World | None = None) -> tuple[Assembly, StepBatch]:
     """The traced run, in ``world`` or on the devices here, and its one batch."""
-    tokenizer = tokenizer_of(recipe.data, recipe.model.media)
+    tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = make_packer(job, recipe, tokenizer)
     return assemble(recipe, packer, world), make_batch(job, recipe, packer, tokenizer)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -21,13 +22,14 @@ import numpy as np
 
 from mmjax.configurable import gin_name
 from mmjax.data import tree
-from mmjax.data.loader import Source
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.packing import Packer
 from mmjax.data.processor.files import tokenizer_digest
+from mmjax.data.source import Source
 from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.data.sources.mixture import Mixture
-from mmjax.data.spec import DataSpec
 from mmjax.data.types import Sample
+from mmjax.user_code import names_code
 from mmjax.version import __version__
 
 PROBED = 64
@@ -44,24 +46,27 @@ _SETTINGS = {
 """Fields of a packer that are settings; the others follow from layouts."""
 
 
-def identity(spec: DataSpec, source: Source) -> dict[str, Any]:
+def identity(spec: BatchSpec, source: Source) -> dict[str, Any]:
     """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches.
 
     By name for people, such as "Train.seed", with values of JSON (see `tree`). Reads the first samples.
     """
     described: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
-    libraries = ["numpy", "pillow", *(["tokenizers"] if spec.data.tokenizer else [])]
-    libraries += ["jinja2"] if any(config.template == FOLDER for config in spec.sources.values()) else []
+    libraries = ["numpy", "pillow", *(["tokenizers"] if spec.data.settings.tokenizer else [])]
+    libraries += ["jinja2"] if any(config.template == FOLDER for config in spec.data.sources.values()) else []
     described |= {name: version(name) for name in libraries}
-    for settings in filter(None, (spec.data, spec.data.origin.settings(spec.task))):
+    data, origin = spec.data.settings, spec.data.origin
+    for settings in filter(None, (data, origin.config)):
         for field in dataclasses.fields(settings):
             if not field.metadata.get("local") and field.name not in _PATHS:
                 described[f"{gin_name(type(settings))}.{field.name}"] = getattr(settings, field.name)
+    if names_code(data.task) and not data.sources:
+        described["Data.task (its code)"] = _code_of(type(origin))
     source_fields = [field.name for field in dataclasses.fields(SourceConfig) if field.name not in _SOURCE_PATHS]
-    for name, config in spec.sources.items():
+    for name, config in spec.data.sources.items():
         described |= {f"{name}/Source.{field}": getattr(config, field) for field in source_fields}
-    described["Data.tokenizer (its content)"] = tokenizer_digest(spec.data.tokenizer)
+    described["Data.tokenizer (its content)"] = tokenizer_digest(spec.data.settings.tokenizer)
     described |= {"Train.seed": spec.seed, "Train.global_batch": spec.global_batch}
     for field in dataclasses.fields(Packer):
         if field.name != "encoders":
@@ -120,6 +125,11 @@ def _content(sample: Sample) -> str:
     by_module = (*sorted(sample.media.items()), *sorted(sample.noise.items()), *sorted(sample.times.items()))
     arrays = [sample.tokens, sample.loss_weights, *(array for _, arrays in by_module for array in arrays)]
     return hashlib.sha256(b"\0".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
+
+
+def _code_of(cls: type[Any]) -> str:
+    """A hash of the file that defines a class of a user's own."""
+    return hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()[:16]
 
 
 @cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from mmjax.configurable import ConfigError
 from mmjax.data.batch_shape import BatchShape
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import read_token, read_trusted
 from mmjax.data.service.client import Server, ServerCannot, ServerError, ServerLies, Wanted
@@ -21,7 +22,6 @@ from mmjax.data.service.encoding import decode
 from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.pool import BatchError, Pool
 from mmjax.data.service.roster import Member, Roster
-from mmjax.data.spec import DataSpec
 from mmjax.data.types import NoBatchError, StepBatch
 
 LOCAL = "local"
@@ -66,8 +66,10 @@ class ServedLoader(Iterator[StepBatch]):
       ConfigError: a token, certificate or list cannot be read, or every server refuses this run.
     """
 
-    def __init__(self, spec: DataSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]):
-        data = spec.data
+    def __init__(
+        self, spec: BatchSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]
+    ):
+        data = spec.data.settings
         described = identity(spec, maker.source)
         rows = maker.process_rows
         shape = BatchShape(spec.packer, spec.global_batch, rows)

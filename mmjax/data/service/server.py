@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.service import protocol
 from mmjax.data.service.identity import digest, identity
 from mmjax.data.service.pool import BatchError, MadeBatch, Pool
 from mmjax.data.service.protocol import CHUNK, SCHEMA, Request
-from mmjax.data.spec import DataSpec
 
 KEPT_BYTES = 1 << 30
 """Bytes of finished batches that are kept for a client that lost its connection, or for a second client."""
@@ -130,7 +130,7 @@ class BatchServer(flight.FlightServerBase):
     """
 
     def __init__(
-        self, spec: DataSpec, workers: int, location: str, token: str = "", tls: tuple[bytes, bytes] | None = None
+        self, spec: BatchSpec, workers: int, location: str, token: str = "", tls: tuple[bytes, bytes] | None = None
     ):
         maker = spec.maker()
         self.spec, self.workers = spec, workers

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.index import default_cache
-from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixing import quotas
 from mmjax.data.sources.mixture import Mixture
 from mmjax.data.sources.observer import IndexObserver, Silent
 from mmjax.data.sources.prepared import PreparedRecords
 from mmjax.data.sources.skipped import Skipped
-from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import EncoderSpec
+from mmjax.data.tasks.task import TaskContext
 
 __all__ = ["IndexObserver", "folder_as_source", "open_folder", "open_sources"]
 DATA_FILE = "data.jsonl"
@@ -27,58 +23,35 @@ _LINE = '{"images": ["a.png"], "question": "what is it?", "answer": "a cat"}'
 """A line of this file, for messages."""
 
 
-def open_sources(
-    config: DataConfig,
-    encoders: Mapping[str, EncoderSpec],
-    tokenizer: Tokenizer,
-    *,
-    sources: Mapping[str, SourceConfig],
-    seed: int,
-    split: str,
-    observer: IndexObserver | None = None,
-    skipped: str | os.PathLike[str] | None = None,
-    settings: None = None,
-    known: Mapping[str, KnownRecords] | None = None,
-) -> Mixture:
-    """The datasets of `Data.sources`, for split "train" or "test".
-
-    encoders: specs of encoders and generators, by name. sources: by name, the configuration of each dataset. seed: the
-    run's seed. observer: receives the progress of indexes that have to be made. skipped: a file for records that cannot
-    be used. known: by dataset, the records that the run knows. settings: None, as there is no task.
-
-    Raises ConfigError if data cannot be read or do not fit the model.
-    """
-    unusable = Skipped(path=Path(skipped) if skipped else None)
+def open_sources(context: TaskContext) -> Mixture:
+    """The datasets of `Data.sources`. Raises ConfigError if data cannot be read or do not fit the model."""
+    config = context.data
+    unusable = Skipped(path=Path(context.skipped) if context.skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
     shares = quotas(config.sources)
     opened = []
     for name in config.sources:
-        if name not in sources:
+        if name not in context.sources:
             raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as 'data.json'")
         opened.append(
             PreparedRecords(
                 name,
-                sources[name],
+                context.sources[name],
                 config,
-                encoders,
-                tokenizer,
+                context.encoders,
+                context.tokenizer,
                 cache=cache,
-                observer=observer or Silent(),
+                observer=context.observer or Silent(),
                 skipped=unusable,
             )
         )
-    return Mixture(opened, shares, seed=seed, split=split, known=known)
+    return Mixture(opened, shares, seed=context.seed, split=context.split, known=context.known)
 
 
-def open_folder(
-    config: DataConfig, encoders: Mapping[str, EncoderSpec], tokenizer: Tokenizer, **options: Any
-) -> Mixture:
-    """The samples of `Data.folder`. Raises ConfigError.
-
-    options: keywords of `open_sources`, at least `seed` and `split`; `sources` is ignored.
-    """
-    config, sources = folder_as_source(config)
-    return open_sources(config, encoders, tokenizer, **{**options, "sources": sources})
+def open_folder(context: TaskContext) -> Mixture:
+    """The samples of `Data.folder`; `context.sources` is ignored. Raises ConfigError as `open_sources`."""
+    data, sources = folder_as_source(context.data)
+    return open_sources(replace(context, data=data, sources=sources))
 
 
 def folder_as_source(

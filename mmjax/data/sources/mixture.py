@@ -114,7 +114,7 @@ class Mixture:
         return source.meta(record)
 
     def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); see `loader.Source`."""
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); see `Source`."""
         source, record = self.record(index)
         return source.sample(record, media, learned=learned)
 

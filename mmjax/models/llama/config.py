@@ -193,9 +193,12 @@ class DecoderConfig(ModuleSettings):
         field = setting_name(name, self, "mask")
         Rules.parse(self.mask, field).require_kinds(media, field, self.mask)
 
-    def check_codes(self, name: str) -> None:
-        """Raises `ConfigError` unless it has a number of codes, one position a code, and sees all codes before."""
-        fix = f"no tokenizer decides how many codes {name!r} speaks; set it, such as to 11 for Data.task='digits'"
+    def check_codes(self, name: str, *, example: str) -> None:
+        """Raises `ConfigError` unless it has a number of codes, one position a code, and sees all codes before.
+
+        ``example`` is a number of codes for the message, and whose it is.
+        """
+        fix = f"no tokenizer decides how many codes {name!r} speaks; set it, such as to {example}"
         require(self.vocab > FIRST_CODE, setting_name(name, self, "vocab"), self.vocab, fix)
         fix = "codes have no rows and columns; set it to ()"
         require(not self.rope_sections, setting_name(name, self, "rope_sections"), self.rope_sections, fix)

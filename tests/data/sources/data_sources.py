@@ -17,6 +17,7 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
 from mmjax.data.sources.known_records import KnownRecords
 from mmjax.data.sources.mixture import Mixture
+from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import EncoderSpec
 
@@ -68,10 +69,10 @@ def opened(
         cache=str(folder / "cache"),
         **{"sequence_length": 4096, **data},
     )
-    return open_sources(
-        config,
-        encoders,
-        ByteTokenizer(tuple(encoders)),
+    context = TaskContext(
+        data=config,
+        encoders=encoders,
+        tokenizer=ByteTokenizer(tuple(encoders)),
         sources=sources,
         seed=seed,
         split=split,
@@ -79,6 +80,7 @@ def opened(
         observer=observer,
         known=known,
     )
+    return open_sources(context)
 
 
 def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:

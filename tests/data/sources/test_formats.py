@@ -19,6 +19,7 @@ from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
 from mmjax.data.sources.config import KINDS, SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record
 from mmjax.data.sources.writers import write_all
+from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.digits.dialogues import digit_dialogues
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import StepBatch
@@ -37,7 +38,7 @@ def batches(paths: dict[str, Path], *kinds: str, workers: int = 0, start: int = 
     sources = {kind: SourceConfig(kind=kind, path=str(paths[kind]), **settings) for kind in kinds}
     folder = paths["llava"].parents[1]
     config = DataConfig(sources=dict.fromkeys(kinds, 1.0), sequence_length=256, cache=str(folder / "cache"))
-    mixture = make_source(config, SPECS, seed=3, split="train", sources=sources)
+    mixture = make_source(DataSpec(config, sources=sources), SPECS, seed=3, split="train")
     sizes: Any = {"global_batch": 8, "microbatches": 2, "cells": 2}
     packer = make_packer(config, SPECS, mixture, ByteTokenizer(("vision",)), **sizes)
     maker = StepMaker(source=mixture, packer=packer, global_batch=8)

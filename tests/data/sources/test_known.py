@@ -13,6 +13,7 @@ import pytest
 from data_sources import ENCODERS, TOKENIZER, encoded, opened, pixels
 
 from mmjax.configurable import ConfigError
+from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import make_packer, make_source
 from mmjax.data.service.identity import difference, identity
@@ -150,11 +151,11 @@ def test_a_server_that_does_not_know_the_run_is_told_apart(tmp_path: Path, known
     source, data = mixture(tmp_path, known=known), DataConfig(sources={"own": 1.0}, cache=str(tmp_path / "cache"))
     packer = make_packer(data, ENCODERS, source, TOKENIZER, global_batch=4, microbatches=1, cells=1)
     sources = {"own": SourceConfig(path=str(tmp_path / "data.jsonl"), held_out=HELD_OUT)}
-    spec = DataSpec(data=data, packer=packer, seed=0, global_batch=4, sources=sources, known=known)
-    received = DataSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    spec = BatchSpec(data=DataSpec(data, sources=sources, known=known), packer=packer, seed=0, global_batch=4)
+    received = BatchSpec.from_json(json.loads(json.dumps(spec.to_json())))
     trainer, told, untold = (
-        identity(of_spec, make_source(data, ENCODERS, seed=0, split="train", sources=sources, known=of_spec.known))
-        for of_spec in (spec, received, replace(spec, known={}))
+        identity(of_spec, make_source(of_spec.data, ENCODERS, seed=0, split="train"))
+        for of_spec in (spec, received, replace(spec, data=replace(spec.data, known={})))
     )
-    assert told == trainer and received.known == known
+    assert told == trainer and received.data.known == known
     assert "the records held out (of a run: mmjax.serve --run_dir) is" in difference(trainer, untold)

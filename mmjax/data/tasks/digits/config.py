@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmjax.configurable import configurable, not_negative, one_of, positive, require
-from mmjax.flags import counted
+from mmjax.configurable import configurable, not_negative, positive, require
 
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
 DRAW = "draw"
@@ -78,17 +76,6 @@ class DigitsConfig:
             reasons |= dict.fromkeys(names, f"Digits.images={self.images}: no sample has an image")
         return reasons
 
-    @property
-    def media(self) -> tuple[str, ...]:
-        """The media that some samples have: "image", "recording" or both."""
-        counts = {"image": self.images, "recording": self.calls}
-        return tuple(medium for medium, (_, most) in counts.items() if most)
-
-    @property
-    def draws(self) -> bool:
-        """Whether some samples have a picture to be drawn."""
-        return self.draw > 0
-
     def kinds(self, images: int, calls: int) -> tuple[str, ...]:
         """The kinds, of `QUESTION_KINDS`, of questions about a sample with `images` images and `calls` calls."""
         possible = (
@@ -98,27 +85,6 @@ class DigitsConfig:
             DRAW,
         )
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
-
-    def changes(self, global_batch: int) -> dict[int, str]:
-        """The later changes of the curriculum, in words, by the first step (from 1) with each: {251: "up to 4 digits"}.
-
-        global_batch: samples of a step.
-        """
-        return {
-            first // global_batch + 1: f"up to {counted(most, 'digit')}"
-            for first, most in ((first, min(digits, self.digits[1])) for first, digits in self.curriculum)
-            if first
-        }
-
-    def check_generators(self, named: str, legal: Sequence[str]) -> None:
-        """Raises ConfigError unless `named`, the value of `Data.generator`, draws images if something is to be drawn.
-
-        legal: names of the model's generators that draw images.
-        """
-        if self.draw > 0:
-            fix = "nothing in the model draws; set it to 0.0, or Model.generators to {'painter': 'dit'}"
-            require(bool(legal), "Digits.draw", self.draw, fix)
-            one_of("Data.generator", named, legal)
 
     def _check_questions(self) -> None:
         images, calls = self.images[0], self.calls[0]

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.configurable import require
 from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import build_meta, build_sample, encode_dialogue
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
-from mmjax.data.tasks.digits.dtmf import CODES, LEAST_RATE, CallPlan, longest_call, plan_call, render_call, spoken
+from mmjax.data.tasks.digits.dtmf import CallPlan, longest_call, plan_call, render_call, spoken
 from mmjax.data.tiles import token_count
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
@@ -173,32 +172,6 @@ def _drawing_first(questions: Sequence[Question]) -> list[Question]:
     return drawings[:1] + [question for question in questions if question.kind != DRAW]
 
 
-def open_digits(
-    data: DataConfig,
-    encoders: Mapping[str, EncoderSpec],
-    tokenizer: Tokenizer,
-    *,
-    settings: DigitsConfig,
-    seed: int,
-    split: str,
-    **_: Any,
-) -> DigitsSource:
-    """The samples of the task; arguments as of `DigitsSource`. Other keywords of `make_source` are ignored.
-
-    Raises ConfigError if the audio encoder's sample rate is too low for calls, or the generator that speaks has too few
-    codes.
-    """
-    if data.speaker in encoders and (codes := encoders[data.speaker].codes):
-        fix = f"answers are spoken in {CODES} codes; set it to {CODES}"
-        require(codes >= CODES, f"{data.speaker}/Decoder.vocab", codes, fix)
-    log_mel = encoders[data.audio_encoder].log_mel if settings.calls[1] else None
-    if log_mel:
-        fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
-        field = f"{data.audio_encoder}/Whisper.sample_rate"
-        require(log_mel.sample_rate >= LEAST_RATE, field, log_mel.sample_rate, fix)
-    return DigitsSource(data, encoders, tokenizer, settings=settings, seed=seed, split=split)
-
-
 class DigitsSource:
     """Digit samples by index, from 0 without end.
 
@@ -309,7 +282,7 @@ class DigitsSource:
         return {name: named[name] for name in self._names}
 
     def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, rendered for the encoders and generators `media`; for all by default. See `loader.Source`."""
+        """Sample `index`, rendered for the encoders and generators `media`; for all by default. See `Source`."""
         plan = self.plan(index)
         render = {self.data.image_encoder: self.render, self.data.audio_encoder: self.hear}
         rendered = {

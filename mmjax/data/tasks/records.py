@@ -1,0 +1,31 @@
+"""The tasks whose samples are a user's records: those of a folder, and those of `Data.sources`."""
+
+from __future__ import annotations
+
+from mmjax.data.source import Source
+from mmjax.data.tasks.task import Task, TaskContext
+
+
+class Folder(Task):
+    """Images and a data.jsonl in `Data.folder`."""
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """The media of its samples."""
+        return ("image",)
+
+    def open(self, context: TaskContext) -> Source:
+        """See `Task.open`."""
+        from mmjax.data.sources.datasets import open_folder  # imports libraries that read media
+
+        return open_folder(context)
+
+
+class Sources(Task):
+    """The datasets of `Data.sources`, in place of a task."""
+
+    def open(self, context: TaskContext) -> Source:
+        """See `Task.open`."""
+        from mmjax.data.sources.datasets import open_sources  # imports libraries that read media
+
+        return open_sources(context)
