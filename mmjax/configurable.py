@@ -127,7 +127,10 @@ def near_misses(word: str, options: Iterable[str]) -> list[str]:
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else "use 'x' or 'y'" with all options."""
+    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else "use 'x' or 'y'" with all options.
+
+    With four or more it is "use one of 'w', 'x', 'y', 'z'", and "there is none to choose from" without any.
+    """
     options = list(options)
     close = near_misses(word, options)
     if close:
@@ -142,7 +145,7 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 
 def shortened(names: Sequence[str], joint: str = ", ", *, limit: int = 5) -> str:
-    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
+    """The first `limit` names, joined with `joint`, and the number of further ones, if any: "a, b and 3 more"."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return joint.join(names[:limit]) + suffix
 
