@@ -80,7 +80,7 @@ def registry() -> Mapping[str, type[Any]]:
 
 
 def gin_name(cls: type[Any]) -> str:
-    """The name under which `cls` was registered.
+    """The name under which `cls` was registered: "Optimizer" for `OptimizerConfig`.
 
     Raises:
       KeyError: the class is not registered.
@@ -109,7 +109,9 @@ def preset_values(cls: type[Any], name: str) -> dict[str, object]:
 
 
 def from_preset(cls: type[T], name: str, **overrides: object) -> T:
-    """Builds `cls` with the values of its preset `name`; `overrides` win over the preset.
+    """Builds `cls` with the values of its preset `name`, "" for none; `overrides` win over the preset.
+
+    `from_preset(ViTConfig, "clip-vit-l14", layers=2)` is an object of the configurable `ViTConfig`.
 
     Raises:
       ConfigError: no such preset, or the resulting values are illegal.

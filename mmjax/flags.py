@@ -249,7 +249,10 @@ def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> 
 
 
 def written(flag: Flag) -> str:
-    """A flag as it is written on a command line: "--steps=STEPS", or "--json" for one whose default is a bool."""
+    """A flag as it is written on a command line: "--steps=STEPS" for `Flag(name="steps", doc="…")`.
+
+    It is "--json" for a flag "json" whose default is a bool.
+    """
     return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 

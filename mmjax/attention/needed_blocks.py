@@ -75,8 +75,8 @@ def needed_blocks(mask: Mask, mask_inputs: MaskInputs, ranks: int) -> NeededBloc
 
     Args:
       mask: the attention mask, such as ``Mask("causal")``.
-      mask_inputs: the mask's inputs ``[B, S]`` of all tokens of the rows, in the order of the ranks, as ``Mask.inputs``
-        gives them.
+      mask_inputs: the mask's inputs ``[B, S]`` of all tokens of the rows, in the order of the ranks, such as
+        ``mask.inputs(tokens)``.
       ranks: the number of ranks; it divides S.
 
     Returns:

@@ -212,7 +212,8 @@ def block_work(pairs: Pairs, block: int) -> Int[np.ndarray, " N"]:
     """The number of allowed pairs of each block of ``block`` queries, N = T / ``block`` rounded up; the last block may
     be shorter.
 
-    ``pairs`` is the mask of a row, as ``pairs_of`` gives it.
+    ``pairs`` is the mask of a row, as ``pairs_of`` gives it. For 4 tokens of one segment under a causal mask and blocks
+    of 2 the result is [3, 7].
     """
     return np.add.reduceat(pairs.key_counts(), np.arange(0, pairs.tokens, block))
 

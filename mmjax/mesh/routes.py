@@ -131,7 +131,8 @@ def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
     """Routes of units, in row order, from source leaders to target leaders. A unit is numbered within its interval.
 
     ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=2)``. There is one route for
-    each unit. If the target's leader is a rank of the source, the source's leader is the one of the same copy.
+    each unit, of source, source_piece, target and target_piece. If the target's leader is a rank of the source, the
+    source's leader is the one of the same copy.
     """
     units, routes = UnitGrid.between(source, target), []
     locations = zip(units.locate(source), units.locate(target), strict=True)
@@ -163,7 +164,8 @@ def slices_sent(source: RowSharding, target: RowSharding) -> int:
 def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes of slices, such that every rank sends and every rank receives, by units and then by slices.
 
-    ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=1)``.
+    ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=1)``. A route has source,
+    source_piece, target and target_piece: ranks, and numbers of slices from 0.
 
     Slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // slices_received`` of the
     target group. Source rank ``i`` numbers the slices ``i, i + width, ...`` of its first unit, then those of the next
@@ -188,7 +190,7 @@ def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
     """Splits routes into rounds in which no rank sends twice or receives twice; every route is in one round.
 
-    Each round is one ``ppermute``.
+    Each round is one ``ppermute``. (Route(0, 0, 1, 0), Route(0, 1, 2, 0)), of rank, piece, rank, piece, needs two.
 
     There are as few rounds as the busiest rank sends or receives pieces: edge colouring of a bipartite graph by
     alternating paths (König).

@@ -169,7 +169,8 @@ def busy_seconds(
     Ranks are those of this process.
 
     Args:
-      times: when the ops of a step were dispatched and ended.
+      times: when the ops of a step were dispatched and ended, in seconds of one clock: ``OpTimes(step=0, ops=ops,
+        dispatched={op: 0.0, ...}, ended={op: {0: 1.5}, ...})``, ended by op and then by rank.
       dependencies: returns the ops whose results an op reads: `Schedule.dependencies`.
       module: returns the name of the module of an F, B or W, such as "llm".
 
