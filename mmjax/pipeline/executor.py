@@ -82,20 +82,15 @@ class StepResult:
 
 
 def model_losses(placed: PlacedModel) -> LossKinds:
-    """The losses (`Loss`) of the model, by module and then by name: {"llm": {"loss": ...}}; a module without is absent.
-
-    ``placed`` is the model on its devices, such as ``Trainer.executor.placed``.
-    """
+    """The losses of the model on its devices, by module and then by name; a module without losses is absent."""
     return {node.module: placed.stages[node.name].model.losses for node in placed.graph.losses}
 
 
 def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, Float[np.ndarray, " losses"]]:
-    """Cotangents of the losses, float32, by the name of the stage that has them, such as "llm.1".
+    """Cotangents of the losses, float32, by stage, such as "llm.1": weight over denominator, 0 for a denominator of 0.
 
-    A cotangent is the loss's weight over its denominator, and 0 for a denominator of 0; they are in the order of
-    ``model_losses``.
-
-    Rounded once, on the host, so that the fp32 cotangent of a loss is the same under every layout.
+    In the order of ``model_losses``. Rounded once, on the host, so that the fp32 cotangent of a loss is the same under
+    every layout.
 
     Args:
       placed: the model on its devices, such as ``Trainer.executor.placed``.
