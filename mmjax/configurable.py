@@ -80,7 +80,7 @@ def registry() -> Mapping[str, type[Any]]:
 
 
 def gin_name(cls: type[Any]) -> str:
-    """The name under which `cls` was registered.
+    """The name under which `cls` was registered: "Optimizer" for `OptimizerConfig`.
 
     Raises:
       KeyError: the class is not registered.
@@ -118,7 +118,9 @@ def preset_values(cls: type[Any], name: str) -> dict[str, object]:
 
 
 def from_preset(cls: type[T], name: str, **overrides: object) -> T:
-    """Builds `cls` with the values of its preset `name`; `overrides` win over the preset.
+    """Builds `cls` with the values of its preset `name`, "" for none; `overrides` win over the preset.
+
+    `from_preset(ViTConfig, "clip-vit-l14", layers=2)` is an object of the configurable `ViTConfig`.
 
     Raises:
       ConfigError: no such preset, or the resulting values are illegal.
@@ -136,7 +138,10 @@ def near_misses(word: str, options: Iterable[str]) -> list[str]:
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else "use 'x' or 'y'" with all options."""
+    """A hint for an unknown name: "did you mean 'x'?" if an option is close, else "use 'x' or 'y'" with all options.
+
+    With four or more it is "use one of 'w', 'x', 'y', 'z'", and "there is none to choose from" without any.
+    """
     options = list(options)
     close = near_misses(word, options)
     if close:
@@ -151,7 +156,7 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 
 def shortened(names: Sequence[str], joint: str = ", ", *, limit: int = 5) -> str:
-    """The first `limit` names, joined with `joint`, and the number of further ones: "a, b and 3 more"."""
+    """The first `limit` names, joined with `joint`, and the number of further ones, if any: "a, b and 3 more"."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return joint.join(names[:limit]) + suffix
 

@@ -34,7 +34,10 @@ class FieldInfo:
 
 @lru_cache(maxsize=64)
 def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
-    """The fields of the configurable dataclass `cls` by name, in their order, as a read-only mapping."""
+    """The fields of the configurable dataclass `cls` by name, in their order, as a read-only mapping.
+
+    An entry has name, annotation, default, example and doc.
+    """
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     infos = {}
     for field in dataclasses.fields(cls):
@@ -51,6 +54,8 @@ def fields_of(cls: type[Any]) -> Mapping[str, FieldInfo]:
 
 def example(annotation: Any) -> object:
     """A value that a resolved annotation allows: 1 for `int`, ("text",) for `tuple[str, ...]`.
+
+    A resolved annotation is a type and not its text.
 
     The first type of a union counts. It is `None` for classes other than int, float, bool and str.
     """

@@ -88,7 +88,7 @@ def parse_flags(
 
     Args:
       argv: the arguments, without the program's name.
-      flags: the command's own flags.
+      flags: the command's own flags, such as `Flag(name="steps", doc="steps to run.", default=100)`.
       usage: the beginning of the help text, such as "python -m mmjax.check".
       gin: whether `--gin_file`, `--gin.…` and `--allow_code` are flags too.
       make_help: returns the text of `--help`; by default a text of every flag.
@@ -135,7 +135,7 @@ def counted(count: int, noun: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str = "interrupted", kinds: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A context in which errors that the user can correct become one line on stderr and exit status 2.
+    """A context in which errors that the user can correct become one line on stderr and exit status 2 (SystemExit).
 
     Ctrl-C and SIGTERM become one line and exit status 130.
 
@@ -234,7 +234,7 @@ def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> 
     """The help text of a command: the usage, the lines `gin`, and an entry for each of its own flags.
 
     Args:
-      flags: the command's own flags, without those for gin.
+      flags: the command's own flags, such as `Flag(name="steps", doc="steps to run.")`, without those for gin.
       usage: the command, such as "python -m mmjax.check".
       gin: lines about `--gin_file` and `--gin.…`; () if the command has no such flags.
     """
@@ -249,12 +249,18 @@ def help_text(flags: Sequence[Flag], usage: str, *, gin: Sequence[str] = ()) -> 
 
 
 def written(flag: Flag) -> str:
-    """A flag as it is written on a command line: `--steps=STEPS`, or `--json` for a bool."""
+    """A flag as it is written on a command line: "--steps=STEPS" for `Flag(name="steps", doc="…")`.
+
+    It is "--json" for a flag "json" whose default is a bool.
+    """
     return f"--{flag.name}" if isinstance(flag.default, bool) else f"--{flag.name}={flag.name.upper()}"
 
 
 def entry(head: str, text: str) -> str:
-    """Lines of help as one text: `head`, such as "  --steps", with `text`, not "", wrapped in a column beside it."""
+    """Lines of help as one text: `head`, such as "  --steps", with `text`, not "", wrapped in a column beside it.
+
+    The column begins at character 40, in the next line if `head` reaches it; lines have at most `WIDTH` characters.
+    """
     indent = 40
     body = textwrap.wrap(text, WIDTH - indent)
     if len(head) >= indent - 1:

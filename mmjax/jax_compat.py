@@ -60,12 +60,12 @@ def compile_cheaply() -> None:
 
 
 def process_index() -> int:
-    """Index of this process in the run; starts no backend."""
+    """Index of this process in the run, from 0; starts no backend."""
     return _distributed().process_id
 
 
 def process_count() -> int:
-    """Number of processes in the run; starts no backend."""
+    """Number of processes in the run, 1 before ``jax.distributed.initialize``; starts no backend."""
     return _distributed().num_processes
 
 
@@ -78,7 +78,10 @@ def coordination_client() -> Any:
 
 
 def coordinator_address() -> str:
-    """The coordinator's ``host:port``, after ``jax.distributed.initialize``."""
+    """The coordinator's ``host:port``, after ``jax.distributed.initialize``.
+
+    It is such as "localhost:9876".
+    """
     return _distributed().coordinator_address
 
 
@@ -111,7 +114,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The axes of the mesh whose ``shard_map`` is being traced."""
+    """The axes of the mesh whose ``shard_map`` is being traced, such as ("dp", "tp"); () outside."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -125,7 +128,9 @@ def traced_devices() -> tuple[str, str]:
 
 
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """A value ``x`` in ``shard_map``, typed as varying over ``axes`` too; its cotangent is not summed over them."""
+    """A value ``x`` in ``shard_map``, typed as varying over ``axes``, such as ("dp",), too; its cotangent is not summed
+    over them.
+    """
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying")
 
@@ -212,13 +217,14 @@ def cudnn_forward(
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: queries with H heads, and keys and values with G, in bf16 or fp16; G divides H.
-      runs: all runs of the rows, padded with runs of length 0 to a multiple of B; ``None`` if each row is one run.
+      runs: (first token, length) of all runs of the rows, as ``kernels.segment_runs`` gives them, padded with runs of
+        length 0 to a multiple of B; ``None`` if each row is one run.
       causal: whether a token sees no later ones.
       window: tokens that a token sees under a causal mask, itself included; 0 means all.
 
     Returns:
       The output ``[B, T, H, K]`` in the dtype of the queries, and the logarithm of each softmax's denominator in fp32:
-      ``[B, H, T]``, or with runs one row for each.
+      ``[B, H, T]``, or with N runs ``[N, H, T]``.
     """
     kernels = _cudnn()
     operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)
@@ -242,9 +248,13 @@ def cudnn_backward(
     """Gradients of queries, keys and values, in their shapes and dtypes.
 
     Args:
-      q_BTHK, k_BTGK, v_BTGK, runs, causal, window: as for ``cudnn_forward``.
-      out_BTHK, stats: its results.
+      q_BTHK, k_BTGK, v_BTGK: queries with H heads, and keys and values with G, in bf16 or fp16; G divides H.
+      out_BTHK, stats: the results of ``cudnn_forward``, the output and the statistics of the softmax.
       d_out_BTHK: the gradient of the output.
+      runs: (first token, length) of all runs of the rows, as ``cudnn_forward`` has taken; ``None`` if each row is one
+        run.
+      causal: whether a token sees no later ones.
+      window: tokens that a token sees under a causal mask, itself included; 0 means all.
     """
     kernels = _cudnn()
     operands, settings = _cudnn_call(q_BTHK, k_BTGK, runs, causal=causal, window=window)

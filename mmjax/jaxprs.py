@@ -1,4 +1,4 @@
-"""What traced functions read, need and hold, from their jaxprs.
+"""Facts about traced functions from their jaxprs: inputs that results depend on, dead code and temporaries.
 
 Relies on JAX beyond its public, stable API, as ``jax_compat`` does.
 

@@ -90,7 +90,16 @@ def read_bytes(file: Path, fix: str = "get it again", most: int = MOST_BYTES) ->
 
 
 def read_text(file: Path, fix: str = "get it again", most: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a file. Raises ConfigError if it is not UTF-8; arguments and other errors: see `read_bytes`."""
+    """The UTF-8 text of a file.
+
+    Args:
+      file: the path.
+      fix: the end of an error's message: the user's next step.
+      most: the most bytes of a file that is read.
+
+    Raises:
+      ConfigError: the file does not exist, cannot be read, is not UTF-8, or has more than `most` bytes.
+    """
     try:
         return read_bytes(file, fix, most).decode("utf-8")
     except UnicodeDecodeError as error:

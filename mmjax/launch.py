@@ -54,10 +54,11 @@ _POLL = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the processes; returns the exit status of the first that failed, or 0.
+    """Runs a command in several processes of this host; returns the exit status of the first that failed, or 0.
 
     Args:
-      argv: the arguments, without the program's name; by default this process's.
+      argv: the arguments, without the program's name, such as ["-n", "2", "-m", "mmjax.train",
+        "--gin_file=digits_vlm"]; by default this process's.
     """
     with one_line_errors():
         count, devices, max_restarts, command = _parse(sys.argv[1:] if argv is None else list(argv))

@@ -28,7 +28,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
     Update 0 has `learning_rate / (warmup + 1)`, and update `warmup` has `learning_rate`. The schedule reaches
     `final_learning_rate` at update `total_steps`, one after the last, so that the last update still changes parameters.
-    A frozen module has 0.
+    A frozen module has 0. `config` has the module's settings, and `total_steps` are the updates of the whole run.
 
     Raises:
       ConfigError: the warm-up does not end before the run.
@@ -67,7 +67,8 @@ def make_optimizer(
         function that makes it from the parameters.
 
     Returns:
-      A transformation whose updates are to be added. A frozen module's updates are zero and its state is empty.
+      A transformation of optax whose updates are to be added. A frozen module's updates are zero and its state is
+        empty.
 
     Raises:
       ConfigError: the warm-up does not end before the run.
@@ -98,7 +99,7 @@ class Moments:
 
 
 def moments(state: optax.OptState) -> Moments | None:
-    """Reads the moments out of a state of `make_optimizer`, without a copy; `None` for a frozen module."""
+    """Reads the moments (m, v and count) out of a state of `make_optimizer`, without a copy; `None` if frozen."""
     adam = _adam(state)
     return None if adam is None else Moments(m=adam.mu, v=adam.nu, count=jnp.asarray(adam.count))
 
@@ -108,7 +109,8 @@ def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None 
 
     Args:
       state: a state with any moments.
-      new: the moments. They may be younger than the run if the module was frozen before.
+      new: the moments, trees m and v like the parameters and the count of updates in them. They may be younger than the
+        run if the module was frozen before.
       updates: updates done by the run, on which the learning rate depends; by default `new.count`.
 
     Raises:

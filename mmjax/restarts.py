@@ -70,14 +70,18 @@ class Restarts:
 
 
 def is_training(command: Sequence[str]) -> bool:
-    """Whether a command's words contain "-m", "mmjax.train": such a one continues from a checkpoint after a restart."""
+    """Whether a command's words contain "-m", "mmjax.train": such a one continues from a checkpoint after a restart.
+
+    ``command`` has the words after "python", such as ("-m", "mmjax.train", "--gin_file=digits_vlm").
+    """
     return any(tuple(command[at : at + 2]) == _TRAIN for at in range(len(command)))
 
 
 def run_dir_of(command: Sequence[str]) -> Path | None:
     """The run directory of a command: `--run_dir`, else the default one of its `--gin_file`s.
 
-    None if it has neither flag. `command` has the words after "python".
+    None if it has neither flag. `command` has the words after "python", such as ("-m", "mmjax.train",
+    "--run_dir=runs/a").
     """
     if directory := _values(command, "run_dir"):
         return Path(directory[-1])
@@ -91,7 +95,8 @@ def run_dir_of(command: Sequence[str]) -> Path | None:
 def grace_of(command: Sequence[str]) -> float:
     """`Checkpoint.grace_seconds` of a command's configuration, in seconds; `GRACE` where it is not set or not readable.
 
-    `command` has the words after "python", with `--gin_file` and `--gin.…`.
+    `command` has the words after "python", such as ("-m", "mmjax.train", "--gin_file=digits_vlm",
+    "--gin.Checkpoint.grace_seconds=60"), of which `--gin_file` and `--gin.…` are read.
     """
     lines = [word.removeprefix("--gin.") for word in command if word.startswith("--gin.") and "=" in word]
     if not lines and not _values(command, "gin_file"):

@@ -92,7 +92,7 @@ class Sigterm:
 
 
 def within(seconds: float) -> None:
-    """Sets the time limit of this process: seconds from SIGTERM to its end, `GRACE` by default."""
+    """Sets the time limit of this process: seconds from SIGTERM to its end, `GRACE` (25) by default."""
     _state.grace = seconds
 
 

@@ -48,8 +48,9 @@ def attention(
 
     Args:
       q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype; H is a multiple of G.
-      tokens: the queries' tokens. The outputs of padding are finite and unused.
-      mask: the attention mask.
+      tokens: the queries' tokens, such as ``Tokens.of({"segments": segments_BT})``. The outputs of padding are finite
+        and unused.
+      mask: the attention mask, such as ``Mask("causal")``.
       keys: the keys' tokens; by default the queries' tokens.
 
     Raises:
@@ -149,10 +150,11 @@ def forward(
     ``lse`` is the logarithm of each softmax's denominator, by head: -1e30 or less where a query sees nothing.
 
     Args:
-      mask: the attention mask.
+      mask: the attention mask, such as ``Mask("causal")``.
       q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype. All arrays vary over
         the same mesh axes (see ``jax_compat.alike``).
-      query_tokens, key_tokens: the results of ``custom_vjp.token_info`` for the T queries and the S keys.
+      query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT},
+        as ``custom_vjp.token_info`` makes them.
       block: the most tokens of a block; 0 stands for ``BLOCK``.
 
     Raises:
@@ -179,14 +181,18 @@ def backward(
     d_out_BTHK: Array,
     block: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """fp32 gradients of queries, keys and values, in the shapes of these.
+    """Gradients (fp32) of queries ``[B, T, H, K]``, keys ``[B, S, G, K]`` and values ``[B, S, G, K]``.
 
     The keys may be a part of all keys that the queries see; ``out_BTHK`` and ``lse_BHT`` are of all of them.
 
     Args:
-      mask, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens, block: see ``forward``.
-      out_BTHK, lse_BHT: the results of ``forward``.
+      mask: the attention mask, such as ``Mask("causal")``.
+      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
+      query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT},
+        as ``custom_vjp.token_info`` makes them.
+      out_BTHK, lse_BHT: the results of ``forward``: the output, and the logarithm of each softmax's denominator.
       d_out_BTHK: the gradient of the output.
+      block: the most tokens of a block; 0 stands for ``BLOCK``.
     """
     blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
     q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)

@@ -97,7 +97,8 @@ def updated(cached: Array, new: Array, order_BT: Int[Array, "B T"]) -> Array:
     """A copy of cached keys, values or host inputs, with those of new tokens written at their places.
 
     Args:
-      cached: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]`` or ``[L, B, S, G, K]``.
+      cached: an array of S places a row: ``[B, S]``, ``[B, S, A]``, ``[B, S, G, K]``, or of L layers ``[L, B, S, G,
+        K]``.
       new: the same of new tokens, with T in place of S.
       order_BT: the places of the new tokens, from 0; a token whose place is S or more is dropped.
     """

@@ -31,7 +31,8 @@ TokenInfo = dict[str, Array]
 def token_info(tokens: Tokens, mask: Mask) -> TokenInfo:
     """The host inputs that the mask reads, by name, without "order" where it is the tokens' index.
 
-    Always has "segments" ``[B, T]``; by the mask also "order", "positions", "is", "attends" and "items".
+    Always has "segments" ``[B, T]``; by the mask also "order", "positions", "is", "attends" and "items". Of
+    ``tokens``, ``Tokens.of({"segments": segments_BT})`` is enough for masks without words and windows of a grid.
 
     Raises:
       ValueError: a host input is missing.
@@ -83,12 +84,12 @@ class AttentionVjp:
 def attend(
     attention: AttentionVjp, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
 ) -> Float[Array, "B T H K"]:
-    """Differentiable attention, by ``attention.forward`` and ``attention.backward``.
+    """Differentiable attention ``[B, T, H, K]``, by ``attention.forward`` and ``attention.backward``.
 
     Only queries, keys and values have gradients, in their dtypes.
 
     Args:
-      attention: the backend.
+      attention: the backend with its mask, such as ``Blockwise(Mask("causal"))``.
       q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
       query_tokens, key_tokens: results of ``token_info`` for the T queries and the S keys.
     """

@@ -41,10 +41,10 @@ _KINDS = 2**32
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the blocks of each rank as JSON, or a summary of all methods; returns 0.
+    """Prints a summary of all methods, or with "--json" the blocks of each rank as a line of JSON; returns 0.
 
-    ``argv`` are flags such as ["--problem=mask.json", "--cp=8"]; by default those of the process. A wrong flag or file
-    ends the process with one line on stderr.
+    ``argv`` are flags such as ["--problem=mask.json", "--cp=8"]; by default those of the process. The file of
+    "--problem" is as for ``read_mask``. A wrong flag or file ends the process with one line on stderr and status 2.
     """
     with one_line_errors():
         values = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, USAGE).values
@@ -61,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_json(work_N: Work, cp: int, method: str) -> str:
-    """A line of JSON, without a newline: {"ranks": blocks of each rank, "work": pairs of each rank, "seconds": run
-    time}.
+    """A line of JSON, without a newline: {"ranks":[[0,3],[1,2]],"work":[5,5],"seconds":0.1}.
+
+    They are the indices from 0 of each rank's blocks, the sum of their work, and the run time of the method.
 
     Args:
-      work_N: the result of ``pairs.block_work``.
+      work_N: the number of allowed pairs of each block, an int array [N], as ``pairs.block_work`` gives it.
       cp: the number of ranks.
       method: a key of ``METHODS``, such as "lpt".
 
@@ -81,11 +82,14 @@ def as_json(work_N: Work, cp: int, method: str) -> str:
 
 
 def summary(pairs: Pairs, work_N: Work, block: int, cp: int) -> str:
-    """A table of all methods: the busiest rank's pairs over the mean, in total and by rounds of a ring.
+    """A table of all methods as text: a line about the mask, a header, and a line for each key of ``METHODS``.
+
+    A line has the method, its blocks a rank, the busiest rank's pairs over the mean, in total and by rounds of a ring,
+    and the run time in milliseconds; or the reason why the method fails.
 
     Args:
-      pairs: the mask.
-      work_N: ``block_work(pairs, block)``.
+      pairs: the mask, as ``read_mask`` or ``pairs.pairs_of`` gives it.
+      work_N: the number of allowed pairs of each block, ``block_work(pairs, block)``.
       block: tokens of a block.
       cp: the number of ranks.
     """
@@ -121,10 +125,11 @@ def _loads(work_N: Work, rank_N: Ranks, cp: int) -> np.ndarray:
 
 
 def read_mask(path: Path) -> Pairs:
-    """Reads a mask from a JSON file: `Intervals` or `Words`.
+    """Reads a mask from a JSON file: `Intervals` or `Words`, whose ``key_counts()`` are the keys that each query sees.
 
-    The file is an object with the key "intervals" alone, a [first, last] pair of keys for each query, last excluded, or
-    with "is", "attends" (lists of a number for each token) and "causal" (true or false), the fields of `Words`.
+    The file is an object with the key "intervals" alone, a [first, last] pair of keys for each query, numbered from 0,
+    last excluded ({"intervals": [[0, 1], [0, 2]]}), or with "is", "attends" (lists of a number for each token) and
+    "causal" (true or false), the fields of `Words`.
 
     Raises:
       ConfigError: the file cannot be read, or its contents are wrong; the message says where.

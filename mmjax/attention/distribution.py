@@ -30,7 +30,7 @@ def lpt(work_N: Work, ranks: int) -> Ranks:
     """Longest processing time first: most work to the rank with the least, with equally many blocks a rank.
 
     Takes the work of each block, whole numbers of 0 or more, and the number of ranks; returns the rank of each block,
-    as all methods of this file do. If ``ranks`` does not divide the blocks, ranks differ by one block.
+    int64 [N] from 0. If ``ranks`` does not divide the blocks, ranks differ by one block.
 
     Blocks in descending order of work are cut into sets of one block a rank. Pairs of sets with similar differences
     between ranks are merged: the rank with the most work of one set gets the least work of the other, and so on.
@@ -79,34 +79,44 @@ def lpt_by_work(work_N: Work, ranks: int) -> Ranks:
 
 
 def contiguous(work_N: Work, ranks: int) -> Ranks:
-    """One run of neighbouring blocks a rank, as in ring attention: block i of N has rank i * ranks // N."""
+    """One run of neighbouring blocks a rank, as in ring attention: block i of N has rank i * ranks // N.
+
+    ``work_N`` has the work of each block, of which only the number counts. Returns the rank of each block, int64 [N].
+    """
     return np.arange(len(work_N)) * ranks // len(work_N)
 
 
 def striped(work_N: Work, ranks: int) -> Ranks:
-    """Round robin (Brandon et al. 2023, "Striped Attention"): block i has rank i % ranks."""
+    """Round robin (Brandon et al. 2023, "Striped Attention"): block i has rank i % ranks.
+
+    ``work_N`` has the work of each block, of which only the number counts. Returns the rank of each block, int64 [N].
+    """
     return np.arange(len(work_N)) % ranks
 
 
 def zigzag(work_N: Work, ranks: int) -> Ranks:
     """Two runs of blocks a rank, one from either end, which balances a causal mask.
 
-    Returns the rank of each block, such as 0, 1, 1, 0 for 4 blocks and 2 ranks.
+    ``work_N`` has the work of each block, of which only the number counts. Returns the rank of each block, int64 [N]
+    such as [0, 1, 1, 0] for 4 blocks and 2 ranks.
     """
     run_N = np.arange(len(work_N)) * 2 * ranks // len(work_N)
     return np.minimum(run_N, 2 * ranks - 1 - run_N)
 
 
 def random_order(work_N: Work, ranks: int) -> Ranks:
-    """The rank of each block by a fixed permutation, with equally many blocks a rank; only the numbers of blocks and
-    ranks count.
+    """The rank of each block, int64 [N] from 0, by a fixed permutation, with equally many blocks a rank.
+
+    ``work_N`` has the work of each block, of which only the number counts. If ``ranks`` does not divide it, ranks
+    differ by one block.
     """
     return np.random.default_rng(0).permutation(np.arange(len(work_N)) % ranks)
 
 
 def exact(work_N: Work, ranks: int) -> Ranks:
-    """The optimum with equally many blocks a rank, for small problems (Cornstarch, Equation 1). Returns the rank of
-    each block.
+    """The optimum with equally many blocks a rank, for small problems (Cornstarch, Equation 1).
+
+    ``work_N`` has the work of each block, whole numbers of 0 or more. Returns the rank of each block, int64 [N] from 0.
 
     Raises:
       ConfigError: blocks times ranks are more than ``MAX_EXACT``, or the problem was not solved in ``SECONDS``.
@@ -141,7 +151,7 @@ def assign_parts(work_N: Work, sizes_N: Int[np.ndarray, " N"], ranks: int, capac
       capacity: tokens of a rank.
 
     Returns:
-      The rank of each part, or None if some part fits on no rank.
+      The rank of each part, int64 [N] from 0, or None if some part fits on no rank.
     """
     load_R, free_R, rank_N = np.zeros(ranks, np.int64), np.full(ranks, capacity), np.empty(len(work_N), np.int64)
     for part in np.lexsort((-sizes_N, -work_N)):

@@ -100,10 +100,10 @@ def gather_tokens(tokens: Tokens, mask: Mask, axes: tuple[str, ...], cp_way: str
     Their inputs are those of the mask, "order" included, and the plan of the exchange (see ``Exchange.plan``).
 
     Args:
-      tokens: this rank's tokens.
-      mask: the attention mask.
-      axes: mesh axes that the tokens of rows are split over.
-      cp_way: a key of ``EXCHANGES``.
+      tokens: this rank's tokens, such as ``Tokens.of(inputs, ("cp",))`` with "segments" ``[B, T]`` in ``inputs``.
+      mask: the attention mask, such as ``Mask("causal")``.
+      axes: mesh axes that the tokens of rows are split over, such as ("cp",).
+      cp_way: a key of ``EXCHANGES``: "gather", "need", "ring" or "all-to-all".
 
     Raises:
       ValueError: a host input of the mask is missing.
@@ -117,7 +117,12 @@ def token_info_with_order(tokens: Tokens, mask: Mask) -> TokenInfo:
     """The host inputs that the mask reads, by name; with "order" ``[B, T]`` if it reads orders, even where that is
     implicit.
 
-    An implicit order depends on the rank, so it has to be exchanged.
+    Always has "segments" ``[B, T]``; by the mask also "order", "positions", "is", "attends" and "items". An implicit
+    order depends on the rank, so it has to be exchanged.
+
+    Args:
+      tokens: this rank's tokens, such as ``Tokens.of(inputs, ("cp",))`` with "segments" ``[B, T]`` in ``inputs``.
+      mask: the attention mask, such as ``Mask("causal")``.
 
     Raises:
       ValueError: a host input of the mask is missing.
@@ -141,12 +146,13 @@ def attend_across_ranks(
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
-      tokens: this rank's tokens.
-      keys: the tokens of complete rows (see ``gather_tokens``).
-      kernel: computes the attention of queries to keys that are on one rank; its mask is the attention mask.
-      axes: mesh axes that the tokens of rows are split over.
-      cp_way: a key of ``EXCHANGES``.
-      precomputed: the kernel's arrays of the queries' tokens (see ``Backend.precompute``).
+      tokens: this rank's tokens, such as ``Tokens.of(inputs, ("cp",))`` with "segments" ``[B, T]`` in ``inputs``.
+      keys: the tokens of complete rows, ``gather_tokens(tokens, kernel.mask, axes, cp_way)``.
+      kernel: computes the attention of queries to keys that are on one rank; its mask is the attention mask, such as
+        ``Blockwise(Mask("causal"))``.
+      axes: mesh axes that the tokens of rows are split over, such as ("cp",).
+      cp_way: a key of ``EXCHANGES``: "gather", "need", "ring" or "all-to-all".
+      precomputed: the kernel's arrays of the queries' tokens by name (see ``Backend.precompute``); ``None`` for none.
 
     Raises:
       ValueError: with "all-to-all", the number of query heads is no multiple of the number of ranks.

@@ -139,7 +139,7 @@ class Kernel(AttentionVjp):
 def run_starts(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Whether each token is the first of a run: of neighbouring tokens of one segment, or of padding.
 
-    The first token of a row always is.
+    The first token of a row always is. ``segments_BT`` has the sample or medium of each token, from 1; 0 is padding.
     """
     previous_BT = jnp.concatenate([jnp.full_like(segments_BT[:, :1], -1), segments_BT[:, :-1]], axis=1)
     return segments_BT != previous_BT
@@ -150,7 +150,7 @@ def segment_runs(segments_BT: Int[Array, "B T"], max_runs: int) -> tuple[Int[Arr
 
     Args:
       segments_BT: the sample or medium that each token belongs to, from 1; 0 is padding, which has runs too.
-      max_runs: the size N of the results; further runs are left out.
+      max_runs: the size N of the results; at least the number of runs.
     """
     total = segments_BT.size
     (first_N,) = jnp.nonzero(run_starts(segments_BT).reshape(-1), size=max_runs, fill_value=total)
@@ -161,7 +161,8 @@ def segment_runs(segments_BT: Int[Array, "B T"], max_runs: int) -> tuple[Int[Arr
 def run_intervals(segments_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """First token (included) and last token (excluded) of each token's run, as int32 indices in the row.
 
-    A run is a stretch of neighbouring tokens of one segment, or of padding.
+    A run is a stretch of neighbouring tokens of one segment, or of padding. ``segments_BT`` has the sample or medium of
+    each token, from 1; 0 is padding.
     """
     T = segments_BT.shape[1]
     index_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segments_BT.shape)
@@ -227,13 +228,14 @@ def visible_intervals(
     All pairs are tested, ``block`` queries at a time; two numbers a query are stored.
 
     Args:
-      mask: the attention mask.
-      query_tokens, key_tokens: the host inputs of the T queries and the S keys, see ``custom_vjp.token_info``.
+      mask: the attention mask, such as ``Mask("causal")``.
+      query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT,
+        "order": order_BT}, as ``custom_vjp.token_info`` makes them.
       block: number of queries that are tested at a time.
 
     Returns:
       The index of the first key of each query's interval, the index behind its last key (both int32), and whether every
-        query sees all keys of its interval. The interval of padding is the first key.
+        query of every row sees all keys of its interval. The interval of padding is the first key.
     """
     queries, keys = (mask.inputs(Tokens.of(tokens)) for tokens in (query_tokens, key_tokens))
     index_S = jnp.arange(keys.segments.shape[1], dtype=jnp.int32)

@@ -209,8 +209,8 @@ class Mask:
 def bounds(inputs: MaskInputs, block: int) -> Bounds:
     """Lower and upper bounds of a mask's inputs in each block of ``block`` tokens.
 
-    The inputs are ``[B, T]`` or ``[B, T, A]``, where T is a multiple of ``block``; the bounds have T / ``block`` in
-    place of T.
+    The inputs, such as ``mask.inputs(tokens)``, are ``[B, T]`` or ``[B, T, A]``, where T is a multiple of ``block``.
+    The bounds are two ``MaskInputs`` (lower, upper) with T / ``block`` in place of T, and ``None`` for the same fields.
 
     For bit fields both bounds are the bits of all tokens of the block. Padding is left out; the upper bound of segments
     in a block of padding alone is at most 0. Tokens of text are left out of the bounds of items.

@@ -44,7 +44,8 @@ def transfer_sizes(blocks: int) -> tuple[int, ...]:
 def size_indices(max_R: Int[Array, " R"], blocks: int) -> Int[Array, " R"]:
     """The index in ``transfer_sizes(blocks)`` of the transfer over each distance.
 
-    ``max_R`` is a result of ``max_by_distance``; a number between two sizes is rounded up.
+    ``max_R`` has the number of needed blocks by distance, as ``max_by_distance`` gives it: [0, 3, 8] becomes [0, 3, 4]
+    for 8 blocks, whose sizes are (0, 1, 2, 4, 8). A number between two sizes is rounded up.
     """
     return jnp.searchsorted(np.array(transfer_sizes(blocks)), max_R).astype(jnp.int32)
 
@@ -52,7 +53,8 @@ def size_indices(max_R: Int[Array, " R"], blocks: int) -> Int[Array, " R"]:
 def received_blocks(max_R: Int[np.ndarray, " R"], blocks: int) -> int:
     """The number of blocks that a rank receives from all others, where each rank has ``blocks`` of them.
 
-    ``max_R`` is a result of ``max_by_distance``; each transfer is rounded up to one of ``transfer_sizes``.
+    ``max_R`` has the number of needed blocks by distance, as ``max_by_distance`` gives it; entry 0 does not count. Each
+    transfer is rounded up to one of ``transfer_sizes``: [0, 3, 8] needs 4 + 8 = 12, for 8 blocks a rank.
     """
     return int(np.array(transfer_sizes(blocks))[np.asarray(size_indices(jnp.asarray(max_R), blocks))][1:].sum())
 
@@ -72,13 +74,14 @@ def needed_blocks(mask: Mask, mask_inputs: MaskInputs, ranks: int) -> NeededBloc
     """Whether each rank needs each block of each other rank.
 
     Args:
-      mask: the attention mask.
-      mask_inputs: the mask's inputs ``[B, S]`` of all tokens of the rows, in the order of the ranks.
+      mask: the attention mask, such as ``Mask("causal")``.
+      mask_inputs: the mask's inputs ``[B, S]`` of all tokens of the rows, in the order of the ranks, such as
+        ``mask.inputs(tokens)``.
       ranks: the number of ranks; it divides S.
 
     Returns:
-      Booleans by row, needing rank, holding rank and the block's index there; False for a rank's own blocks. A block
-        has ``block_size(S / ranks)`` tokens.
+      Booleans ``[B, R, R, N]`` by row, needing rank, holding rank and the block's index there; False for a rank's own
+        blocks. A block has ``block_size(S / ranks)`` tokens.
     """
     tokens = mask_inputs.segments.shape[1] // ranks
     size = block_size(tokens)
@@ -112,8 +115,9 @@ def _renumber_segments(segments_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
 def max_by_distance(needed_BRRN: NeededBlocks) -> Int[Array, " R"]:
     """The maximal number of blocks that any rank needs, in any row, of the rank at each distance before it.
 
-    ``needed_BRRN`` is a result of ``needed_blocks``. Entry d is about rank r - d, modulo R, for all r; entry 0 is 0.
-    The result is typed as equal on all devices.
+    ``needed_BRRN`` is a result of ``needed_blocks``: booleans by row, needing rank, holding rank and block. Entry d of
+    the int32 result is about rank r - d, modulo R, for all r; entry 0 is 0. The result is typed as equal on all
+    devices.
     """
     counts_RR = needed_BRRN.sum(axis=-1, dtype=jnp.int32).max(axis=0)
     ranks = jnp.arange(len(counts_RR))

@@ -182,12 +182,14 @@ class MaskedRow:
 
 
 def pairs_of(mask: Mask, inputs: Mapping[str, np.ndarray]) -> Pairs:
-    """The pairs that a mask allows in one row; counting takes about O(T · K) for K different values of "attends".
+    """The pairs that a mask allows in one row of T tokens; its ``key_counts()`` are the keys that each query sees.
+
+    Counting takes about O(T · K) for K different values of "attends".
 
     Args:
-      mask: the attention mask.
-      inputs: the row's host inputs by name, ``[T]`` or ``[T, A]``, including those of ``mask.input_names``, with tokens
-        in any order; without "order" tokens are in row order.
+      mask: the attention mask, such as ``Mask("causal")``.
+      inputs: the row's host inputs by name, ``[T]`` or ``[T, A]``, including those of ``mask.input_names``, such as
+        {"segments": np.array([1, 1, 2, 0])}, with tokens in any order; without "order" tokens are in row order.
     """
     return MaskedRow(mask, {name: np.asarray(inputs[name]) for name in mask.input_names if name in inputs})
 
@@ -209,6 +211,9 @@ def _counts_before(key_filter_T: Bool[np.ndarray, " T"]) -> Int[np.ndarray, " T+
 def block_work(pairs: Pairs, block: int) -> Int[np.ndarray, " N"]:
     """The number of allowed pairs of each block of ``block`` queries, N = T / ``block`` rounded up; the last block may
     be shorter.
+
+    ``pairs`` is the mask of a row, as ``pairs_of`` gives it. For 4 tokens of one segment under a causal mask and blocks
+    of 2 the result is [3, 7].
     """
     return np.add.reduceat(pairs.key_counts(), np.arange(0, pairs.tokens, block))
 
@@ -217,9 +222,9 @@ def rank_work(pairs: Pairs, block: int, rank_N: Int[np.ndarray, " N"], ranks: in
     """The number of allowed pairs by the rank of the query (row) and the rank of the key (column).
 
     Args:
-      pairs: the mask.
+      pairs: the mask of a row, as ``pairs_of`` gives it.
       block: tokens of a block.
-      rank_N: the rank of each block.
+      rank_N: the rank of each block of queries and keys, from 0, as ``distribution.lpt`` gives it.
       ranks: the number of ranks.
     """
     rank_T = np.repeat(rank_N, block)[: pairs.tokens]
@@ -230,7 +235,8 @@ def rank_work(pairs: Pairs, block: int, rank_N: Int[np.ndarray, " N"], ranks: in
 def round_work(work_RR: Int[np.ndarray, "R R"]) -> int:
     """The pairs of the busiest rank in each round of a ring, summed: in round k rank r has the keys of rank r + k.
 
-    ``work_RR`` is a result of ``rank_work``.
+    ``work_RR`` has the allowed pairs by the rank of the query (row) and of the key (column), as ``rank_work`` gives
+    them.
     """
     ranks = np.arange(len(work_RR))
     return sum(int(work_RR[ranks, (ranks + k) % len(ranks)].max()) for k in ranks)

@@ -26,8 +26,8 @@ def dense_attention(
 
     Args:
       q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
-      tokens: the queries' tokens.
-      mask: the attention mask.
+      tokens: the queries' tokens, such as ``Tokens.of({"segments": segments_BT})``.
+      mask: the attention mask, such as ``Mask("causal")``.
       keys: the keys' tokens; by default the queries' tokens.
 
     Raises:

@@ -128,7 +128,7 @@ def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 
 
     Args:
       cls: the gin name of the module's settings, such as "Decoder".
-      attention: the name of the backend, one of ``BACKENDS``.
+      attention: the name of the backend, one of ``BACKENDS``: "auto", "dense", "blockwise", "cudnn" or "tokamax".
       head_width: width of one head.
       grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
       kind: the kind of the mask: "causal", "full" or "words".

@@ -213,14 +213,18 @@ def _varying_like(results: Any, like: Array) -> Any:
 
 
 def forward_kernel() -> tuple[Any, Any]:
-    """tokamax's function of one row, and its block sizes (a ``Config`` of tokamax). Imports tokamax, an optional
-    package.
+    """The pair (function, config): tokamax's attention of one row, and its block sizes as tokamax's ``Config``.
+
+    Imports tokamax, an optional package; raises ImportError without it.
     """
     module = import_module(f"{_KERNELS}_kernel_sm90")
     return module.flash_attention_kernel, module.Config(**_BLOCKS)
 
 
 def backward_kernel() -> tuple[Any, Any]:
-    """tokamax's function of the gradients of one row, and its block sizes. Imports tokamax, an optional package."""
+    """The pair (function, config): tokamax's gradients of one row, and their block sizes as tokamax's ``Config``.
+
+    Imports tokamax, an optional package; raises ImportError without it.
+    """
     module = import_module(f"{_KERNELS}_vjp_kernel_sm90")
     return module.flash_attention_vjp_kernel, import_module(f"{_KERNELS}_vjp_common").Config(**_BACKWARD_BLOCKS)

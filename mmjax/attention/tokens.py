@@ -81,7 +81,7 @@ class Tokens:
 
 
 def pad_to_multiple(x: Array, size: int, axis: int = 1) -> Array:
-    """Pads an axis with zeros at its end, up to a multiple of ``size``."""
+    """The array with zeros added at the end of dimension ``axis``, up to a multiple of ``size``; ``x`` if it is one."""
     missing = -x.shape[axis] % size
     return jnp.pad(x, [(0, missing * (dim == axis)) for dim in range(x.ndim)]) if missing else x
 

@@ -51,7 +51,8 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves as nested dicts, one level per "/": {"llm": {"embed": x}} for {"llm/embed": x}.
 
     Raises:
-      CheckpointError: two leaves have one name, or names that Orbax could confuse.
+      CheckpointError: two leaves have one name, or a name has other characters than letters, digits, "_" and "-",
+        joined with "/".
     """
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -88,8 +89,8 @@ def require_addressable(leaves: Mapping[str, jax.Array]) -> None:
 def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises `CheckpointError` unless `stored` and `targets` have the same names, shapes and dtypes.
 
-    Both are by name, such as "params/llm/embed"; `path` is the checkpoint, for the message. One of the `FLOATING`
-    dtypes may differ from another.
+    Both are by name, such as "params/llm/embed": `stored` as in `metadata_of(path).leaves`, `targets` with shape, dtype
+    and sharding. `path` is the checkpoint, for the message. One of the `FLOATING` dtypes may differ from another.
 
     Raises:
       CheckpointError: leaves differ, or a target has no sharding; one line with all differences.
@@ -116,23 +117,32 @@ def require_match(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[s
 
 
 def same_kind(stored: str, target: str) -> bool:
-    """Whether a leaf that is stored in one dtype can be read into the other; both by name, such as "bfloat16"."""
+    """Whether a leaf that is stored in one dtype can be read into the other; both by name, such as "bfloat16".
+
+    The names are equal, or both are in `FLOATING`.
+    """
     return stored == target or {stored, target} <= set(FLOATING)
 
 
 def as_stored(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The targets, by name, with the dtypes of the `stored` leaves of the same names. Raises KeyError."""
+    """The targets, by name, with the dtypes of the `stored` leaves of the same names.
+
+    Both are by name, such as "params/llm/embed"; `stored` may have further leaves. Raises KeyError for a target that is
+    not stored.
+    """
     return {name: want.update(dtype=stored[name].dtype) for name, want in targets.items()}
 
 
 def in_both(
     stored: Mapping[str, LeafInfo], targets: Mapping[str, jax.ShapeDtypeStruct], group: Callable[[str], str]
 ) -> tuple[dict[str, LeafInfo], dict[str, jax.ShapeDtypeStruct]]:
-    """Both sets of leaves, without groups that only one of them has; leaves of the group "" always stay.
+    """Both sets of leaves (stored, targets), without groups that only one of them has; leaves of the group "" always
+    stay.
 
-    `group` maps a leaf's name to its group.
+    Both are by name, such as "adam_m/llm/embed". `group` is a function from such a name to its group, such as "llm", or
+    "".
     """
     groups = {group(name) for name in stored} & {group(name) for name in targets} | {""}
     common = {name: leaf for name, leaf in stored.items() if group(name) in groups}

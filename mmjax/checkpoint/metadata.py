@@ -136,7 +136,7 @@ class Unsealed:
 
 
 def unseal(stored: Mapping[str, Any]) -> Metadata:
-    """Reads the stored form of metadata, the parsed text of ``Unsealed.seal``, and compares its checksum.
+    """Reads the stored form of metadata, a dict as ``storage.read_metadata`` gives it, and compares its checksum.
 
     Raises:
       CheckpointError: it is intact, but of a newer version.

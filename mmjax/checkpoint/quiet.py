@@ -14,7 +14,7 @@ _logger = logging.getLogger("mmjax.checkpoint")
 
 @functools.cache
 def quieten() -> None:
-    """Silences Orbax for the rest of the process; other messages are not affected.
+    """Silences Orbax's errors and stack traces for the rest of the process; other messages are not affected.
 
     Orbax logs a failure's stack trace from several threads. If one array cannot be read or written, it also closes its
     event loop while TensorStore still works on the others. Each of these then prints a stack trace that no caller can

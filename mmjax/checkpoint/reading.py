@@ -126,7 +126,8 @@ def _read_all(path: Path, stored: Mapping[str, LeafInfo], targets: Mapping[str, 
 
 
 def in_all_processes(read: Callable[[], T]) -> T:
-    """Returns the result of this process's `read()`; if it fails in one process, this raises in all.
+    """Returns the result of this process's `read()`, a function without arguments; if it fails in one process, this
+    raises in all.
 
     All processes call it.
 

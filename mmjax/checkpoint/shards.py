@@ -47,7 +47,10 @@ class _NoShard:
 
 
 def local_shards(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The leaves by name, in a form that Orbax takes: as `LocalShards` if there are several processes."""
+    """The leaves by name, such as "params/llm/embed", in a form that Orbax takes.
+
+    In one process they are the arrays themselves, in several `LocalShards` of them.
+    """
     if jax_compat.process_count() == 1:
         return dict(leaves)
     return {name: LocalShards(leaf) for name, leaf in leaves.items()}
@@ -57,7 +60,8 @@ def state_handler(rounds: Callable[[int, str], str] | None) -> type[Any]:
     """The class of Orbax's handler of trees; with several processes it takes `LocalShards` too.
 
     Args:
-      rounds: exchanges problems among the processes of a write (see `storage.WriteRounds`); `None` to read only.
+      rounds: exchanges problems among the processes of a write: takes a round's number and this process's problem or
+        "", and returns the first problem of any or "", as a `storage.WriteRounds` does; `None` to read only.
     """
     plain = ocp.handlers.PyTreeHandler
     if jax_compat.process_count() == 1:
@@ -121,7 +125,10 @@ def attend_commit(response: Any) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Type and first line of the original error, such as "OSError: No space left"; Orbax wraps it several times."""
+    """Type and first line of the original error, such as "OSError: No space left", or the type alone if it has no text.
+
+    `error` may be wrapped several times, as Orbax does: `__cause__` and `__context__` are followed to the first.
+    """
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = str(error).strip().splitlines()

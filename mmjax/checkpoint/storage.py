@@ -113,10 +113,10 @@ class Write:
 
 
 def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Reads leaves of the checkpoint `path` as nested dicts of arrays, without other processes.
+    """Reads leaves of the checkpoint `path` as nested dicts of arrays, one level per "/"; without other processes.
 
     `leaves` has the global shape, dtype and sharding of each, by its name in the checkpoint, such as
-    "params/llm/embed".
+    "params/llm/embed"; {} gives {}.
 
     Raises:
       Exception: an error of a dozen possible types, for a torn directory.
@@ -126,7 +126,7 @@ def read(path: Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, An
 
 
 def read_metadata(path: Path) -> Any:
-    """Reads the JSON value of the metadata beside the leaves of the checkpoint `path`, for `metadata.unseal`.
+    """Reads the JSON value of the metadata beside the leaves of the checkpoint `path`, a dict for `metadata.unseal`.
 
     Raises:
       OSError, ValueError: it cannot be read.
@@ -144,8 +144,8 @@ def export(leaves: Mapping[str, jax.Array], path: str | Path, *, metadata: Mappi
     Args:
       leaves: parameters by "/"-joined name, such as "llm/embed"; this process owns all their shards.
       path: the directory to make.
-      metadata: JSON values of the fields of `Metadata`, by field, without `leaves`; also kept as the Orbax checkpoint's
-        custom metadata.
+      metadata: JSON values by field of `Metadata`, without `leaves`: {"step": 500, "seed": 0, "config": "", "versions":
+        versions(), "extra": {}}; also kept as the Orbax checkpoint's custom metadata.
 
     Raises:
       CheckpointError: the path exists, or a leaf's name or ownership is wrong.

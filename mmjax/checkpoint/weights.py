@@ -114,12 +114,16 @@ class SavedParameters:
 
 
 def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:
-    """Calls `SavedParameters.find` for each folder; returns the results by folder.
+    """Finds the parameters in each folder, by folder as it was named: of a run's newest checkpoint, a checkpoint or an
+    export.
+
+    No leaf is read yet.
 
     It fails in all processes or in none; all call it with the same folders.
 
     Raises:
-      CheckpointError: see `SavedParameters.find`.
+      CheckpointError: a folder is none of these, or cannot be read.
+      TornCheckpointError: it failed in another process.
     """
     return {folder: in_all_processes(functools.partial(SavedParameters.find, folder)) for folder in folders}
 

@@ -96,9 +96,16 @@ class Boundary:
 
 
 def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> str:
-    """The ``kind`` of a boundary between two submeshes, without planning it: ``local``, ``async`` or ``rendezvous``.
+    """The ``kind`` of a boundary between two submeshes, without planning it: "local", "async" or "rendezvous".
+
+    It is "local" on the same ranks; otherwise "async" if the mover is "device_put", and "rendezvous" if "collective".
+
+    Args:
+      source, target: the devices of the sending and the receiving stage, such as ``Submesh.of(Layout(), (0,),
+        devices)``.
+      transport: "auto", "device_put" or "collective", as in ``World.transport``.
 
     Raises:
-      ConfigError: ``device_put`` between devices of several processes.
+      ConfigError: "device_put" between devices of several processes.
     """
     return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

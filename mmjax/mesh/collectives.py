@@ -16,7 +16,8 @@ from mmjax.mesh.routes import Route, rounds
 
 
 def broadcast_from_leader(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The local ``x`` of the first rank of the group spanned by the mesh axes ``axes``, on every rank of the group.
+    """The local ``x`` of the first rank of the group spanned by the mesh axes ``axes``, such as ("cp", "tp"), on every
+    rank of the group.
 
     Must be called inside ``shard_map``. A masked sum rather than an all-gather: the result needs no extra copies, and
     on GPU it is one ring.
@@ -36,10 +37,11 @@ def exchange(
 
     Args:
       pieces: pieces that this rank may send, all of one shape; their values do not matter on ranks that send nothing.
-      routes: which rank sends which piece to which rank.
+      routes: which rank sends which piece to which rank, such as (Route(0, 0, 1, 2),): piece 0 of rank 0 becomes piece
+        2 of rank 1.
       target_pieces: number of pieces that one rank holds afterwards.
-      position: by rank, its index along ``axes``.
-      axes: mesh axes whose product numbers the ranks.
+      position: by each rank of the group, its index along ``axes``, from 0.
+      axes: mesh axes whose product numbers the ranks, such as ("dp", "tp").
 
     Returns:
       This rank's ``target_pieces`` pieces, by ``Route.target_piece``; zeros where none was received.

@@ -297,7 +297,7 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
     """Ranges of layer numbers, one for each stage, which follow one another and are as equal as possible.
 
     The first and the last stage also hold the embedding and the head, so spare layers go to the middle first, then to
-    the first stage.
+    the first stage: (range(0, 2), range(2, 5), range(5, 7)) for 7 layers and 3 stages. Numbers count from 0.
     """
     base, surplus = divmod(layers, stages)
     order = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))
@@ -311,7 +311,7 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def cell_count(layouts: Iterable[Layout]) -> int:
-    """Number of cells of a microbatch: the least common multiple of all modules' dp degrees."""
+    """Number of cells of a microbatch: the least common multiple of the dp of all modules' layouts."""
     return math.lcm(*(layout.dp for layout in layouts))
 
 

@@ -139,14 +139,15 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 
 
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
-    """The class of mover that ``transport`` names: ``device_put``, ``collective`` or ``auto``.
+    """The class ``DevicePutMover`` or ``CollectiveMover``, by ``transport``: "device_put", "collective" or "auto".
 
-    ``auto`` copies directly where one process owns the devices of both ends, and else takes ``collective``.
+    "auto" takes "device_put" where one process owns the devices of both ends, and else "collective". ``source`` and
+    ``target`` are the devices of the two stages, such as ``Submesh.of(Layout(), (0,), devices)``.
 
     The result is the same in every process, also in one that owns none of these devices.
 
     Raises:
-      ConfigError: ``device_put`` between devices of several processes.
+      ConfigError: "device_put" between devices of several processes.
     """
     crosses_processes = len(source.processes | target.processes) > 1
     if transport == "auto":

@@ -53,9 +53,10 @@ def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.env
     """Reads from flags, environment or launcher how the processes meet; ``None`` for a run of one process.
 
     Args:
-      flags: values of the flags ``NAMES``, by name without dashes; empty or absent where a flag is not set. A flag
-        wins over the environment, and the environment over a launcher.
-      environ: the environment.
+      flags: values of the flags ``NAMES``, by name without dashes, such as {"coordinator": "host:9876",
+        "num_processes": "2", "process_id": "0"}; empty or absent where a flag is not set. A flag wins over the
+        environment, and the environment over a launcher.
+      environ: the environment's variables, by name.
 
     Raises:
       ConfigError: a setting is missing, malformed or out of range; the message is one line.
@@ -98,7 +99,9 @@ def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.env
 
 
 def variable(name: str) -> str:
-    """Name of the environment variable of a setting of ``NAMES``: "MMJAX_PROCESS_ID" for "process_id"."""
+    """Name of the environment variable of a setting of ``NAMES`` ("coordinator", "num_processes", "process_id"):
+    "MMJAX_PROCESS_ID" for "process_id".
+    """
     return f"MMJAX_{name.upper()}"
 
 
@@ -118,14 +121,14 @@ def _integer(name: str, value: str) -> int | None:
 
 
 def set_lifeline(lifeline: Lifeline) -> None:
-    """Keeps this process's lifeline; from now on other processes wait for this one."""
+    """Keeps this process's lifeline, as ``Lifeline.open`` gives it; from now on other processes wait for this one."""
     global _lifeline
     _lifeline = lifeline
     sigterm.set_notifier(abandon)
 
 
 def give_up(reason: str) -> NoReturn:
-    """Ends this process with status 1 and the others with ``FOLLOWED``; may be called from any thread.
+    """Ends this process with status 1 and the others, if any, with ``FOLLOWED`` (3); may be called from any thread.
 
     ``reason`` is one line, which all of them print. Exits instead of raising: other threads may wait for a process that
     waits for this one.
@@ -136,7 +139,8 @@ def give_up(reason: str) -> NoReturn:
 
 
 def give_up_stuck(process: int, news: str) -> None:
-    """Ends this process and the others because process number ``process`` is stuck; may be called from any thread.
+    """Ends this process and the others, if any, because process number ``process``, from 0, is stuck; may be called
+    from any thread.
 
     ``news`` is one line, which all of them print. Every process writes its stacks and exits with status ``STUCK``.
     Returns only if this process is already ending.
@@ -164,11 +168,16 @@ def leave() -> None:
 
 
 def abandon(reason: str, status: int = FOLLOWED) -> None:
-    """Reports to the other processes, if any, why this one ends early; they exit with ``status``."""
+    """Reports to the other processes, if any, why this one ends early; they exit with ``status``.
+
+    ``reason`` is one line, which they print. This process goes on, and has to end by itself.
+    """
     if _lifeline:
         _lifeline.fail(reason, status)
 
 
 def has_peers() -> bool:
-    """Whether other processes wait for this one."""
+    """Whether other processes wait for this one: True from ``set_lifeline`` to ``leave``, False in a run of one
+    process.
+    """
     return _lifeline is not None

@@ -27,7 +27,9 @@ _number = itertools.count()
 
 
 def join(processes: Processes | None) -> None:
-    """Connects to the other processes, before any backend is started; does nothing for a run of one process.
+    """Connects to the other processes, before any backend is started; does nothing for ``None``, a run of one process.
+
+    ``processes`` is the result of ``process_group.find_processes``.
 
     From then on the end of any process ends the others: each prints which one ended, and exits with status ``FOLLOWED``
     or the one that the failed process has chosen.
@@ -123,14 +125,16 @@ def broadcast_text(value: str) -> str:
 
 
 def gather_texts(value: str) -> list[str]:
-    """The texts of all processes, in the order of their indices; all have to call this, in the same order of calls."""
+    """The ``value`` of each process, by its index; all have to call this, in the same order of calls."""
     return Exchange()(value)
 
 
 def barrier(name: str, processes: Collection[int]) -> None:
-    """Waits until all of these processes have called this with ``name``; a name may be used once.
+    """Waits until all of these processes have called this with ``name``, such as "saved/100"; a name may be used once
+    in a run.
 
-    ``processes`` has the indices of the processes, this one too, and is the same in all of them.
+    ``processes`` has the indices of the processes, such as (0, 1), this one too, and is the same in all of them.
+    Returns at once for fewer than two.
     """
     if len(processes) > 1:
         jax_compat.coordination_client().wait_at_barrier(f"mmjax/{name}", round(1000 * _PATIENCE), sorted(processes))

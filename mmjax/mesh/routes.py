@@ -117,6 +117,9 @@ class UnitGrid:
 def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes from every rank to its counterpart, for equal numbers of intervals and ranks. A piece is a whole shard.
 
+    ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=2)``; with ranks (2, 3) as
+    the target the result is (Route(0, 0, 2, 0), Route(1, 0, 3, 0)), of rank, piece, rank, piece.
+
     Raises:
       ValueError: the numbers of ranks differ.
     """
@@ -127,7 +130,9 @@ def peer_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
 def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
     """Routes of units, in row order, from source leaders to target leaders. A unit is numbered within its interval.
 
-    If the target's leader is a rank of the source, the source's leader is the one of the same copy.
+    ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=2)``. There is one route for
+    each unit, of source, source_piece, target and target_piece. If the target's leader is a rank of the source, the
+    source's leader is the one of the same copy.
     """
     units, routes = UnitGrid.between(source, target), []
     locations = zip(units.locate(source), units.locate(target), strict=True)
@@ -141,7 +146,8 @@ def leader_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 def slices_received(source: RowSharding, target: RowSharding) -> int:
     """Number of slices of one unit that a target rank receives: ``source.width / target.width``, rounded up.
 
-    It is enough that every source rank sends one.
+    It is enough that every source rank sends one. ``source`` and ``target`` are the stages' rows, such as
+    ``RowSharding(ranks=(0, 1), dp=1)``, of width 2.
     """
     return -(-source.width // target.width)
 
@@ -149,13 +155,17 @@ def slices_received(source: RowSharding, target: RowSharding) -> int:
 def slices_sent(source: RowSharding, target: RowSharding) -> int:
     """Largest number of slices of one unit that a source rank sends.
 
-    It is ``slices_received(source, target) * target.width / source.width``, rounded up.
+    It is ``slices_received(source, target) * target.width / source.width``, rounded up. ``source`` and ``target`` are
+    the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=1)``, of width 2.
     """
     return -(-slices_received(source, target) * target.width // source.width)
 
 
 def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]:
-    """Routes of slices, such that every rank sends and every rank receives.
+    """Routes of slices, such that every rank sends and every rank receives, by units and then by slices.
+
+    ``source`` and ``target`` are the stages' rows, such as ``RowSharding(ranks=(0, 1), dp=1)``. A route has source,
+    source_piece, target and target_piece: ranks, and numbers of slices from 0.
 
     Slice ``j`` of a unit goes from rank ``j mod width`` of the source group to rank ``j // slices_received`` of the
     target group. Source rank ``i`` numbers the slices ``i, i + width, ...`` of its first unit, then those of the next
@@ -180,7 +190,7 @@ def sliced_routes(source: RowSharding, target: RowSharding) -> tuple[Route, ...]
 def rounds(routes: Iterable[Route]) -> tuple[tuple[Route, ...], ...]:
     """Splits routes into rounds in which no rank sends twice or receives twice; every route is in one round.
 
-    Each round is one ``ppermute``.
+    Each round is one ``ppermute``. (Route(0, 0, 1, 0), Route(0, 1, 2, 0)), of rank, piece, rank, piece, needs two.
 
     There are as few rounds as the busiest rank sends or receives pieces: edge colouring of a bipartite graph by
     alternating paths (König).
@@ -216,6 +226,8 @@ def _first_free(used: Mapping[int, Route]) -> int:
 
 def components(routes: Sequence[Route], target: RowSharding) -> tuple[tuple[Route, ...], ...]:
     """Connected components of the routes. Two routes are connected if they share a rank or lead to one target group.
+
+    ``target`` is the receiving stage's rows, such as ``RowSharding(ranks=(2, 3), dp=2)``.
 
     The ranks of a group work in step anyway, so joining their routes into one program makes no rank wait. Ranks that
     receive nothing connect no routes. Components are ordered by their lowest ranks, the same in all processes.

@@ -391,11 +391,20 @@ def make_routing(
     aval: jax.ShapeDtypeStruct,
     placements: tuple[Placement, Placement] = WHOLE_ROWS,
 ) -> Routing:
-    """The routing for the setting ``route`` (``leader`` or ``sliced``) between two stages.
+    """The routing for the setting ``route`` ("leader" or "sliced") between two stages.
 
-    Other arguments and errors are those of ``Routing``. Stages of equal degrees need no leader: every rank sends its
-    shard to its counterpart. Between groups of one rank a slice is a whole unit, so ``sliced`` is the same as
-    ``leader``.
+    Stages of equal degrees need no leader: every rank sends its shard to its counterpart. Between groups of one rank a
+    slice is a whole unit, so "sliced" is the same as "leader".
+
+    Args:
+      route: the value of ``World.route``.
+      name: a name for messages, such as "vision->llm".
+      source, target: the devices of the stages, such as ``Submesh.of(Layout(), (0,), devices)``.
+      aval: global shape and dtype of the tensor, rows first.
+      placements: how the stages at the two ends hold the tensor, "whole", "inside" or "listed" (see ``Placement``).
+
+    Raises:
+      ValueError: rows do not divide into the units of both ends, or stages of one module differ in degrees.
     """
     degrees = {End(submesh, placement).degrees for submesh, placement in zip((source, target), placements, strict=True)}
     routing_class = LeaderRouting

@@ -64,7 +64,7 @@ class PretracedSpmd(Spmd):
 def with_sharding(shapes: Any, mesh: Mesh, specs: Any) -> Any:
     """Attaches shardings on ``mesh`` to a tree of global shapes and dtypes; returns a tree of ``ShapeDtypeStruct``.
 
-    ``specs`` are ``PartitionSpec`` in a prefix of that tree.
+    ``specs`` are ``PartitionSpec`` in a prefix of that tree, such as one for all leaves.
     """
 
     def attach(spec: PartitionSpec, subtree: Any) -> Any:
@@ -100,7 +100,16 @@ def to_devices(tree: Any, shardings: Any) -> Any:
 
 
 def local_shards(tree: Any, shardings: Any) -> Any:
-    """Like ``to_devices``, but puts each array shard by shard; for arrays with shards on devices of other processes."""
+    """Puts host arrays on devices shard by shard; for arrays with shards on devices of other processes, too.
+
+    Args:
+      tree: numpy arrays of the global shapes, numbers, or objects with a ``shape`` that are indexed like arrays, only
+        for this process's shards.
+      shardings: a ``NamedSharding`` for every array, or one for all.
+
+    Returns:
+      The tree of global arrays.
+    """
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 
@@ -150,7 +159,7 @@ def remote_array(aval: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def by_device(array: jax.Array) -> dict[Any, jax.Array]:
-    """This process's shards of an array, as separate arrays, by device."""
+    """This process's shards of an array, as separate arrays, by ``jax.Device``; {} if it has none."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 

@@ -21,7 +21,7 @@ def path_pattern() -> str:
 
 
 def dump() -> None:
-    """Writes the stacks of all threads to the file, if one is set."""
+    """Writes the stacks of this process's threads to the file of ``write_to``, if one is set; ignores an OSError."""
     if _file:
         with contextlib.suppress(OSError), _file.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)

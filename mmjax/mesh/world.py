@@ -147,7 +147,7 @@ class World:
 
 
 def default_cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/mmjax/xla``, or below ``~/.cache``."""
+    """The folder of compiled programs: ``$XDG_CACHE_HOME/mmjax/xla``, or ``~/.cache/mmjax/xla`` if that is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmjax" / "xla"
 
 

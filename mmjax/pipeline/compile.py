@@ -14,14 +14,14 @@ from mmjax.mesh.spmd import Program
 def compile_all(
     programs: Sequence[Program], report: Callable[[int, int, str], None] | None = None, workers: int = 0
 ) -> None:
-    """Traces programs one after another and compiles them in parallel.
+    """Traces programs one after another and compiles them in parallel; returns when all processes are done.
 
     Each process waits for the others: a process that is still compiling would make them wait in a collective, which
     times out after half a minute.
 
     Args:
-      programs: programs to compile; compiled ones are skipped.
-      report: called with (done, total, name of the program just finished).
+      programs: programs of this process to compile, which may repeat; compiled ones are skipped.
+      report: called with (done, total, name of the program just finished), where done counts from 1.
       workers: number of threads; 0 means one per core, at most eight.
     """
     unique = list({id(program): program for program in programs}.values())

@@ -164,9 +164,15 @@ class Ends:
 def busy_seconds(
     times: OpTimes, dependencies: Callable[[Op], Sequence[Op]], module: Callable[[Op], str]
 ) -> dict[str, dict[int, float]]:
-    """Seconds that each rank spent in the F, B and W of each module, by module, then by rank.
+    """Seconds that each rank spent in the F, B and W of each module: {"llm": {0: 1.5}}, by module, then by rank.
 
-    dependencies: `Schedule.dependencies`. module: returns the module of an F, B or W.
+    Ranks are those of this process.
+
+    Args:
+      times: when the ops of a step were dispatched and ended, in seconds of one clock: ``OpTimes(step=0, ops=ops,
+        dispatched={op: 0.0, ...}, ended={op: {0: 1.5}, ...})``, ended by op and then by rank.
+      dependencies: returns the ops whose results an op reads: `Schedule.dependencies`.
+      module: returns the name of the module of an F, B or W, such as "llm".
 
     A rank begins an op when the op is dispatched and both the rank's previous op and the op's dependencies have ended.
     Time in which the ranks of an op wait for each other inside it counts for all of them.
@@ -191,7 +197,9 @@ def busy_seconds(
 
 
 def numbers_of(ops: Sequence[Op]) -> Callable[[Work], int]:
-    """A function from an op to its position in `ops`, from 0; 0 for other ops and for the program of a whole step."""
+    """A function from an op to its position in `ops`, from 0; 0 for other ops and for a text, the name of the program
+    of a whole step.
+    """
     numbers = dict(zip(ops, itertools.count()))
     return lambda op: numbers.get(op, 0) if isinstance(op, Op) else 0
 

@@ -82,17 +82,18 @@ class StepResult:
 
 
 def model_losses(placed: PlacedModel) -> LossKinds:
-    """The losses of the model, by module and then by name; a module without losses is absent."""
+    """The losses of the model on its devices, by module and then by name; a module without losses is absent."""
     return {node.module: placed.stages[node.name].model.losses for node in placed.graph.losses}
 
 
 def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[str, Float[np.ndarray, " losses"]]:
-    """Cotangents of the losses, float32, by the name of the stage: weight over denominator, 0 for a denominator of 0.
+    """Cotangents of the losses, float32, by stage, such as "llm.1": weight over denominator, 0 for a denominator of 0.
 
-    Rounded once, on the host, so that the fp32 cotangent of a loss is the same under every layout.
+    In the order of ``model_losses``. Rounded once, on the host, so that the fp32 cotangent of a loss is the same under
+    every layout.
 
     Args:
-      placed: the model.
+      placed: the model on its devices, such as ``Trainer.executor.placed``.
       denominators: counts of the step by ``Loss.count``, such as "llm" or "samples".
 
     Raises:

@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def finite_ops(executor: Executor) -> AbstractContextManager[None]:
-    """A context in which every op's outputs are checked right after its dispatch.
+    """A context in which every op's outputs are checked right after its dispatch; ``executor`` is ``Trainer.executor``.
 
     Raises (out of ``executor.step``):
       NonFiniteError: at the first op with an output that is not finite.
@@ -63,8 +63,8 @@ def first_nonfinite(placed: PlacedModel, states: Mapping[str, State]) -> str:
     With several processes, "process 1: " is before it, with the first process that has such a value.
 
     Args:
-      placed: the model on its devices.
-      states: the states of this process's stages, by stage.
+      placed: the model on its devices, such as ``Trainer.executor.placed``.
+      states: the states of this process's stages, by stage, such as ``Trainer.executor.states``.
     """
     flags = {name: stage.state.is_finite(states[name]) for name, stage in placed.local_stages.items()}
     # All flags are dispatched before the first is read. Processes that share a stage find the same value.

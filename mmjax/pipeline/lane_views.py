@@ -20,7 +20,8 @@ def on_lane(arrays: Tree, avals: Tree) -> Tree:
     """The tree of ``arrays`` with their shards on a lane's devices, as arrays of that lane.
 
     Args:
-      arrays: arrays over all lanes, for some or all leaves of ``avals``.
+      arrays: arrays over all lanes, a tree of nested dicts such as {"llm": {"embed": x}}, with some or all leaves of
+        ``avals``.
       avals: ``ShapeDtypeStruct`` with shardings on the lane.
     """
     lane_avals = by_name(avals)
@@ -28,10 +29,11 @@ def on_lane(arrays: Tree, avals: Tree) -> Tree:
 
 
 def over_lanes(lanes: Iterable[Tree], avals: Tree) -> Tree:
-    """Arrays over all lanes, from the arrays on each lane on this process's devices.
+    """A tree of arrays over all lanes, from the arrays on each lane on this process's devices.
 
     Args:
-      lanes: a tree like ``avals`` for each of these lanes, in any order.
+      lanes: a tree like ``avals`` for each of these lanes, in any order; trees are nested dicts such as {"llm":
+        {"embed": x}}.
       avals: ``ShapeDtypeStruct`` with shardings over all lanes.
     """
     named = [by_name(lane) for lane in lanes]

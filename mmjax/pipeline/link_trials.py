@@ -74,6 +74,8 @@ class LinkTrial:
 def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...]:
     """Trials of all communication in an executor's steps, in the same order in every process; names are unique.
 
+    ``executor`` is such as ``Trainer.executor``. A trial is named such as "vision.0->llm.0 forward" or "llm.0 reduce".
+
     A boundary is tried in its largest bucket. A transfer that stays on its device is not tried.
     """
     boundaries, functions = _largest_boundaries(executor), _functions(executor)
@@ -118,7 +120,11 @@ def _direction_trials(name: str, forward: Transfer, backward: Transfer | None) -
 
 
 def boundary_trial(name: str, transfer: Transfer) -> LinkTrial:
-    """The trial ``name`` of all three steps of a transfer: pack, move and unpack of rows filled with their numbers."""
+    """The trial ``name`` of all three steps of a transfer: pack, move and unpack of rows filled with their numbers.
+
+    ``name`` is such as "vision.0->llm.0 forward"; ``transfer`` is one direction of a ``Boundary``, its ``forward`` or
+    ``backward``.
+    """
     source, target = transfer.source_aval, transfer.target_aval
 
     def make() -> Any:
@@ -266,7 +272,7 @@ def _sum(kind: str, stage: Stage, axes: tuple[str, ...], size: int) -> LinkTrial
 
 
 def programs_of(trials: Iterable[LinkTrial]) -> list[Program]:
-    """The trials' programs that this process has to compile; they may repeat."""
+    """The programs of these results of ``link_trials`` that this process has to compile; they may repeat."""
     return [program for trial in trials for program in trial.programs if program.local]
 
 

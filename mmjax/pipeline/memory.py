@@ -75,32 +75,46 @@ def shard_bytes(tree: Any) -> int:
 def residual_bytes(
     placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph | None = None
 ) -> dict[str, int]:
-    """Bytes that a device keeps from a microbatch's forward to its backward, by stage, in the largest of ``shapes``.
+    """Bytes that a device keeps from a microbatch's forward to its backward, by stage, such as {"llm.0": 4096}.
 
-    They are the residuals, and the received activations if backward reads them; 0 for a stage without backward.
-    ``validate`` adds them up over the microbatches in flight; ``measured_residuals`` measures the same. ``graph`` is
-    the schedule's; without it no backward is split.
+    They are the residuals, and the received activations if backward reads them; 0 for a stage without backward. Each
+    stage has the largest number of ``shapes``. ``validate`` adds them up over the microbatches in flight;
+    ``measured_residuals`` measures the same.
+
+    Args:
+      placed: the model on its devices, such as ``place_model(recipe, packer, tokenizer).placed``.
+      shapes: input shapes of each bucket combination, such as ``place_model(recipe, packer,
+        tokenizer).shapes.values()``.
+      graph: the schedule's, ``Schedule.graph``; without it no backward is split.
     """
     traced = [placed.trace(inputs, graph).stages for inputs in shapes]
     return {name: max(in_flight_bytes(functions[name]) for functions in traced) for name in placed.stages}
 
 
 def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: StageGraph) -> dict[str, int]:
-    """Bytes that a device keeps from a microbatch's B to its W, by split stage, in the largest of ``shapes``."""
+    """Bytes that a device keeps from a microbatch's B to its W, by split stage, such as {"llm.0": 4096}; {} without
+    any.
+
+    Args:
+      placed: the model on its devices, such as ``place_model(recipe, packer, tokenizer).placed``.
+      shapes: input shapes of each bucket combination, of which the largest counts, such as ``place_model(recipe,
+        packer, tokenizer).shapes.values()``.
+      graph: the schedule's, ``Schedule.graph``.
+    """
     traced = [placed.trace(inputs, graph).stages for inputs in shapes]
     split = [stage.name for stage in graph.stages if stage.split]
     return {name: max(shard_bytes(functions[name].deferred_avals) for functions in traced) for name in split}
 
 
 def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, Memory]:
-    """Memory of a device of each stage, with every microbatch in its largest bucket, by stage.
+    """Memory of a device of each stage, with every microbatch in its largest bucket, by stage, such as "llm.0".
 
     All devices of a stage need the same memory, except that lanes may differ: the largest is returned.
 
     Args:
-      placed: the model on its devices, which may be planned devices.
-      schedule: the order of ops, which determines the microbatches in flight.
-      shapes: input shapes of every bucket combination that may occur.
+      placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
+      schedule: the order of ops, which determines the microbatches in flight, as ``make_schedule`` gives it.
+      shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
     """
     shapes = list(shapes)
     peaks, _ = _replay(schedule, largest_microbatch(placed, schedule, shapes))
@@ -122,19 +136,35 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
 
 
 def largest_microbatch(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> MicrobatchBytes:
-    """Bytes of a microbatch, each figure in the largest of ``shapes``, one for every bucket combination."""
+    """Bytes of a microbatch, each figure in the largest of ``shapes``.
+
+    Args:
+      placed: the model on its devices, such as ``place_model(...).placed``.
+      schedule: the order of ops, of which the graph counts.
+      shapes: input shapes of every bucket combination, one or more, such as ``place_model(...).shapes.values()``.
+    """
     flows = [MicrobatchBytes(placed, inputs, schedule.graph) for inputs in shapes]
     return flows[0] if len(flows) == 1 else MicrobatchBytes.largest(flows)
 
 
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
-    """Estimated bytes that a stage's largest program needs while it runs, by stage, in the largest bucket."""
+    """Estimated bytes that a stage's largest program needs while it runs, by stage, such as {"llm.0": 4096}.
+
+    Args:
+      placed: the model on its devices, such as ``place_model(...).placed``.
+      schedule: the order of ops, of which the graph counts.
+      shapes: input shapes of every bucket combination, of which the largest counts, such as
+        ``place_model(...).shapes.values()``.
+    """
     traced = [placed.trace(inputs, schedule.graph).stages for inputs in shapes]
     return {name: max(map(temporary_bytes, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
-    """The first rank whose stages need the most memory in total, and that memory; ``stages`` is by stage name."""
+    """The first rank whose stages need the most memory in total, and that memory; ranks count from 0.
+
+    ``stages`` is a result of ``memory_by_stage``, by the name of the stage; ``placed`` is the model of it.
+    """
     ranks: dict[int, Memory] = {}
     for name, memory in stages.items():
         for rank in placed.stages[name].submesh.ranks:
@@ -144,7 +174,12 @@ def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int,
 
 
 def count_state_bytes(state: StageState) -> StateBytes[int]:
-    """Bytes of a stage's states on a device; unsharded gradients are reduced in place (see ``overwriting``)."""
+    """Bytes of a stage's states on a device, by kind.
+
+    ``state`` is such as ``placed.stages["llm.0"].state``. The kinds are ``masters``, ``optimizer`` (masters and
+    moments), ``copies``, ``sums``, ``reduced``, ``direct`` and ``frozen``. Unsharded gradients are reduced in place
+    (see ``overwriting``).
+    """
     direct, borrowed = state.direct_weights(state.master_avals, state.shared_avals(state.borrowed))
     return StateBytes(
         masters=shard_bytes(state.master_avals),
@@ -158,7 +193,10 @@ def count_state_bytes(state: StageState) -> StateBytes[int]:
 
 
 def in_flight_bytes(functions: StageFunctions) -> int:
-    """Bytes that a device keeps of a microbatch from a stage's forward to its backward; 0 for a stage without one."""
+    """Bytes that a device keeps of a microbatch from a stage's forward to its backward; 0 for a stage without one.
+
+    ``functions`` are such as ``placed.trace(shapes).stages["llm.0"]``.
+    """
     if not functions.has_backward:
         return 0
     return shard_bytes(functions.residual_avals) + (
@@ -167,7 +205,10 @@ def in_flight_bytes(functions: StageFunctions) -> int:
 
 
 def temporary_bytes(functions: StageFunctions) -> int:
-    """Bytes that the largest of a stage's programs of a microbatch needs while it runs, estimated from its trace."""
+    """Bytes that the largest of a stage's programs of a microbatch needs while it runs, estimated from its trace.
+
+    ``functions`` are such as ``placed.trace(shapes).stages["llm.0"]``.
+    """
     forward = jaxprs.temporary_bytes(functions.forward, functions.forward_avals)
     if not functions.has_backward:
         return forward
@@ -233,7 +274,11 @@ def _replay(schedule: Schedule, flow: MicrobatchBytes) -> tuple[Buffers, Buffers
 
 
 def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
-    """Bytes of the host inputs of this step and the next on a device of each place, by place."""
+    """Bytes of the host inputs of this step and the next on a device of each place, by place, such as "llm.0".
+
+    A place is a stage, or a lane of it, such as "vision.0/1". ``flow`` has the bytes of a microbatch, as
+    ``largest_microbatch`` gives it.
+    """
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
     lanes = (
         (node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes)
@@ -242,7 +287,10 @@ def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
 
 
 def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tuple[Op, Buffers, Buffers]]:
-    """Yields each op of the schedule, in order, with the bytes that it allocates and the bytes that it frees.
+    """Yields (op, bytes that it allocates, bytes that it frees) for each op of the schedule, in order.
+
+    Both are by (place, kind), such as ("llm.0", "residuals"). ``flow`` has the bytes of a microbatch, as
+    ``largest_microbatch`` gives it.
 
     These are its ``changes``, but a copy to the host takes time: a stashed array stays on the device until the next op
     on its ranks has ended, or until an op starts that awaits the end of the copy.
@@ -265,7 +313,11 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
 
 
 def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
-    """(bytes that an op allocates, bytes that it frees when it ends), per device of a place."""
+    """(bytes that an op allocates, bytes that it frees when it ends), on a device, by (place, kind).
+
+    A key is such as ("llm.0", "residuals"), with kinds as in ``Memory``. ``graph`` is ``Schedule.graph``, and ``flow``
+    has the bytes of a microbatch, as ``largest_microbatch`` gives it.
+    """
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
     gained, lost, stage = Buffers(), Buffers(), op.stage

@@ -21,7 +21,7 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def moved(tree: Any, kind: str) -> Any:
-    """The arrays of a tree in one kind of memory of their devices, `DEVICE` or `HOST`.
+    """The arrays of a tree in one kind of memory of their devices, `DEVICE` ("device") or `HOST` ("pinned_host").
 
     They are copies, or the arrays themselves if they are already there. Copies shard by shard: every process copies its
     own shards, and none waits for another.

@@ -21,10 +21,11 @@ Tree = Any
 
 
 def reduce_program(state: StageState) -> Program:
-    """``(sums, returned) -> (reduced gradients, borrowed gradients, norm rows, zeroed sums)``.
+    """The program ``(sums, returned) -> (reduced gradients, borrowed gradients, norm rows, zeroed sums)`` of a stage.
 
-    See ``StageState.reduce``. Where masters are whole on every dp rank, reduced gradients have the shapes of the sums,
-    which they overwrite, and the zeroed sums are only those of borrowed leaves.
+    ``state`` is such as ``placed.stages["llm.0"].state``; arguments and results are those of ``StageState.reduce``.
+    Where masters are whole on every dp rank, reduced gradients have the shapes of the sums, which they overwrite, and
+    the zeroed sums are only those of borrowed leaves.
     """
     name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
     if not state.has_whole_masters:
@@ -42,7 +43,10 @@ def reduce_program(state: StageState) -> Program:
 
 
 def update_program(state: StageState) -> Program:
-    """``(state, reduced gradients, totals) -> (state, zeroed sums)``, from the gradients of ``reduce_program``.
+    """The program ``(state, reduced gradients, totals) -> (state, zeroed sums)``, after ``reduce_program``.
+
+    ``state`` is such as ``placed.stages["llm.0"].state``. ``totals`` ``[ranks, modules]`` are norm rows summed over the
+    world.
 
     The zeroed sums are those that ``reduce_program`` overwrites: none, ``{}``, where masters are sharded.
     """

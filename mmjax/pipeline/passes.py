@@ -37,7 +37,10 @@ class ForwardPass:
 
 
 def prediction(traced: Mapping[Signature, TracedStages]) -> ForwardPass:
-    """The pass in which stages predict, in place of computing losses; ``traced`` is by the buckets of a microbatch."""
+    """The pass in which stages predict, in place of computing losses.
+
+    ``traced`` has ``placed.trace(shapes)`` by the buckets of a microbatch, such as {(("vision", 0),): ...}.
+    """
     programs, boundaries, shared = {}, {}, {}
     for signature, stages in traced.items():
         for name, f in stages.stages.items():
@@ -58,9 +61,9 @@ def decoding(
     """The pass of prefill, and the pass of decoding one token of each row.
 
     Args:
-      placed: the model on its devices.
-      shapes: input shapes of every bucket combination, without send lists.
-      traced: the stages traced for these shapes.
+      placed: the model on its devices, such as ``place_model(...).placed``.
+      shapes: input shapes of every bucket combination, such as (("vision", 0),), without send lists.
+      traced: the stages traced for these shapes, ``placed.trace(shapes)``, by the same keys.
       predicted: their ``prediction``, whose programs of encoders are used in prefill too.
       room: capacity of a row in tokens.
     """

@@ -34,7 +34,13 @@ class Peak:
 
 
 def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> Peak:
-    """The op during which a device holds the most bytes, with the first such rank; arguments as ``memory_by_stage``."""
+    """The op during which a device holds the most bytes, with the first such rank, and these bytes.
+
+    Args:
+      placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
+      schedule: the order of ops, as ``make_schedule`` gives it.
+      shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
+    """
     peaks = (
         Peak(rank=rank, op=op, bytes=size)
         for op, ranks in bytes_by_op(placed, schedule, shapes)
@@ -46,9 +52,15 @@ def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShape
 def bytes_by_op(
     placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
 ) -> Iterator[tuple[Op, dict[int, int]]]:
-    """Yields each op of a stage, in order, with the bytes during the op on each rank of its stage or lane, by rank.
+    """Yields (op, bytes by rank) for each op of a stage, in order: the bytes during the op on each rank of its stage or
+    lane.
 
-    They are arrays of all stages on that rank, and temporaries of the op. Arguments as ``memory_by_stage``.
+    They are arrays of all stages on that rank, and temporaries of the op.
+
+    Args:
+      placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
+      schedule: the order of ops, as ``make_schedule`` gives it.
+      shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
     """
     shapes = list(shapes)
     flow, temporaries = largest_microbatch(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)

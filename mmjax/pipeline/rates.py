@@ -20,7 +20,11 @@ Tree = Any
 
 
 def factors_of(config: OptimizerConfig, leaf: Leaf) -> tuple[float, ...]:
-    """The factor on the module's learning rate of each logical leaf of an array, in the order of ``Leaf.names``."""
+    """The factor on the module's learning rate of each logical leaf of an array, in the order of ``Leaf.names``.
+
+    ``config`` is the module's optimizer; ``leaf`` describes an array of its parameters, such as a stack of layers, as
+    ``ZeroLeaf.leaf`` does.
+    """
     names = (name.partition("/")[2] for name in leaf.names)
     return tuple(map(config.factor, names, leaf.from_end))
 
@@ -30,9 +34,9 @@ def scale_updates(config: OptimizerConfig, zeros: Tree, updates: Tree, axes: Axe
 
     Args:
       config: the module's optimizer.
-      zeros: its ``ZeroLeaf`` tree.
+      zeros: its tree of ``ZeroLeaf``, such as ``state.owned["llm"]`` of a ``StageState``.
       updates: updates of this rank's shards, a tree like it.
-      axes: of the stage's submesh.
+      axes: of the stage's submesh, ``Submesh.axes``.
     """
     return jax.tree.map(lambda zero, update: _scaled(factors_of(config, zero.leaf), zero, update, axes), zeros, updates)
 

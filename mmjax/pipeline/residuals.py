@@ -23,12 +23,14 @@ class ResidualError(ConfigError):
 def from_parameters_alone(
     forward: Callable[..., Any], avals: Sequence[Any], residuals: Callable[[Any], Sequence[Any]]
 ) -> dict[int, list[str]]:
-    """Names of the parameters of each residual that depends only on parameters, by the residual's position.
+    """Names of the parameters of each residual that depends only on parameters, by the residual's position: {2:
+    ["llm/norm"]}.
 
     Args:
       forward: ``(params, inputs, carry) -> (out, residuals)``.
-      avals: avals of its arguments.
-      residuals: selects the residuals from ``forward``'s result; they are numbered from 0.
+      avals: its arguments as trees of ``ShapeDtypeStruct``, (params, inputs, carry); params are nested dicts by module.
+      residuals: selects a flat sequence of residuals from ``forward``'s result, such as ``lambda result: result[1]``;
+        they are numbered from 0.
     """
     flags = jaxprs.dependencies(forward, avals)
     result = jax.tree.structure(jax.eval_shape(forward, *avals))
@@ -46,9 +48,10 @@ def require_small(stage: str, residuals: Mapping[int, Any], names: Mapping[int, 
 
     Args:
       stage: name of the stage, for the message.
-      residuals: avals of the residuals by position, stacked over ranks along the first dimension.
-      names: result of ``from_parameters_alone``: names of the parameters of each residual.
-      params: avals of all parameters of the stage.
+      residuals: avals (``ShapeDtypeStruct``) of the residuals by position, stacked over ranks along the first
+        dimension.
+      names: names of the parameters of each such residual by position, as ``from_parameters_alone`` gives them.
+      params: avals, with shardings, of all parameters of the stage.
 
     Raises:
       ResidualError: on one rank they are larger than ``SHARE`` of the parameters.

@@ -18,7 +18,11 @@ Tree = Any
 
 
 def with_handles(model: StageModel, state: StageState, params: Tree) -> Tree:
-    """A stage's parameters for its model: handles for those whose stored form has to be opened into a weight."""
+    """A stage's parameters for its model: handles for those whose stored form has to be opened into a weight.
+
+    ``params`` and the result are trees by module, such as {"llm": {"embed": x}}; ``model`` and ``state`` are of one
+    stage, ``placed.stages["llm.0"]``.
+    """
     if not (state.opens or model.opens):
         return params
     named = by_name(params)
@@ -39,7 +43,7 @@ def _apply_both(first: Open, second: Open, stored: jax.Array) -> jax.Array:
 def add_gradients(sums: Tree, grads: Tree) -> Tree:
     """The sums ``[1, ...]`` with gradients ``[...]`` added, in the sums' dtype; gradients without a sum are left out.
 
-    Both are trees by module of local shards.
+    Both are trees by module of local shards, such as {"llm": {"embed": x}}; every sum has a gradient.
     """
     named = by_name(grads)
     return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})

@@ -56,7 +56,7 @@ class StateBytes(Generic[Number]):
 
 
 def param_dtype(master: str, compute: str) -> str:
-    """The dtype of compute parameters.
+    """The dtype of compute parameters: ``master`` if ``compute`` is "float32", else ``compute``.
 
     Masters in a narrower dtype than the computation are not cast, and are widened where they are used, which is exact.
     float32 is the only dtype that contains the others.
@@ -71,7 +71,10 @@ def param_dtype(master: str, compute: str) -> str:
 def state_bytes(
     parameters: float, trained: float, *, item: int, gradient: int = 4, shards: int = 1, frozen: int = 0
 ) -> StateBytes[float]:
-    """Bytes of the states of some parameters of a device.
+    """Bytes of the states of some parameters of a device, by kind.
+
+    The kinds are ``masters``, ``optimizer`` (masters and moments), ``copies``, ``sums``, ``reduced``, ``direct`` and
+    ``frozen``.
 
     Args:
       parameters: number of parameters.

@@ -13,7 +13,10 @@ Shared = Mapping[str, Any]
 
 
 def by_name(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree by module under names such as ``llm/embed``; layers are stacked."""
+    """The leaves of a tree by module under names such as ``llm/embed``; layers are stacked.
+
+    {"llm": {"embed": x}} becomes {"llm/embed": x}.
+    """
     return dict(traverse_util.flatten_dict(tree, sep="/"))
 
 

@@ -23,6 +23,8 @@ def watched(
 ) -> Iterator[None]:
     """A context in which every op is dispatched inside ``around(op)``; its results may not be ready there.
 
+    ``walker`` is such as ``Trainer.executor.walker``; ``around`` makes a context for an op.
+
     ``in_order``: no op is deferred because it awaits another, so that every run has the same order.
     """
     plain, before = dict(walker.handlers), walker.in_order
@@ -49,7 +51,8 @@ Bytes = dict[str, dict[int, int]]
 def measured_memory(executor: Executor) -> Iterator[list[tuple[Op, Bytes]]]:
     """Records, after every op, the bytes of all live arrays on this process's ranks.
 
-    The list (op, bytes) grows in the context's body, which runs steps. Arrays of other owners count too, so only
+    The list of (op, bytes) grows in the context's body, which runs steps with ``executor``. Bytes are by kind of
+    memory, then by rank: {"device": {0: 4096}, "pinned_host": {}}. Arrays of other owners count too, so only
     differences are meaningful. A buffer of several arrays counts once. Waits for every op.
     """
     records: list[tuple[Op, Bytes]] = []
@@ -80,9 +83,10 @@ def _live_bytes(ranks: dict[Device, int]) -> Bytes:
 def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]]:
     """Measures ``ScheduleReport.residual_bytes`` of ``validate`` on live arrays.
 
-    Gives, by stage and then by rank, the largest number of live bytes at any op: residuals, received activations that
-    backward reads, and deferred values of a split backward. An array is live while it is referenced. A stage without
-    residuals is absent.
+    Gives a dict that is filled in the context's body, which runs steps with ``executor``: by stage, such as "llm.0",
+    and then by rank, the largest number of live bytes at any op: residuals, received activations that backward reads,
+    and deferred values of a split backward. An array is live while it is referenced. A stage without residuals is
+    absent.
     """
     most: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive: list[tuple[str, weakref.ref[jax.Array], dict[int, int]]] = []
@@ -118,10 +122,10 @@ def measured_residuals(executor: Executor) -> Iterator[dict[str, dict[int, int]]
 def measured_in_flight(executor: Executor) -> Iterator[dict[str, int]]:
     """Measures ``ScheduleReport.in_flight`` of ``validate`` on live arrays.
 
-    Gives, by stage, the largest number of microbatches with a live array at any op. For a stage with backward these
-    arrays are its residuals, on devices or hosts, and deferred values of a split backward; for a stage without, the
-    activations in transit to other stages. An array is live while it is referenced. A stage without such arrays is
-    absent.
+    Gives a dict that is filled in the context's body, which runs steps with ``executor``: by stage, such as "llm.0",
+    the largest number of microbatches with a live array at any op. For a stage with backward these arrays are its
+    residuals, on devices or hosts, and deferred values of a split backward; for a stage without, the activations in
+    transit to other stages. An array is live while it is referenced. A stage without such arrays is absent.
     """
     walker, most = executor.walker, defaultdict[str, int](int)
     alive: list[tuple[str, int, str, weakref.ref[jax.Array]]] = []

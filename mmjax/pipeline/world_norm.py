@@ -92,10 +92,10 @@ class WorldNorm:
 
 
 def traced_total(rows: Iterable[tuple[Mesh, tuple[str, ...], jax.Array]]) -> jax.Array:
-    """Sums ``[modules]`` of all norm rows, replicated, inside ``jit``.
+    """Sums ``[modules]`` of all norm rows, squared norms by module, replicated, inside ``jit``.
 
     Args:
-      rows: (mesh, its axes over which the rows are stacked, rows ``[ranks, modules]``) of each stage.
+      rows: (mesh, its axes over which the rows are stacked, rows ``[ranks, modules]``) of each stage, one or more.
     """
     total: Any = 0.0
     for mesh, axes, array in rows:

@@ -35,7 +35,7 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def dense_leaves(leaves: Leaves) -> Arrays:
-    """Copies of leaves by name, as fp32 on the default device; the leaves may be sharded.
+    """Copies of leaves by name, such as "llm/embed", as fp32 on the default device; the leaves may be sharded.
 
     float64 leaves stay float64 under JAX's x64 mode. Leaves under differentiation are returned as they are.
     """
@@ -57,7 +57,7 @@ def module_of(leaf: str) -> str:
 def rotate(x_NHK: jax.Array, positions_N: np.ndarray, theta: float) -> jax.Array:
     """Rotary embedding in the half-split convention (Su et al. 2021): pairs are (x[i], x[i + K/2]).
 
-    Pair i is rotated by positions_N · theta^(-2i / K) radians.
+    Pair i is rotated by positions_N · theta^(-2i / K) radians. `x_NHK` are queries or keys; the result has its shape.
     """
     half = x_NHK.shape[-1] // 2
     return rotate_by(x_NHK, positions_N, theta ** (-np.arange(half) / half))
@@ -67,7 +67,7 @@ def rotate_by(x_NHK: jax.Array, positions_N: np.ndarray, frequencies: np.ndarray
     """Rotary embedding by positions_N · frequencies radians, in the half-split convention: pairs are (x[i], x[i +
     K/2]).
 
-    `frequencies` are [K / 2].
+    `frequencies` are [K / 2]. `x_NHK` are queries or keys; the result has its shape.
     """
     # float64 on the host: the tables are then exact to the last fp32 bit at any position.
     angles = positions_N[:, None].astype(np.float64) * frequencies
@@ -81,6 +81,8 @@ Tables = tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]
 def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
     """Rotary embedding by the angles of these tables, (cosines, sines) of shape [N, K / 2]; pairs are (x[i], x[i +
     K/2]).
+
+    `x_NHK` are queries or keys; the result has its shape and dtype.
     """
     half = x_NHK.shape[-1] // 2
     cos, sin = (jnp.asarray(table[:, None, :], x_NHK.dtype) for table in tables)
@@ -98,6 +100,8 @@ def softmax_attention(
     read_NN: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
+
+    N is the number of tokens; without `causal` each query reads all keys.
 
     With a window above 0, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal`
     and `window`: it is true where a query (the row) reads a key (the column).
@@ -120,19 +124,25 @@ def softmax_attention(
 
 
 def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm with the scale [D]."""
+    """RMSNorm of each row of x_ND: x / sqrt(mean(x²) + eps) · scale, with the scale [D]. Returns [N, D]."""
     return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
 
 
 def norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
-    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D], or RMSNorm if there is no bias."""
+    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D], or RMSNorm if there is no bias.
+
+    `prefix` is such as "vision/norm"; the result is [T, D], as x_TD.
+    """
     if f"{prefix}/bias" in leaves:
         return layer_norm(leaves, prefix, x_TD, eps)
     return rms_norm(leaves[f"{prefix}/scale"], x_TD, eps)
 
 
 def layer_norm(leaves: Arrays, prefix: str, x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
-    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D]."""
+    """LayerNorm by the leaves ``{prefix}/scale`` and ``{prefix}/bias`` [D]; `prefix` is such as "vision/norm".
+
+    The result is [T, D], as x_TD.
+    """
     return normalised(x_TD, eps) * leaves[f"{prefix}/scale"] + leaves[f"{prefix}/bias"]
 
 
@@ -143,8 +153,9 @@ def normalised(x_TD: jax.Array, eps: float = LAYER_NORM_EPS) -> jax.Array:
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
-    """The activation function of this name, a key of ``ACTIVATIONS``, applied to each element; "gelu" is the tanh
-    approximation, and "gelu_exact" the exact one.
+    """The activation function of this name, a key of ``ACTIVATIONS``, applied to each element.
+
+    The keys are "gelu" (the tanh approximation), "gelu_exact", "quick_gelu" and "silu".
     """
     return ACTIVATIONS[name](x)
 
@@ -152,6 +163,8 @@ def activate(name: str, x: jax.Array) -> jax.Array:
 def affine(leaves: Arrays, prefix: str, x_TD: jax.Array) -> jax.Array:
     """Product x_TD · kernel [T, F] with the leaf ``{prefix}/kernel`` [D, F], plus ``{prefix}/bias`` [F] if there is
     one.
+
+    `prefix` is such as "vision/patch".
     """
     product = matmul(x_TD, leaves[f"{prefix}/kernel"])
     return product + leaves[f"{prefix}/bias"] if f"{prefix}/bias" in leaves else product
@@ -165,7 +178,8 @@ def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
     """A function that rotates pair i < K / 4 by the patch's row, and pair K / 4 + i with the same frequency by its
     column.
 
-    `positions_T2` are (row, column) of each patch; the function takes and returns queries or keys [T, H, K].
+    `positions_T2` are (row, column) of each patch, as `patch_positions` gives them, and `theta` is the base of the
+    frequencies, such as 10000.0. The function takes and returns queries or keys [T, H, K].
     """
 
     def turn(y_THK: jax.Array) -> jax.Array:
@@ -182,7 +196,8 @@ def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
 def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
     """A function that rotates the first half of a head by the patch's row, the second by its column.
 
-    `positions_T2` are (row, column) of each patch; the function takes and returns queries or keys [T, H, K].
+    `positions_T2` are (row, column) of each patch, as `patch_positions` gives them, and `theta` is the base of the
+    frequencies. The function takes and returns queries or keys [T, H, K].
     """
 
     def turn(y_THK: jax.Array) -> jax.Array:
@@ -205,12 +220,12 @@ def attend(
     """Self-attention of an encoder's or a generator's layer, without the residual; returns [T, D].
 
     Args:
-      leaves: logical leaves.
+      leaves: arrays by name, as `dense_leaves` gives them.
       prefix: the prefix of the layer's leaves q, k, v, o [D, D], o_bias and, where they exist, q_bias, k_bias and
         v_bias, such as "vision/layers/000/attn".
       module: settings, of which `heads` is read.
-      normed_TD: the normalised features.
-      turn: rotates queries and keys [T, H, K].
+      normed_TD: the normalised features [T, D].
+      turn: a function that rotates queries and keys [T, H, K], such as `turn_2d` gives.
       windows: indices of the patches of each window, which attend only to one another; by default all attend to all.
       read_TT: without windows, true where a token (the row) reads another; by default all read all.
     """
@@ -229,14 +244,15 @@ def attend(
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
-    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated if there is a gate.
+    """The two-layer MLP of an encoder's or a generator's layer, without the residual; gated if there is a gate. Returns
+    [T, D].
 
     Args:
-      leaves: logical leaves.
+      leaves: arrays by name, as `dense_leaves` gives them.
       prefix: the prefix of the leaves up, up_bias, down, down_bias and, for a gated MLP, gate and gate_bias, such as
         "vision/layers/000/mlp".
-      activation: a key of `ACTIVATIONS`.
-      normed_TD: the normalised features.
+      activation: a key of `ACTIVATIONS`, such as "gelu".
+      normed_TD: the normalised features [T, D].
     """
     hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
     if f"{prefix}/gate" in leaves:
@@ -252,11 +268,11 @@ def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settin
     width].
 
     Args:
-      leaves: logical leaves.
+      leaves: arrays by name, as `dense_leaves` gives them.
       projector: the prefix of the projector's leaves, such as "vision_projector".
       x_TD: features; T is a multiple of `joined`.
-      joined: number of features of a token.
-      settings: settings of the projector: its norm, kind and activation.
+      joined: number of rows of `x_TD` that become one token, such as merge².
+      settings: settings of the projector, such as `ProjectorConfig()`: its norm, kind and activation.
     """
     if settings.norm != "none":
         x_TD = norm(leaves, f"{projector}/norm", x_TD)

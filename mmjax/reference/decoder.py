@@ -42,7 +42,7 @@ NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
 def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
-    """Rotation tables (cosines, sines) [N, K / 2] of tokens at these positions, in float64.
+    """Rotation tables (cosines, sines) [N, K / 2] of tokens at these positions (time, row, column), in float64.
 
     A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section.
     float64 is exact to the last fp32 bit at any position.
@@ -179,14 +179,17 @@ def decode(
     """Logits [N, V] of a sample; logits[t] predict token t + 1.
 
     Args:
-      leaves: dense leaves of the LLM, by names such as "llm/embed".
+      leaves: dense leaves of the LLM, by names such as "llm/embed", as `dense_leaves` gives them.
       decoder: the LLM's settings.
       tokens_N: token ids, all inside the vocabulary; the embeddings of modality tokens are replaced.
-      modality: indices in the sample and features [M, D] of modality tokens, for each encoder.
-      injected: by layer of the LLM, indices and features that are added to the layer's input.
+      modality: pairs (indices [M] in the sample, features [M, D]) of modality tokens, one for each encoder; () for text
+        alone.
+      injected: by layer of the LLM, from 0, such pairs, whose features are added to the layer's input.
       calls: the LLM's callbacks.
-      tables: rotation tables, see `rotary_tables`; by default a token's position is its index.
-      masks: see `masks.masks_of`; `None` is the causal mask, with the window of the settings.
+      tables: rotation tables (cosines, sines) [N, K / 2], as `rotary_tables` gives them; by default a token's position
+        is its index.
+      masks: two masks [N, N] of layers with a window or chunks and of layers without, true where a token (the row)
+        reads another, as `masks.masks_of` gives them; `None` is the causal mask, with the window of the settings.
     """
     return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks))
 
@@ -210,9 +213,19 @@ def decode_loss(
     denominator, not yet times its weight.
 
     Args:
-      leaves, decoder, tokens_N, modality, injected, calls, tables, masks: see `decode`.
+      leaves: dense leaves of the LLM, by names such as "llm/embed", as `dense_leaves` gives them.
+      decoder: the LLM's settings.
+      tokens_N: token ids, all inside the vocabulary; the embeddings of modality tokens are replaced.
+      modality: pairs (indices [M] in the sample, features [M, D]) of modality tokens, one for each encoder; () for text
+        alone.
+      injected: by layer of the LLM, from 0, such pairs, whose features are added to the layer's input; {} for none.
       targets_N: the id of the token after each token, inside the vocabulary.
       weights_N: weights of the targets; 0 for no loss.
+      calls: the LLM's callbacks.
+      tables: rotation tables (cosines, sines) [N, K / 2], as `rotary_tables` gives them; by default a token's position
+        is its index.
+      masks: two masks [N, N], as `masks.masks_of` gives them; `None` is the causal mask, with the window of the
+        settings.
     """
     x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
     return _losses(decoder, _logits(leaves, decoder, x_ND), targets_N, weights_N), x_ND
@@ -241,14 +254,16 @@ def speak_losses(
     codes_N: np.ndarray,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> dict[str, Float[Array, ""]]:
-    """The sums of the losses of a sequence of codes, by name as in `decode_loss`, each predicted from those before.
+    """The sums of the losses of a sequence of codes, by name, each predicted from those before.
+
+    The losses are "loss", the cross-entropy, and with `Decoder.z_loss` "z_loss".
 
     Args:
-      leaves: logical leaves of the generator and its projector; others are not read.
+      leaves: logical leaves by name, such as "talker/embed", of the generator and its projector; others are not read.
       name: the generator's name, such as "talker".
       decoder: its settings.
-      hidden_ND: the LLM's hidden state for each code.
-      codes_N: the codes; 0 is put in front of the first.
+      hidden_ND: the LLM's hidden state for each code, as `decode_loss` gives them for tokens.
+      codes_N: the codes, ids in the generator's vocabulary; 0 is put in front of the first.
       projector: settings of its projector.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
@@ -304,11 +319,12 @@ def velocity(
     """The velocity that a diffusion transformer predicts for the patches of one noisy picture at `time`.
 
     Args:
-      leaves: dense leaves of the generator and its projector.
-      hidden_ND: hidden states of the picture's placeholders.
-      patches_TX: noisy patches in the order of `patch_positions`.
+      leaves: dense leaves of the generator and its projector, by names such as "painter/patch/kernel", as
+        `dense_leaves` gives them.
+      hidden_ND: the LLM's hidden states [N, D] of the picture's placeholders, N = rows · columns / merge².
+      patches_TX: noisy patches [rows · columns, patch² · channels] in the order of `patch_positions`.
       time: share of noise, a scalar from 0 to 1.
-      name: the generator's name.
+      name: the generator's name, such as "painter".
       dit: its settings.
       rows, columns: numbers of the picture's patches.
       projector: settings of its projectors.
@@ -345,14 +361,15 @@ def draw_loss(
     The model's input is (1 - time) picture + time noise.
 
     Args:
-      leaves: logical leaves of the generator and its projector; others are not read.
+      leaves: logical leaves by name, such as "painter/patch/kernel", of the generator and its projector; others are not
+        read.
       name: the generator's name, such as "painter".
       dit: its settings.
-      hidden_ND: hidden states of the picture's placeholders.
+      hidden_ND: the LLM's hidden states of the picture's placeholders, one for merge² patches.
       picture_HWC, noise_HWC: the picture, and noise of its shape.
       time: the share of noise, from 0 to 1.
       projector: settings of the projectors.
-      further: see `velocity`.
+      further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge.
@@ -377,16 +394,17 @@ def integrate(
     """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in `dit.steps`
     steps.
 
-    The patches are in the order of `patch_positions`.
+    The patches [T, patch² · channels] are in the order of `patch_positions`.
 
     Args:
-      leaves: logical leaves of the generator and its projector; others are not read.
+      leaves: logical leaves by name, such as "painter/patch/kernel", of the generator and its projector; others are not
+        read.
       name: the generator's name, such as "painter".
       dit: its settings.
-      hidden_ND: hidden states of the picture's placeholders.
+      hidden_ND: the LLM's hidden states of the picture's placeholders, one for merge² patches.
       noise_HWC: noise of the picture's shape.
       projector: settings of the projectors.
-      further: see `velocity`.
+      further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge.

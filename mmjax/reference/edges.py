@@ -20,26 +20,38 @@ if TYPE_CHECKING:
 
 
 def media_encoders(model: MultimodalModel) -> list[str]:
-    """Names of the encoders of media; others read the tokens of an encoder."""
+    """Names of the encoders of media, such as ["vision", "audio"], in the model's order; others read the tokens of an
+    encoder.
+
+    ``model`` is as ``build_model(recipe, tokenizer)`` gives it.
+    """
     return [name for name in model.encoders if not model.into(name)]
 
 
 def first_encoder(model: MultimodalModel, name: str) -> str:
-    """The encoder of the media whose tokens reach the encoder ``name``: itself, or the first of its chain."""
+    """The encoder of the media whose tokens reach the encoder ``name``: itself, or the first of its chain.
+
+    ``model`` is as ``build_model(recipe, tokenizer)`` gives it; names are such as "vision".
+    """
     edges = model.into(name)
     return first_encoder(model, edges[0].source) if edges else name
 
 
 def edges_into_llm(model: MultimodalModel) -> list[Edge]:
-    """The edges from encoders into the LLM, in the order of the encoders."""
+    """The edges from encoders into the LLM, in the order of the encoders; an edge's ``source`` is the encoder's name.
+
+    ``model`` is as ``build_model(recipe, tokenizer)`` gives it.
+    """
     order = list(model.encoders)
     return sorted(model.into(LLM), key=lambda edge: order.index(edge.source))
 
 
 def image_before(model: MultimodalModel, sample: Sample, encoder: str, first: int) -> int | None:
-    """The number, among the sample's images of an encoder, of the last one whose tokens all lie before token ``first``.
+    """The number, from 0, among the sample's images of an encoder, of the last one whose tokens all lie before token
+    ``first``.
 
-    ``None`` if there is none.
+    ``None`` if there is none. ``model`` is as ``build_model(recipe, tokenizer)`` gives it, ``encoder`` a name such as
+    "vision", and ``first`` an index from 0.
     """
     spec, end, number = model.nodes[encoder].module.medium, 0, None
     assert spec
@@ -55,7 +67,8 @@ def nearest_tokens(drawing: Sequence[int], image: Sequence[int]) -> Int[np.ndarr
     """For each token of a drawing, row by row, the number of the token of an image whose centre is nearest to its own.
 
     Both fill the same square. Of two centres at equal distance the lower or right one counts. ``drawing`` and ``image``
-    are numbers of rows and columns of tokens.
+    are numbers (rows, columns) of tokens, such as (4, 4) and (2, 2). Tokens of the image are numbered row by row, from
+    0.
     """
 
     def nearest(number: int, count: int, image_count: int) -> int:

@@ -69,13 +69,15 @@ def encoder_layers(
     """Runs an encoder's layers and its last norm, if it has one.
 
     Args:
-      leaves: dense leaves of the encoder.
+      leaves: dense leaves of the encoder, by names such as "vision/layers/000/attn/q", as `dense_leaves` gives them.
       name: the encoder's name, with which its leaves begin, such as "vision".
       encoder: its settings.
       x_TD: the input of the first layer.
-      turn: rotates queries and keys [T, H, K].
-      windows: a function from a layer's number to the windows of its attention (see `attend`).
-      read_TT: see `attend`.
+      turn: a function that rotates queries and keys [T, H, K], such as `turn_2d` gives; by default they stay as they
+        are.
+      windows: a function from a layer's number to the windows of its attention: indices of the patches of each window,
+        which attend only to one another; () for none.
+      read_TT: without windows, true where a token (the row) reads another; by default all read all.
 
     Returns:
       The features [T, D], and the outputs [T, D] of all layers, before the last norm.
@@ -120,17 +122,18 @@ def encode_patches(
     levels: tuple[int, ...] = (),
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens [n, D] of one image, and the outputs of layers `levels`, as from `encode_image`. Sizes are not
-    checked.
+    """Modality tokens [n, D] of one image, and the outputs of layers `levels`, with the features of each token's
+    patches side by side: [n, merge² * width]. Sizes are not checked.
 
     Args:
-      leaves: dense leaves of the encoder and its projector.
+      leaves: dense leaves of the encoder and its projector, by names such as "vision/patch/kernel", as `dense_leaves`
+        gives them.
       patches_TX: patches [T, patch² * channels] in the order of `patch_positions`.
       calls: the encoder's callbacks.
       name: the encoder's name, such as "vision".
       vit: its settings.
       rows, columns: the image's numbers of patches.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
     """
     positions_T2 = patch_positions(rows, columns, vit.merge)
@@ -170,10 +173,12 @@ def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> j
 
 
 def table_of(position_ND: jax.Array, vit: ViTConfig, rows: int, columns: int) -> Float[Array, "rows columns D"]:
-    """The learned positions of an image's patches: a corner of the table, or the table resized.
+    """The learned positions [rows, columns, D] of an image's patches: a corner of the table, or the table resized.
 
-    `position_ND` has the class token's row first, if there is one, which is left out; `rows` and `columns` are the
-    image's numbers of patches.
+    The table is resized if `vit.interpolate` is not "none".
+
+    `position_ND` is the leaf "vision/position", the table row by row. It has the class token's row first, if there is
+    one, which is left out; `rows` and `columns` are the image's numbers of patches.
     """
     table_GGD = position_ND[int(vit.class_token) :].reshape(vit.grid, vit.grid, -1)
     if vit.interpolate == "none":
@@ -197,12 +202,13 @@ def encode_image(
     """Encodes one image: ViT, then projector.
 
     Args:
-      leaves: logical leaves of the encoder and its projector; others are not read.
+      leaves: logical leaves by name, such as "vision/patch/kernel", of the encoder and its projector; others are not
+        read.
       name: the encoder's name, such as "vision".
       vit: its settings.
       image_HWC: the image.
       calls: the encoder's callbacks.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
 
     Returns:
@@ -235,7 +241,10 @@ def convolve(leaves: Arrays, prefix: str, x_FX: jax.Array, stride: int, activati
     """Three taps around every `stride`-th frame, zeros beyond both ends, then the activation: [ceil(F / stride),
     width].
 
-    The leaf ``{prefix}/kernel`` is [3 * X, width], its rows (tap, channel); ``{prefix}/bias`` is [width].
+    `x_FX` are F frames of X channels; `activation` is a key of `ACTIVATIONS`.
+
+    `prefix` is such as "audio/conv1". The leaf ``{prefix}/kernel`` is [3 * X, width], its rows (tap, channel);
+    ``{prefix}/bias`` is [width].
     """
     kernel = leaves[f"{prefix}/kernel"].reshape(3, x_FX.shape[1], -1)
     zero = jnp.zeros_like(x_FX[:1])
@@ -264,17 +273,19 @@ def encode_frames(
     levels: tuple[int, ...] = (),
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Modality tokens [n, D] of one recording, and the outputs of layers `levels`, as from `encode_recording`.
+    """Modality tokens [n, D] of one recording, and the outputs of layers `levels`, with the features of each token's
+    places side by side: [n, merge * width].
 
     Sizes are not checked.
 
     Args:
-      leaves: dense leaves of the encoder and its projector.
-      frames_FM: log-mel frames.
+      leaves: dense leaves of the encoder and its projector, by names such as "audio/conv1/kernel", as `dense_leaves`
+        gives them.
+      frames_FM: log-mel frames [F, M]; n = F / (2 * merge).
       calls: the encoder's callbacks.
       name: the encoder's name, such as "audio".
       whisper: its settings.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
     """
     gelu = "gelu_exact" if whisper.activation == "gelu_exact" else "gelu"
@@ -301,12 +312,13 @@ def encode_recording(
     """Encodes one recording: convolutions, layers, projector.
 
     Args:
-      leaves: logical leaves of the encoder and its projector; others are not read.
+      leaves: logical leaves by name, such as "audio/conv1/kernel", of the encoder and its projector; others are not
+        read.
       name: the encoder's name, such as "audio".
       whisper: its settings.
       frames_FM: log-mel frames.
       calls: the encoder's callbacks.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
 
     Returns:
@@ -334,11 +346,12 @@ def encode(
     An encoder that is neither a ViT nor a Whisper runs by its own code.
 
     Args:
-      leaves: logical leaves of the encoder and its projector; others are not read.
+      leaves: logical leaves by name, such as "vision/patch/kernel", of the encoder and its projector; others are not
+        read.
       name: the encoder's name in the model, such as "vision".
-      model: the model.
+      model: the model, as ``build_model(recipe, tokenizer)`` gives it.
       medium: the image or the frames.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
 
     Returns:
       Modality tokens [n, D], D the width of the module that reads them; and for each of `levels` the layer's output,

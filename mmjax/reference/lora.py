@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def merged(leaves: Leaves, model: MultimodalModel) -> tuple[Leaves, MultimodalModel]:
-    """An equivalent model without adapters, as its leaves and the model; differentiable in the leaves.
+    """The pair (leaves, model) of an equivalent model without adapters; differentiable in the leaves.
+
+    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q"; with adapters the result's are fp32. `model`
+    is as `build_model(recipe, tokenizer)` gives it.
 
     The leaves of modules such as "llm_lora" are left out. Without adapters, both arguments are returned as they are.
     """

@@ -22,9 +22,10 @@ def masks_of(model: MultimodalModel, sample: Sample, room: int = 0) -> tuple[jax
     """The masks of layers with a window or chunks and of layers without, in this order.
 
     Args:
-      model: its LLM has the mask.
-      sample: the sample.
-      room: number of tokens up to which the sample is padded, with text of the answer.
+      model: the model, as `build_model(recipe, tokenizer)` gives it; its LLM has the mask.
+      sample: the sample, a `data.types.Sample`.
+      room: number of tokens up to which the sample is padded, with text of the answer; 0 for no padding. N is the
+        larger of `room` and the sample's length.
 
     Returns:
       Two arrays [N, N], true where a token (the row) reads another. `None` for a causal mask without chunks.

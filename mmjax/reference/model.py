@@ -180,7 +180,8 @@ def _llm_leaves(leaves: Leaves) -> Arrays:
 def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, "N V"]:
     """Logits of every position of one sample; logits[t] predict tokens[t + 1].
 
-    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded.
+    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded; `model` is as
+    `build_model(recipe, tokenizer)` gives it.
 
     Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
@@ -194,8 +195,9 @@ def sample_logits(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Flo
 def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Array, ""]:
     """Sum over t >= 1 of loss_weights[t] * cross-entropy of tokens[t] given tokens[:t], without a denominator.
 
-    `leaves` are logical leaves by name, complete and possibly sharded. tokens[0] is not predicted, so loss_weights[0]
-    counts neither here nor in a denominator. Raises ValueError as `sample_logits` does.
+    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded; `model` is as
+    `build_model(recipe, tokenizer)` gives it. tokens[0] is not predicted, so loss_weights[0] counts neither here nor in
+    a denominator. Raises ValueError when placeholders and media do not match or a token is outside the vocabulary.
     """
     leaves, model = merged(leaves, model)
     return _text(leaves, model, sample, _encode_all(leaves, model, sample))[0]["loss"]
@@ -223,9 +225,10 @@ def _text(
 def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[str, Float[Array, ""]]:
     """The sums of all losses by name, "<module>/<loss>", as scalars without weights and denominators.
 
-    `leaves` are logical leaves by name, complete and possibly sharded. "llm/loss" is `loss_sum`, and with
-    `Decoder.z_loss` there is "llm/z_loss"; "painter/loss" is the sum of `draw_loss` over the pictures of the generator
-    "painter", if the sample has noise for it; encoders of the user's own may have losses too.
+    `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded; `model` is as
+    `build_model(recipe, tokenizer)` gives it. "llm/loss" is `loss_sum`, and with `Decoder.z_loss` there is
+    "llm/z_loss"; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if the sample
+    has noise for it; encoders of the user's own may have losses too.
 
     Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """
@@ -300,7 +303,9 @@ def _seen(
 def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> list[Float[np.ndarray, "T X"]]:
     """Makes each picture of the generator `name` from the sample's noise, as patches, by Euler's method.
 
-    One array for each picture, its patches in the order of `patch_positions`. Raises ValueError as `loss_sums` does.
+    One array [T, patch² · channels] for each picture, its patches in the order of `patch_positions`. `leaves` are
+    logical leaves by name, such as "painter/patch/kernel", of the whole model, which `build_model(recipe, tokenizer)`
+    gives; `name` is such as "painter". Raises ValueError as `loss_sums` does.
     """
     leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
@@ -313,10 +318,11 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
 
 
 def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str, float]:
-    """Denominators of a step's losses, by name.
+    """Denominators of a step's losses, by name: {"llm": 60.0, "samples": 4.0, "llm_tokens": 80.0, "media": 4.0}.
 
-    "llm" is the sum of loss weights; a generator's name has the number of drawn values, and the name of an encoder with
-    a loss its number of patches; "samples", "llm_tokens" and "media" are numbers of these.
+    `model` is as `build_model(recipe, tokenizer)` gives it, and `samples` are all of the step. "llm" is the sum of loss
+    weights, without those of first tokens; a generator's name has the number of drawn values, and the name of an
+    encoder with a loss its number of patches; "samples", "llm_tokens" and "media" are numbers of these.
     """
     text = float(sum(sample.loss_weights[1:].sum(dtype=np.float64) for sample in samples))
     media = {name: [m for s in samples for m in s.media.get(name, ())] for name in (*model.encoders, *model.generators)}
@@ -365,8 +371,10 @@ def step_loss_and_gradients(
 
     The loss is the text's (weighted cross-entropies over the sum of the weights), plus each generator's (squared errors
     over the number of drawn values) times its `loss_weight`, plus further losses with their weights (see
-    `denominators`). A loss with the denominator 0 counts as 0. Samples are differentiated one by one and summed in
-    float64. Gradients have the leaves' dtype; the modules named in `frozen`, such as "vision_projector", have none.
+    `denominators`). A loss with the denominator 0 counts as 0. `leaves` are logical leaves by name, such as
+    "llm/embed", `model` is as `build_model(recipe, tokenizer)` gives it, and `samples` are all of the step. Samples are
+    differentiated one by one and summed in float64. Gradients have the leaves' dtype; the modules named in `frozen`,
+    such as "vision_projector", have none.
 
     Raises ValueError when every denominator is 0, and as `loss_sums` does.
     """
@@ -400,6 +408,7 @@ def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: i
     """Greedy continuation of tokens[:sample.prompt]: at most `max_new` token ids; the token `eos` ends it and is left
     out.
 
+    `leaves` are logical leaves by name, such as "llm/embed"; `model` is as `build_model(recipe, tokenizer)` gives it.
     Every token computes the complete sequence again, padded to one of few lengths so that few programs are compiled; no
     position sees later ones. A placeholder id that the model emits is embedded like any other token. Raises ValueError
     as `sample_logits` does.

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2"]:
     """(row, column) of every patch in encoder order: merge x merge blocks row-major, row-major inside a block.
 
-    `rows` and `columns` are numbers of patches, multiples of `merge`.
+    `rows` and `columns` are numbers of patches, multiples of `merge`. The result is int32 [rows · columns, 2] from 0:
+    (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), … for 2 rows, 4 columns and merge 2.
     """
     return np.array(
         [
@@ -29,7 +30,7 @@ def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.n
     """Indices of the patches in each window of `side` x `side` patches, windows row by row; at the edges they may be
     smaller.
 
-    `positions_T2` are (row, column) of each patch.
+    `positions_T2` are (row, column) of each patch, as `patch_positions` gives them.
     """
     rows, columns = positions_T2.max(axis=0) + 1
     windows = []
@@ -49,8 +50,8 @@ def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[
 
     Args:
       length: number of tokens.
-      images: for each image, the index of its first token, and its rows and columns of tokens; () for text alone, where
-        all three numbers are the index.
+      images: for each image (index of its first token, rows, columns of tokens), such as (3, 2, 2); () for text alone,
+        where all three numbers are the index.
     """
     starts = {first: (rows, columns) for first, rows, columns in images}
     positions: list[tuple[int, int, int]] = []
@@ -94,6 +95,8 @@ def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
 
 def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:
     """Patches of an image in `patch_positions` order, each flattened as (row, column, channel).
+
+    `patch` is the side of a patch in pixels, `merge` the side of a block of patches that become one token.
 
     Raises ValueError when a side is not a multiple of patch * merge.
     """

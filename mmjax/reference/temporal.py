@@ -29,15 +29,16 @@ def encode_clip(
     """Encodes the tokens of all media of a sample: a token reads those of its own medium and of media before it.
 
     Args:
-      leaves: logical leaves of the encoder and its projector; others are not read.
+      leaves: logical leaves by name, such as "temporal/layers/000/attn/q", of the encoder and its projector; others are
+        not read.
       name: the encoder's name, such as "temporal".
       temporal: its settings.
       tokens: the tokens [n, D] of each medium in turn, at least one medium; D is the encoder's width.
-      levels: numbers of layers whose outputs are returned too.
+      levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
 
     Returns:
-      Projected tokens, one for each token of the media, and the output [N, D] of each of `levels`.
+      Projected tokens [N, width], one for each token of the media in turn, and the output [N, D] of each of `levels`.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     counts = tuple(len(features) for features in tokens)

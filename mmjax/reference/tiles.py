@@ -27,7 +27,7 @@ def in_rows(
     """The LLM's tokens of an image: those of its thumbnail, then of its tiles as one picture, a newline after each row.
 
     Args:
-      tokens: tokens of the thumbnail, then of each tile, row by row.
+      tokens: tokens [n, D] of the thumbnail, then of each tile, row by row; n = rows · columns of `tile`.
       tile: rows and columns of tokens of the thumbnail and of each tile.
       grid: rows and columns of tiles; (0, 0) for an image without tiles, which has one newline at its end.
       original: height and width of the image, in pixels; only their ratio counts.

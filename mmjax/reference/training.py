@@ -54,7 +54,10 @@ class Training:
 
 
 def global_norm(gradients: Leaves, module: str | None = None) -> float:
-    """Euclidean norm over all elements of the gradients, or of those of one module, such as "llm"."""
+    """Euclidean norm over all elements of the gradients, or of those of one module, such as "llm".
+
+    `gradients` are by leaf, such as "llm/embed".
+    """
     chosen = [leaf for name, leaf in gradients.items() if module in (None, module_of(name))]
     return math.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in chosen))
 
@@ -79,10 +82,10 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 def rate_factors(
     names: Iterable[str], model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]
 ) -> dict[str, float]:
-    """The factor of each leaf's learning rate, by leaf, from patterns of names and from its layer (see
-    ``OptimizerConfig``).
+    """The factor of each leaf's learning rate, by leaf, from patterns of names and from its layer: {"llm/embed": 1.0}.
 
-    `names` are names of leaves, such as "llm/embed"; `optimizers` has one for each of their modules.
+    `names` are names of leaves, such as "llm/embed"; `optimizers` has one for each of their modules, by module, whose
+    `rates` and `layer_decay` are read. `model` is as `build_model(recipe, tokenizer)` gives it.
     """
     factors = {}
     for leaf in names:
@@ -117,10 +120,10 @@ def adamw_step(
     finite change nothing. Leaves without a gradient (frozen modules) do not change.
 
     Args:
-      state: the state before, which is not modified.
-      gradients: by leaf.
-      optimizers, rates: settings and learning rate of each module, by module.
-      clip_norm: bound of the global gradient norm.
+      state: the state before, which is not modified; at first `TrainState(leaves=leaves)`.
+      gradients: by leaf, such as "llm/embed".
+      optimizers, rates: settings and learning rate of each module, by module: {"llm": 1e-3}.
+      clip_norm: bound of the global gradient norm; 0 for none.
       factors: factors of the learning rates of single leaves, by leaf; a missing one is 1.
     """
     norm = global_norm(gradients)
@@ -153,8 +156,8 @@ def train_steps(
     """Trains on the samples of each step in turn.
 
     Args:
-      leaves: logical leaves to start from; they are not modified.
-      model: the model.
+      leaves: logical leaves to start from, by name such as "llm/embed"; they are not modified.
+      model: the model, as `build_model(recipe, tokenizer)` gives it.
       optimizers: one per module ("vision", "vision_projector", "llm"); frozen modules are neither differentiated, nor
         counted in the norm, nor decayed.
       steps: the samples of every step.

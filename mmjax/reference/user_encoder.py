@@ -28,7 +28,9 @@ def run_encoder(
 ) -> tuple[jax.Array, list[jax.Array], dict[str, jax.Array]]:
     """Runs the encoder's stage with its projector on a row that holds one medium alone.
 
-    `leaves` have those of the encoder `name` and its projector; `medium` is an image [h, w, C] or frames [F, M].
+    `leaves` are logical leaves by name, such as "vision/patch/kernel", with those of the encoder `name` and its
+    projector. `model` is as `build_model(recipe, tokenizer)` gives it; `medium` is an image [h, w, C] or frames [F, M],
+    and `levels` are numbers of layers from 0.
 
     Returns:
       Modality tokens [n, D]; for each of `levels` the layer's output, with the features of each token's patches side by
@@ -57,7 +59,10 @@ def run_encoder(
 
 
 def patches_of(node: Node, medium: np.ndarray) -> int:
-    """Number of patches of a medium, an image [h, w, C] or frames [F, M], without special places."""
+    """Number of patches of a medium, an image [h, w, C] or frames [F, M], without special places.
+
+    ``node`` is the encoder's, such as ``model.nodes["vision"]``.
+    """
     spec = node.module.medium
     assert spec
     return int(row_of(node, medium)["segments"].sum()) - spec.special
@@ -85,7 +90,8 @@ def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
     """Host inputs of a row that holds this medium alone; special places fill complete LLM tokens before its patches.
 
     They are "patches" [1, T, X], "segments" [1, T] (1, and 0 for padding among the special places) and "positions" [1,
-    T, axes], which are negative at special places.
+    T, axes], which are negative at special places. ``node`` is the encoder's, such as ``model.nodes["vision"]``;
+    ``medium`` is an image [h, w, C] or frames [F, M].
     """
     spec = node.module.medium
     assert spec

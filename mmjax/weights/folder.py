@@ -114,7 +114,7 @@ class WeightsFolder:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A folder's ``config.json`` as a dict, or ``adapter_config.json`` if it has only that.
+    """The ``config.json`` of the folder ``path`` as a dict, or its ``adapter_config.json`` if it has only that.
 
     Raises:
       ConfigError: the folder has neither, or it is no JSON object.
@@ -132,7 +132,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_extractor(path: str) -> dict[str, Any]:
-    """A folder's settings for turning recordings into frames; ``{}`` if it has none of the files ``EXTRACTORS``.
+    """The settings of the folder ``path`` for turning recordings into frames; {} if it has no file of ``EXTRACTORS``.
 
     They are the part "feature_extractor" of the first such file, or else the whole file.
 

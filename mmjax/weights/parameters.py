@@ -120,16 +120,18 @@ def find_leaves(
     other_prefixes: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> dict[str, tuple[str, View]]:
-    """Finds the key and the view of each of a module's leaves, by name such as "llm/embed".
+    """Finds the key and the view of each of a module's leaves, by name: {"llm/embed": ("model.embed_tokens.weight",
+    SAME)}.
 
     Args:
-      folder: the folder.
+      folder: the folder, as ``WeightsFolder.open(path)`` gives it.
       module: the module's name, such as "llm".
       entries: its table, as ``table.expand`` makes it.
       shapes: the shape of each of its leaves, by name in the module, such as "embed" or "layers/000/attn/q".
-      prefixes: prefixes of this module's keys.
-      other_prefixes: prefixes of the other modules' keys; a key belongs to the module with its longest prefix.
-      unused: see ``table.match``.
+      prefixes: prefixes of this module's keys, such as ("model.language_model.",); "" is one of every key.
+      other_prefixes: prefixes of the other modules' keys, such as ("model.visual.",); a key belongs to the module with
+        its longest prefix.
+      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as "inv_freq".
 
     Raises:
       ConfigError: keys are missing, tensors have other shapes, or the module has tensors that no leaf is a view of; one
@@ -166,10 +168,10 @@ def find_copies(
     """Finds duplicates of tensors in a folder, by key, with the module's leaf and its view.
 
     Args:
-      folder: the folder.
+      folder: the folder, as ``WeightsFolder.open(path)`` gives it.
       module: the module's name, such as "llm".
       entries: its table, as ``table.expand`` makes it.
-      places: places of the module's leaves, as ``find_leaves`` returns them.
+      places: by leaf, such as "llm/embed", the key of its tensor and its view, as ``find_leaves`` returns them.
 
     Returns:
       By key of a duplicate, the leaf such as "llm/embed", and the leaf as a view of the duplicate; ``{}`` without any.
@@ -203,6 +205,7 @@ def _equal(folder: WeightsFolder, first: str, second: str) -> bool:
 def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view: View) -> None:
     """Raises ConfigError unless a leaf of this shape is ``view`` of the tensor ``key`` of the folder.
 
+    ``folder`` is as ``WeightsFolder.open(path)`` gives it, ``shape`` that of the complete leaf, such as (32, 64).
     ``leaf`` is the leaf's name for the message.
 
     Raises:

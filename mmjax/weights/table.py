@@ -91,7 +91,8 @@ TRANSPOSED = View(order=(1, 0))
 def third(number: int, width: int, view: View = TRANSPOSED) -> View:
     """The view of the query, key or value (``number`` 0, 1 or 2) in a tensor of ``[3 * width, ...]``.
 
-    ``view`` is the leaf as a view of its ``width`` rows.
+    ``view`` is the leaf as a view of its ``width`` rows; the result is that view with ``rows`` of (number * width,
+    (number + 1) * width).
     """
     return replace(view, rows=(number * width, (number + 1) * width))
 
@@ -152,7 +153,8 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
     """The rows of a module in a model that contains it: replaces the prefix of each key by one or several others.
 
     Args:
-      rows: a module's rows, with the keys of a folder of that module alone.
+      rows: a module's rows, such as ``Row("embed", ("model.embed_tokens.weight",))``, with the keys of a folder of that
+        module alone.
       prefixes: by a key's prefix, the new prefixes, today's first: {"model.": ["model.language_model."]}. The longest
         prefix of a key counts; "" is a prefix of every key.
 
@@ -182,7 +184,8 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
 
 
 def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
-    """The entries of all rows: for a row with "{}" one for each of `layers` layers, else one.
+    """The entries of all rows, such as ``Row("layers/{}/attn/q", ("model.layers.{}.self_attn.q_proj.weight",))``: for a
+    row with "{}" one for each of `layers` layers, else one.
 
     They are in the order of rows, then of layers. A layer's number has three digits in leaves, such as
     "layers/003/attn/q", and as few as it needs in keys.
@@ -196,13 +199,15 @@ def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
 
 
 def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str] = ()) -> Matches:
-    """Finds each leaf's tensor among the keys of a folder; leaves without one are in `Matches.missing`.
+    """Finds each leaf's tensor among the keys of a folder.
+
+    The result's `places` has the key and the view of each leaf that is there, by leaf, such as "layers/000/attn/q";
+    `missing` has the first key of each that is not, and `unexpected` the keys without a leaf.
 
     Args:
       entries: the table, as `expand` makes it.
       keys: the folder's keys.
-      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as a table that mmjax
-        computes.
+      unused: regular expressions of the ends of keys, from a dot on, that no leaf needs, such as "inv_freq".
     """
     places, missing, used = {}, [], set()
     copies: dict[str, tuple[str, View]] = {}
@@ -223,8 +228,8 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
     """Makes the tensors of a folder, by today's keys (the first of `Entry.keys`), from complete leaves.
 
     Args:
-      entries: the rows of `expand`, for all leaves of each tensor.
-      leaves: the unsharded array of each entry, by `Entry.leaf`.
+      entries: the table, as `expand` makes it, with all leaves of each tensor.
+      leaves: the unsharded array of each entry, by `Entry.leaf`, such as "layers/000/attn/q".
 
     Returns:
       The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined along its first dimension.

@@ -36,9 +36,11 @@ def rewrite(
     """Copies a folder with other parameters, file by file; tensors keep their keys, dtypes and files.
 
     Args:
-      folder: the folder; tensors of which no leaf is a view, and files other than weights, are copied unchanged.
+      folder: the folder, as ``WeightsFolder.open(path)`` gives it; tensors of which no leaf is a view, and files other
+        than weights, are copied unchanged.
       places: by leaf, such as "llm/embed", the key of its tensor and its view.
-      read: returns whole leaves, by the names in ``places``; called for one leaf at a time.
+      read: a function from a list of leaves, names of ``places``, to their whole arrays by name; called for one leaf at
+        a time.
       out: the directory to make, which appears when it is complete.
       copies: by key of a duplicate of a tensor, the leaf that is a view of it, and the view.
       files: contents of files that replace the folder's, by name, such as "config.json".
@@ -89,15 +91,16 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
 ) -> int:
-    """Writes a new folder of a model.
+    """Writes a new folder of a model: ``config.json``, safetensors (with an index if there are several) and ``files``.
 
     Args:
-      config: its ``config.json``, to which "dtype" is added.
+      config: the values of its ``config.json``, to which "dtype" is added.
       entries: its table, as ``table.expand`` makes it.
-      read: returns whole leaves, by ``Entry.leaf``; called for the leaves of one tensor at a time.
+      read: a function from a list of leaves, such as ["layers/000/attn/q"], to their whole arrays by name; called for
+        the leaves of one tensor at a time.
       out: the directory to make, which appears when it is complete.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
-      shard_bytes: the largest file, unless a single tensor is larger.
+      shard_bytes: bytes of the largest file, unless a single tensor is larger.
       files: contents of further files by name, such as "tokenizer.json".
 
     Returns:
@@ -125,7 +128,7 @@ def write(
 
 
 def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:
-    """Writes a folder of PEFT, ``out``: ``config`` as its ``adapter_config.json``, and its tensors by key.
+    """Writes a folder of PEFT, ``out``: ``config`` as its ``adapter_config.json``, and ``tensors`` by key.
 
     Tensors keep their dtypes. The directory appears when it is complete.
 

@@ -44,8 +44,8 @@ def check_one_program(layouts: Mapping[str, Layout], offloads: Mapping[str, Offl
 def lane_layout(layouts: Mapping[str, Layout]) -> Layout:
     """The layout whose stage submeshes are the lanes: the pipelined module's, or the LLM's if there are several.
 
-    ``layouts`` is by module. Every module must be on all ranks of this layout with ``pp=1`` and any degrees, or on its
-    lanes in their degrees.
+    ``layouts`` is by module: {"vision": Layout(), "llm": Layout(pp=2)}. Every module must be on all ranks of this
+    layout with ``pp=1`` and any degrees, or on its lanes in their degrees.
 
     Raises:
       ConfigError: a module is on neither; the message is one line with the field and a legal value.
@@ -72,7 +72,10 @@ def _fits(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> bool:
 
 
 def lane_of(lanes: Layout, layout: Layout, ranks: tuple[int, ...]) -> int | None:
-    """The lane of a stage on these ranks; ``None`` if its ranks or degrees are not those of a lane."""
+    """The lane, from 0, of a stage on these ranks; ``None`` if its ranks or degrees are not those of a lane.
+
+    ``lanes`` is the result of ``lane_layout``, ``layout`` that of the stage's module, and ``ranks`` are such as (2, 3).
+    """
     if any(getattr(layout, field) != getattr(lanes, field) for field in SHARED):
         return None
     return next((lane for lane in range(lanes.pp) if lanes.stage_ranks(lane) == ranks), None)

@@ -144,9 +144,9 @@ class Lanes:
 
 
 def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, int]]]:
-    """Numbers each lane's blocks of every kind from 0, in their order, so that lanes share numbered blocks.
+    """Numbers each lane's equal blocks from 0, in their order, so that lanes share numbered blocks.
 
-    ``[[a, a, b], [a]]`` becomes ``[[(a, 0), (a, 1), (b, 0)], [(a, 0)]]``.
+    ``kinds`` has the blocks of each lane: ``[[a, a, b], [a]]`` becomes ``[[(a, 0), (a, 1), (b, 0)], [(a, 0)]]``.
     """
     result = []
     for blocks in kinds:
@@ -160,7 +160,9 @@ def assign(kinds: Sequence[Sequence[LaneBlock]]) -> list[list[tuple[LaneBlock, i
 
 
 def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
-    """A local value with the type of a block, inside ``shard_map``; all lanes' branches must return the same types.
+    """The local value ``x``, typed as varying over the axes of ``block``; inside ``shard_map``.
+
+    All lanes' branches must return the same types. ``block`` is such as ``LaneBlock.of(aval)``.
 
     Raises:
       TypeError: for another shape or dtype, or a value that varies over more axes than the block.
@@ -172,5 +174,8 @@ def typed(x: jax.Array, block: LaneBlock) -> jax.Array:
 
 
 def zeros(block: LaneBlock) -> jax.Array:
-    """Zeros with the type of a block, inside ``shard_map``: the content of a block that a lane does not use."""
+    """Zeros with the type of a block, inside ``shard_map``: the content of a block that a lane does not use.
+
+    ``block`` is such as ``LaneBlock.of(aval)``; the result has its shape and dtype.
+    """
     return typed(jnp.zeros(block.shape, block.dtype), block)

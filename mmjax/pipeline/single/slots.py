@@ -187,8 +187,9 @@ def plan(items: Sequence[SlotOp | Across], pinned: Mapping[Place, tuple[LaneBloc
     """Cuts a step into segments and slots; each op is as early as its dependencies and its lane's order allow.
 
     Args:
-      items: the step's ops in their total order.
-      pinned: blocks of the values on lanes before and after the step, by place.
+      items: the step's ops in their total order: ``SlotOp(op=op, lane=0)`` with the values that it reads and writes,
+        and ``Across`` for an op that spans all lanes.
+      pinned: blocks of the values on lanes before and after the step, by (lane, value), such as (0, ("sums", "llm.0")).
       lanes: number of lanes.
 
     Raises:
