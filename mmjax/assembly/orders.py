@@ -42,7 +42,7 @@ def step_order(recipe: Recipe, parts: PlacedRun) -> StepOrder | None:
       parts: the run, as ``place(recipe)`` or ``plan(recipe)`` gives it.
 
     Returns:
-      A function: ``order(metas, packer).order`` has the new order of a step's samples.
+      A function of a step's ``metas``: ``order(metas, packer).order`` has their indices, from 0, in the new order.
     """
     return None if recipe.data.reorder == "none" else order_of(recipe, parts, recipe.data.reorder)
 
@@ -56,7 +56,7 @@ def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
       method: one of ``METHODS`` of ``mmjax.data.reorder``: "none", "disttrain" or "best".
 
     Returns:
-      A function: ``order(metas, packer).order`` has the new order of a step's samples.
+      A function of a step's ``metas``: ``order(metas, packer).order`` has their indices, from 0, in the new order.
     """
     inputs, train, packer = next(iter(parts.shapes.values())), recipe.train, parts.packer
     costs, length = parts.placed.nominal_costs(inputs), recipe.data.sequence_length

@@ -42,7 +42,9 @@ def generate(
     on_token: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
     style: str = "auto",
 ) -> list[Answer]:
-    """Answers dialogues, one after another in the result; all processes of a run call it.
+    """Answers dialogues; all processes of a run call it.
+
+    The result has an answer for each, in their order, with its `text`, `tokens` and `logprobs`.
 
     Args:
       recipe: a run's, as `load_run_config(run_dir)` gives it, under any layout, or that of a folder of weights.
