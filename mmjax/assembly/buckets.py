@@ -30,7 +30,7 @@ def build_packer(
 
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
-      tokenizer: the run's tokenizer, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the run's tokenizer, such as ``plan(recipe).tokenizer``.
       one_bucket: whether the microbatches of a step share a bucket, such as ``one_bucket(recipe)``.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
 

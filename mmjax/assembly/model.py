@@ -35,7 +35,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
 
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
-      tokenizer: the tokenizer, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
     """
     nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
     model = MultimodalModel(nodes, tuple(_edge(recipe.model, edge) for edge in recipe.model.flows))

@@ -29,7 +29,7 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
 
     Args:
       recipe: the run's configuration.
-      tokenizer: the tokenizer, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
       source: the samples, as ``open_source(recipe, split="train")`` opens them.
       one_bucket: whether the microbatches of a step share a bucket, such as ``one_bucket(recipe)``.
 

@@ -23,7 +23,7 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
     Args:
       recipe: the run's recipe, as ``load_config(["run.gin"])`` gives it.
       packer: the packer of its samples, as ``build_packer(recipe, tokenizer)`` makes it.
-      tokenizer: the tokenizer of its text, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the tokenizer of its text, such as ``plan(recipe).tokenizer``.
       world: the run's devices, as ``World.create`` gives them; started here if not given.
 
     Raises:

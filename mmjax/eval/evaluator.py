@@ -246,7 +246,7 @@ def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[in
     """Ids of the tokens that end an answer: the tokenizer's, and the one that the template puts after every answer.
 
     Args:
-      tokenizer: the tokenizer, as `tokenizer_of(recipe.data, recipe.model.media)` gives it.
+      tokenizer: the tokenizer, such as `plan(recipe).tokenizer`.
       samples: samples of one template, as `Source.sample` gives them; without any the tokenizer's ids are the result.
     """
     tails = {sample.tail.strip() for sample in samples}

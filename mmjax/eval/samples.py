@@ -52,7 +52,7 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
     Args:
       recipe: the configuration, as `load_config(["run.gin"])` gives it.
-      tokenizer: the tokenizer, as `tokenizer_of(recipe.data, recipe.model.media)` gives it.
+      tokenizer: the tokenizer, such as `plan(recipe).tokenizer`.
       samples: the samples, such as those of `held_out(recipe, 100)`.
     """
     if not recipe.data.origin.exchanges or len(samples) < 2:
@@ -62,5 +62,5 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
 
 def as_evaluated(recipe: Recipe) -> Recipe:
-    """The configuration without reordering (`Data.reorder` is "none"), which only changes how long a step takes."""
+    """The configuration without reordering, which only changes how long a training step takes."""
     return replace(recipe, data=replace(recipe.data, reorder="none"))

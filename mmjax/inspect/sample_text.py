@@ -41,7 +41,7 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
 
     Args:
       sample: the sample, as ``Source.sample`` gives it; its media are not read.
-      tokenizer: the tokenizer of its tokens, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the tokenizer of its tokens, such as ``plan(recipe).tokenizer``.
       encoders: specs of all encoders and generators by name, as ``encoder_specs(recipe)`` gives them.
 
     Yields:

@@ -39,7 +39,7 @@ def sample_packer(recipe: Recipe, tokenizer: Tokenizer, samples: Samples) -> Pac
 
     Args:
       recipe: the shrunk configuration, ``shrink(recipe, 3, tokenizer.vocab_size).recipe``.
-      tokenizer: the tokenizer, as ``tokenizer_of(recipe.data, recipe.model.media)`` gives it.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
       samples: the samples, ``Samples(maker=…, sizes=shrunk.sizes, seed=0)``.
     """
     packer = packer_for(recipe, tokenizer, samples, one_bucket=one_bucket(recipe))

@@ -155,7 +155,7 @@ def placed_for(
 
     Args:
       recipe: the configuration.
-      tokenizer: its tokenizer, as `tokenizer_of(recipe.data, recipe.model.media)` gives it.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
       world: the devices, as `world_for(recipe)` gives them.
       cut: layers and stages of each module, in place of the configuration's, such as `Cut(layers=2, stages=1)`.
       layout: by module name, the degrees, such as {"vision": Layout(tp=2), "llm": Layout(tp=2)}; `cut` gives the pp.
@@ -265,7 +265,7 @@ def attempts(
 
     Args:
       recipe: the configuration.
-      tokenizer: its tokenizer, as `tokenizer_of(recipe.data, recipe.model.media)` gives it.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
       packer: packs its data, as `build_packer(recipe, tokenizer)` makes it.
       world: the devices, as `world_for(recipe)` gives them.
       tp: one of the `legal_tps` of some module.
@@ -342,7 +342,7 @@ def at_a_time(recipe: Recipe, tokenizer: Tokenizer, packer: Packer, world: World
 
     Args:
       recipe: the configuration.
-      tokenizer: its tokenizer, as `tokenizer_of(recipe.data, recipe.model.media)` gives it.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
       packer: packs its data, as `build_packer(recipe, tokenizer)` makes it.
       world: the devices, as `world_for(recipe)` gives them.
       point: the shape of every module, one of those that `points` gives; the same in all processes.

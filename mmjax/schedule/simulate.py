@@ -169,8 +169,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     An asynchronous move occupies no rank: it starts when its pack has ended and the move before it over the same edge
     in the same direction. A rendezvous occupies both sides. Copies to and from the host run beside the ranks' ops, one
-    after another on each rank. Costs are taken by `Costs.split_as`. The result has the `starts` and `ends` of the ops, in
-    seconds and in their order, and the `makespan`.
+    after another on each rank. Costs are taken by `Costs.split_as`. The result has the `starts` and `ends` of the ops,
+    in seconds and in their order, and the `makespan`.
 
     Args:
       schedule: the ops of a step in order, as `make_schedule("1f1b", graph, 8, costs)` makes it.
