@@ -138,17 +138,13 @@ def choose(
     rows_of: RowsOf | None = None,
     modes: Collection[str] = MODES,
 ) -> PlanChoice:
-    """Simulates the best candidates of every mode on devices of one kind.
-
-    The best is the `best` of the result, an `Estimate` with the layouts in its `candidate`.
+    """Simulates the best candidates of every mode on devices of one kind; the plan is the `best` of the result.
 
     Args:
       work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
       clock: the times, such as `AnalyticClock(work=work, accelerator=accelerator("h100"))`.
-      devices: number of devices; fewer may be used.
-      memory: bytes of a device; 0 takes the clock's.
-      rows_of: returns the exact rows of a candidate's microbatches, by module (rows on all ranks, positions of a row),
-        and raises ConfigError if a run would refuse the candidate; None makes rows proportional to samples.
+      devices, memory: their number, of which fewer may be used, and the bytes of each; 0 takes the clock's.
+      rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
 
     Raises:
@@ -159,16 +155,12 @@ def choose(
 
 
 def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
-    """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
-
-    The best is the `best` of the result, an `Estimate` with the layouts in its `candidate`.
+    """Simulates candidates of every mode on each kind and on several together; the plan is the `best` of the result.
 
     Args:
       work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      fleet: the devices, of which fewer may be used, such as
-        `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
-      rows_of: returns the exact rows of a candidate's microbatches, by module (rows on all ranks, positions of a row),
-        and raises ConfigError if a run would refuse the candidate; None makes rows proportional to samples.
+      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
+      rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
 
     Raises:
@@ -196,10 +188,8 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
 def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
     """The choice with these estimates in ascending order of seconds; of equal ones, fewer devices first.
 
-    Args:
-      fleet: the devices, whose numbers the choice has.
-      estimates: one or more, in any order, as `estimated` gives them.
-      misses: for each mode without an estimate, a line with the reason: {"nested": "…"}; {} where there is none.
+    fleet, estimates: the devices, and one or more estimates in any order, as `estimated` gives them.
+    misses: for each mode without an estimate, a line with the reason: {"nested": "…"}; {} where there is none.
     """
     ordered = sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
@@ -235,11 +225,8 @@ def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: R
 def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
     """The estimate of a candidate as a list of one; [] if `rows_of` refuses it, or if it does not fit into memory.
 
-    Args:
-      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
-      candidate: the layouts and the schedule, such as one of those that `homogeneous` yields.
-      rows_of: gives its rows, such as `proportional(work)`; refuses by a ConfigError.
+    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
+    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields.
     """
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
@@ -251,14 +238,9 @@ def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> li
 def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
     """The estimate of a candidate in seconds and bytes, with the times of its devices, whether or not it fits.
 
-    Args:
-      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
-      candidate: the layouts and the schedule, such as one of those that `homogeneous` yields.
-      rows_of: gives its rows, such as `proportional(work)`.
-
-    Raises:
-      ConfigError: `rows_of` refuses the candidate.
+    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
+    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields. Raises `ConfigError` if
+      `rows_of` refuses it.
     """
     return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
 
@@ -266,9 +248,7 @@ def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -
 def missing(fleet: Fleet, estimate: Estimate) -> float:
     """Bytes that the device with the largest lack is short of; zero or negative if all devices have enough.
 
-    Args:
-      fleet: the devices and their memory.
-      estimate: an estimate on them, as `estimated` gives it.
+    fleet, estimate: the devices with their memory, and an estimate on them, as `estimated` gives it.
     """
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
     return max(size - rooms[rank] for rank, size in estimate.memory.items())
@@ -282,9 +262,8 @@ def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
 def proportional(work: Work) -> RowsOf:
     """A function from a candidate to its rows, in proportion to the samples of a microbatch; it refuses no candidate.
 
-    It returns (rows on all ranks, positions of a row) by module: {"llm": (7.5, 4096)}; rows are not always whole.
-
-    work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+    It returns (rows on all ranks, positions of a row) by module: {"llm": (7.5, 4096)}; rows are not always whole. The
+    work is that of a model on its data, as `read_work(recipe)` gives it.
     """
 
     def rows_of(candidate: Candidate) -> RowShapes:
@@ -301,10 +280,8 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
     than the first (`TIE`). If none fits without offload, the result is up to `FINALISTS` that fit with it. Rows are
     `proportional`.
 
-    Args:
-      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
-      candidates: candidates in any order, such as `homogeneous(work, 16, 8)`.
+    work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
+    candidates: candidates in any order, such as `homogeneous(work, 16, 8)`.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
@@ -405,15 +382,12 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
 def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
     """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
 
-    Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's. They are for
-    `best_plans` and `coupled_plans`.
+    Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.
 
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
     leaves encoders more memory.
 
-    Args:
-      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
+    work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
     """
     pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -430,11 +404,8 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Pr
     Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
     that may be behind it.
 
-    Args:
-      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
-      kind: the devices, such as `DeviceKind(clock=clock, devices=16, memory=80e9)`.
-      samples: samples of a microbatch of one LLM replica.
-      stages: the most LLM stages.
+    work, kind: such as `read_work(recipe)` and `DeviceKind(clock=clock, devices=16, memory=80e9)`.
+    samples, stages: samples of a microbatch of one LLM replica, and the most LLM stages.
     """
     modules = {}
     for name, module in work.modules.items():
