@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Checks a configuration; returns the exit status, 0 if everything is equal, else 1.
 
     Args:
-      argv: the arguments, without the program's name; by default this process's.
+      argv: the arguments, without the program's name, such as ["--gin_file=run.gin", "--steps=3"]; by default this
+        process's.
 
     Raises:
       SystemExit: with status 2, after a line on stderr about a wrong flag or setting.
@@ -86,7 +87,10 @@ def _json(numbers: Mapping[str, Any]) -> str:
 
 
 def table(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """The report of a check as lines of text, without newlines; `numbers` is the result of `CheckReport.numbers()`."""
+    """Yields the report of a check as lines of text, without newlines; the last says whether everything is equal.
+
+    numbers: the result of the method `numbers()` of the report that `mmjax.parity.check(recipe)` returns.
+    """
     for name, layout in numbers["layouts"].items():
         yield f"{name}: {layout}"
     yield f"{'relative difference':<24}" + "".join(f"{name:>12}" for name in numbers["limits"])

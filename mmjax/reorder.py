@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the order, or a summary of all methods; returns the exit status 0.
 
     Args:
-      argv: the arguments, without the program's name; by default this process's.
+      argv: the arguments, without the program's name, such as ["--costs=costs.json", "--microbatches=8"]; by default
+        this process's.
 
     Raises:
       SystemExit: with status 2, after a line on stderr about a wrong flag or file.
@@ -100,8 +101,9 @@ def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
     """A table of every method's largest load and simulated makespan, their lower bounds, and the gain over "none".
 
     Args:
-      pipeline: the pipeline of all dp ranks.
-      seconds: costs of forward and backward of each sample [S, 2], by module; see `SampleCosts.samples`.
+      pipeline: a `Pipeline` of `mmjax.data.reorder`, that of all dp ranks, with S samples.
+      seconds: costs of forward and backward of each sample [S, 2], by module ("encoder", "generator"), such as
+        `read_costs(path).samples`.
 
     Returns:
       Lines joined by newlines: two of headings, one for each of `METHODS`, and one of bounds.
@@ -129,6 +131,9 @@ def summary(pipeline: Pipeline, seconds: Mapping[str, np.ndarray]) -> str:
 
 def read_costs(path: Path) -> SampleCosts:
     """Reads the costs in a JSON file: {"encoder": [[1.0, 2.0], [0.5, 1.0]], "llm": [1.0, 2.0]}.
+
+    The result has `samples`, arrays [S, 2] by module, here {"encoder": …}, and `llm`, here (1.0, 2.0). A file may have
+    "generator" as it has "encoder".
 
     Raises:
       ConfigError: the file cannot be read or has another form; the line names the place.

@@ -173,11 +173,11 @@ class Run:
 
 
 def build(recipe: Recipe, run_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Checks a recipe; nothing is placed on a device before a method of the run needs it.
+    """Checks a recipe and returns its run; nothing is placed on a device before a method, such as `train`, needs it.
 
     Args:
-      recipe: all settings of the run.
-      run_dir: the directory of a run of this recipe that was trained already.
+      recipe: all settings of the run, such as `load_config(["run.gin"])`.
+      run_dir: the directory of a run of this recipe that was trained already; None for a new one.
 
     Raises:
       ConfigError: two settings contradict each other; one line that names the field, its value and a legal one.

@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or Ctrl-C, which are its normal ends; returns the exit status 0.
 
     Args:
-      argv: the arguments, without the program's name; by default this process's.
+      argv: the arguments, without the program's name, such as ["--gin_file=run.gin", "--port=8815"]; by default this
+        process's.
 
     Raises:
       SystemExit: a flag or setting is wrong, the port is not free, or after `--help`.

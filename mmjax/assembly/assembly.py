@@ -36,11 +36,13 @@ def assemble(
 ) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
+    The result has the model on its devices as ``placed``, the ``schedule``, the ``executor`` and what they are made of.
+
     Args:
-      recipe: the run's configuration.
-      packer: see ``place``.
-      world: see ``place``.
-      source: see ``place``.
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      packer: packs samples that are not the configured data's; by default ``build_packer`` makes the configuration's.
+      world: the run's devices, as ``World.create`` gives them; started here if not given.
+      source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
 
     Raises:
       ConfigError: there are too few devices, two settings contradict each other, or one program is to be a pipeline
@@ -71,10 +73,10 @@ def place(
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
-      recipe: the run's configuration.
-      packer: the packer, for samples that are not the configured data's; by default the configuration's.
-      world: the run's devices; started here if not given.
-      source: the run's training samples, where they are open already; opened here if not given.
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      packer: packs samples that are not the configured data's; by default ``build_packer`` makes the configuration's.
+      world: the run's devices, as ``World.create`` gives them; started here if not given.
+      source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
       trained: whether something is to be trained, so that not every part may be frozen.
 
     Raises:
@@ -87,9 +89,13 @@ def place(
 
 
 def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
-    """``assemble`` without devices: no backend is started, and the result cannot be run. For ``source`` see ``place``.
+    """``assemble`` without devices: no backend is started, and the result cannot be run.
 
     All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
+
+    Args:
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
 
     Raises:
       ConfigError: two settings contradict each other.
@@ -99,7 +105,10 @@ def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
 
 
 def planned_batch_spec(recipe: Recipe) -> BatchSpec:
-    """The ``batch_spec`` of a configuration, made without a run and without its devices.
+    """The spec from which the batches of a run are made, without the run and its devices.
+
+    ``spec.maker()`` opens the data; ``spec.to_json()`` is for another process. ``recipe``: the run's configuration, as
+    ``load_config(["run.gin"])`` gives it.
 
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.

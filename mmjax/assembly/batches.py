@@ -48,8 +48,8 @@ def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
     """The rows of a step's microbatches that this process's devices read; ``None`` for all, in a run of one process.
 
     Args:
-      placed: the model on its devices.
-      names: the names of host inputs by module, such as {"llm": ["segments", …]}; see ``Packer.inputs``.
+      placed: the model on its devices, such as ``place(recipe).placed``.
+      names: the names of host inputs by module, such as {"llm": ["segments", …]}, a packer's ``inputs``.
       microbatches: microbatches of a step.
     """
     if placed.world.processes == 1:
@@ -83,5 +83,8 @@ def _cells(shard: int, dp: int, cells: int) -> range:
 
 
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
-    """The bucket signature of a microbatch, such as (("vision", 0),), and its inputs: a pair for ``Executor.step``."""
+    """The bucket signature of a microbatch, such as (("vision", 0),), and its inputs: a pair for ``Executor.step``.
+
+    The inputs are arrays by module and input name. ``microbatch``: one of the ``microbatches`` of a step's batch.
+    """
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs

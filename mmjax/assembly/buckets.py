@@ -27,13 +27,13 @@ Say = Callable[[str], None]
 def build_packer(
     recipe: Recipe, tokenizer: Tokenizer, *, one_bucket: bool = False, source: Source | None = None
 ) -> Packer:
-    """The packer of a run. Buckets that are not given are chosen from the data or made for its worst case.
+    """The packer of a run's samples into rows. Buckets that are not given are chosen, or made for the worst case.
 
     Args:
-      recipe: the run's configuration.
-      tokenizer: the run's tokenizer.
-      one_bucket: whether the microbatches of a step share a bucket.
-      source: the run's training samples; opened here if not given.
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      tokenizer: the run's tokenizer, such as ``plan(recipe).tokenizer``.
+      one_bucket: whether the microbatches of a step share a bucket, such as ``one_bucket(recipe)``.
+      source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
 
     Raises:
       ConfigError: the vocabulary is smaller than the tokenizer's, or a bucket is too small for the data.
@@ -61,8 +61,8 @@ def with_buckets(
     process makes the same choice, and so does a run that continues.
 
     Args:
-      recipe: the run's configuration.
-      source: the run's training samples; opened here if not given.
+      recipe: the run's configuration, in which ``vision/Packing.buckets`` may be a number such as 4.
+      source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
       say: called with a line for each module whose buckets are chosen now.
       before: the configuration of the run so far; its buckets stay while batch, data and layouts stay the same.
 
@@ -92,7 +92,7 @@ def added_buckets(recipe: Recipe, packer: Packer) -> Iterator[str]:
 
     Args:
       recipe: the run's configuration.
-      packer: the run's packer.
+      packer: the run's packer, as ``build_packer(recipe, tokenizer)`` makes it.
     """
     for name, packing in recipe.model.packing.items():
         rounded = packer.rounded(name, per_cell(packing.given, packer.cells))

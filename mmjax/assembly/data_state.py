@@ -25,6 +25,10 @@ def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
 
     Those of process 0 count. Without a checkpoint, where ``newest`` is ``None``, no records are known. A checkpoint of
     an earlier version names no records: the run then has those that its data have now.
+
+    Args:
+      recipe: the run's configuration, whose field ``known`` the result has by dataset.
+      newest: the metadata, as ``Checkpointer.latest_metadata()`` gives it.
     """
     stored = newest.extra.get(DATA, {}) if newest else {}
     records: dict[str, dict[str, Any]] = json.loads(broadcast_text(json.dumps(stored)))
@@ -33,7 +37,10 @@ def with_known_records(recipe: Recipe, newest: Metadata | None) -> Recipe:
 
 
 def known_in(recipe: Recipe, run_dir: str | Path) -> Recipe:
-    """The configuration with the records in the newest checkpoint of ``run_dir``; with none where it has none."""
+    """The configuration with the records in the newest checkpoint of ``run_dir``; with none where it has none.
+
+    So ``open_source`` of the result holds out the samples that the run does. All processes have to call it.
+    """
     return with_known_records(recipe, Checkpointer(Path(run_dir) / "checkpoints").latest_metadata())
 
 
@@ -41,6 +48,8 @@ def stored_records(source: Source) -> dict[str, Any]:
     """The records of each dataset as JSON, for ``Metadata.extra``: {"data": {dataset: {field of ``KnownRecords``: …}}}.
 
     {} for a source that is no ``Mixture``, such as that of a task.
+
+    source: the run's training samples, as ``open_source(recipe, split="train")`` opens them.
     """
     if not isinstance(source, Mixture):
         return {}
@@ -50,7 +59,11 @@ def stored_records(source: Source) -> dict[str, Any]:
 def describe_data(recipe: Recipe, source: Source) -> tuple[str, ...]:
     """Lines about records that are left out and about datasets that have changed since the run's last checkpoint.
 
-    () for a source that is no ``Mixture``.
+    () where there are none, and for a source that is no ``Mixture``.
+
+    Args:
+      recipe: the run's configuration.
+      source: its training samples, as ``open_source(recipe, split="train")`` opens them.
 
     Raises:
       ConfigError: too many records cannot be used, or the data have changed and `Data.require_same` is set.

@@ -18,6 +18,10 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     An epoch is as many samples as ``source`` has training records. A step has ``Train.global_batch`` samples, however
     they are packed; the last step may go on into the next epoch.
 
+    Args:
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      source: its training samples, as ``open_source(recipe, split="train")`` opens them.
+
     Raises:
       ConfigError: the source has no end, or a setting does not fit the number of steps.
     """
@@ -35,7 +39,12 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
 
 
 def describe_epochs(recipe: Recipe, source: Source) -> tuple[str, ...]:
-    """One line about the steps of a configuration from ``with_steps``; () where ``Train.epochs`` is 0."""
+    """One line about the steps of a configuration, as a tuple of one; () where ``Train.epochs`` is 0.
+
+    Args:
+      recipe: the result of ``with_steps``.
+      source: its training samples, as ``open_source(recipe, split="train")`` opens them.
+    """
     train = recipe.train
     if not train.epochs:
         return ()

@@ -31,7 +31,12 @@ from mmjax.user_code import import_named
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
-    """The module graph; where the configuration leaves the vocabulary open (0), it is the tokenizer's."""
+    """The module graph; where the configuration leaves the vocabulary open (0), it is the tokenizer's.
+
+    Args:
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
+    """
     nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
     model = MultimodalModel(nodes, tuple(_edge(recipe.model, edge) for edge in recipe.model.flows))
     return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll)
@@ -59,14 +64,17 @@ def _edge(model: ModelSpec, edge: EdgeSpec) -> Edge:
 
 
 def build_modules(recipe: Recipe) -> dict[str, Any]:
-    """The ``mmjax.models.module.Module`` of each encoder, the LLM and each generator, by name; none has parameters."""
+    """The ``mmjax.models.module.Module`` of each encoder, the LLM and each generator, by name; none has parameters.
+
+    {"vision": …, "llm": …}. ``recipe``: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+    """
     return {name: node.module() for name, node in recipe.model.nodes.items()}
 
 
 def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
     """Names of the parameters by part, such as {"llm": ["embed", "layers/000/attn/q", …], "vision_projector": …}.
 
-    They are the same under any layout.
+    They are the same under any layout. ``model``: the module graph, as ``build_model(recipe, tokenizer)`` makes it.
     """
     names: dict[str, list[str]] = {}
     for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
@@ -78,7 +86,7 @@ def parameter_names(model: MultimodalModel) -> dict[str, list[str]]:
 def with_fitting_rates(recipe: Recipe) -> Recipe:
     """The recipe without patterns of ``Optimizer.rates`` that fit no parameter of their module.
 
-    There are such patterns where a recipe was shrunk to fewer layers.
+    Such as "layers/007/*". There are such patterns where a recipe was shrunk to fewer layers.
     """
     if not any(optimizer.rates for optimizer in recipe.model.optimizers.values()):
         return recipe
@@ -96,8 +104,8 @@ def require_rates(model: MultimodalModel, optimizers: Mapping[str, OptimizerConf
     """Requires that each pattern of ``Optimizer.rates`` fits a parameter of its part.
 
     Args:
-      model: the module graph.
-      optimizers: the optimizer of each part, by the names of ``ModelSpec.parts``.
+      model: the module graph, as ``build_model(recipe, tokenizer)`` makes it.
+      optimizers: the optimizer of each part, such as "llm" or "vision_projector": ``recipe.model.optimizers``.
 
     Raises:
       ConfigError: one fits none; the message lists the nearest names, or all.
@@ -121,7 +129,11 @@ def _unfitting(model: MultimodalModel, optimizers: Mapping[str, OptimizerConfig]
 
 
 def require_inputs(model: MultimodalModel, packer: Packer) -> None:
-    """Requires that the data have the host inputs that callbacks read.
+    """Requires that the data have the host inputs that callbacks read; returns nothing.
+
+    Args:
+      model: the module graph, as ``build_model(recipe, tokenizer)`` makes it.
+      packer: packs the data, as ``build_packer(recipe, tokenizer)`` makes it; its ``inputs`` has the names by module.
 
     Raises:
       ConfigError: a callback reads an input that the data lack.
@@ -135,7 +147,11 @@ def require_inputs(model: MultimodalModel, packer: Packer) -> None:
 
 
 def splits_of(recipe: Recipe) -> dict[str, Split]:
-    """How the rows of each module are split over ranks, by name, for the data side; without modules of whole rows."""
+    """How the rows of each module are split over ranks, for the data side: {"llm": Split(ranks=2, …)}.
+
+    Modules whose ranks have whole rows, without cp and tp that share tokens, are absent. ``recipe``: the run's
+    configuration.
+    """
     splits = {}
     for name, module in build_modules(recipe).items():
         layout = recipe.model[name].layout
@@ -145,7 +161,12 @@ def splits_of(recipe: Recipe) -> dict[str, Split]:
 
 
 def split_of(module: Module, layout: Layout) -> Split:
-    """How the rows of a module are split: over the ranks of cp, and each part by whole tokens over those of tp."""
+    """How the rows of a module are split: over the ranks of cp, and each part by whole tokens over those of tp.
+
+    Args:
+      module: the module, such as ``build_modules(recipe)["llm"]``.
+      layout: its layout, such as ``Layout(cp=2)``; without cp the result has ``ranks`` 1.
+    """
     method, token = cp_tokens(module, layout), module.patches_per_token
     unit = token * layout.row_multiple // layout.cp
     return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
@@ -154,13 +175,18 @@ def split_of(module: Module, layout: Layout) -> Split:
 def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
     """The specs of the encoders and generators with media of their own by name, for those who read samples.
 
-    ``buckets`` are the configured ones.
+    {"vision": EncoderSpec(…)}. ``buckets`` are those that are configured by shape, of a cell. ``recipe``: the run's
+    configuration, as ``load_config(["run.gin"])`` gives it.
     """
     return with_media(packed_specs(recipe))
 
 
 def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
-    """``encoder_specs``, and the specs of encoders that read other encoders, for those who pack rows."""
+    """The specs of all encoders and generators by name, also of encoders that read other encoders, for packing rows.
+
+    {"vision": EncoderSpec(…)}. ``buckets`` are those that are configured by shape, of a cell. ``recipe``: the run's
+    configuration, as ``load_config(["run.gin"])`` gives it.
+    """
     model, cells = recipe.model, cell_count(recipe.model.layouts.values())
     modules, projectors = build_modules(recipe), model.projectors
     names = dict.fromkeys((*model.media, *model.encoders, *model.talkers))

@@ -15,7 +15,10 @@ from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(recipe: Recipe) -> dict[str, float]:
-    """Forward FLOPs of a pair of positions that attend to each other over those of a position alone, by node."""
+    """Forward FLOPs of a pair of positions that attend to each other over those of a position alone, by module name.
+
+    {"vision": 0.002, "llm": 0.0004}. ``recipe``: the run's configuration.
+    """
     pairs = {}
     for name, module in build_modules(recipe).items():
         # Most vocabularies have no size yet: with one entry the head costs next to nothing.
@@ -33,12 +36,28 @@ def step_order(recipe: Recipe, parts: PlacedRun) -> StepOrder | None:
     The cost of a stage is its ``nominal_costs``, spread over the positions of their bucket, plus the attention of its
     module, by FLOPs. Where ranks of cp have parts of a row, it is the cost of the fullest rank. The LLM's costs vary
     where its rows are packed.
+
+    Args:
+      recipe: the run's configuration, whose ``Data.reorder`` is the method.
+      parts: the run, as ``place(recipe)`` or ``plan(recipe)`` gives it.
+
+    Returns:
+      A function of a step's ``metas``: ``order(metas, packer).order`` has their indices, from 0, in the new order.
     """
     return None if recipe.data.settings.reorder == "none" else order_of(recipe, parts, recipe.data.settings.reorder)
 
 
 def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
-    """``step_order`` by ``method``, one of ``METHODS`` of ``mmjax.data.reorder``, instead of the configured one."""
+    """How the samples of a step are reordered by a method, instead of the configured one.
+
+    Args:
+      recipe: the run's configuration.
+      parts: the run, as ``place(recipe)`` or ``plan(recipe)`` gives it.
+      method: one of ``METHODS`` of ``mmjax.data.reorder``: "none", "disttrain" or "best".
+
+    Returns:
+      A function of a step's ``metas``: ``order(metas, packer).order`` has their indices, from 0, in the new order.
+    """
     inputs, train, packer = next(iter(parts.shapes.values())), recipe.train, parts.packer
     costs, length = parts.placed.nominal_costs(inputs), recipe.data.settings.sequence_length
     widths = {name: arrays["segments"].shape[1] for name, arrays in inputs.items()}

@@ -26,7 +26,13 @@ from mmjax.recipe import Recipe
 
 
 def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_bucket: bool = False) -> Packer:
-    """``build_packer`` without a check of the vocabulary, and without a choice of buckets; arguments are the same.
+    """The packer of samples into rows, without a check of the vocabulary, and without a choice of buckets.
+
+    Args:
+      recipe: the run's configuration.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
+      source: the samples, as ``open_source(recipe, split="train")`` opens them.
+      one_bucket: whether the microbatches of a step share a bucket, such as ``one_bucket(recipe)``.
 
     Raises:
       ConfigError: a bucket is too small for the samples, or ``Data.reorder`` is set and every module has one bucket.
@@ -56,7 +62,13 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
     """Input shapes of a microbatch of up to ``rows`` samples, by signature: for every combination of modules' buckets.
 
-    By module and input name they are ``ShapeDtypeStruct`` of all cells' rows.
+    Such as {(("vision", 0),): {"llm": {"tokens": ShapeDtypeStruct((8, 512), int32), …}, …}}: a signature has the index
+    from 0 of the bucket of each encoder and generator, and of the LLM where its rows are packed, sorted by name. Shapes
+    are those of all cells' rows.
+
+    Args:
+      packer: the run's packer, as ``build_packer(recipe, tokenizer)`` makes it.
+      rows: samples of a microbatch, ``global_batch // microbatches``.
     """
     empty = replace(packer, lists=False).microbatch([], rows)
     counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
@@ -76,14 +88,20 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
 
 
 def one_bucket(recipe: Recipe) -> bool:
-    """Whether a step's microbatches share a bucket: where one program runs it, or all stages have the same devices."""
+    """Whether a step's microbatches share a bucket: where one program runs it, or all stages have the same devices.
+
+    ``recipe``: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+    """
     if recipe.train.lowering == "single":
         return True
     return not is_pipelined(recipe)
 
 
 def is_pipelined(recipe: Recipe) -> bool:
-    """Whether there is more than one stage submesh: stages, lanes or modules on different sets of ranks."""
+    """Whether there is more than one stage submesh: stages, lanes or modules on different sets of ranks.
+
+    ``recipe``: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+    """
     layouts = [layout.lane(k) for layout in recipe.model.layouts.values() for k in range(layout.lanes)]
     return len({layout.stage_ranks(stage) for layout in layouts for stage in range(layout.pp)}) > 1
 

@@ -21,10 +21,10 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
-      recipe: the run's recipe.
-      packer: the packer of its samples.
-      tokenizer: the tokenizer of its text.
-      world: the run's devices; started here if not given.
+      recipe: the run's recipe, as ``load_config(["run.gin"])`` gives it.
+      packer: the packer of its samples, as ``build_packer(recipe, tokenizer)`` makes it.
+      tokenizer: the tokenizer of its text, such as ``plan(recipe).tokenizer``.
+      world: the run's devices, as ``World.create`` gives them; started here if not given.
 
     Raises:
       ConfigError: there are too few devices, or the data lack what a callback reads.
@@ -54,7 +54,10 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
 
 
 def planned_world(recipe: Recipe) -> tuple[Recipe, World]:
-    """The configuration for a world without devices, with transport "device_put" in place of "auto"; and that world."""
+    """The configuration for a world without devices, with transport "device_put" in place of "auto"; and that world.
+
+    The world has ``World.devices`` ranks, or as many as the layouts need. ``recipe``: the run's configuration.
+    """
     transport = "device_put" if recipe.world.transport == "auto" else recipe.world.transport
     world = World.planned(recipe.world.devices or recipe.devices)
     return replace(recipe, world=replace(recipe.world, transport=transport)), world

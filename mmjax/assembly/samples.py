@@ -18,7 +18,7 @@ def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> S
     """The data of a run, for ``split`` "train" or "test".
 
     Args:
-      recipe: the run's configuration.
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
       split: "train" or "test".
       skipped: a JSONL file for the names of samples that cannot be read; ``None`` writes none.
 
@@ -36,7 +36,11 @@ def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> S
 
 
 def require_same_data(recipe: Recipe, source: Source) -> None:
-    """Requires that all processes have found the same samples; all of them have to call it.
+    """Requires that all processes have found the same samples; all of them have to call it. Returns nothing.
+
+    Args:
+      recipe: the run's configuration.
+      source: its samples, as ``open_source(recipe, split="train")`` opens them.
 
     Raises:
       ConfigError: some process has other files, or lacks some.

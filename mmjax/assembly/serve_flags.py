@@ -33,11 +33,15 @@ _ANSWER = "--answer="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks the command line and the configuration; returns the exit status.
+    """Checks the command line and the configuration of a data server; returns the exit status 0.
 
     Args:
-      argv: the arguments without the program's name; by default those of this process. "--answer=N", if it is there,
-        comes first.
+      argv: the arguments without the program's name, such as ["--gin_file=run.gin", "--port=0"]; by default those of
+        this process. "--answer=N", if it is there, comes first: flags and data spec are written as JSON to the file
+        descriptor N.
+
+    Raises:
+      SystemExit: with status 2, after a line on stderr about a wrong flag or setting; also after --help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     answer = arguments.pop(0).removeprefix(_ANSWER) if arguments[:1] and arguments[0].startswith(_ANSWER) else ""

@@ -46,6 +46,8 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
 
     They are the states of this process's stages, by name such as "llm.0", without moments. All processes call it.
 
+    parts: a model on its devices, as `place(recipe)` gives it for the run's recipe, under any layout.
+
     Raises:
       ConfigError: there is no checkpoint.
       CheckpointError: the checkpoint is of another model.
@@ -231,14 +233,24 @@ class Evaluator:
 
 
 def room_for(metas: Sequence[SampleMeta], most: int) -> int:
-    """Tokens that a row needs for any of these samples' prompts and the longest right answer; at most `most`."""
+    """Tokens that a row needs for any of these samples' prompts and the longest right answer; at most `most`.
+
+    Args:
+      metas: metadata of the samples, such as those of `held_out_metas(recipe, 100)`; without any the result is `most`.
+      most: the most tokens of a row, such as `packer.sequence_length`.
+    """
     longest = max((meta.tokens for meta in metas), default=most)
     answer = max((meta.learned or math.ceil(meta.weight) for meta in metas), default=0)
     return min(most, longest + answer)
 
 
 def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[int]:
-    """Ids of the tokens that end an answer: the tokenizer's, and the one that the template puts after every answer."""
+    """Ids of the tokens that end an answer: the tokenizer's, and the one that the template puts after every answer.
+
+    Args:
+      tokenizer: the tokenizer, such as `plan(recipe).tokenizer`.
+      samples: samples of one template, as `Source.sample` gives them; without any the tokenizer's ids are the result.
+    """
     tails = {sample.tail.strip() for sample in samples}
     ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
     return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))

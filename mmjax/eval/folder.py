@@ -25,9 +25,9 @@ def for_folder(recipe: Recipe, folder: str, source: str = "") -> Recipe:
     holds one sample, and rows and buckets have the size of the largest sample.
 
     Args:
-      recipe: the run's configuration.
+      recipe: the run's configuration, as `load_run_config(run_dir)` gives it.
       folder: the path of a folder of images with a data.jsonl.
-      source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
+      source: the name in `Data.sources` whose template and preprocessing apply; "" where all have the same.
 
     Raises:
       ConfigError: the folder has no data.jsonl, something in it cannot be read, or it could be read in several ways.
@@ -61,7 +61,7 @@ def source_like(recipe: Recipe, name: str, flag: str = "--data") -> SourceConfig
     """The source of the run whose settings other samples are read with; `None` for a run without sources.
 
     Args:
-      recipe: the run's configuration.
+      recipe: the run's configuration, as `load_run_config(run_dir)` gives it.
       name: the source's name in `Data.sources`; "" takes the first one, if all have the same preprocessing.
       flag: the flag that names the other samples, for errors.
 

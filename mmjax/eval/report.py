@@ -46,12 +46,13 @@ def evaluate(
     """Answers of the newest readable checkpoint of `run_dir` to held-out samples, or to those of the folder `data`.
 
     Args:
-      recipe: the run's, under any layout; see `load_run_config`.
+      recipe: the run's configuration, as `load_run_config(run_dir)` gives it, under any layout.
       run_dir: the run's directory, which only is read.
       data: a folder of images with a data.jsonl; empty for held-out samples.
       count: how many samples; 0 for as many as the run evaluates, or the whole folder.
-      style: the style of the progress display; see `Progress`.
-      source: the source of the run whose template and preprocessing the folder's samples get, where these differ.
+      style: the style of the progress display: "auto", "bar", "lines" or "silent".
+      source: the name in `Data.sources` whose template and preprocessing the folder's samples get; "" where all have
+        the same.
 
     Raises:
       ConfigError: there is no checkpoint, or the folder or the devices do not fit.

@@ -18,6 +18,8 @@ def held_out(recipe: Recipe, count: int) -> list[Sample]:
     """The first `count` evaluation samples, the same in every run of a configuration; fewer where there are fewer.
 
     Samples that cannot be read are left out, since they have nothing to answer, unless there are no others.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
     """
     source, count = _source_and_count(recipe, count)
     samples = [source.sample(index) for index in range(count)]
@@ -28,6 +30,8 @@ def held_out_metas(recipe: Recipe, count: int) -> list[SampleMeta]:
     """Metadata of the first `count` evaluation samples, or of all there are, unreadable ones included.
 
     No medium is opened.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
     """
     source, count = _source_and_count(recipe, count)
     return [source.meta(index) for index in range(count)]
@@ -41,10 +45,15 @@ def _source_and_count(recipe: Recipe, count: int) -> tuple[Source, int]:
 
 def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """Copies of all samples, in their order, each with the next one's media of one encoder (the last with the first's),
-    by the encoder's name.
+    by the encoder's name: {"vision": [Sample, …]}.
 
     Empty for fewer than two samples, and for tasks without such an evaluation: a folder's media differ in size, so
     exchanged ones might not fit its buckets.
+
+    Args:
+      recipe: the configuration, as `load_config(["run.gin"])` gives it.
+      tokenizer: the tokenizer, such as `plan(recipe).tokenizer`.
+      samples: the samples, such as those of `held_out(recipe, 100)`.
     """
     if not recipe.data.origin.exchanges or len(samples) < 2:
         return {}

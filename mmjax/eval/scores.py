@@ -67,12 +67,16 @@ def score(
     """Scores answers against the right ones, character by character and by the task's own scores, and drawings.
 
     Args:
-      samples: the samples.
-      answers: the model's answer to each sample, in their order.
-      drawings: the drawings for each sample, in their order, or () for none.
+      samples: the samples, such as those of `held_out(recipe, 100)`.
+      answers: the model's answer to each sample, in their order, such as "7".
+      drawings: for each sample, in their order, the media [h, w, C] that each generator drew, {"image": (medium,)}; or
+        () for none.
       loss: kept as `Evaluation.loss`.
-      task: the task that the samples are from.
+      task: the task that the samples are from, `recipe.data.origin`.
       code_accuracy: kept as `Evaluation.code_accuracy`.
+
+    Returns:
+      Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
     total = sum(len(s.answer) for s in samples)
@@ -122,8 +126,8 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
     "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds", and the task's own scores by their names.
 
     Args:
-      plain: the evaluation of the samples as they are.
-      swapped: evaluations by the encoder whose media were exchanged.
+      plain: the evaluation of the samples as they are, as `score` gives it.
+      swapped: evaluations by the encoder whose media were exchanged, {"vision": score(…)}; {} for none.
     """
     row: dict[str, Any] = {"exact_match": plain.exact_match}
     if plain.loss is not None:
@@ -138,7 +142,12 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
 
 
 def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
-    """An evaluation in one line, "exact match 12.3%, characters right 45.6%, …"; for the arguments see `figures`."""
+    """An evaluation in one line, "exact match 12.3%, characters right 45.6%, …".
+
+    Args:
+      plain: the evaluation of the samples as they are, as `score` gives it.
+      swapped: evaluations by the encoder whose media were exchanged, {"vision": score(…)}; {} for none.
+    """
     right = f"{plain.unit}s right"
     parts = [f"exact match {show('exact_match', plain.exact_match)}"]
     if len(plain.kinds) > 1:
@@ -160,7 +169,8 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
 def show(name: str, value: Any) -> str:
     """A figure of `eval.jsonl` for people: a share as "12.3%", "loss" as "1.234", shares by kind as "read 90.0%, …".
 
-    The name matters only for "loss" and "perplexity"; all others are shares in [0, 1], or dicts of them.
+    `show("exact_match", 0.123)` is "12.3%". The name matters only for "loss" and "perplexity"; all others are shares in
+    [0, 1], or dicts of them by kind, {"read": 0.9}.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{kind} {show(kind, share)}" for kind, share in value.items())

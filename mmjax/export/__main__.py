@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the parameters of one checkpoint; returns the exit status: 1 if a module was not written, else 0.
 
     Args:
-      argv: the arguments without the program's name; by default those of this process.
+      argv: the arguments without the program's name, such as ["--run_dir=runs/a", "--out=export"]; by default those of
+        this process.
 
     Raises:
       SystemExit: 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.
@@ -79,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reading_command(out: str | Path) -> str:
-    """A command for a shell that reads an export with Orbax alone, which takes no relative path."""
+    """A command for a shell that reads an export with Orbax alone, which takes no relative path: "python -c …".
+
+    out: the directory of the export, made absolute in the command; it need not exist.
+    """
     path = str(Path(out).absolute())
     code = f"from orbax.checkpoint import v1 as ocp; parameters = ocp.load({path!r}); print(*parameters)"
     return f"python -c {shlex.quote(code)}"

@@ -16,8 +16,8 @@ def export_adapters(
 ) -> list[tuple[str, str]]:
     """Writes folders of PEFT from checkpoint `step` (0: the newest) of `run_dir`: low-rank adapters alone, in fp32.
 
-    One module's are `out`, those of several `out`/<module>. Weights have the names that a model of the folder has in
-    which the module is.
+    One module's are `out`, those of several `out`/<module>; neither may exist. Weights have the names that a model of
+    the folder has in which the module is. `allow_code`: whether settings may name code of one's own, which is run.
 
     Returns:
       Each folder's path and the name of its module, such as ("out/llm", "llm").

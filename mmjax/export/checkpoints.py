@@ -25,6 +25,10 @@ PREFIX = "params/"
 def best_step(run_dir: str | Path, *, allow_code: bool = False) -> int:
     """The step of the best checkpoint of a run, by its evaluations and its ``Checkpoint.best``.
 
+    Args:
+      run_dir: the run's directory.
+      allow_code: whether its settings may name code of one's own, which is run.
+
     Raises:
       ConfigError: there is no such run, it names no figure, or no checkpoint has been evaluated.
     """
@@ -44,11 +48,18 @@ def best_step(run_dir: str | Path, *, allow_code: bool = False) -> int:
 
 
 def read_merged(saved: SavedParameters, names: Collection[str]) -> dict[str, np.ndarray]:
-    """``read_leaves``, with low-rank adapters added to the weights that have any.
+    """Reads leaves into the host's memory, with low-rank adapters added to the weights that have any.
 
     Args:
-      saved: the parameters, adapters among them.
+      saved: the parameters of a checkpoint, adapters among them, as ``SavedParameters.find(path)`` opens them.
       names: names of leaves that are no adapters, such as "llm/embed".
+
+    Returns:
+      Whole arrays by these names, in the dtype that they are stored in.
+
+    Raises:
+      KeyError: there is no leaf of a name.
+      CheckpointError: a leaf cannot be read.
     """
     parts = (name.partition("/") for name in names)
     factors = [f"{lora_name(module)}/{weight}/{factor}" for module, _, weight in parts for factor in "ab"]
@@ -60,7 +71,7 @@ def read_leaves(saved: SavedParameters, names: Collection[str]) -> dict[str, np.
     """Reads leaves into the host's memory; returns whole arrays by name, in the dtype that they are stored in.
 
     Args:
-      saved: the parameters.
+      saved: the parameters of a checkpoint, as ``SavedParameters.find(path)`` opens them.
       names: names of leaves, such as "llm/layers/000/attn/q".
 
     Raises:
@@ -89,7 +100,7 @@ def chosen_step(checkpointer: Checkpointer, run_dir: str | Path, step: int) -> i
     """`step`, or the newest step where it is 0.
 
     Args:
-      checkpointer: the run's checkpoints.
+      checkpointer: the run's checkpoints, ``Checkpointer(run_dir / "checkpoints")``.
       run_dir: the run's directory, for messages.
       step: the step of a checkpoint, or 0.
 

@@ -49,7 +49,15 @@ def export_folders(
     dtypes and files, and tensors that mmjax does not hold are copied. If all modules started from one folder, the copy
     is `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
     `out`/<first module>, and a language model that started from none gives a new folder.
-    No more than one tensor, or one file of the folder, is in memory. For `merge_lora` see `export`.
+    No more than one tensor, or one file of the folder, is in memory.
+
+    Args:
+      run_dir: the run's directory.
+      out: the directory to make, which must not exist.
+      step: the checkpoint's; 0 for the newest.
+      allow_code: whether the run's settings may name code of one's own, which is run.
+      merge_lora: whether low-rank adapters are added to the weights that they adapt, and are left out otherwise; `None`
+        merges where the run has any.
 
     Raises:
       ConfigError: there is no such run, checkpoint or folder; `out` exists; no module can be written; or there are no

@@ -32,7 +32,7 @@ def export(
       out: the directory to make.
       format: "orbax", "safetensors" or "peft".
       step: the checkpoint's; 0 for the newest.
-      allow_code: see ``load_config``.
+      allow_code: whether the run's settings may name code of one's own, which is run.
       merge_lora: whether low-rank adapters are added to the weights that they adapt; ``None`` merges where the format
         has no place for adapters, as a folder of safetensors.
 

@@ -33,6 +33,8 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lor
     Leaves keep their logical names ("llm/layers/000/attn/q"), one nested dict per "/". With `merge_lora` low-rank
     adapters are added to their weights and are no module any more. No device but the host is used.
 
+    The result has `step`, the number of `leaves` and that of their elements, `parameters`.
+
     Raises:
       ConfigError: there is no such run or checkpoint, `out` exists, or there are no adapters to merge.
       CheckpointError: the checkpoint cannot be read.

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answers messages, and prints the answers; returns the exit status, 0.
 
     Args:
-      argv: the arguments without the program's name; by default those of this process.
+      argv: the arguments without the program's name, such as ["--run_dir=runs/a", "--messages=messages.json"]; by
+        default those of this process.
 
     Raises:
       SystemExit: 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.

@@ -42,19 +42,22 @@ def generate(
     on_token: Callable[[Sequence[str], Sequence[bool]], None] | None = None,
     style: str = "auto",
 ) -> list[Answer]:
-    """Answers dialogues, one after another in the result; all processes of a run call it.
+    """Answers dialogues; all processes of a run call it.
+
+    The result has an answer for each, in their order, with its `text`, `tokens` and `logprobs`.
 
     Args:
-      recipe: a run's, under any layout, or that of a folder of weights.
+      recipe: a run's, as `load_run_config(run_dir)` gives it, under any layout, or that of a folder of weights.
       run_dir: the run's directory; "" takes the parameters that the configuration names.
-      dialogues: see `parse_messages`.
+      dialogues: lists of messages, as `parse_messages` reads them from JSON, such as
+        [[{"role": "user", "content": "Which digit?"}]].
       media: the folder that names of media start from.
       limit: the most tokens of an answer.
-      sampling: how tokens are chosen.
-      source: the source of the run whose template and preprocessing the messages get, where these differ.
+      sampling: how tokens are chosen; by default each is the most likely one.
+      source: the name in `Data.sources` whose template and preprocessing the messages get; "" where all have the same.
       named: name of the messages in errors.
       on_token: called after each token with the text so far of every answer, and whether each is complete.
-      style: the style of the progress display; see `Progress`.
+      style: the style of the progress display: "auto", "bar", "lines" or "silent".
 
     Raises:
       ConfigError: there are no parameters, a message cannot be read, or the devices do not fit.

@@ -59,12 +59,15 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     """Reads messages with the template and preprocessing of the run.
 
     Args:
-      recipe: the run's configuration.
-      path: JSONL of dialogues, see `write_messages`.
-      media: the folder that names of media start from.
+      recipe: the run's configuration, as `load_run_config(run_dir)` gives it.
+      path: a JSONL file of dialogues, as `write_messages` writes it.
+      media: the folder that names of media start from, such as ".".
       cache: a directory for the messages' index.
       limit: the most tokens of an answer.
-      source: the name in `Data.sources` whose template and preprocessing apply; needed where they differ.
+      source: the name in `Data.sources` whose template and preprocessing apply; "" where all have the same.
+
+    Returns:
+      The messages as a `source`, a `recipe` that reads them, and the tokens of a row, for `Writer`.
 
     Raises:
       ConfigError: a dialogue or a medium cannot be read.

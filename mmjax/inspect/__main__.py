@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the figures, and draws them into the folder `--out`; returns 1 if a run would be refused, else 0.
 
     Args:
-      argv: the arguments without the program's name; by default those of this process.
+      argv: the arguments without the program's name, such as ["--gin_file=run.gin", "--out=pictures"]; by default those
+        of this process.
 
     Raises:
       SystemExit: 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.

@@ -180,7 +180,9 @@ class Inspection:
 
 
 def inspect(recipe: Recipe, steps: int) -> Inspection:
-    """Computes figures of the first `steps` steps of a run. No device is needed.
+    """Computes figures of the first `steps` steps of a run: lengths, use of buckets, simulated steps. Needs no device.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
 
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.
@@ -257,7 +259,9 @@ def _unit(module: str) -> str:
 def draw(inspection: Inspection, path: str | Path | None = None) -> Figure:
     """Draws lengths, efficiency, buckets and simulated steps, one below the other.
 
-    Writes the picture to `path` where one is given; its suffix chooses the format.
+    Args:
+      inspection: the figures, as `inspect(recipe, steps)` computes them.
+      path: the picture, if one is to be written; its suffix chooses the format (.png, .svg, .pdf).
     """
     modules = list(inspection.lengths)
     count = sum(len(uses) for uses in inspection.used[inspection.configured].values())
@@ -328,7 +332,10 @@ def _draw_steps(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -
 def draw_samples(recipe: Recipe, path: str | Path | None = None) -> Figure:
     """Draws the first training samples, 12 or a batch of them, with media, questions and answers.
 
-    Writes the picture to `path` where one is given. Raises ConfigError if the data cannot be read.
+    Writes the picture to `path`, such as "samples.png", where one is given. Raises ConfigError if the data cannot be
+    read.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
     """
     source = open_source(recipe, split="train")
     samples = [source.sample(index) for index in range(min(_SAMPLES, recipe.train.global_batch))]

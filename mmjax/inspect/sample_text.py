@@ -40,9 +40,12 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
     """Yields the runs of a sample's tokens that are learned, are not, or stand for media, in order.
 
     Args:
-      sample: the sample; its media are not read.
-      tokenizer: the tokenizer of its tokens.
-      encoders: specs of all encoders and generators by name; see ``encoder_specs``.
+      sample: the sample, as ``Source.sample`` gives it; its media are not read.
+      tokenizer: the tokenizer of its tokens, such as ``plan(recipe).tokenizer``.
+      encoders: specs of all encoders and generators by name, as ``encoder_specs(recipe)`` gives them.
+
+    Yields:
+      Such as ``Span("<image ×576>", medium=True)`` and ``Span("7", learned=True)``; texts together are the sample's.
     """
     names = {number: name for name, number in sample.media_tokens.items()}
     kinds = [names.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
@@ -63,6 +66,9 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
 def first_samples(recipe: Recipe, count: int) -> Iterator[tuple[Sample, list[Span]]]:
     """Yields the first ``count`` training samples of a configuration, no medium opened, with their spans.
 
+    A pair for each: the sample, and a list of ``Span``, runs of its tokens that are learned, are not, or are media's.
+    recipe: the configuration, as ``load_config(["run.gin"])`` gives it.
+
     Raises:
       ConfigError: the data cannot be read.
     """
@@ -78,6 +84,11 @@ def write_samples(recipe: Recipe, count: int, file: TextIO | None = None) -> Non
 
     Learned text is green on a terminal, and elsewhere between "[[" and "]]". Raises ConfigError if the data cannot be
     read.
+
+    Args:
+      recipe: the configuration, as ``load_config(["run.gin"])`` gives it.
+      count: how many samples.
+      file: an open text file; ``None`` is standard output.
     """
     console = Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
     marks = "in green" if console.is_terminal else "between [[ and ]]"

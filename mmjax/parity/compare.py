@@ -128,11 +128,14 @@ def compare(
     """Compares a run with the reference's. A frozen module must not change at all, and has neither norm nor moments.
 
     Args:
-      actual: the run.
-      expected: the reference's run, of as many steps.
-      optimizers: by module, of all modules that have parameters.
+      actual: the run, as `Session.run` gives it.
+      expected: the reference's run, of as many steps, as `run_reference` gives it.
+      optimizers: by module, of all modules that have parameters: `recipe.model.optimizers`.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
-      dtype: dtype in which the run computes, a key of ``LIMITS``.
+      dtype: dtype in which the run computes, "float32" or "bfloat16", which sets the limits.
+
+    Returns:
+      Relative differences: `loss` at each step, and `modules["llm"]["grad"]` at each step, for each of `QUANTITIES`.
     """
     start = [of_kind(run.leaves[0], "params") for run in (actual, expected)]
     modules: dict[str, dict[str, list[float]]] = {m: {q: [] for q in QUANTITIES} for m in optimizers}
@@ -195,12 +198,13 @@ def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], cli
     of their norm.
 
     Args:
-      run: the run.
-      optimizers: by module.
+      run: the run, as `Session.run` gives it.
+      optimizers: by module, such as `recipe.model.optimizers`.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
 
     Returns:
-      For each step, float64 gradients by a leaf's name without a kind; leaves without moments are absent.
+      For each step, float64 gradients by a leaf's name without a kind, such as "llm/embed"; leaves without moments are
+      absent.
     """
     result = []
     for step, norms in enumerate(run.norms):
@@ -219,7 +223,7 @@ def recovered_gradients(run: Run, optimizers: Mapping[str, OptimizerConfig], cli
 
 
 def module_of(name: str) -> str:
-    """The module in a leaf's name without its kind: "llm" for "llm/embed"."""
+    """The module in a leaf's name, which has no kind such as "params" in front: "llm" for "llm/embed"."""
     return name.partition("/")[0]
 
 
@@ -247,7 +251,7 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
 def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     """‖actual − expected‖ / ‖expected‖ over all leaves; 0 if both are 0, infinite if it is not a finite number.
 
-    Infinite too if only one side has a leaf, or shapes differ.
+    Infinite too if only one side has a leaf, or shapes differ. Both are arrays by name, such as "llm/embed".
     """
     if actual.keys() != expected.keys() or any(actual[name].shape != expected[name].shape for name in expected):
         return math.inf
@@ -255,7 +259,7 @@ def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray
 
 
 def relative_number(actual: float, expected: float) -> float:
-    """|actual − expected| / |expected|, with the same exceptions as ``relative``."""
+    """|actual − expected| / |expected|; 0 if both are 0, infinite if it is not a finite number."""
     return _ratio(abs(actual - expected), abs(expected))
 
 

@@ -21,13 +21,15 @@ def run_reference(
     clip_norm: float,
     report: Callable[[int], None] | None = None,
 ) -> Expected:
-    """Trains a model with the reference.
+    """Trains a model with the reference, for as many steps as ``samples`` has entries.
+
+    The result has losses, gradients and norms of every step, and leaves before the first step and after each.
 
     Args:
-      model: the model.
-      optimizers: by module.
-      initial: initial parameters by logical name without ``params/``.
-      samples: the samples of every step.
+      model: the model, as ``build_model(recipe, tokenizer)`` makes it.
+      optimizers: by module, such as ``recipe.model.optimizers``.
+      initial: initial parameters by logical name without ``params/``, such as "llm/embed".
+      samples: the samples of every step, as ``Samples.steps(3)`` of ``mmjax.parity.samples`` gives them.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       report: called after each step with the number of steps done.
     """

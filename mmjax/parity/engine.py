@@ -88,7 +88,7 @@ def check(
     the layouts need.
 
     Args:
-      recipe: a checked configuration; see ``load_config``.
+      recipe: a checked configuration, as ``load_config(["run.gin"])`` gives it.
       steps: optimizer steps.
       dtype: dtype of the layouts, ``float32`` or ``bfloat16``; the reference always computes in fp32.
       say: called with a line for each shrunk part of the run, before anything runs.

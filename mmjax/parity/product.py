@@ -35,7 +35,13 @@ from mmjax.train.warm_up import Initializer
 
 
 def sample_packer(recipe: Recipe, tokenizer: Tokenizer, samples: Samples) -> Packer:
-    """The packer of a check's samples; ``recipe`` is the shrunk configuration. Its rows are padded with token 0."""
+    """The packer of a check's samples. Its rows are padded with token 0.
+
+    Args:
+      recipe: the shrunk configuration, ``shrink(recipe, 3, tokenizer.vocab_size).recipe``.
+      tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
+      samples: the samples, ``Samples(maker=…, sizes=shrunk.sizes, seed=0)``.
+    """
     packer = packer_for(recipe, tokenizer, samples, one_bucket=one_bucket(recipe))
     return replace(packer, pad=0)  # the tokenizer's padding id may be outside of the small vocabulary
 
@@ -107,8 +113,8 @@ def logical_leaves(placed: PlacedModel, states: Mapping[str, State]) -> Leaves:
     """Logical leaves of all stages' states in float32, on the host of every process; all processes call it.
 
     Args:
-      placed: the model.
-      states: by stage name ("llm.0"), states of the stages on this process's devices.
+      placed: the model on its devices, such as ``assemble(recipe).placed``.
+      states: by stage name ("llm.0"), states of the stages on this process's devices, such as ``executor.states``.
 
     Returns:
       Whole arrays by name, with the kind: "params/llm/embed", "adam_m/llm/embed".
@@ -149,11 +155,11 @@ def initial_parameters(recipe: Recipe, packer: Packer, world: World | None = Non
 
     Args:
       recipe: the run's configuration.
-      packer: the packer of its samples.
-      world: the device; by default the first of all.
+      packer: the packer of its samples, as ``build_packer(recipe, tokenizer)`` makes it.
+      world: the device, such as ``World(jax.devices()[:1])``; by default the first of all.
 
     Returns:
-      The parameters by logical name without ``params/``.
+      The parameters in float32 by logical name without ``params/``: {"llm/embed": array [V, D], …}.
     """
     train = replace(
         recipe.train, schedule=ONE_F_ONE_B, inner=ONE_F_ONE_B, window=0

@@ -297,7 +297,7 @@ def _kind(turn: int, index: int, *, second_half: bool) -> int:
 
 
 def longest(*, many: bool) -> int:
-    """The most tokens of a sample: ``LENGTH``, or ``REPEATS`` with ``many``, where texts repeat a token."""
+    """The most tokens of a check's sample: ``LENGTH``, or ``REPEATS`` with ``many``, where texts repeat a token."""
     return REPEATS if many else LENGTH
 
 
@@ -318,7 +318,7 @@ def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tu
     """Shapes (rows of a cell, positions of a row) of an encoder's buckets that hold the samples' media.
 
     Args:
-      spec: the encoder's or generator's media.
+      spec: the encoder's or generator's media, such as ``encoder_specs(recipe)["vision"]``.
       rows_per_cell: LLM rows of a cell.
       several: whether a smaller bucket comes first, for microbatches with few media.
     """

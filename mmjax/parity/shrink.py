@@ -54,12 +54,13 @@ class Shrunk:
 def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Shrunk:
     """Shrinks a configuration for a check of ``steps`` steps.
 
-    The result runs on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``).
+    The result runs on virtual CPU devices, with optimizers whose updates can be compared (see ``comparable``). It has
+    the small ``recipe``, the ``sizes`` of its batches, and ``changes``, a line for each part that is smaller.
 
     Args:
-      recipe: a legal configuration; the result is legal too.
+      recipe: a legal configuration, as ``load_config(["run.gin"])`` gives it; the result's is legal too.
       steps: steps of the check.
-      vocab: the tokenizer's vocabulary size, which an LLM has whose own is not set.
+      vocab: the tokenizer's vocabulary size, which an LLM has whose own is not set (0).
       dtype: dtype that the stages compute in, ``float32`` or ``bfloat16``.
     """
     layouts = recipe.model.layouts
@@ -136,6 +137,8 @@ def comparable(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, Optimizer
 
     Peak learning rates are from 2e-3 to 2e-2, in the same order as before, without warm-up. A large eps keeps the noise
     of elements without a gradient small, and with a small b1 gradients can be computed from the moments.
+
+    optimizers: by module, such as ``recipe.model.optimizers``, with ``learning_rate`` above 0.
     """
     rates = sorted({optimizer.learning_rate for optimizer in optimizers.values()})
     raised = {rate: min(max(rate, LEAST_RATE * 2 ** (i + 1)), LARGEST_RATE) for i, rate in enumerate(rates)}

@@ -73,7 +73,8 @@ GIGA = 1e9
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the best plan and writes the files of the flags; returns the exit status: 0, or 1 if nothing fits.
 
-    argv: the arguments without the program's name; None takes the process's.
+    argv: the arguments without the program's name, such as ["--gin_file=run.gin", "--devices=h100:16"]; None takes the
+      process's.
 
     Raises:
       SystemExit: the input is not legal (status 2), or Ctrl-C (130); also after --help.
@@ -146,6 +147,8 @@ def read_devices(flags: Flags) -> dict[str, int]:
 
     Without --devices the number is 0, which means that of the configuration's own layouts.
 
+    flags: the parsed command line, as `parse_flags(argv, FLAGS, USAGE, gin=True)` gives it.
+
     Raises:
       ConfigError: --devices is not legal, or does not go with --accelerator or --profile.
     """
@@ -179,7 +182,9 @@ def read_devices(flags: Flags) -> dict[str, int]:
 def read_strategy(flags: Flags) -> tuple[str, ...]:
     """The modes to try, in the order of `MODES`: all of them, or those of --strategy; () for loose coupling.
 
-    With --problem they are always ().
+    Such as ("homogeneous", "nested"). With --problem they are always ().
+
+    flags: the parsed command line, as `parse_flags(argv, FLAGS, USAGE, gin=True)` gives it.
 
     Raises:
       ConfigError: there is no such strategy; a problem in numbers has no modes.
@@ -278,7 +283,12 @@ def _bound(plan: Plan) -> float:
 
 
 def table(plan: Plan, bound: float | None = None) -> Iterator[str]:
-    """The plan as lines of text; bound: seconds that no plan's step goes below, which get a line too, if not None."""
+    """Yields the plan as lines of text without newlines: a heading, a line for each module, and the seconds of a step.
+
+    Args:
+      plan: degrees of each module, as `best_plan(problem)` gives it.
+      bound: seconds that no plan's step goes below, which get a line too; None where they are not known.
+    """
     width = max(map(len, plan.modules)) + 2
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     wide = max(map(len, kinds.values()), default=-2) + 2

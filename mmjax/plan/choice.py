@@ -41,8 +41,10 @@ class PlannedRecipe:
 def plan_recipe(recipe: Recipe, kinds: Mapping[str, int]) -> PlannedRecipe:
     """Plans a recipe, with times that follow from a datasheet.
 
+    The result has the `recipe` with the best layouts, and the `choice` with all estimates.
+
     Args:
-      recipe: a checked recipe.
+      recipe: a checked recipe, as `load_config(["run.gin"])` gives it.
       kinds: the number of devices of each kind, such as {"h100": 64}, by names in `ACCELERATORS`; 0, for one kind, for
         as many as the recipe's layouts need.
 
@@ -64,15 +66,17 @@ def choose_plan(
     strategy: Sequence[str] = MODES,
     profile: Profile | None = None,
 ) -> PlanChoice:
-    """Estimates the layouts of a recipe on some devices.
+    """Estimates the layouts of a recipe on some devices; the best is the `best` of the result, an `Estimate`.
 
     Args:
-      recipe: a checked recipe with a known number of steps.
-      source: its training samples.
+      recipe: a checked recipe with a known number of steps, as `with_steps(load_config(["run.gin"]), source)` gives it.
+      source: its training samples, as `open_source(recipe, split="train")` opens them.
       kinds: the number of devices of each kind, such as {"h100": 64}, by names in `ACCELERATORS`; 0, for one kind, for
         as many as the recipe's layouts need.
-      strategy: ways to place modules, of `MODES`; () for loosely coupled modules.
-      profile: measured times in place of a datasheet's; of no effect with several kinds.
+      strategy: ways to place modules, of "homogeneous", "colocated", "non-colocated" and "nested"; () for loosely
+        coupled modules.
+      profile: measured times in place of a datasheet's, as `read_profile(path)` gives them; of no effect with several
+        kinds.
 
     Raises:
       ConfigError: a kind is unknown, or a setting does not fit the data.

@@ -36,7 +36,7 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
 
     Args:
       recipe: the configuration that is planned for.
-      candidate: a candidate of a plan.
+      candidate: the layouts and schedule of a plan for it, such as `choose_plan(…).best.candidate`.
 
     Raises:
       ConfigError: the result is not legal.
@@ -68,10 +68,12 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
 def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> RowShapes:
     """Rows of a microbatch on all ranks and positions of a row, as a run of `recipe` packs them, by module name.
 
+    With the largest buckets: {"vision": (16, 1024), "llm": (8, 4096)}.
+
     Args:
       recipe: the configuration.
-      source: its training samples.
-      known: a cache for several calls with the same model, data and global batch; it is added to.
+      source: its training samples, as `open_source(recipe, split="train")` opens them.
+      known: a cache for several calls with the same model, data and global batch, {} at first; it is added to.
 
     Raises:
       ConfigError: a bucket is too small for the data.
@@ -107,7 +109,12 @@ def _packing_settings(recipe: Recipe) -> tuple[object, ...]:
 def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
     """A function from a candidate to the rows of its run; candidates with the same packing are packed once.
 
-    The function raises `ConfigError` if the recipe with the candidate is not legal, or a bucket is too small.
+    The function returns (rows of a microbatch on all ranks, positions of a row) by module name, {"llm": (8, 4096)}. It
+    raises `ConfigError` if the recipe with the candidate is not legal, or a bucket is too small.
+
+    Args:
+      recipe: the configuration that is planned for.
+      source: its training samples, as `open_source(recipe, split="train")` opens them.
     """
     known: Known = {}
     return lambda candidate: exact_rows(planned(recipe, candidate), source, known)
@@ -119,7 +126,12 @@ def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
 def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
     """The text of a gin file of the plan `estimate`, to load after the files of `recipe`.
 
-    It has the plan's layouts, microbatches, schedule, buckets and offloads. choice: has the numbers of devices.
+    It has the plan's layouts, microbatches, schedule, buckets and offloads, in lines such as "llm/Layout.tp = 2".
+
+    Args:
+      recipe: the configuration that was planned for.
+      choice: the result of `choose_plan`, which has the numbers of devices.
+      estimate: the plan, one of the choice's estimates, such as `choice.best`.
     """
     changed = planned(recipe, estimate.candidate)
     lines = [
@@ -146,7 +158,12 @@ def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
 
 
 def used(choice: PlanChoice, candidate: Candidate) -> str:
-    """The devices that a candidate uses: "8 of 16 devices", or by kind "64 of 64 h100 and 16 of 32 l20"."""
+    """The devices that a candidate uses: "8 of 16 devices", or by kind "64 of 64 h100 and 16 of 32 l20".
+
+    Args:
+      choice: the result of `choose_plan`, which has the numbers of all devices.
+      candidate: the layouts of one of its estimates, such as `choice.best.candidate`.
+    """
     if not choice.kinds:
         return f"{candidate.devices} of {choice.devices} devices"
     counts = {kind: len(candidate.ranks(kind)) for kind in choice.kinds}
@@ -172,8 +189,10 @@ def _where(candidate: Candidate) -> str:
 def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
     """(name, number of ranks, devices of a node) for each kind of device in use, in the order of ranks.
 
-    The name is "" where there is one kind. A kind's ranks go up to where the next kind begins, so a few at the end of
-    its last node may have nothing to do.
+    Such as [("h100", 16, 8), ("l20", 4, 8)], or [("", 16, 8)] where there is one kind. A kind's ranks go up to where
+    the next kind begins, so a few at the end of its last node may have nothing to do.
+
+    estimate: a plan, such as the `best` of `choose_plan`'s result.
     """
     candidate, result = estimate.candidate, []
     modules = {
@@ -187,7 +206,7 @@ def blocks(estimate: Estimate) -> list[tuple[str, int, int]]:
 
 
 def as_json(choice: PlanChoice) -> dict[str, Any]:
-    """The choice as an object for `json.dumps`.
+    """The result of `choose_plan` as an object for `json.dumps`.
 
     "plan" is the best estimate, "modes" the best by mode, "simulated" a list of all: each with "step_seconds", "mfu",
     "bytes_a_device", "layouts", "stages" and further figures. Beside them are "devices", "source", "why" and
@@ -244,7 +263,10 @@ def _kinds(candidate: Candidate) -> dict[str, Any]:
 
 
 def table(choice: PlanChoice) -> Iterator[str]:
-    """Lines of text: the best candidate of each mode, runners-up, and the reason for the choice."""
+    """Yields lines of text: the best candidate of each mode, runners-up, and the reason for the choice.
+
+    choice: the result of `choose_plan`. Lines have no newlines.
+    """
     sources = dict.fromkeys(e.clock.source for e in choice.estimates if len(e.candidate.used_kinds) == 1)
     yield from (f"times: {source}" for source in sources or (choice.best.clock.source,))
     yield ""
@@ -291,7 +313,12 @@ def _row(name: str, *cells: str) -> str:
 
 
 def draw(estimate: Estimate, path: str | Path) -> None:
-    """Draws the timeline of a step's first microbatches (`StepSeconds.shown`) to a picture, such as plan.png."""
+    """Draws the timeline of a step's first microbatches (`StepSeconds.shown`) to a picture.
+
+    Args:
+      estimate: a plan, such as the `best` of `choose_plan`'s result.
+      path: the picture, such as "plan.png"; its suffix chooses the format (.png, .svg, .pdf).
+    """
     timeline, count = estimate.shown, estimate.candidate.microbatches
     shown = timeline.schedule.microbatches
     part = "" if shown == count else f", the first {shown} of {count} microbatches"

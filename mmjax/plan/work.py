@@ -50,11 +50,14 @@ SAMPLES = 512
 
 
 def read_work(recipe: Recipe, source: Source | None = None) -> Work:
-    """The work of each module for a sample of the data of `recipe`.
+    """The work of each module, in FLOPs and bytes, for a sample of the data of `recipe`; a plan needs it.
+
+    `Work.modules` has a `ModuleWork` by module name ("vision", "llm"), sources before users.
 
     Args:
-      recipe: the run's configuration; its layouts decide only how rows are packed.
-      source: the run's training samples; opened here if not given.
+      recipe: the run's configuration, as `load_config(["run.gin"])` gives it, with `Train.steps`; its layouts decide
+        only how rows are packed.
+      source: the run's training samples, as `open_source(recipe, split="train")` opens them; opened here if not given.
 
     Raises:
       ConfigError: a setting does not fit the data.
@@ -83,7 +86,11 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
 def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
     """Rows of a microbatch on all ranks and positions of a row, with the largest buckets, by module name.
 
-    Of all combinations of buckets it is the one with the most positions.
+    Of all combinations of buckets it is the one with the most positions: {"vision": (16, 1024), "llm": (8, 4096)}.
+
+    Args:
+      recipe: the run's configuration, which has the samples of a microbatch.
+      packer: its packer, as `build_packer(recipe, tokenizer)` makes it.
     """
     shapes = max(bucket_shapes(packer, _samples(recipe)).values(), key=_positions)
     result: dict[str, tuple[float, int]] = {}
@@ -108,7 +115,12 @@ def _positions(inputs: InputShapes) -> int:
 
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
-    """Every tp of `TPS`, ascending, that divides the sizes of the module of this name."""
+    """Every tp of 1, 2, 4 and 8, ascending, that divides the sizes of a module: (1, 2, 4).
+
+    Args:
+      recipe: the run's configuration.
+      module: the module's name, such as "llm".
+    """
     common = math.gcd(*recipe.model.sizes(module).by_tp.values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
@@ -128,9 +140,9 @@ def real_work(
 
     Args:
       recipe: the configuration, which says what is frozen.
-      model: its model.
-      metas: one or more samples; see ``Packer.completed``.
-      pairs: by module name and mask, the pairs that it allows in these samples together (see `flops.visible_pairs`);
+      model: its model, as `build_model(recipe, tokenizer)` makes it.
+      metas: one or more samples, such as `packer.completed([source.meta(0), source.meta(1)])`.
+      pairs: by module name and mask, the pairs that it allows in these samples together, as `mask_pairs` gives them;
         without them lengths decide.
     """
     media = [name for name in recipe.model if name != LLM]
@@ -153,10 +165,10 @@ def mask_pairs(
     No media are opened.
 
     Args:
-      model: the model.
-      packer: has the mask.
-      source: the samples.
-      indices: numbers of the samples.
+      model: the model, as `build_model(recipe, tokenizer)` makes it.
+      packer: has the mask, as `build_packer(recipe, tokenizer)` makes it.
+      source: the samples, as `open_source(recipe, split="train")` opens them.
+      indices: numbers of the samples, from 0, such as range(8).
 
     Returns:
       {"llm": {mask: number of pairs}}; {} for a mask without rules, such as a causal one.
@@ -193,10 +205,11 @@ def module_work(
 
     Args:
       recipe: the configuration.
-      model: its model.
-      name: the module's name.
-      width: positions of a row.
-      shares: by mask, the pairs of tokens that it allows over those of a causal mask, if lengths do not determine them.
+      model: its model, as `build_model(recipe, tokenizer)` makes it.
+      name: the module's name, such as "llm".
+      width: positions of a row, such as 4096.
+      shares: by mask, the pairs of tokens that it allows over those of a causal mask, such as 0.5, if lengths do not
+        determine them; None where they do.
     """
     node = model.nodes[name]
     settings, frozen = node.config, _frozen(recipe, model)

@@ -32,13 +32,13 @@ def module_costs(
     tp: tuple[int, ...] = (1, 2, 4, 8),
     efficiency: float = 0.5,
 ) -> ModuleCosts:
-    """Seconds of one sample, by tp, and bytes of a module of equal layers without ends.
+    """Seconds of one sample, by tp, and bytes of a module of equal layers without ends, as the costs of a `Problem`.
 
     Each layer has two all-reduces of its activations in bfloat16 over the tp group in forward and two in backward
     (Shoeybi et al., "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link.
 
     Args:
-      accelerator: the device.
+      accelerator: the device, such as `accelerator("h100")`.
       flops: FLOPs of the forward of one sample.
       parameters: number of parameters of all layers.
       layers: number of layers; pp has to divide it.
@@ -47,9 +47,9 @@ def module_costs(
       backward: the backward as a multiple of the forward (`mmjax.schedule.partition.backward_factor`); with 0 no
         activations are kept.
       trained: whether the module has gradients and optimizer states.
-      microbatch: samples of a microbatch.
+      microbatch: samples of a microbatch, for all of which `activation_bytes` counts.
       tp: every tp to give times for, the keys of `forward` and `backward`; it need not divide any size.
-      efficiency: share of the datasheet's FLOPs per second that is reached.
+      efficiency: share of the datasheet's FLOPs per second that is reached, such as 0.5.
     """
     forward_seconds, backward_seconds = {}, {}
     for size in tp:
@@ -86,8 +86,12 @@ def module_work(
 
     Args:
       name: the module's name, such as "vision".
-      flops, parameters, layers, tokens, width: as for `module_costs`.
-      after: names of the modules whose activations it takes.
+      flops: FLOPs of the forward of one sample.
+      parameters: number of parameters of all layers.
+      layers: number of layers.
+      tokens: tokens of one sample.
+      width: width of activations.
+      after: names of the modules whose activations it takes, such as ("vision",) for "llm".
       tp: every tp that it may have, the keys of `ModuleWork.memory`.
     """
     row = 2 * tokens * width

@@ -162,18 +162,24 @@ def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Ite
 
 
 def contexts(module: ModuleWork, devices: int) -> list[int]:
-    """Every cp to try for a module on at most `devices` devices, ascending from 1: powers of two.
+    """Every cp to try for a module on at most `devices` devices, ascending from 1: powers of two, such as [1, 2, 4].
 
     Each leaves a rank `LEAST_TOKENS` positions of a row or more. It is [1] for a module whose cp ranks share no rows.
+
+    module: what it computes, such as `read_work(recipe).modules["llm"]`.
     """
     most = min(devices, module.width // LEAST_TOKENS if module.ring else 1)
     return [1 << power for power in range(max(1, most).bit_length())]
 
 
 def depths(module: ModuleWork, devices: int) -> list[int]:
-    """Every pp to try for a module, ascending, from 1 to at most its layers and `MOST_STAGES`.
+    """Every pp to try for a module, ascending, from 1 to at most its layers and `MOST_STAGES`, such as [1, 2, 3, 4].
 
     If there are more than `FEW` devices in all, only divisors of its layers are tried.
+
+    Args:
+      module: what it computes, such as `read_work(recipe).modules["llm"]`.
+      devices: number of devices in all, which only chooses between all numbers and divisors.
     """
     if devices > FEW:
         return divisors(module.layers, MOST_STAGES)
@@ -181,12 +187,12 @@ def depths(module: ModuleWork, devices: int) -> list[int]:
 
 
 def homogeneous(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Yields layouts with the LLM's tp and dp for all modules, encoders on its first stage and generators on its last.
+    """Yields candidates with the LLM's tp and dp for all modules, encoders on its first stage, generators on its last.
 
     Where the LLM has stages and cp, other modules may have more dp, or tp, on the ranks of one stage (`_end_layouts`).
 
     Args:
-      work: the work of the model.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
       devices: the most devices in use; their ranks start at 0.
       node: devices of a node, and so the largest tp.
     """
@@ -222,13 +228,15 @@ def _end_layouts(work: Work, llm: Layout, samples: int, node: int, *, split: boo
 
 
 def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Yields encoders in layouts of their own on all devices of the LLM, generators on those of its last stage.
+    """Yields candidates with encoders on all devices of the LLM and generators on those of its last stage.
+
+    Each of these modules has a layout of its own, of one stage, with tp, cp and dp that may differ from the LLM's.
 
     Where the LLM has one stage, or there are no encoders, layouts with the same tp, cp and dp for all modules are left
     out.
 
     Args:
-      work: the work of each module.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
       devices: the most devices that a candidate may have; the LLM is tried on each smaller number too.
       node: devices of a node, in which the ranks of tp lie.
     """
@@ -281,11 +289,16 @@ def _filling(
 
 
 def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
-    """Yields modules in lanes over the LLM's devices: encoders and generators, or only one of both; the LLM runs 1F1B.
+    """Yields candidates with modules in lanes over the LLM's devices: encoders, generators or both; the LLM runs 1F1B.
 
-    The arguments are those of `homogeneous`. The LLM always has several stages. Modules without lanes are placed as in
-    `homogeneous`. Less tp sends less, and more tp means fewer activations a device, so every tp is tried. The LLM's
-    submeshes are cut into the fewest lanes in which a module fits, since each lane has microbatches of its own.
+    The LLM always has several stages. An encoder without lanes is on its first stage, a generator on its last. Less tp
+    sends less, and more tp means fewer activations a device, so every tp is tried. The LLM's submeshes are cut into the
+    fewest lanes in which a module fits, since each lane has microbatches of its own.
+
+    Args:
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      devices: the most devices in use; their ranks start at 0.
+      node: devices of a node, and so the largest tp.
     """
     laned_sets = _laned_sets(work)
     pipelines = _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory))
@@ -334,9 +347,9 @@ def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:
     A kind that spans several nodes takes full nodes before the next kind begins, so that no node has two kinds.
 
     Args:
-      work: the work of the model.
-      plan: a plan whose `kinds` has every module, as those of `best_plans` have.
-      fleet: the devices; its kinds have the names in the plan.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      plan: a plan whose `kinds` has every module, as those of `best_plans(problem)` have; `problems` gives the problem.
+      fleet: the devices, a `Fleet`; its kinds have the names in the plan.
     """
     kinds = {name: kind for name, kind in plan.kinds.items() if kind}
     start, layouts, home = 0, dict[str, Layout](), plan.kinds[LLM]

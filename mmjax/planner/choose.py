@@ -138,16 +138,14 @@ def choose(
     rows_of: RowsOf | None = None,
     modes: Collection[str] = MODES,
 ) -> PlanChoice:
-    """Simulates the best candidates of every mode on devices of one kind.
+    """Simulates the best candidates of every mode on devices of one kind; the plan is the `best` of the result.
 
     Args:
-      work: the work of the model on its data.
-      clock: the times.
-      devices: number of devices; fewer may be used.
-      memory: bytes of a device; 0 takes the clock's.
-      rows_of: returns the exact rows of a candidate's microbatches, and raises ConfigError if a run would refuse the
-        candidate; without it rows are proportional to samples.
-      modes: the modes to try, of `MODES`.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      clock: the times, such as `AnalyticClock(work=work, accelerator=accelerator("h100"))`.
+      devices, memory: their number, of which fewer may be used, and the bytes of each; 0 takes the clock's.
+      rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
+      modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
@@ -157,12 +155,13 @@ def choose(
 
 
 def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
-    """Simulates the best candidates of every mode, on devices of each kind and on several kinds together.
+    """Simulates candidates of every mode on each kind and on several together; the plan is the `best` of the result.
 
     Args:
-      work: the work of the model on its data.
-      fleet: the devices; fewer may be used.
-      rows_of, modes: as for `choose`.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
+      rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
+      modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.
@@ -187,9 +186,10 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
 
 
 def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
-    """The choice among one or more estimates in any order; of equally long steps the one on fewer devices comes first.
+    """The choice with these estimates in ascending order of seconds; of equal ones, fewer devices first.
 
-    misses: as `PlanChoice.misses`.
+    fleet, estimates: the devices, and one or more estimates in any order, as `estimated` gives them.
+    misses: for each mode without an estimate, a line with the reason: {"nested": "…"}; {} where there is none.
     """
     ordered = sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.candidate.devices))
     kinds = {name: kind.devices for name, kind in fleet.kinds.items() if name}
@@ -223,7 +223,11 @@ def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: R
 
 
 def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
-    """The estimate of a candidate as a list of one; [] if `rows_of` refuses it, or if it does not fit into memory."""
+    """The estimate of a candidate as a list of one; [] if `rows_of` refuses it, or if it does not fit into memory.
+
+    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
+    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields.
+    """
     try:
         estimate = estimated(work, fleet, candidate, rows_of)
     except ConfigError:
@@ -232,12 +236,20 @@ def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> li
 
 
 def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
-    """The estimate of a candidate with the times of its devices. Raises `ConfigError` if `rows_of` refuses it."""
+    """The estimate of a candidate in seconds and bytes, with the times of its devices, whether or not it fits.
+
+    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
+    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields. Raises `ConfigError` if
+      `rows_of` refuses it.
+    """
     return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
 
 
 def missing(fleet: Fleet, estimate: Estimate) -> float:
-    """Bytes that the device with the largest lack is short of; zero or negative if all devices have enough."""
+    """Bytes that the device with the largest lack is short of; zero or negative if all devices have enough.
+
+    fleet, estimate: the devices with their memory, and an estimate on them, as `estimated` gives it.
+    """
     rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
     return max(size - rooms[rank] for rank, size in estimate.memory.items())
 
@@ -248,7 +260,11 @@ def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
 
 
 def proportional(work: Work) -> RowsOf:
-    """A `RowsOf` with rows in proportion to the samples of a microbatch, not always whole; it refuses no candidate."""
+    """A function from a candidate to its rows, in proportion to the samples of a microbatch; it refuses no candidate.
+
+    It returns (rows on all ranks, positions of a row) by module: {"llm": (7.5, 4096)}; rows are not always whole. The
+    work is that of a model on its data, as `read_work(recipe)` gives it.
+    """
 
     def rows_of(candidate: Candidate) -> RowShapes:
         samples = work.global_batch // candidate.microbatches
@@ -263,6 +279,9 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
     Behind them are up to `RELIEVED` that fit only with offload, have as little of it as they need, and are no slower
     than the first (`TIE`). If none fits without offload, the result is up to `FINALISTS` that fit with it. Rows are
     `proportional`.
+
+    work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
+    candidates: candidates in any order, such as `homogeneous(work, 16, 8)`.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
@@ -367,6 +386,8 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
 
     In 1F1B an encoder keeps a microbatch for every stage behind it, which Eq. 1 and 2 do not consider; a tighter bound
     leaves encoders more memory.
+
+    work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
     """
     pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -378,10 +399,13 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
 
 
 def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Problem:
-    """The problem of Eq. 1 and 2, with `samples` in a microbatch of an LLM replica and at most `stages` LLM stages.
+    """The problem of Eq. 1 and 2 (`mmjax.planner.cost`) on devices of one kind.
 
     Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
     that may be behind it.
+
+    work, kind: such as `read_work(recipe)` and `DeviceKind(clock=clock, devices=16, memory=80e9)`.
+    samples, stages: samples of a microbatch of one LLM replica, and the most LLM stages.
     """
     modules = {}
     for name, module in work.modules.items():

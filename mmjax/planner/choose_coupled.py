@@ -22,9 +22,11 @@ def choose_coupled(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None) -
     accepted layouts, the shortest step first.
 
     Args:
-      work: the work of the model on its data.
-      fleet: the devices; of several kinds each module may have any.
-      rows_of: returns the exact rows of a candidate, as for `choose.choose`; without it rows are `proportional`.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`; of several
+        kinds each module may have any.
+      rows_of: returns the exact rows of a candidate's microbatches, by module (rows on all ranks, positions of a row),
+        and raises ConfigError if a run would refuse the candidate; None makes rows proportional to samples.
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.

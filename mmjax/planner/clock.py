@@ -112,10 +112,16 @@ class Clock(Clocks, Protocol):
 
 
 def group_gather(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
-    """Seconds of an all-gather or reduce-scatter of `size` bytes in all, as in `Clock.gather`; 0 for one rank.
+    """Seconds of an all-gather or reduce-scatter over a group of devices; 0 for one rank.
 
-    The group is `ranks` of the clock's devices from number `first` on, each `apart` from the next; a node starts at 0.
     Ranks of one node share the traffic to other nodes, each with its own network card.
+
+    Args:
+      clock: the times, such as `AnalyticClock(work=work, accelerator=accelerator("h100"))`.
+      size: bytes of the whole array, which each rank has after a gather and before a scatter.
+      ranks: number of devices of the group.
+      apart: distance of each device's number to the next one's; 1 for neighbours.
+      first: number of the group's first device, from 0, where a node starts.
     """
     if ranks == 1:
         return 0.0

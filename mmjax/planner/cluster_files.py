@@ -101,7 +101,7 @@ def train_command(
       gin_files: paths, in the order in which they are loaded.
       bindings: settings that override the files', such as ``vision/Layout.tp=2``.
       run_dir: value of ``--run_dir``; "" leaves the flag out.
-      allow_code: see `load_config`.
+      allow_code: whether the command has ``--allow_code``: settings may then name code of one's own, which is run.
     """
     flags = [*(f"--gin_file={file}" for file in gin_files), *(f"--gin.{binding}" for binding in bindings)]
     options = [*(["--allow_code"] if allow_code else []), *([f"--run_dir={run_dir}"] if run_dir else [])]
@@ -129,8 +129,9 @@ def slurm_file(*jobs: ClusterJob) -> str:
 
     It is submitted in a folder that all nodes share; relative paths of the command start there.
 
-    jobs: one, or one for each kind of device, in the order of ranks, each with its `kind`. The name and the command are
-    those of the first.
+    jobs: one, or one for each kind of device, in the order of ranks, each with its `kind`, such as
+      `ClusterJob(name="train", devices=16, per_node=8, command=train_command(["run.gin"]))`. The name and the command
+      are those of the first.
 
     Raises:
       ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
@@ -229,11 +230,12 @@ srun \\
 def jobset_file(
     *jobs: ClusterJob, image: str = "mmjax:latest", claim: str = "mmjax", resource: str = "nvidia.com/gpu"
 ) -> str:
-    """The text of a JobSet (jobset.x-k8s.io/v1alpha2) with a pod for each node.
+    """The YAML text of a JobSet (jobset.x-k8s.io/v1alpha2) with a pod for each node.
 
     Args:
-      jobs: one, or one for each kind of device, in the order of ranks; a kind's pods are on nodes whose label
-        `KIND_LABEL` has its name. The JobSet has the name of the first.
+      jobs: one, or one for each kind of device, in the order of ranks, such as
+        `ClusterJob(name="train", devices=16, per_node=8, command=train_command(["run.gin"]))`; a kind's pods are on
+        nodes whose label `KIND_LABEL` has its name. The JobSet has the name of the first.
       image: an image with Python and mmjax.
       claim: a PersistentVolumeClaim for configurations, data and run directories, which all pods see as /shared; the
         command runs there.

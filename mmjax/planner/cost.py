@@ -61,7 +61,10 @@ ROUNDING = 1e-12
 def weight_bytes(costs: ModuleCosts, tp: Any, dp: Any) -> Any:
     """P / tp + S / (tp·dp): bytes of parameters, gradients and optimizer states of a device with all stages.
 
-    tp, dp: numbers, or arrays of one shape; the result is a number, or an array of this shape.
+    Args:
+      costs: the module's costs, such as `problem.modules["llm"]`.
+      tp: its tp, a number or an array.
+      dp: its dp, a number or an array of the same shape, as the result.
     """
     return costs.param_bytes / tp + costs.optimizer_bytes / (tp * dp)
 
@@ -70,9 +73,9 @@ def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
     """Bytes of activations on a device of a module, for any pp.
 
     Args:
-      costs: the module's costs.
+      costs: the module's costs, such as `problem.modules["llm"]`.
       tp: its tp, a number or an array.
-      share: the LLM's dp over the module's, a number or an array of the same shape.
+      share: the LLM's dp over the module's, a number or an array of the same shape, as the result.
     """
     if costs.activation_bytes_by_tp:
         sizes = [costs.activation_bytes_by_tp[int(size)] for size in np.ravel(tp)]
@@ -83,8 +86,12 @@ def activation_bytes(costs: ModuleCosts, tp: Any, share: Any) -> Any:
 def passing_seconds(problem: Problem, costs: ModuleCosts, share: Any) -> Any:
     """Seconds in which a stage sends the activation of a microbatch and, with a backward, receives its gradient.
 
-    They are 0 if the problem's bandwidth is infinite. share: the LLM's dp over the module's, a number or an array, as
-    the result.
+    They are 0 if the problem's bandwidth is infinite.
+
+    Args:
+      problem: has the bandwidth and the samples of a microbatch.
+      costs: the module's costs, such as `problem.modules["llm"]`.
+      share: the LLM's dp over the module's, a number or an array, as the result.
     """
     directions = 2 if any(costs.backward.values()) else 1
     return share * problem.microbatch * costs.chunks * directions * costs.sent_bytes / problem.bandwidth
@@ -93,7 +100,13 @@ def passing_seconds(problem: Problem, costs: ModuleCosts, share: Any) -> Any:
 def reducing_seconds(problem: Problem, costs: ModuleCosts, tp: Any, dp: Any) -> Any:
     """D·pp: seconds of a step in which a device with all stages would reduce gradients and gather parameters.
 
-    tp, dp: numbers, or arrays of one shape, as the result.
+    They are 0 for a module without optimizer states, for a dp of 1, and if the problem's bandwidth is infinite.
+
+    Args:
+      problem: has the bandwidth.
+      costs: the module's costs, such as `problem.modules["llm"]`.
+      tp: its tp, a number or an array.
+      dp: its dp, a number or an array of the same shape, as the result.
     """
     reduced = costs.param_bytes if costs.optimizer_bytes else 0.0
     return reduced / tp * (dp - 1) / dp / problem.bandwidth

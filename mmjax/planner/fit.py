@@ -25,7 +25,11 @@ class DoesNotFit(ValueError):
 
 
 def why(problem: Problem | MixedProblem) -> str:
-    """One line with the reason why a problem has no plan, and with remedies; the problem must have none."""
+    """One line with the reason why a problem has no plan, and with remedies; the problem must have none.
+
+    It begins with the module that lacks something, such as "modules.llm misses by 12.5 GB a device: …". problem: as
+    `read_problem` gives it.
+    """
     if isinstance(problem, MixedProblem):
         return _why_mixed(problem)
     fewest = {name: min(costs.seconds) * costs.least_pp for name, costs in problem.modules.items()}
@@ -50,9 +54,10 @@ def _bytes(number: float) -> str:
 
 
 def least_memory(problem: Problem) -> int:
-    """The fewest bytes of a device, a whole number, with which a plan exists on the problem's devices.
+    """The fewest bytes of a device, a whole number such as 21474836480, with which a plan exists on its devices.
 
     `problem.memory` is ignored. There must be enough devices: no fewer than the sum of the modules' least tp.
+    problem: as `read_problem` gives it, for devices of one kind.
     """
     memory = _least(lambda memory: _fits(replace(problem, memory=memory)))
     assert memory is not None, "with enough memory there is a plan"
@@ -80,7 +85,7 @@ def _least(
 def least_devices(problem: Problem) -> int | None:
     """The fewest devices on which a plan exists with the problem's memory; None if no number is enough.
 
-    `problem.devices` is ignored; up to `MOST_DEVICES` are tried.
+    `problem.devices` is ignored; up to `MOST_DEVICES` are tried. problem: as `read_problem` gives it, for one kind.
     """
     # More devices allow more dp, up to the batch.
     most = problem.global_batch * max(max(costs.seconds) for costs in problem.modules.values())

@@ -82,7 +82,12 @@ class DegreeTable:
 def first_real(depths: np.ndarray, real_from: float) -> float:
     """The first pp from `real_from` on that a module may have; from there on any real number is allowed.
 
-    depths: as in `DegreeTable`. The result is infinite if all of them are smaller.
+    Args:
+      depths: every pp that the module may have, ascending, [P]; empty if it may have any whole number.
+      real_from: the least pp that may be a real number.
+
+    Returns:
+      The first of `depths` that is no smaller, infinite if all are smaller; for empty `depths`, `real_from` rounded up.
     """
     if not len(depths):
         return float(np.ceil(real_from))
@@ -90,12 +95,12 @@ def first_real(depths: np.ndarray, real_from: float) -> float:
 
 
 def allowed(depths: np.ndarray, real_from: float, stages: np.ndarray) -> np.ndarray:
-    """Rounds each number of stages up to the next that a module may have; infinite where there is none.
+    """Rounds each number of stages up to the next that a module may have, as a float; infinite where there is none.
 
     From `first_real` on any real number is allowed, up to the last of `depths`.
 
     Args:
-      depths: as in `DegreeTable`.
+      depths: every pp that the module may have, ascending, [P]; empty if it may have any whole number.
       real_from: the pp from which on it may be any real number; infinite for whole numbers only.
       stages: real numbers of stages, of any shape, as the result.
     """
@@ -256,7 +261,14 @@ def _taken(front: Front, keep: np.ndarray) -> Front:
 def merged(front: Front, module: Front, devices: float) -> Front:
     """The front of every combination of `front` with one of `module`, on at most `devices` devices.
 
-    `before` of the result is an index into `front`, `row` is that of `module`. It is empty if no combination fits.
+    A `Front` has Pareto-optimal combinations as arrays: `work`, in ascending order, `devices`, `before` and `row`. Work
+    and devices of the result are sums; `before` is an index into `front`, from 0, and `row` is that of `module`. All
+    arrays are empty if no combination fits.
+
+    Args:
+      front: the combinations of the modules so far, [F].
+      module: those of one further module, such as one of `Group.fronts(pace)`.
+      devices: the most devices of a combination, infinite for no bound.
     """
     total = front.devices[:, None] + module.devices[None, :]
     before, index = np.nonzero(total <= devices)

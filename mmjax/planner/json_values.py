@@ -15,7 +15,9 @@ MOST = 1e18
 
 
 def read_json(flag: str, path: str | Path) -> Any:
-    """The content of a JSON file; messages start with `flag` and the path: "--problem=plan.json: ...".
+    """The content of a JSON file, as `json.load` gives it.
+
+    flag: the flag that names the file, such as "--problem"; messages start with it and the path: "--problem=plan.json".
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, has a key twice in an object, or a number that is not finite.
@@ -39,6 +41,7 @@ def fields(
 ) -> dict[str, Any]:
     """Returns `data`, a JSON object that has all fields `names`, may have the fields `optional`, and has no others.
 
+    `fields({"fwd": 1}, "modules.llm", ("fwd",), ("layers",))` is {"fwd": 1}; absent optional fields are not added.
     Messages name the object `where`, such as "modules.llm", or `top` if `where` is "".
 
     Raises:
@@ -62,6 +65,8 @@ def _join(where: str, name: str) -> str:
 def whole_number(where: str, value: Any, most: int) -> int:
     """Returns `value`, a whole number from 1 to `most`, as an int; 8.0 counts as 8.
 
+    `whole_number("kinds.h100.devices", 8.0, 64)` is 8.
+
     Raises:
       ConfigError: it is none; the message names the field `where`, such as "kinds.h100.devices".
     """
@@ -74,6 +79,8 @@ def whole_number(where: str, value: Any, most: int) -> int:
 
 def number(where: str, value: Any, *, least: float, positive: bool = False) -> float:
     """Returns `value`, a number from `least` to `MOST`, as a float; with `positive` it is 1 / `MOST` or more.
+
+    `MOST` is 1e18: `number("modules.llm.param_bytes", 8, least=0)` is 8.0.
 
     Raises:
       ConfigError: it is none; the message names the field `where`, such as "modules.llm.param_bytes".

@@ -36,7 +36,9 @@ TIE = 4 * ROUNDING
 def best_coupled(problem: Problem | MixedProblem) -> Plan:
     """The plan of Algorithm 1 with the shortest simulated step; of equal ones, the one on fewest devices.
 
-    problem: has no communication and no chunks, which are not simulated.
+    In such a plan all other modules have stages no longer than the LLM's.
+
+    problem: as `read_problem` gives it; has an infinite bandwidth and `chunks` of 1, since neither is simulated.
 
     Raises:
       DoesNotFit: there is none; the message says whether any other plan exists.
@@ -61,9 +63,13 @@ def best_coupled(problem: Problem | MixedProblem) -> Plan:
 
 
 def coupled_plans(problem: Problem | MixedProblem, kinds: int = 1) -> Iterator[Plan]:
-    """Yields the plan of each layout of the LLM for which all encoders fit, in no order.
+    """Yields a plan for each layout of the LLM with which all other modules fit, in no order; nothing if there is none.
 
-    kinds: the least number of kinds of device in use.
+    The other modules have stages no longer than the LLM's, on as few devices as possible.
+
+    Args:
+      problem: as `read_problem` or `choose.problems` gives it.
+      kinds: the least number of kinds of device in use.
     """
     for space in spaces(problem, kinds=kinds):
         for llm in _llm_layouts(space):
@@ -109,7 +115,7 @@ def _narrowest(rows: DegreeTable, pace: float) -> Degrees | None:
 
 
 def least_seconds(plan: Plan) -> float:
-    """A lower bound on `simulated_seconds` if the LLM sets the pace.
+    """A lower bound on the seconds of a step (`simulated_seconds`) of a plan of `coupled_plans`: the LLM sets the pace.
 
     The last LLM stage works on every microbatch. Before this, the first microbatch passes through an encoder forward;
     after it, the last one passes through an encoder backward.
@@ -124,6 +130,8 @@ def simulated_seconds(plan: Plan) -> float:
     """Seconds of a 1F1B step in which every module but the LLM is an encoder before it, side by side; without moves.
 
     A long step is simulated until its pipeline is full; each further microbatch takes as long as the last.
+
+    plan: degrees of each module, as `coupled_plans` yields it.
     """
     passes = {name: _pass_seconds(plan, name) for name in plan.modules}
     *encoders, llm = (

@@ -312,7 +312,7 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Non-negative least squares: the x ≥ 0, [K], for which matrix·x is closest to `target`.
 
     `matrix` is [N, K], `target` [N]. Tries every set of unknowns that may be above 0, the largest sets first; there are
-    few unknowns.
+    few unknowns. The result is float, all zeros if nothing is closer.
     """
     count = matrix.shape[1]
     best, least = np.zeros(count), float(target @ target)

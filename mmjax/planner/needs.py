@@ -64,8 +64,10 @@ class DeviceBytes:
 def fullest_split(lanes: Iterable[Iterable[str]], *, residuals: float, deferred: float) -> tuple[int, int]:
     """Microbatches between F and B, and between B and W, when a stage holds most; during its B a microbatch is in both.
 
+    `fullest_split([["F", "F", "B", "B"]], residuals=1.0, deferred=0.0)` is (2, 0).
+
     Args:
-      lanes: the ops of each of the stage's lanes in order: "F", "B" or "W".
+      lanes: for each of the stage's lanes, the kinds of its ops in order: "F", "B" or "W".
       residuals: bytes that a microbatch keeps from F to B.
       deferred: bytes that a microbatch keeps from B to W.
     """
@@ -89,9 +91,9 @@ def bytes_by_rank(
     overlap on the first rank of one of them.
 
     Args:
-      graph: the stage graph.
-      by_stage: bytes of a device of each stage, by stage name ("llm.0").
-      phased: names of the modules that do not run while other modules do.
+      graph: the stages with their ranks, such as `estimate.graph`.
+      by_stage: bytes of a device of each stage, by stage name ("llm.0"), such as `estimate.device_bytes`.
+      phased: names of the modules that do not run while other modules do, such as ("vision",).
     """
     totals: dict[int, float] = {}
     for rank in sorted({min(node.ranks) for node in graph.stages}):

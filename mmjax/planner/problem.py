@@ -160,7 +160,8 @@ class MixedProblem:
 def read_problem(path: str | Path) -> Problem | MixedProblem:
     """The problem in a JSON file: a `MixedProblem` if it has the field "kinds", else a `Problem`.
 
-    See `parse_mixed_problem` and `parse_problem` for the fields.
+    ``docs/planner.md`` and `parse_problem` describe the fields: "devices", "global_batch", "microbatch", "memory" and
+    "modules", and "kinds" in place of "devices" and "memory" for several kinds of device.
 
     Raises:
       ConfigError: the file cannot be read, is not JSON, or a value in it is not legal.
@@ -175,6 +176,8 @@ def parse_problem(data: Any) -> Problem:
     Required are "devices", "global_batch", "microbatch", "memory" (bytes) and "modules": by name, "llm" among them,
     each has "fwd" and "bwd" (seconds of a sample by tp: {"1": 0.12}), "param_bytes", "optimizer_bytes" and
     "activation_bytes". Optional are "bandwidth" and, in a module, "layers", "chunks" and "sent_bytes".
+
+    data: a dict, as `json.load` gives it.
 
     Raises:
       ConfigError: a field is unknown, missing, or not legal.
@@ -192,7 +195,10 @@ def parse_mixed_problem(data: Any) -> MixedProblem:
 
     In place of "devices" and "memory" there is "kinds": {"h100": {"devices": 64, "memory": 80e9}}, each with an
     optional "bandwidth". In place of "fwd" and "bwd" a module has "kinds": {"h100": {"fwd": {"4": 0.3}, "bwd": {"4":
-    0.6}}}, with the kinds on which it may be. All else is as for `parse_problem`.
+    0.6}}}, with the kinds on which it may be. Required are also "global_batch", "microbatch" and "modules", by name,
+    with "param_bytes", "optimizer_bytes" and "activation_bytes"; a module may have "layers", "chunks", "sent_bytes".
+
+    data: a dict, as `json.load` gives it.
 
     Raises:
       ConfigError: a field is unknown, missing, or not legal, or there are too many kinds and modules.

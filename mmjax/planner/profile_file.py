@@ -181,7 +181,9 @@ def _stage_json(stage: ProfiledStage) -> dict[str, Any]:
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile to a file, completely or not at all; an existing file is replaced.
+    """Writes a profile to a JSON file, completely or not at all; an existing file is replaced.
+
+    profile: the measurements of a model, as `profile_of(recipe)` gives them.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -208,7 +210,7 @@ def _umask() -> int:
 
 
 def require_writable(path: str | Path) -> None:
-    """Requires that a profile can be written to `path`, and leaves nothing there; called before anything is measured.
+    """Requires that a profile can be written to the file `path`, and leaves nothing there; called before measuring.
 
     Raises:
       ConfigError: no file can be made there.
@@ -224,7 +226,9 @@ def require_writable(path: str | Path) -> None:
 
 
 def read_profile(path: str | Path, recipe: Recipe | None = None) -> Profile:
-    """Reads the file of a profile, as `write_profile` writes it; with `recipe`, requires a profile of its model.
+    """Reads the file of a profile, as `write_profile` writes it.
+
+    recipe: a configuration whose model the profile has to be of; None takes any profile.
 
     Raises:
       ConfigError: the file cannot be read, is no profile, or is a profile of another model.
@@ -236,7 +240,11 @@ def read_profile(path: str | Path, recipe: Recipe | None = None) -> Profile:
 
 
 def parse_profile(data: Any, where: str = "the profile") -> Profile:
-    """The profile in parsed JSON, as `Profile.as_json` gives it; messages start with `where`.
+    """The profile in parsed JSON.
+
+    Args:
+      data: a dict, as `Profile.as_json` gives it.
+      where: begins messages, such as "--profile=h100.json".
 
     Raises:
       ConfigError: a field is unknown, missing, or not legal.
@@ -347,7 +355,9 @@ def model_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
     Parts are modules, projectors and adapters: "llm", "vision", "vision_projector", "llm_lora". Values are as in JSON:
     a tuple is a list, and "trained" is a bool. Numbers of layers are not among them. An LLM whose `vocab` is 0 has
-    "tokenizer" too.
+    "tokenizer" too. Such as {"llm": {"width": 64, …, "trained": True}}.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
     """
     parts = recipe.model.parts.items()
     sizes = {name: _sizes(part.settings) | {"trained": not part.optimizer.frozen} for name, part in parts}
@@ -362,7 +372,12 @@ def _sizes(module: Any) -> dict[str, Any]:
 
 
 def require_same_model(profile: Profile, recipe: Recipe, where: str = "the profile") -> None:
-    """Requires that `profile` is of the configuration's model and dtype; messages start with `where`.
+    """Requires that `profile` is of the configuration's model and dtype; returns nothing.
+
+    Args:
+      profile: the measurements of a model, as `read_profile(path)` gives them.
+      recipe: the configuration.
+      where: begins messages, such as "--profile=h100.json".
 
     Raises:
       ConfigError: it is a profile of another model; the message names the first difference.

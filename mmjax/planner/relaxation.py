@@ -47,7 +47,11 @@ class Relaxed:
 def relax(problem: Problem | MixedProblem, real_from: float = 1.0) -> Relaxed | None:
     """The relaxation of `problem` in which pp is real from `real_from` on; None if it does not fit either.
 
-    problem: has no communication and no chunks.
+    Its `bound` is a number of seconds that no plan's step goes below, and `devices` the real numbers of devices.
+
+    Args:
+      problem: as `read_problem` gives it, with an infinite bandwidth and `chunks` of 1.
+      real_from: the pp from which on it may be any real number; smaller ones are whole.
     """
     nonempty = [space.pruned() for space in spaces(problem, real_from)]
     if not nonempty:
@@ -98,10 +102,11 @@ def program(
     Each kind of device has a program of its own, and the slowest sets the pace.
 
     Args:
-      problem: the problem, without communication and chunks.
-      degrees: by module name, tp and dp, and a pp that counts only if it is below `real_from`: then it stays.
+      problem: as `read_problem` gives it, with an infinite bandwidth and `chunks` of 1.
+      degrees: by module name, tp and dp, and a pp that counts only if it is below `real_from`: then it stays. Such as
+        {"llm": Degrees(tp=4, dp=2, pp=1)}, with every module of the problem.
       real_from: other pp may be any real number from here on.
-      kinds: kind of device by module name, if there are several kinds.
+      kinds: kind of device by module name, {"llm": "h100"}, for a `MixedProblem`; None for a `Problem`.
 
     Raises:
       ValueError: no number of devices fits.
@@ -144,8 +149,14 @@ def _program(
 def divide(load: np.ndarray, least: np.ndarray, most: np.ndarray, devices: float) -> np.ndarray:
     """Numbers of devices x with the smallest max(load / x), from `least` to `most`, at most `devices` in all.
 
-    Arrays, the result too, are of shape [M]. A module with `least` = `most` is no variable: a solver prefers ranges
-    with an interior.
+    Arrays, the result too, are float of shape [M], a number for each module. A module with `least` = `most` is no
+    variable: a solver prefers ranges with an interior.
+
+    Args:
+      load: seconds times devices of each module, above 0 for those with a choice.
+      least: the fewest devices of each module.
+      most: the most devices of each module; infinite for no bound.
+      devices: number of devices for all modules together, no fewer than the sum of `least`.
     """
     free = np.flatnonzero(most > least * (1 + ROUNDING))
     if not len(free):

@@ -94,6 +94,8 @@ class _Search:
 def best_plan(problem: Problem | MixedProblem) -> Plan:
     """The plan with the shortest step (Eq. 1 and 2) that fits into memory; of equal ones, the one on fewest devices.
 
+    A `Plan` has degrees by module name: `plan.modules["llm"].tp`. problem: as `read_problem` gives it.
+
     Raises:
       DoesNotFit: there is none; the message names a module, what it lacks, and remedies.
     """
@@ -108,8 +110,12 @@ def best_plan(problem: Problem | MixedProblem) -> Plan:
 def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1) -> list[Plan]:
     """The best plan for each dp of the LLM and each assignment of modules to kinds of device, the shortest step first.
 
-    Plans whose step is certainly longer than the best by more than the share `within` are left out. kinds: the least
-    number of kinds in use. The result is [] if no plan fits.
+    The result is [] if no plan fits.
+
+    Args:
+      problem: as `read_problem` or `choose.problems` gives it.
+      within: plans whose step is certainly longer than the best by more than this share of it are left out.
+      kinds: the least number of kinds of device in use.
     """
     plans, best = [], math.inf
     for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):

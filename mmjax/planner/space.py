@@ -44,7 +44,14 @@ class Grid:
 
 
 def make_grid(problem: Problem, name: str) -> Grid:
-    """The grid of module `name`; the LLM has a dp of 1 in it."""
+    """Every (tp, dp) that a module may have beside one LLM replica, as arrays of [R], the least work first.
+
+    The LLM has a dp of 1 in it. `Grid.rows` has the columns `tp`, `dp` and seconds; `weights`, `activations` are bytes.
+
+    Args:
+      problem: a problem on devices of one kind, as `read_problem` gives it.
+      name: a module of it, such as "vision".
+    """
     costs = problem.modules[name]
     degrees = (1,) if name == LLM else problem.degrees
     sizes = [tp for tp in costs.seconds if tp <= problem.devices]
@@ -236,8 +243,11 @@ class Space:
 def spaces(problem: Problem | MixedProblem, real_from: float = math.inf, kinds: int = 1) -> Iterator[Space]:
     """Every space that has a plan: for each assignment of modules to kinds of device, for each dp of the LLM.
 
+    A `Space` has the possible tp, dp and pp of every other module for this assignment and dp, which a search goes
+    through. Yields none if no plan fits.
+
     Args:
-      problem: the problem.
+      problem: as `read_problem` gives it.
       real_from: the pp from which on it may be any real number; infinite for whole numbers only.
       kinds: the least number of kinds in use.
     """
@@ -261,7 +271,7 @@ def assignments(problem: Problem | MixedProblem) -> Iterator[dict[str, tuple[str
     """Every assignment of modules to kinds of device on which they have times.
 
     Yields the names of the modules by kind, without empty kinds: {"h100": ("llm",), "l20": ("vision",)}. The one kind
-    of a `Problem` is "".
+    of a `Problem` is "". problem: as `read_problem` gives it.
     """
     choices = [[kind for kind, on_kind in problem.kinds.items() if name in on_kind.modules] for name in problem.names]
     for kinds in itertools.product(*choices):

@@ -14,10 +14,11 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
     """The stage graph of a candidate, with stages and edges in the same order as in a run.
 
     Args:
-      work: the work of the model.
-      candidate: layouts and offloads of its modules.
-      clock: has the number of devices of a process.
-      parts: by stage name ("llm.0"), in order, the part of its module; see `StepSeconds.parts`.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      candidate: layouts and offloads of its modules, such as one of those that `homogeneous` yields.
+      clock: has the number of devices of a process; such as `AnalyticClock`, or `Fleet.clocks(candidate.kinds)`.
+      parts: by stage name, in order, the part of its module: {"llm.0": StagePart(layers=16, first=True), …}, as
+        `Estimate.parts` has them.
     """
     nodes: list[StageNode] = []
     pairs: list[tuple[str, str]] = []
@@ -51,10 +52,11 @@ def are_apart(candidate: Candidate, clock: Clocks, size_of: Callable[[Clock], in
     Groups of a kind of device are counted from its first rank.
 
     Args:
-      candidate: the candidate that has the stages.
-      clock: its times.
-      size_of: returns the number of devices of a group, such as `clock.node`; 0 means one group of all devices.
-      stages: the stages, of which all ranks count.
+      candidate: the candidate that has the stages, `estimate.candidate`.
+      clock: its times, `estimate.clock`.
+      size_of: returns the number of devices of a group, such as `lambda clock: clock.node` for nodes; 0 means one
+        group of all devices.
+      stages: the stages, of which all ranks count, such as two of `estimate.graph.stages`.
     """
     groups: set[tuple[int, int]] = set()
     for stage in stages:

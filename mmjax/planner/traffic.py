@@ -30,13 +30,15 @@ def edge_costs(
 ) -> EdgeCosts:
     """Seconds of each edge's move, or of its unpack if the edge is local, in both directions, with the host's time.
 
-    For an edge with lanes the first dict has its slowest pair of lanes, and the second each microbatch of a step. For
-    other edges the second has nothing.
+    The result is two dicts. Keys of the first are (kind, edge, backward), such as ("move", "vision.0->llm.0", False) or
+    ("unpack", …), those of the second have the microbatch, from 0, as a fourth entry. For an edge with lanes the first
+    dict has its slowest pair of lanes, and the second each microbatch of a step. For other edges the second has
+    nothing.
 
     Args:
-      graph: the stage graph.
-      candidate: the layouts of its modules.
-      clock: their times.
+      graph: the stage graph, such as `estimate.graph`.
+      candidate: the layouts of its modules, `estimate.candidate`.
+      clock: their times, `estimate.clock`.
       size_of: returns the bytes of a microbatch's activation over an edge, for all dp ranks together.
     """
     seconds: dict[CostKey, float] = {}
@@ -70,12 +72,12 @@ def exchange_seconds(
     work, also in each round of a ring. A backward with recompute exchanges again. See `mmjax.attention.exchange`.
 
     Args:
-      module: the work of the module.
-      layout: its layout.
-      clock: its times.
-      shape: rows of a microbatch on all ranks together, and positions of a row.
-      part: the part of the module that a stage has.
-      compute: seconds of the stage without the exchange.
+      module: the work of the module, such as `read_work(recipe).modules["llm"]`.
+      layout: its layout, such as `Layout(tp=2, cp=4)`.
+      clock: its times, such as `AnalyticClock(work=work, accelerator=accelerator("h100"))`.
+      shape: rows of a microbatch on all ranks together, and positions of a row, such as (8.0, 32768).
+      part: the part of the module that a stage has, such as `StagePart(layers=16)`.
+      compute: seconds of a microbatch in the stage without the exchange, such as `PassSeconds(0.1, 0.2)`.
       gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
     """
     ranks = module.context(layout)
@@ -115,7 +117,12 @@ Gather = Callable[[float], float]
 
 
 def head_chunks(module: ModuleWork, layout: Layout) -> int:
-    """The number of chunks in which "gather" sends the key/value heads of a rank: at most `MAX_CHUNKS`, all equal."""
+    """The number of chunks in which "gather" sends the key/value heads of a rank: at most `MAX_CHUNKS`, all equal.
+
+    Args:
+      module: the work of the module, such as `read_work(recipe).modules["llm"]`.
+      layout: its layout, whose tp divides the heads.
+    """
     groups = _heads_per_rank(module.heads[1], layout)
     return next(count for count in range(min(MAX_CHUNKS, groups), 0, -1) if groups % count == 0)
 
@@ -167,7 +174,13 @@ def _all_to_all_seconds(
 def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], gradient_ratio: float = 2.0) -> float:
     """Bytes of keys and values of other cp ranks, and of their gradients, that a rank holds while a backward runs.
 
-    They are those of one layer, and 0 without cp. shape, gradient_ratio: as for `exchange_seconds`.
+    They are those of one layer, and 0 without cp.
+
+    Args:
+      module: the work of the module, such as `read_work(recipe).modules["llm"]`.
+      layout: its layout, such as `Layout(tp=2, cp=4)`.
+      shape: rows of a microbatch on all ranks together, and positions of a row, such as (8.0, 32768).
+      gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
     """
     ranks = module.context(layout)
     if ranks == 1:
@@ -190,9 +203,9 @@ def whole_rows_seconds(
     """Seconds, in forward and backward, of joining the parts of rows of cp ranks into whole rows between modules.
 
     Args:
-      layout: the layout of a stage's module.
-      clock: its times.
-      ranks: ranks that have parts of a row.
+      layout: the layout of a stage's module, such as `Layout(tp=2, cp=4)`.
+      clock: its times, such as `AnalyticClock(work=work, accelerator=accelerator("h100"))`.
+      ranks: number of ranks that have parts of a row.
       output_bytes: bytes of the rows that a dp rank of the stage sends to other modules.
       input_bytes: bytes of the rows of other modules whose gradients it sums.
     """

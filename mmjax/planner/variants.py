@@ -35,6 +35,10 @@ def split_rows(work: Work, candidate: Candidate) -> Iterator[Candidate]:
     """Yields the candidate with cp in place of a factor of modules' tp, or dp, in every combination of modules.
 
     Ranks stay the same. It yields nothing where no module may have cp.
+
+    Args:
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      candidate: the layouts and the schedule, such as `estimate.candidate`.
     """
     choices = [_with_context(work.modules[name], layout) for name, layout in candidate.layouts.items()]
     for layouts in itertools.product(*choices):
@@ -58,6 +62,8 @@ def exchanged(estimate: Estimate) -> Candidate | None:
 
     The time of a ring depends on the fullest rank of each round, which an estimate does not have. None if another
     method gains less than `CP_METHOD_GAIN`.
+
+    estimate: a candidate in seconds and bytes, as `choose.estimated` gives it or `PlanChoice` has it.
     """
     candidate, layouts = estimate.candidate, dict(estimate.candidate.layouts)
     for name, layout in candidate.layouts.items():
@@ -80,7 +86,12 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
     """Yields the candidate with an interleaved schedule and `chunks` LLM stages on each submesh, if that is legal.
 
     It is legal if the LLM runs 1F1B, chunks·pp divides its layers and pp divides the microbatches; otherwise nothing is
-    yielded.
+    yielded. There is at most one item.
+
+    Args:
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      candidate: the layouts and the schedule, such as `estimate.candidate`.
+      chunks: LLM stages on each submesh, 2 or more.
     """
     llm = candidate.layouts[LLM]
     divisible = work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0
@@ -92,8 +103,12 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
 def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
     """Yields a 1F1B candidate with each other schedule whose step, by a closed form, could be well below `best`.
 
-    `best` is in seconds, and the least gain `SCHEDULE_GAIN`. It yields nothing unless the LLM of the estimate runs 1F1B
-    in several stages.
+    The schedules are "zb-h1", "eager-1f1b" and "interleaved"; the least relative gain is `SCHEDULE_GAIN`. It yields
+    nothing unless the LLM of the estimate runs 1F1B in several stages.
+
+    Args:
+      estimate: the candidate in seconds, as `choose.estimated` gives it.
+      best: seconds of the shortest step so far.
     """
     candidate, limit = estimate.candidate, best * (1 - SCHEDULE_GAIN)
     for schedule, gain in gains(estimate).items() if candidate.is_pipelined_1f1b else ():
@@ -107,7 +122,8 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
 def gains(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step that each schedule may save over 1F1B if all stages take as long as the longest, by schedule.
 
-    The schedules are "zb-h1", "eager-1f1b" and "interleaved" with `MORE_CHUNKS` chunks; a gain may be negative.
+    The keys are "zb-h1", "eager-1f1b" and "interleaved", with `MORE_CHUNKS` chunks; a gain may be negative. The
+    estimate, as `choose.estimated` gives it, is of a candidate with 1F1B.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
     every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
@@ -150,10 +166,10 @@ def balanced(
     `mmjax.schedule.partition`.
 
     Args:
-      work: the work of the model.
-      clock: the times of its modules.
-      rows: as `StepSeconds.rows`.
-      candidate: the candidate; modules of one stage stay as they are.
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      clock: the times of its modules, such as `estimate.clock`.
+      rows: by module name, rows of a microbatch on all ranks together and positions of a row, such as `estimate.rows`.
+      candidate: the candidate, `estimate.candidate`; modules of one stage stay as they are.
     """
     layouts = dict(candidate.layouts)
     for name, layout in candidate.layouts.items():
@@ -202,7 +218,9 @@ def instanced(estimate: Estimate) -> Candidate | None:
     """The candidate with the optimizer instances that make prepare and reduce of each module shortest.
 
     Only modules whose stages span nodes have several (Karnati et al., "Heterogeneous Parallelism for Multimodal Large
-    Language Model Training", appendix A). None if the gain is below `INSTANCES_GAIN`.
+    Language Model Training", appendix A). None if the gain is below the share `INSTANCES_GAIN` of a step.
+
+    estimate: a candidate in seconds and bytes, as `choose.estimated` gives it or `PlanChoice` has it.
     """
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
@@ -229,7 +247,11 @@ def _once_seconds(estimate: Estimate, layouts: Mapping[str, Layout], names: Iter
 def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate | None:
     """The candidate with only as much offload as it needs to fit; the largest copies are dropped first.
 
-    None if no offload makes it fit. fits: whether an estimate, which has some offload, fits into memory.
+    None if no offload makes it fit.
+
+    Args:
+      estimate: of the candidate without offload, as `choose.estimated` gives it.
+      fits: whether an estimate, which has some offload, fits into memory: `lambda e: missing(fleet, e) <= 0`.
     """
     most = everything_offloaded(estimate)
     if not fits(most):
@@ -247,6 +269,8 @@ def everything_offloaded(estimate: Estimate) -> Estimate:
     """The estimate with the most offload that the schedule allows, for modules whose devices can copy to the host.
 
     Masters and moments of all are offloaded, and compute parameters of encoders that have phases of their own.
+
+    estimate: of a candidate, as `choose.estimated` gives it; offload that it has already is replaced.
     """
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)

@@ -36,7 +36,8 @@ FLAGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures a profile, writes it to the file of --out and prints it; returns the exit status 0.
 
-    argv: the arguments without the program's name; None takes the process's.
+    argv: the arguments without the program's name, such as ["--gin_file=run.gin", "--out=profile.json"]; None takes the
+      process's.
 
     Raises:
       SystemExit: the input is not legal (status 2), or Ctrl-C (130); also after --help.
@@ -64,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(profile: Profile) -> Iterator[str]:
-    """The profile as lines of text: the device, every compiled stage, the data and the links."""
+    """Yields a profile as lines of text without newlines: the device, every compiled stage, the data and the links.
+
+    profile: as `profile_of(recipe)` or `read_profile(path)` gives it.
+    """
     yield f"{profile.source}, {profile.dtype}"
     yield (
         f"{'':16}{'layers':>8}{'ends':>14}{'tp':>5}{'rows':>7}{'width':>7}{'forward ms':>13}{'backward ms':>13}"

@@ -28,7 +28,10 @@ _ITEM = 4
 
 
 def ranks_here(world: World) -> tuple[int, ...]:
-    """The numbers of ranks over which collectives are measured: of 2, 4 and 8 those that the world has."""
+    """The numbers of ranks over which collectives are measured: of 2, 4 and 8 those that the world has.
+
+    world: the devices, as `world_for(recipe)` gives them. Of one device the result is ().
+    """
     return tuple(ranks for ranks in _RANKS if ranks <= world.size)
 
 
@@ -36,6 +39,11 @@ def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     """Measures all-gathers over the first `ranks` ranks: (bytes of the result, seconds) for each of `sizes`.
 
     All processes call it. Seconds are 0 in a process that has none of these ranks.
+
+    Args:
+      world: the devices, as `world_for(recipe)` gives them.
+      ranks: how many ranks, no more than the world has.
+      sizes: bytes of the result on each rank, ascending, such as `SIZES`.
     """
 
     def gather(x: jax.Array) -> jax.Array:
@@ -48,6 +56,11 @@ def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     """Measures all-reduces over the first `ranks` ranks: (bytes on each rank, seconds) for each of `sizes`.
 
     All processes call it. Seconds are 0 in a process that has none of these ranks.
+
+    Args:
+      world: the devices, as `world_for(recipe)` gives them.
+      ranks: how many ranks, no more than the world has.
+      sizes: bytes of the array on each rank, ascending, such as `SIZES`.
     """
 
     def reduce(x: jax.Array) -> jax.Array:
@@ -73,6 +86,10 @@ def moves(world: World, sizes: tuple[int, ...]) -> Samples:
 
     The world has two devices or more, and all processes call it. The time is half of that of a move there and back:
     between two processes only a move back tells the first one that its own has arrived.
+
+    Args:
+      world: the devices, as `world_for(recipe)` gives them.
+      sizes: bytes of the array, ascending, such as `SIZES`.
     """
     ends = [world.submesh(Layout(rank_offset=rank), 0) for rank in (0, 1)]
     samples = []
@@ -91,6 +108,10 @@ def copies(world: World, sizes: tuple[int, ...]) -> Samples:
     """Measures copies from a device of this process to pinned host memory: (bytes, seconds) for each of `sizes`.
 
     The result is () where the device has no such memory.
+
+    Args:
+      world: the devices, as `world_for(recipe)` gives them.
+      sizes: bytes of the array, ascending, such as `SIZES`.
     """
     device = world.devices[min(world.local_ranks)]
     if HOST not in [memory.kind for memory in device.addressable_memories()]:

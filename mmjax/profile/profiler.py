@@ -42,7 +42,7 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
     without it, all accelerators here or eight virtual CPU devices.
 
     Args:
-      recipe: model, data, batch and buckets.
+      recipe: model, data, batch and buckets, as `load_config(["run.gin"])` gives them.
       quick: fewer shapes and sizes.
       style: the style of the progress display: "auto", "bar", "lines" or "silent"; see `Progress`.
 
@@ -93,7 +93,12 @@ def sampled(recipe: Recipe, source: Source, samples: int) -> dict[str, dict[str,
     """Figures of the lengths, in positions, of the first `samples` samples or of their media, by module name.
 
     The figures of a module are those of `FIGURES` ("count", "mean", ...) and "per_sample", the average number in a
-    sample.
+    sample: {"llm": {"count": 64.0, "mean": 310.5, …, "per_sample": 1.0}}.
+
+    Args:
+      recipe: the configuration.
+      source: its training samples, as `open_source(recipe, split="train")` opens them.
+      samples: how many samples, 1 or more.
     """
     specs = packed_specs(recipe)
     lengths = lengths_of([completed(source.meta(index), specs) for index in range(samples)], specs)
@@ -104,6 +109,8 @@ def world_for(recipe: Recipe) -> World:
     """The devices to measure: `World.devices` of them, or else all accelerators here or `VIRTUAL` CPU devices.
 
     Of several processes it is as many as a run has, by default those of the layouts. Starts the backend of JAX.
+
+    recipe: the run's configuration, as `load_config(["run.gin"])` gives it.
 
     Raises:
       ConfigError: there are fewer than `World.devices`.

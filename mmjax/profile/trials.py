@@ -103,7 +103,7 @@ def points(packer: Packer, rows: int, *, quick: bool) -> list[Point]:
     once. A module with fewer shapes than another repeats its first.
 
     Args:
-      packer: packs the data.
+      packer: packs the data, as `build_packer(recipe, tokenizer)` makes it.
       rows: rows of a microbatch for a module without buckets, rounded up to a multiple of the cells.
       quick: only the widest bucket, with all rows and a quarter.
     """
@@ -135,7 +135,13 @@ def _shapes(packer: Packer, module: str, rows: int, *, quick: bool) -> list[tupl
 
 
 def legal_tps(recipe: Recipe, module: str, devices: int) -> tuple[int, ...]:
-    """Every tp up to `devices`, ascending, that divides the sizes of the module of this name."""
+    """Every tp of 1, 2, 4 and 8, up to `devices`, ascending, that divides the sizes of a module: (1, 2).
+
+    Args:
+      recipe: the run's configuration.
+      module: the module's name, such as "llm".
+      devices: number of devices.
+    """
     return tuple(tp for tp in work.legal_tps(recipe, module) if tp <= devices)
 
 
@@ -149,10 +155,10 @@ def placed_for(
 
     Args:
       recipe: the configuration.
-      tokenizer: its tokenizer.
-      world: the devices.
-      cut: layers and stages of each module, in place of the configuration's.
-      layout: by module name, the degrees; `cut` gives the pp.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
+      world: the devices, as `world_for(recipe)` gives them.
+      cut: layers and stages of each module, in place of the configuration's, such as `Cut(layers=2, stages=1)`.
+      layout: by module name, the degrees, such as {"vision": Layout(tp=2), "llm": Layout(tp=2)}; `cut` gives the pp.
     """
 
     def cut_node(node: ModuleSpec) -> ModuleSpec:
@@ -166,7 +172,15 @@ def placed_for(
 
 
 def input_shapes(packer: Packer, point: Point, times: int = 1) -> InputShapes:
-    """Shapes of a microbatch's host inputs at a point, by module and input name, with `times` as many rows."""
+    """Shapes of a microbatch's host inputs at a point, by module and input name, with `times` as many rows.
+
+    Such as {"llm": {"tokens": ShapeDtypeStruct((8, 4096), int32), …}}.
+
+    Args:
+      packer: packs the data, as `build_packer(recipe, tokenizer)` makes it.
+      point: rows and positions of every module, one of those that `points` gives.
+      times: a factor on the rows.
+    """
     empty, shapes = replace(packer, lists=False).microbatch([], packer.cells), {}
     for name, arrays in empty.inputs.items():
         rows, width = point.shapes[name]
@@ -251,12 +265,12 @@ def attempts(
 
     Args:
       recipe: the configuration.
-      tokenizer: its tokenizer.
-      packer: packs its data.
-      world: the devices.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
+      packer: packs its data, as `build_packer(recipe, tokenizer)` makes it.
+      world: the devices, as `world_for(recipe)` gives them.
       tp: one of the `legal_tps` of some module.
       tried: the shapes, as `points` gives them.
-      cuts: the cuts to try.
+      cuts: the layers and stages of modules to try, such as (Cut(layers=1, stages=1),).
     """
     legal_by_module = {name: legal_tps(recipe, name, world.size) for name in recipe.model}
     layout = {name: Layout(tp=max(size for size in legal if size <= tp)) for name, legal in legal_by_module.items()}
@@ -286,7 +300,12 @@ def attempts(
 
 
 def compiled(stages: Sequence[Attempt], report: Callable[[int, int, str], None]) -> None:
-    """Compiles all programs of some attempts; report: as for `compile_all`, called with (done, total, name)."""
+    """Compiles all programs of some attempts; returns nothing, and the attempts have them.
+
+    Args:
+      stages: programs of stages, as `attempts` yields them.
+      report: called with the number of programs that are done, that of all, and the name of the last one.
+    """
     compile_all([program for stage in stages for program in stage.programs.programs], report)
 
 
@@ -298,7 +317,7 @@ def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[li
       done: called after each attempt of each round.
 
     Returns:
-      In the order of `stages`, the trials, and the seconds that the host needs to call the forward.
+      In the order of `stages`, the trials, and the seconds that the host needs to call the forward of each.
     """
     trials, calls = list[Trial](), list[float]()
     for number in range(ROUNDS):
@@ -318,8 +337,15 @@ def best_trials(stages: Sequence[Attempt], done: Callable[[], None]) -> tuple[li
 def at_a_time(recipe: Recipe, tokenizer: Tokenizer, packer: Packer, world: World, point: Point) -> float:
     """Measures the number of devices that work at a time, from 1 to all; not whole where they share cores.
 
-    All processes call it, with the same point, which has a shape for every module. Compares the time of a forward of
-    the LLM on one device with that of the same forward on all devices at once.
+    All processes call it. Compares the time of a forward of the LLM on one device with that of the same forward on all
+    devices at once.
+
+    Args:
+      recipe: the configuration.
+      tokenizer: its tokenizer, such as `plan(recipe).tokenizer`.
+      packer: packs its data, as `build_packer(recipe, tokenizer)` makes it.
+      world: the devices, as `world_for(recipe)` gives them.
+      point: the shape of every module, one of those that `points` gives; the same in all processes.
     """
     ready = []
     for dp in (1, world.size):
@@ -371,6 +397,8 @@ class Took:
 
 def shortest(run: Callable[[], Any]) -> Took:
     """Runs a program several times, and takes the shortest times; the first run is not counted.
+
+    The result has seconds: `wall`, `processor` and `called`, until the call returned. The least is taken of each.
 
     run: calls the compiled program, and returns its results without waiting for them.
     """

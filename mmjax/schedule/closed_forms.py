@@ -37,11 +37,11 @@ def idle_interleaved(depth: int, microbatches: int, *, chunks: int, forward: flo
 
 
 def idle_zb_h1(depth: int, microbatches: int, *, forward: float, backward: float, weight: float) -> float:
-    """Idle seconds of each of `depth` ranks in a step of ZB-H1, where B takes `backward` and W `weight` seconds.
+    """Idle seconds of each of `depth` ranks in a step of ZB-H1, where F takes `forward` seconds a microbatch.
 
-    B must take no less than W. The result is `(depth - 1) · (forward + backward - weight)` where W is no longer than F
-    (a longer one fills no more than a forward's hole); with fewer microbatches than stages there are too few W to fill
-    all holes.
+    B, the gradients of inputs, takes `backward` and W, those of weights, `weight` seconds a microbatch. B must take
+    no less than W. The result is `(depth - 1) · (forward + backward - weight)` where W is no longer than F (a longer
+    one fills no more than a forward's hole); with fewer microbatches than stages there are too few W to fill all holes.
     """
     holes = (depth - 1) * (backward + max(0.0, forward - weight))
     return holes + max(0, depth - microbatches) * min(forward, weight)
@@ -64,7 +64,7 @@ def idle_encoders_first(
     """Idle seconds of each of the LLM's `depth` ranks in a step of encoders first, with the encoder on other ranks.
 
     The LLM's ranks wait while the encoder runs all its F and B, each in `encoder_forward` and `encoder_backward`
-    seconds a microbatch.
+    seconds a microbatch. forward, backward: a microbatch's seconds in an LLM stage.
     """
     encoder = microbatches * (encoder_forward + encoder_backward)
     return idle_1f1b(depth, forward=forward, backward=backward) + encoder

@@ -63,6 +63,9 @@ def dispatch_table(schedule: Schedule) -> DispatchTable:
     A stage's warm-up lasts up to the F before its first B; its cooldown is where B follows B. In between, a call sends
     in one direction and receives from the other. A receive also belongs to the phase of its sender: the last stage has
     no warm-up, but it receives during the warm-up of the stage before it.
+
+    schedule: the ops of a step in order, as `make_schedule("1f1b", graph, 8, costs)` makes it. The result has a column
+    for each stage, a row for each call in a phase, and `str` makes a text of it.
     """
     graph = schedule.graph
     calls = {

@@ -347,8 +347,16 @@ def connected(
     """The graph of `stages`, sources first, with an edge for each of `pairs`: (name of the source, name of its user).
 
     The stages' `backward` is not read: a stage has a backward if it is trained or one of its sources has a backward.
-    Every source with a backward gets its gradient back. An edge between equal ranks is local; `across(src, dst)`
-    returns the kind of every other edge. Raises GraphError as `StageGraph`.
+    Every source with a backward gets its gradient back. An edge between equal ranks is local.
+
+    Args:
+      stages: such as `StageNode(name="llm.0", module="llm", index=0, ranks=(1, 2), loss=True)`.
+      pairs: such as ("vision.0", "llm.0").
+      across: `across(src, dst)` returns the kind of every other edge: "async" or "rendezvous".
+      ties: edges of weights that two stages share.
+
+    Raises:
+      GraphError: the graph is not well formed: it has a circle, or a stage that leads to no loss.
     """
     nodes: dict[str, StageNode] = {}
     for stage in stages:

@@ -27,10 +27,15 @@ Turn = tuple[int, int]
 
 
 def interleaved(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """Interleaved 1F1B. A module whose stages share no ranks runs plain 1F1B.
+    """The ops of a step, in order, of interleaved 1F1B. A module whose stages share no ranks runs plain 1F1B.
 
     Any number of microbatches works. With fewer microbatches than submeshes, a submesh waits in every round until the
     first microbatch comes back to it. Raises ScheduleError where chunked modules feed each other in a circle.
+
+    Args:
+      graph: the stages and edges, such as `apart([vision], llm, {"vision": 1, "llm": 2}, chunks=2).graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; they decide how the orders of the stages merge.
     """
     orders: dict[str, list[Op]] = {}
     leads: dict[str, int] = {}  # by stage, the most F that are ahead of its B
@@ -63,7 +68,10 @@ def demand(graph: StageGraph, leads: Mapping[str, int], stage: str) -> int:
     It is the largest sum of such a stage's lead and the edge's `StageGraph.hop`, 0 or 1; it is 1 if none of them is in
     `leads`, as for a sink.
 
-    leads: by stage name, the most F that are ahead of its B.
+    Args:
+      graph: the stages and edges, such as the `graph` of a `Placement` or of a schedule.
+      leads: by stage name, the most F that are ahead of its B: {"llm.1": 1}.
+      stage: a stage's name, such as "llm.0".
     """
     return max((leads[edge.dst] + graph.hop(edge) for edge in graph.out_edges(stage) if edge.dst in leads), default=1)
 
@@ -100,7 +108,12 @@ class ChunkedModule:
 
 
 def chunked_modules(graph: StageGraph) -> tuple[ChunkedModule, ...]:
-    """The modules with more stages than submeshes, if their stages go round the submeshes in order."""
+    """The modules with more stages than submeshes, if their stages go round the submeshes in order.
+
+    Each has its `stages` in order and as `depth` the number of submeshes; () where there is none.
+
+    graph: the stages and edges, such as the `graph` of a `Placement` or of a schedule.
+    """
     result = []
     for module in graph.modules:
         stages = [node for node in graph.topological if node.module == module]

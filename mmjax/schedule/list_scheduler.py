@@ -41,11 +41,23 @@ def list_schedule(
 ) -> Timeline:
     """The schedule, called `name`, and its times: each op starts as early as it may, and the ops are in that order.
 
-    orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order. Each lane of a
-    stage keeps the order of its stage's ops.
-    in_flight, window, waits: see `Schedule`. Ranks are exclusive; of the ops that could start, the first by `_priority`
-    does. The order of starting is a total order in which dependencies precede users even where ops take no time. Raises
-    ScheduleError if the wanted orders cannot be kept.
+    Ranks are exclusive; of the ops that could start, the first by `_priority` does. The order of starting is a total
+    order in which dependencies precede users even where ops take no time.
+
+    Args:
+      graph: the stages and edges, such as `apart([vision], llm, {"vision": 1, "llm": 2}).graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`.
+      orders: the wanted order of F, B and W, by stage or by any other name for ops that share an order, such as
+        {"llm.0": [Op("F", "llm.0", 0), Op("B", "llm.0", 0)]}. Each lane of a stage keeps its stage's order.
+      in_flight: by stage name, the most microbatches in flight, from F to the end of the backward, as in `Schedule`.
+        A stage without backward waits for the stages that it feeds, so that it has no more.
+      name: the schedule's name, such as "1f1b".
+      window: microbatches of a window; 0 is the whole step.
+      waits: by op, further ops that it waits for; None for none.
+
+    Raises:
+      ScheduleError: the wanted orders cannot be kept.
     """
     costs, waits = costs.split_as(graph), dict(waits or {})
     ops = list(step_ops(graph, microbatches, window))

@@ -42,8 +42,11 @@ Orders = Mapping[str, Sequence[Op]]
 def nest(graph: StageGraph, microbatches: int, costs: Costs, *, inner: Maker, lead: int = 1) -> Schedule:
     """The schedule in which the stages of `graph` with lanes are nested into the `inner` schedule of all other stages.
 
+    graph: the stages and edges, such as `in_lanes([vision], llm, 4).graph`.
+    microbatches: microbatches of a step.
+    costs: seconds of each op, such as `Costs.nominal(graph)`.
     inner: makes a schedule from a graph without lanes, microbatches and costs, such as `one_f_one_b`.
-    lead: microbatches that `inner` keeps in flight for each hop behind a stage.
+    lead: microbatches that `inner` keeps in flight for each hop behind a stage: 1 for `one_f_one_b`.
 
     Encoders promise to have no more than K units in flight, generators one, for any number of microbatches. A graph
     without lanes has the order of `inner`. Raises ScheduleError where a stage with lanes lies between stages without,
@@ -169,7 +172,10 @@ class LanedGroup:
 
 
 def laned_groups(graph: StageGraph) -> tuple[LanedGroup, ...]:
-    """The stages with lanes, in groups of stages that feed each other.
+    """The stages with lanes, in groups of stages that feed each other; () where no stage has lanes.
+
+    A group has its `stages`, and as `ins` and `outs` the edges from and to stages without lanes. graph: the stages and
+    edges, such as `in_lanes([vision], llm, 4).graph`.
 
     Raises ScheduleError where a group lies between stages without lanes.
     """

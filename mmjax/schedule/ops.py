@@ -153,7 +153,7 @@ def _show_lanes(stage: StageNode) -> str:
 def windows(microbatches: int, window: int = 0) -> tuple[range, ...]:
     """The microbatches of a step in windows of `window`: `windows(5, 2)` is (range(0, 2), range(2, 4), range(4, 5)).
 
-    A `window` of 0 is one window of all.
+    The last one may be smaller. A `window` of 0 is one window of all.
     """
     size = window or microbatches
     return tuple(range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
@@ -163,8 +163,13 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     """Every op of a step, each once, in an order that respects dependencies but does not aim at overlap.
 
     A stage without backward has no B, an edge without gradient no backward ops, and a stage that is not trainable no
-    reduce and no update; where nothing is trained there is no norm either. `window` matters only with offload and
-    reload, which force all F of a window before its first B.
+    reduce and no update; where nothing is trained there is no norm either. An op is such as `Op("F", "llm.0", 0)`.
+
+    Args:
+      graph: the stages and edges, such as `apart([vision], llm, {"vision": 1, "llm": 2}).graph`.
+      microbatches: microbatches of a step; the first is 0.
+      window: microbatches of a window, 0 for the whole step. It matters only with offload and reload, which force all F
+        of a window before its first B.
     """
     trainable = [stage.name for stage in graph.topological if stage.trainable]
     for tie in graph.ties:
@@ -204,7 +209,11 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
 def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
     """The ops that carry one microbatch over `edge` in one direction: pack, move, unpack, or unpack alone if local.
 
-    A tie's microbatch is `ONCE`.
+    Args:
+      graph: the graph that has the edge.
+      edge: the edge, such as `graph.edges[0]`, or a tie.
+      microbatch: the microbatch's number, from 0; `ONCE` for a tie.
+      backward: whether they carry the gradient to `edge.src`, not the activation to `edge.dst`.
     """
     sender, receiver = (edge.dst, edge.src) if backward else (edge.src, edge.dst)
     unpack = arrival(edge, microbatch, backward=backward)
@@ -218,7 +227,13 @@ def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bo
 
 
 def arrival(edge: EdgeNode, microbatch: int, *, backward: bool) -> Op:
-    """The last of `edge_ops`: the unpack after which the receiver has the data."""
+    """The unpack after which the receiver has the data of an edge, such as `Op("unpack", "llm.0", 0, edge=edge.name)`.
+
+    Args:
+      edge: the edge, such as `graph.edges[0]`, or a tie.
+      microbatch: the microbatch's number, from 0; `ONCE` for a tie.
+      backward: whether it is the gradient, which `edge.src` receives.
+    """
     return Op("unpack", edge.src if backward else edge.dst, microbatch, edge=edge.name, backward=backward)
 
 
@@ -233,6 +248,12 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
     one of each lane. The gradient of a weight that is lent to another stage is complete when that stage's part has come
     back. Parameters that are offloaded after a window's F are reloaded before its B and the next window's F. Residuals
     that are stashed after F are copied back before B.
+
+    Args:
+      graph: the stages and edges, such as the `graph` of a `Placement` or of a schedule.
+      microbatches: microbatches of the step.
+      op: an op of the step, such as `Op("F", "llm.0", 0)`.
+      window: microbatches of a window.
     """
     if op.kind in EDGE_KINDS:
         return _edge_dependency(graph, op)
@@ -302,10 +323,15 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
 
 
 def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op, ...]:
-    """`Schedule.awaits` without its `waits`: the ops that `op` awaits because of the bounds `in_flight`, by stage name.
+    """The ops that `op` awaits, though it does not read their results, because of bounds on microbatches in flight.
 
     They are () but for F of microbatch m in a stage without backward that has a bound n: then F of microbatch m - n in
-    every stage that it feeds.
+    every stage that it feeds. (`Schedule.awaits` adds those of `Schedule.waits`.)
+
+    Args:
+      graph: the stages and edges, such as the `graph` of a `Placement` or of a schedule.
+      in_flight: by stage name, the most microbatches in flight: {"vision.0": 2}.
+      op: an op of the step, such as `Op("F", "llm.0", 0)`.
     """
     if op.kind != "F" or op.stage not in in_flight or graph.stage(op.stage).backward:
         return ()
@@ -323,6 +349,10 @@ def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
     They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step, an offload or a
     reload; those of both sides for a move; all for a world op.
+
+    Args:
+      graph: the graph that has the stage of the op.
+      op: an op of the step, such as `Op("F", "llm.0", 0)`.
     """
     if op.kind == "move":
         ends = graph.stage(graph.edge(op.edge).src), graph.stage(graph.edge(op.edge).dst)
@@ -334,8 +364,13 @@ def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 
 def occupied_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that can run nothing else during `op`: its participating ranks, but none for an asynchronous move or a
-    copy."""
+    """The ranks that can run nothing else during `op`: its participating ranks, but () for an asynchronous move or a
+    copy.
+
+    Args:
+      graph: the graph that has the stage of the op.
+      op: an op of the step, such as `Op("F", "llm.0", 0)`.
+    """
     if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).kind == "async"):
         return ()
     return participating_ranks(graph, op)
@@ -351,7 +386,12 @@ def occupied_resources(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
     An asynchronous move holds its edge's wire in its direction, a copy to the host or back the copy engine of each of
-    its ranks; both leave the ranks free to compute.
+    its ranks; both leave the ranks free to compute. A rank is its number, a wire ("wire", edge, backward), with the
+    number of the pair of lanes where there are several, a copy engine ("copy", rank, False).
+
+    Args:
+      graph: the graph that has the stage of the op.
+      op: an op of the step, such as `Op("F", "llm.0", 0)`.
     """
     if op.kind in COPY_KINDS:
         return tuple(("copy", rank, False) for rank in participating_ranks(graph, op))
@@ -362,6 +402,11 @@ def run_in_order(graph: StageGraph, before: Op, op: Op) -> bool:
     """Whether devices run two ops one after another because both occupy a rank or a wire.
 
     They do not so with two copies: a device may copy to the host and back at the same time.
+
+    Args:
+      graph: the graph that has the stages of both.
+      before: the one op, such as `Op("F", "llm.0", 0)`.
+      op: the other.
     """
     copies = before.kind in COPY_KINDS and op.kind in COPY_KINDS
     return not copies and not set(occupied_resources(graph, before)).isdisjoint(occupied_resources(graph, op))

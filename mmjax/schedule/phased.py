@@ -28,8 +28,13 @@ Waits = dict[Op, tuple[Op, ...]]
 def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
     """Three phases for encoders that share ranks with the rest of the model, in windows of `window` microbatches.
 
-    window: 0 is the whole step; the last window may be smaller. Encoders on ranks of their own run 1F1B beside the
-    phases. If all encoders do, there are no phases.
+    In each window all F of the encoders come first, then the other modules' F and B, then all B of the encoders.
+    Encoders on ranks of their own run 1F1B beside the phases. If all encoders do, there are no phases.
+
+    graph: the stages and edges, such as `spanning([vision], llm, 4).graph`.
+    microbatches: microbatches of a step.
+    costs: seconds of each op, such as `Costs.nominal(graph)`.
+    window: 0 is the whole step; the last window may be smaller.
 
     The parameters of a stage with `offload` leave after the window's last F. They come back during the cooldown of the
     stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
@@ -43,6 +48,10 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
 
 def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     """Every encoder F before any other F, and every encoder B after any other B, wherever the encoders are.
+
+    graph: the stages and edges, such as `apart([vision], llm, {"vision": 1, "llm": 2}).graph`.
+    microbatches: microbatches of a step.
+    costs: seconds of each op, such as `Costs.nominal(graph)`.
 
     This is the simplest way to put an encoder before a pipeline, and papers use it as a baseline. Where ranks are
     shared it equals three phases with one window. Encoders on separate ranks run at the same time.
@@ -60,7 +69,12 @@ def encoders_first(graph: StageGraph, microbatches: int, costs: Costs) -> Schedu
 
 
 def encoders(graph: StageGraph) -> tuple[str, ...]:
-    """Names of the modules that no other module feeds and that give no loss, in the order of `graph.modules`."""
+    """Names of the modules that no other module feeds and that give no loss, in the order of `graph.modules`.
+
+    Such as ("vision",); () where there is none.
+
+    graph: the stages and edges, such as `apart([vision], llm, {"vision": 1, "llm": 2}).graph`.
+    """
     module = {node.name: node.module for node in graph.stages}
     fed = {module[edge.dst] for edge in graph.edges if module[edge.src] != module[edge.dst]}
     with_loss = {node.module for node in graph.losses}

@@ -147,9 +147,16 @@ def apart(
     chunks: int = 1,
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
-    """Every module on ranks of its own; the LLM has `chunks` stages on each rank.
+    """Every module on ranks of its own, a stage on each rank. The result has the stage graph as `graph`.
 
-    stages: number of ranks of every module, by name. Ranks are numbered in the order of encoders, LLM and generators.
+    Ranks are numbered from 0 in the order of encoders, LLM and generators.
+
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)]; [] for none.
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      stages: number of ranks of every module, by name: {"vision": 1, "llm": 2}.
+      chunks: the LLM's stages on each of its ranks.
+      generators: modules behind the LLM, as the encoders.
     """
     rank, placed, pairs = 0, [], []
     for module in (*encoders, llm, *generators):
@@ -167,7 +174,13 @@ def apart(
 
 
 def spanning(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """Encoders of one stage on all `ranks` ranks, which run a microbatch together; an LLM stage on each rank."""
+    """Encoders of one stage on all `ranks` ranks, which run a microbatch together; an LLM stage on each rank.
+
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)]; [] for none.
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      ranks: number of ranks.
+    """
     everywhere = tuple(range(ranks))
     placed = [_Stage(name=f"{e.name}.0", ranks=everywhere, load={e.name: e.layers / ranks}) for e in encoders]
     placed += _llm(llm, range(ranks))
@@ -183,7 +196,15 @@ def in_lanes(
     chunks: int = 1,
     generators: Sequence[TimedModule] = (),
 ) -> Placement:
-    """An LLM of `chunks` stages on each of `ranks` ranks; encoders and generators of one stage, a lane on each rank."""
+    """An LLM of `chunks` stages on each of `ranks` ranks; encoders and generators of one stage, a lane on each rank.
+
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)]; [] for none.
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      ranks: number of ranks.
+      chunks: the LLM's stages on each rank.
+      generators: modules behind the LLM, as the encoders.
+    """
     everywhere = tuple(range(ranks))
     laned = {
         module.name: _Stage(name=f"{module.name}.0", ranks=everywhere, load={module.name: module.layers}, lanes=ranks)
@@ -204,7 +225,14 @@ def in_pipeline(
     """The layers of encoders, one encoder after another, of the LLM and of generators in one sequence, cut into `ranks`
     pieces as evenly as possible, by time.
 
-    Raises ValueError if there are fewer layers than ranks.
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)]; [] for none.
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      ranks: number of ranks, each with a piece, which may have layers of several modules.
+      generators: modules behind the LLM, as the encoders.
+
+    Raises:
+      ValueError: there are fewer layers than ranks.
     """
     owners = [module for module in (*encoders, llm, *generators) for _ in range(module.layers)]
     pieces = cut([module.seconds * (1.0 + _backward(module, encoders, llm)) for module in owners], ranks)
@@ -228,6 +256,12 @@ def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: i
 
     The LLM has a stage on each of its `ranks - stages` ranks. The encoders are one module of the graph, whose name
     joins theirs: "vision+audio".
+
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)].
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      ranks: number of all ranks.
+      stages: stages, and so ranks, of the encoders; fewer than `ranks`.
     """
     name = "+".join(encoder.name for encoder in encoders)
     pieces = [_even(encoder.layers, stages) for encoder in encoders]
@@ -241,7 +275,13 @@ def colocated_stages(encoders: Sequence[TimedModule], llm: TimedModule, ranks: i
 
 
 def replicated(encoders: Sequence[TimedModule], llm: TimedModule, ranks: int) -> Placement:
-    """All layers of all encoders on each of `ranks` ranks, for the LLM stage there: each rank runs their F and B."""
+    """All layers of all encoders on each of `ranks` ranks, for the LLM stage there: each rank runs their F and B.
+
+    Args:
+      encoders: such as [TimedModule(name="vision", layers=24, seconds=1.0)]; [] for none.
+      llm: such as TimedModule(name="llm", layers=32, seconds=2.0).
+      ranks: number of ranks, each with one LLM stage.
+    """
     placed = [_Stage(name=f"{e.name}.{k}", ranks=(k,), load={e.name: e.layers}) for k in range(ranks) for e in encoders]
     placed += _llm(llm, range(ranks))
     pairs = [(f"{e.name}.{k}", f"{llm.name}.{k}") for k in range(ranks) for e in encoders]

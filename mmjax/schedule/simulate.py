@@ -169,8 +169,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     An asynchronous move occupies no rank: it starts when its pack has ended and the move before it over the same edge
     in the same direction. A rendezvous occupies both sides. Copies to and from the host run beside the ranks' ops, one
-    after another on each rank. Costs are taken by `Costs.split_as`. Raises ValueError where an op precedes one that it
-    depends on.
+    after another on each rank. Costs are taken by `Costs.split_as`. The result has the `starts` and `ends` of the ops,
+    in seconds and in their order, and the `makespan`.
+
+    Args:
+      schedule: the ops of a step in order, as `make_schedule("1f1b", graph, 8, costs)` makes it.
+      costs: seconds of each op, such as `Costs.nominal(graph)`.
+
+    Raises:
+      ValueError: an op precedes one that it depends on, or F, B or W of a stage has no cost.
     """
     costs = costs.split_as(schedule.graph)
     free: dict[Resource, float] = {}

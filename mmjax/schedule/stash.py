@@ -22,8 +22,13 @@ Waits = Mapping[Op, tuple[Op, ...]]
 def stashing(graph: StageGraph, microbatches: int, costs: Costs, make: Callable[[Costs, Waits], Timeline]) -> Timeline:
     """The timeline of `make` with waits for the copies of stashing stages.
 
-    make: returns the same order of F, B and W on every rank for all costs of copies and all waits. It is called twice:
-    copies back are placed in a first timeline, in which they take no time.
+    Args:
+      graph: the stages and edges; without stages that stash the result is `make(costs, {})`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`.
+      make: takes costs and waits, a dict from an op to the ops that it waits for; returns the same order of F, B and
+        W on every rank for all costs of copies and all waits. It is called twice: copies back are placed in a first
+        timeline, in which they take no time.
     """
     nodes = [node for node in graph.stages if node.stashes]
     if not nodes:

@@ -23,7 +23,7 @@ def wrapped(*parts: str, width: float, size: float, bold: bool = False) -> list[
     """The parts, one behind the other, on as many lines of ``width`` inches as they need.
 
     A part that does not fit behind another begins a new line. A part that fits on no line is broken between words, and
-    a word that fits on no line is cut.
+    a word that fits on no line is cut. The result is [] where all parts are empty. ``size``: in points.
     """
 
     def fits(text: str) -> bool:

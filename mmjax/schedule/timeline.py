@@ -44,6 +44,7 @@ def draw_timeline(
 ) -> Figure:
     """A picture of `timeline`, which a notebook shows by itself; also written to `path` if there is one.
 
+    timeline: a schedule with times, such as `simulate(schedule, costs)`.
     path: its suffix chooses the format (.png, .svg, .pdf).
     source: where the times come from; it stands in the title. unit: the unit of the times, if it is not seconds.
 
@@ -76,12 +77,15 @@ def draw_timeline(
 
 
 def module_colour(module: str, modules: Sequence[str]) -> str:
-    """The colour "#rrggbb" of a module in pictures, by its place in `modules`: `StageGraph.modules`, which has it."""
+    """The colour "#rrggbb" of a module in pictures, by its place in `modules`, which has it: `StageGraph.modules`.
+
+    Both have names: `module_colour("llm", ("vision", "llm"))`.
+    """
     return _COLOURS[modules.index(module) % len(_COLOURS)]
 
 
 def light(colour: str, part: float = 0.62) -> str:
-    """A light shade of "#rrggbb", `part` of the way to white."""
+    """A light shade of a colour "#rrggbb", in the same form, `part` of the way to white: 0 is the colour, 1 white."""
     hue, lightness, saturation = colorsys.rgb_to_hls(*_rgb(colour))
     red, green, blue = colorsys.hls_to_rgb(hue, lightness + part * (1 - lightness), saturation)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
@@ -135,7 +139,11 @@ def _counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def set_title(figure: Figure, *parts: str, size: float = 11) -> None:
-    """Sets the figure's title: the parts on as many lines as fit into its width (see `wrapped`); `size` in points."""
+    """Sets the title of a figure of matplotlib: the parts, one behind the other, on lines that fit into its width.
+
+    `set_title(figure, "1f1b, simulated:", "makespan 3 s")`. A part that does not fit behind another begins a new line.
+    size: of the text, in points.
+    """
     lines = wrapped(*parts, width=0.97 * figure.get_figwidth(), size=size)
     figure.suptitle("\n".join(lines), x=0.015, ha="left", fontsize=size, color=_INK)
 
@@ -283,6 +291,10 @@ def write_trace(timeline: Timeline, path: str | PathLike[str]) -> None:
 
     The trace has a process for each module (and "world" for the norm), with a thread for each of its ranks. Each move
     is a flow from sender to receiver; a move that occupies no rank also has its own span.
+
+    Args:
+      timeline: a schedule with times, such as `simulate(schedule, costs)`.
+      path: the file, such as "trace.json"; it is replaced.
     """
     events = [*_names(timeline), *_slices(timeline), *_flows(timeline)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

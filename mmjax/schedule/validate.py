@@ -42,8 +42,10 @@ def validate(
     This also rules out deadlocks, even with rendezvous moves. Ranks run their ops in one total order, so any two agree
     on the order of the ops they share, and the first unfinished op in that order can always run. Raises ScheduleError.
 
-    residuals: by stage, the bytes that a device keeps from a microbatch's F to its B (see `memory.residual_bytes`).
-    deferred: by split stage, the bytes that a device keeps from B to W (see `memory.deferred_bytes`).
+    schedule: the ops of a step in order, as `make_schedule("1f1b", graph, 8, costs)` makes it.
+    residuals: by stage ("llm.0"), the bytes that a device keeps from a microbatch's F to its B, as `residual_bytes` of
+      `mmjax.pipeline.memory` gives them; None gives no bytes in the report.
+    deferred: by split stage, the bytes that a device keeps from B to W, as `deferred_bytes` gives them.
     """
     _check_complete(schedule)
     _check_order(schedule)

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is a finished run, 1 one that could not go on, write all files or evaluate, and 130 one that was interrupted.
 
     Args:
-      argv: the arguments without the program's name; by default those of this process.
+      argv: the arguments without the program's name, such as ["--gin_file=run.gin", "--run_dir=runs/a"]; by default
+        those of this process.
 
     Raises:
       SystemExit: 2 after a mistake, with one line on stderr; 130 after Ctrl-C or SIGTERM; 0 after --help.

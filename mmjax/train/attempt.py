@@ -26,7 +26,8 @@ def attempt(work: Callable[[Callable[[], None]], T], check: Callable[[], None] =
     """The result of ``work(meet)``, which calls ``meet`` before each step that all processes have to do together.
 
     Args:
-      work: does the same in all processes, unless it fails.
+      work: takes the function ``meet``, of no arguments, and returns the result; does the same in all processes,
+        unless it fails.
       check: called at each meeting, the last one after ``work`` included; may raise ``Stopped`` in all processes.
 
     Raises:

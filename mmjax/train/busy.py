@@ -32,7 +32,10 @@ SILENCE = 50
 
 
 def imbalance(busy: Busy) -> float | None:
-    """Busy seconds of the busiest rank over those of the mean rank; `None` where nothing was measured."""
+    """Busy seconds of the busiest rank over those of the mean rank, 1.0 or more; `None` where nothing was measured.
+
+    busy: busy seconds of a step by module and rank: {"vision": {0: 0.2}, "llm": {0: 0.3, 1: 0.4}}.
+    """
     totals = _totals(busy)
     mean = sum(totals.values()) / len(totals) if totals else 0.0
     return max(totals.values()) / mean if mean else None

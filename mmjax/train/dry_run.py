@@ -205,6 +205,10 @@ class DryRun:
 def dry_run(recipe: Recipe) -> DryRun:
     """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
 
+    The result has the `memory` of a device of each stage, numbers of `programs` by kind, and `str` gives a report.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
+
     Raises:
       ConfigError: a part of the configuration does not fit another.
     """
@@ -246,6 +250,8 @@ def count_kinds(programs: Sequence[Program]) -> dict[str, int]:
     """How many different programs there are by kind: {"F": 3, "B": 3, "update": 2, "pack": 2, "move": 2, "unpack": 2}.
 
     A kind is the kind of an op; a boundary's programs are its packs, moves and unpacks.
+
+    programs: such as those of `executor.programs()`; one that is in it twice counts once.
     """
     unique = {id(program): program for program in programs}.values()
     return dict(Counter(_kind(program.name) for program in unique))
@@ -277,9 +283,13 @@ def _coordinates(placed: PlacedModel, name: str) -> dict[int, str]:
 def layout_text(placed: PlacedModel, size: int, columns: int = _COLUMNS) -> list[str]:
     """The layout of a world of ``size`` ranks, in lines for a terminal: ranks are columns, stages are rows.
 
-    At most ``columns`` are side by side.
+    A cell is the rank's place in the stage, such as "d0t1", or "." where it has none. In a world of more than four
+    times as many ranks as ``columns`` a column is a group of ranks that are all of the same stages.
 
-    In a world of more than four such lines a column is a group of ranks that are all of the same stages.
+    Args:
+      placed: the model on its devices, such as ``plan(recipe).placed``.
+      size: number of ranks, such as ``recipe.devices``.
+      columns: at most so many are side by side.
     """
     rows = {name: _coordinates(placed, name) for name in placed.stages}
     edges = [rank for stage in placed.stages.values() for rank in (stage.submesh.ranks[0], stage.submesh.ranks[-1] + 1)]

@@ -33,7 +33,9 @@ _UNTIL = re.compile(r"config-until-(\d+)\.gin")
 def recorded(run_dir: Path, *, allow_code: bool = False) -> Recipe | None:
     """The last configuration of the run in a directory; ``None`` if there is none, or it is no longer legal.
 
-    For ``allow_code`` see ``load_config``.
+    Args:
+      run_dir: the run's directory.
+      allow_code: whether settings may name code of one's own, which is run.
     """
     with contextlib.suppress(ConfigError):
         return load_run_config(run_dir, allow_code=allow_code)

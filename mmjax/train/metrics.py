@@ -183,7 +183,9 @@ def _cause(error: OSError | None) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file in order, each step's last one; a torn last line is left out.
+    """The rows of a JSONL file, such as metrics.jsonl, in order, of each step the last one; without a torn last line.
+
+    A row is such as {"step": 1, "loss": 2.31}; one without a step is kept. The result is [] for an empty file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -219,6 +221,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 def repair(path: Path, resume_step: int | None) -> None:
     """Drops a torn last line of a JSONL file, and the rows after `resume_step`: all of them for 0, none for `None`.
+
+    Of several rows of one step the last one stays, as in `read_metrics`, whose errors are raised too.
 
     Raises:
       OSError: it cannot be written; it is as it was then.
@@ -300,7 +304,10 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def require_sinks(names: Sequence[str]) -> None:
-    """Raises `ConfigError` for a sink, "tensorboard" or "wandb", whose package is not installed; imports none."""
+    """Raises `ConfigError` for a sink whose package is not installed; imports none.
+
+    names: of "tensorboard" and "wandb", such as ("wandb",); () requires nothing.
+    """
     for name in names:
         if not importlib.util.find_spec(_PACKAGES[name]):
             fix = f"needs a package that is not installed: pip install {_PACKAGES[name]}, or use ()"
@@ -308,7 +315,11 @@ def require_sinks(names: Sequence[str]) -> None:
 
 
 def open_sinks(names: Sequence[str], folder: Path) -> list[Sink]:
-    """Opens the named sinks, "tensorboard" or "wandb", which write below `folder`; the caller closes them.
+    """Opens sinks, in the order of `names`; the caller closes them. `sink.write(10, {"loss": 2.3})` writes a step.
+
+    Args:
+      names: of "tensorboard" and "wandb", such as ("wandb",); () opens none.
+      folder: the folder below which they write, such as the run's directory.
 
     Raises:
       ConfigError: an unknown name, or one whose package is not installed.

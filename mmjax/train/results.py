@@ -69,6 +69,10 @@ def watch_end(result: StepResult, threads: Threads) -> Future[float]:
     """The time of ``time.perf_counter`` at which a step's results are computed; a thread of ``threads`` waits for them.
 
     The dispatching thread would see them too late: it dispatches the next step first.
+
+    Args:
+      result: the results of a dispatched step, as an executor's ``step`` returns them.
+      threads: an open pool, such as ``ThreadPoolExecutor(1)``.
     """
     return threads.submit(_ended, result)
 

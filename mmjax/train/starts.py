@@ -161,7 +161,7 @@ def require_seed(recipe: Recipe, stored: Metadata, run_dir: Path) -> None:
 
     Args:
       recipe: this run's.
-      stored: the checkpoint's metadata.
+      stored: the checkpoint's metadata, as ``Checkpointer.latest_metadata()`` gives it.
       run_dir: the run directory, for the message.
 
     Raises:
@@ -181,12 +181,12 @@ def run_begins(
 ) -> bool:
     """Whether a run begins anew in its directory instead of going on from a checkpoint; all processes have to call it.
 
-    A run that was killed before its first checkpoint was whole begins again; one that has lost its checkpoints does
-    not.
+    It is False where there are checkpoints. A run that was killed before its first checkpoint was whole begins again;
+    one that has lost its checkpoints does not.
 
     Args:
-      files: the directory's files, in process 0; else `None`.
-      checkpointer: the directory's checkpoints.
+      files: the directory's files, `RunFiles(run_dir, print)` in process 0; else `None`.
+      checkpointer: the directory's checkpoints, `Checkpointer(run_dir / "checkpoints")`.
       from_scratch: whether a run whose checkpoints are gone begins again.
       say: called with a line where steps without a checkpoint are trained again.
 
@@ -216,12 +216,13 @@ def moments_since(recipe: Recipe, restored: Metadata, updates: int) -> tuple[dic
 
     Args:
       recipe: says which modules are trained now.
-      restored: the checkpoint's metadata.
+      restored: the checkpoint's metadata, as ``Checkpointer.latest_metadata()`` gives it.
       updates: how many updates the run has done.
 
     Returns:
       By trained module, how many updates the run had done when the module's moments were zeros, where that is not 0;
       and a line about moments that are new or dropped and parameters that are held in another dtype, if there are any.
+      Such as ({"vision": 100}, ("from step 100 on, vision (frozen before): new moments",)), or ({}, ()).
     """
     with_moments, before = {module_of_moment(name) for name in restored.leaves}, restored.extra.get("moments_since", {})
     trained = [module for module, optimizer in recipe.model.optimizers.items() if not optimizer.frozen]
@@ -255,7 +256,11 @@ def _changes(recipe: Recipe, with_moments: Collection[str], restored: Metadata) 
 def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
     """The leaves in a run's checkpoint that refer to another folder's bytes, of the modules that are frozen now.
 
-    They are by name, such as "params/llm/embed".
+    They are by name, such as "params/llm/embed"; {} where all bytes are the run's.
+
+    Args:
+      recipe: says which modules are frozen now.
+      restored: the checkpoint's metadata, as ``Checkpointer.latest_metadata()`` gives it.
     """
     frozen = recipe.model.frozen
     away = {name: leaf for name, leaf in restored.leaves.items() if leaf.folder}
@@ -264,6 +269,10 @@ def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
 
 def find_starts(recipe: Recipe) -> Starts:
     """Finds the origin of each module's parameters in a new run. Reads no leaf, and uses no device.
+
+    `Starts.loaded` has an entry for each folder with saved parameters, `Starts.fresh` the modules with new values.
+
+    recipe: the configuration, as `load_config(["run.gin"])` gives it.
 
     Raises:
       ConfigError: a folder is neither a run, a checkpoint nor an export, or does not fit; one line that names module,
@@ -315,7 +324,10 @@ def _conversions(recipe: Recipe, modules: Iterable[str], dtypes: Mapping[str, st
 
 
 def shapes_of_model(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters by leaf name, such as "llm/embed"; they are the same under any layout."""
+    """Shapes of the parameters by leaf name: {"llm/embed": (512, 64), …}; they are the same under any layout.
+
+    model: the module graph, as `build_model(recipe, tokenizer)` makes it.
+    """
     stages = model.stages(dict.fromkeys(model.nodes, Layout()))
     leaves = [leaf for stage in stages for part in stage.slices for leaf in jax.tree.leaves(part.leaves())]
     return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}

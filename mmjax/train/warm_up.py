@@ -168,7 +168,10 @@ class Initializer:
 
 @contextlib.contextmanager
 def ends_where_down() -> Iterator[None]:
-    """A context for the first step of a command: a `WarmUpError` ends the process, and its peers, with its line."""
+    """A context for the first step of a command: a `WarmUpError` ends the process, and its peers, with its line.
+
+    Its value is None: `with ends_where_down(): …`. Other exceptions pass through.
+    """
     try:
         yield
     except WarmUpError as error:
@@ -179,9 +182,13 @@ def ends_where_down() -> Iterator[None]:
 
 
 def is_wanted(config: WorldConfig, world: World) -> bool:
-    """Whether a run tries its links, see `World.warm_up`.
+    """Whether a run tries its links, by the setting `World.warm_up`: "on", "off" or "auto".
 
     With "auto" it does where they can be slow or down, unlike those of one process's virtual devices.
+
+    Args:
+      config: has the setting, `recipe.world`.
+      world: the devices, such as `place(recipe).world`.
     """
     if config.warm_up == "auto":
         return world.size > 1 and (world.processes > 1 or world.platform != "cpu")
@@ -196,8 +203,9 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
     """Runs the trials that touch this process's devices, one after another; every process has to call it.
 
     Args:
-      trials: the trials, the same in every process; their programs are compiled.
-      world: the devices.
+      trials: a trial for each direction of each boundary and for each collective, the same in every process, such as
+        `link_trials(executor)`; their programs are compiled.
+      world: the devices, such as `place(recipe).world`.
       seconds: the longest that a trial may take.
 
     Raises:
@@ -239,7 +247,11 @@ def warm_up(trials: Sequence[LinkTrial], world: World, seconds: float) -> WarmUp
 
 
 def compared(links: Sequence[Link]) -> tuple[Link, ...]:
-    """The links in their order, each with ``like``, the median rate of similar ones among them."""
+    """The links in their order, each with ``like``, the median rate in GB/s of the similar ones; 0.0 without any.
+
+    Similar links are of one kind and about as many bytes, and both or neither between processes. links: results of
+    trials, such as ``warm_up(…).links``.
+    """
     result = []
     for link in links:
         rates = [peer.rate for peer in links if peer is not link and _alike(link, peer)]

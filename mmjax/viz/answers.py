@@ -28,11 +28,12 @@ def draw_answers(
     Images are shown as they were before normalisation. Without `answers` no sample is marked right or wrong.
 
     Args:
-      samples: the samples; at most 24 of them are drawn.
+      samples: the samples, as `Source.sample` gives them; at most 24 of them are drawn.
       answers: the model's answer to each sample, right if it equals the sample's; `None` where there is no model.
-      path: its suffix chooses the format (.png, .svg, .pdf).
-      title: a line above.
-      drawings: the model's drawings for each sample, which come after its media; () for none.
+      path: the picture, if one is to be written; its suffix chooses the format (.png, .svg, .pdf).
+      title: a line above; "" for none.
+      drawings: for each sample, the model's drawings by generator, {"image": (media [h, w, C] in [-1, 1], …)}, which
+        come after its media; () for none.
 
     Raises:
       ValueError: there is no sample, or there are more or fewer answers or drawings than samples.

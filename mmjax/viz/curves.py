@@ -39,12 +39,12 @@ def draw_curves(
     The accuracies of a single evaluation are a line of text: three dots would have a panel to themselves.
 
     Args:
-      metrics_rows: rows of `metrics.jsonl`: `step`, `loss` (`None` where it was not finite).
+      metrics_rows: rows of `metrics.jsonl`, {"step": 10, "loss": 2.31}; `loss` is `None` where it was not finite.
       eval_rows: rows of `eval.jsonl`: `step`, the held-out samples' `loss`, and accuracies in [0, 1] such as
         `exact_match`, `character_accuracy`.
       path: where to write the picture, if anywhere; its suffix chooses the format.
-      title: a line above.
-      marks: what changed at a step, such as the data of a curriculum, after which the loss rises.
+      title: a line above; "" for none.
+      marks: by step, what changed there, such as {500: "longer texts"}, after which the loss rises.
 
     Where no row has a finite loss, the picture says so.
     """

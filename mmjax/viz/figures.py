@@ -21,7 +21,7 @@ _DPI = 150
 def fitted_lines(text: str, width: float, most: int, *, size: float = SMALL, bold: bool = False) -> list[str]:
     """The text in at most `most` lines of `width` inches, in a font of `size` points; the last ends in "…" if cut.
 
-    White space counts as one blank; characters that cannot be printed become escapes such as "\\x07".
+    "" gives []. White space counts as one blank; characters that cannot be printed become escapes such as "\\x07".
     """
     text = " ".join(text.split())
     text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
@@ -37,7 +37,7 @@ def fitted_lines(text: str, width: float, most: int, *, size: float = SMALL, bol
 def finished(figure: Figure, path: str | Path | None) -> Figure:
     """Returns the figure, which a notebook shows by itself; also writes it to `path` where one is given.
 
-    The path's suffix chooses the format, .png without one; its folder is made.
+    The path's suffix chooses the format, .png without one; its folder is made. `path` is `None` to write nothing.
     """
     FigureCanvasAgg(figure)
     if path is None:

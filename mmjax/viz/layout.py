@@ -26,8 +26,8 @@ def draw_layout(layouts: Mapping[str, Layout], path: str | Path | None = None) -
     is one device's part in it, named by its indices in the degrees above one. Boxes above each other share a device.
 
     Args:
-      layouts: by module.
-      path: the picture; its suffix chooses the format (.png, .svg, .pdf).
+      layouts: by module name, such as {"vision": Layout(dp=4), "llm": Layout(tp=2, pp=2)}.
+      path: the picture, if one is to be written; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
       ValueError: there is no layout.

@@ -62,6 +62,9 @@ class MaskedRow:
 def first_row(recipe: Recipe) -> MaskedRow:
     """The row of the first training sample, as it is packed in the first microbatch; no medium is opened.
 
+    The result, for `draw_mask`, has the kind of each token as `kinds` [T] and the LLM's masks. recipe: the
+    configuration, as `load_config(["run.gin"])` gives it.
+
     Raises:
       ConfigError: two settings contradict each other, or the data cannot be read.
     """
@@ -109,9 +112,9 @@ def seen_shares(mask: Mask, inputs: Mapping[str, np.ndarray], block: int) -> Flo
     """The share of pairs, in [0, 1], that a mask allows between each block of queries (axis 0) and of keys (axis 1).
 
     Args:
-      mask: the attention mask.
-      inputs: a row's host inputs by name, those of ``mask.input_names``: [T], or [T, A] for "positions".
-      block: tokens of a block; the last one may be shorter.
+      mask: the attention mask of T tokens, such as one of the keys of `first_row(recipe).masks`.
+      inputs: a row's host inputs by name, "segments" and those of ``mask.input_names``: [T], or [T, A] for "positions".
+      block: tokens of a block, of which there are N = ⌈T / block⌉; the last one may be shorter.
     """
     pairs, starts = pairs_of(mask, inputs), np.arange(0, len(inputs["segments"]), block)
     number_T = np.arange(pairs.tokens) // block
@@ -124,6 +127,8 @@ def draw_mask(row: MaskedRow, path: str | Path | None = None) -> Figure:
     """Draws a panel for each mask: queries downwards, keys to the right, in the colour of the key's kind.
 
     Writes the picture to `path` where one is given; its suffix chooses the format.
+
+    row: a packed row of the LLM, as `first_row(recipe)` gives it.
     """
     length = len(row.kinds)
     block = -(-length // MOST_BLOCKS)

@@ -69,7 +69,8 @@ def draw_predictions(
     Right answers are green, wrong ones red, all others grey.
 
     Args:
-      items: the samples, drawn in this order: from left to right, row by row.
+      items: the samples, drawn in this order: from left to right, row by row. Such as `Prediction(images=[image],
+        question="Which digit?", answer="7", predicted="7", ok=True)`, with `predicted` None where there is no model.
       path: where to write the picture, if anywhere; its suffix chooses the format (.png, .svg, .pdf).
       columns: cards of a row; 0 chooses.
       title: a line above the sheet; "n of m right" is added to it, where something is judged.
