@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.data.examples import Example as Example
     from mmjax.data.examples import Examples as Examples
+    from mmjax.data.sources import Entry as Entry
+    from mmjax.data.sources import Media as Media
+    from mmjax.data.sources import Record as Record
+    from mmjax.data.sources import SourceConfig as SourceConfig
+    from mmjax.data.sources import Turn as Turn
+    from mmjax.data.sources import Unusable as Unusable
     from mmjax.data.spec import DataSpec as DataSpec
     from mmjax.data.tasks.digits.config import DigitsConfig as DigitsConfig
     from mmjax.data.tasks.task import Task as Task
@@ -124,6 +130,7 @@ __all__ = [
     "Edge",
     "EncoderLayer",
     "EncoderSpec",
+    "Entry",
     "EqualHeads",
     "Example",
     "Examples",
@@ -132,6 +139,7 @@ __all__ = [
     "LoraConfig",
     "LoraSpec",
     "Loss",
+    "Media",
     "ModelConfig",
     "ModelSpec",
     "Module",
@@ -146,9 +154,11 @@ __all__ = [
     "ProjectorConfig",
     "ProjectorSpec",
     "Recipe",
+    "Record",
     "Run",
     "Sample",
     "ScheduleConfig",
+    "SourceConfig",
     "SquarePatches",
     "Task",
     "TaskContext",
@@ -156,6 +166,8 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "Turn",
+    "Unusable",
     "ViTConfig",
     "WeightsConfig",
     "WhisperConfig",
@@ -207,6 +219,7 @@ _NAMES_OF = {
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
     "mmjax.data.config": ("DataConfig", "PackingConfig"),
     "mmjax.data.examples": ("Example", "Examples"),
+    "mmjax.data.sources": ("Entry", "Media", "Record", "SourceConfig", "Turn", "Unusable"),
     "mmjax.data.spec": ("DataSpec",),
     "mmjax.data.tasks.digits.config": ("DigitsConfig",),
     "mmjax.data.tasks.task": ("Task", "TaskContext"),

@@ -47,6 +47,16 @@ class CodeName(str):
         return named
 
 
+def replace_by_name(settings: Any, field: str) -> None:
+    """Replaces a function or class in ``settings.field`` by its ``CodeName``, in a frozen dataclass that is being made.
+
+    Raises ValueError as ``CodeName.of`` does.
+    """
+    value = getattr(settings, field)
+    if callable(value):
+        object.__setattr__(settings, field, CodeName.of(value))
+
+
 def names_code(value: object) -> bool:
     """Whether a setting's value is a text with a colon, as in `package.module:Name`; imports nothing."""
     return isinstance(value, str) and ":" in value

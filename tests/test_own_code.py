@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import mmjax as mm
+from mmjax.config import operative_config
+from mmjax.data.origin import task_class
 from mmjax.user_code import CodeName, import_named, require_allowed
 
 REPOSITORY = Path(__file__).parents[1]
@@ -86,3 +89,24 @@ def test_a_recipe_with_code_of_its_own_is_trained_and_read_again(tmp_path: Path)
     (tmp_path / "run" / "config.gin").write_text(renamed)
     done = run_script(tmp_path, *command)
     assert done.returncode == 0, done.stderr
+
+
+class Counting(mm.Task):
+    """A task at the top level of a module."""
+
+
+def test_tasks_and_readers_are_handed_over_too() -> None:
+    data = mm.DataConfig(task=Counting)  # pyright: ignore[reportArgumentType]
+    assert data.task == f"{__name__}:Counting" and pickle.loads(pickle.dumps(data)) == data
+    assert task_class(data.task) is Counting and operative_text(data) == f"'{__name__}:Counting'"
+    source = mm.SourceConfig(kind=louder, path="x")  # pyright: ignore[reportArgumentType]
+    assert import_named("x/Source.kind", source.kind) is louder
+    with pytest.raises(ValueError, match="define it at the top level of a module"):
+        mm.SourceConfig(kind=lambda config: config, path="x")  # pyright: ignore[reportArgumentType]
+
+
+def operative_text(data: mm.DataConfig) -> str:
+    """The task as a run's file has it."""
+    recipe = mm.Recipe(model=mm.load_config(["digits_vlm"]).model, data=data)
+    (line,) = [line for line in operative_config(recipe).splitlines() if line.startswith("Data.task =")]
+    return line.partition(" = ")[2]

@@ -185,6 +185,7 @@ def test_a_run_trains_evaluates_answers_and_exports(tmp_path: Path) -> None:
     assert (tmp_path / "out").is_dir()
 
 
+@pytest.mark.long
 def test_a_plan_is_a_recipe(tmp_path: Path) -> None:
     recipe = mm.load_config([write_tiny(tmp_path)])
     planned = mm.build(recipe).plan("h100", devices=2)

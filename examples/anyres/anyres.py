@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageOps
 
-from mmjax import reads
-from mmjax.data.sources import Entry, Media, Record, SourceConfig, Unusable
+from mmjax import Entry, Media, Record, SourceConfig, Unusable, reads
 from mmjax.data.sources.llava import LlavaReader
 
 if TYPE_CHECKING:

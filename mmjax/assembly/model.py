@@ -55,7 +55,7 @@ def _node(spec: ModuleSpec) -> Node:
 
 
 def _edge(model: ModelSpec, edge: EdgeSpec) -> Edge:
-    """The edge of the graph: of an encoder into the LLM with what its projector says, if the edge says nothing."""
+    """The edge of the graph. From an encoder to the LLM it has the layers of the projector, unless it names its own."""
     settings, projector = edge.settings, model[edge.source].projector
     of_graph = edge_between(edge.source, edge.target, projector.settings if projector else ProjectorConfig())
     if settings.inject:

@@ -14,7 +14,7 @@ from mmjax.configurable import configurable, not_negative, one_of, positive, req
 from mmjax.data.reorder import METHODS
 from mmjax.data.service.addresses import check_address, is_path
 from mmjax.data.tasks.registry import TASKS
-from mmjax.user_code import CODE, names_code
+from mmjax.user_code import CODE, names_code, replace_by_name
 
 FALLBACKS = ("error", "local")
 MOST_BUCKETS = 64
@@ -75,6 +75,7 @@ class DataConfig:
     max_broken: float = field(default=0.5, metadata=_LOCAL)
 
     def __post_init__(self) -> None:
+        replace_by_name(self, "task")
         if not names_code(self.task):
             one_of("Data.task", self.task, TASKS)
         one_of("Data.reorder", self.reorder, METHODS)

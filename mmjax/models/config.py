@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mmjax.configurable import configurable, require
 from mmjax.models.edges import EdgeSpec, check_edges, parse_edge, star
 from mmjax.models.families import Family, Role, families_for, family_of
-from mmjax.user_code import CODE, CodeName, import_named, names_code
+from mmjax.user_code import CODE, import_named, names_code, replace_by_name
 
 LLM = "llm"
 """The name of the module that reads text."""
@@ -108,10 +108,9 @@ class CallbacksConfig:
     projected: str = field(default="", metadata=_A_FUNCTION)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if callable(value):
-                object.__setattr__(self, name, CodeName.of(value))
-                continue
+        for name in vars(self):
+            replace_by_name(self, name)
+            value = getattr(self, name)
             fix = "names no function; give 'package.module:function', or '' for none"
             require(not value or names_code(value), f"Callbacks.{name}", value, fix)
 

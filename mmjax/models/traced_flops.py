@@ -1,4 +1,4 @@
-"""FLOPs of a module from a trace of its layers: what a module without formulas of its own costs.
+"""FLOPs of a module, counted in a trace of its layers.
 
 A row is traced once per module, on a device that need not exist. A loop of the module's own counts as one turn.
 """
@@ -35,7 +35,7 @@ TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TracedWork:
-    """FLOPs of a module's layers, and of what is before and behind them.
+    """FLOPs of a module in layers, and outside of them.
 
     Attributes:
       ends: of products outside of layers, for one position of a row.

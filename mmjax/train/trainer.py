@@ -180,7 +180,7 @@ class Trainer:
 
     @property
     def resumed(self) -> bool:
-        """Whether the state is that of a checkpoint of the run directory."""
+        """Whether the state was restored from a checkpoint of the run directory."""
         return self.state.resumed
 
     @property

@@ -82,6 +82,7 @@ def test_buckets_without_room_are_said_each_time(tmp_path: Path, monkeypatch: py
     assert len(made) == 1
 
 
+@pytest.mark.long
 def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are as wide as cp wants, so each cp is packed for itself; the file that is written is what was planned."""
     config, source, made = packed(tmp_path, monkeypatch, "Data.sequence_length=51", "llm/Packing.buckets=()")

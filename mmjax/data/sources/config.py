@@ -9,7 +9,7 @@ from typing import ClassVar
 from mmjax.configurable import ConfigError, configurable, not_negative, one_of, positive, require
 from mmjax.data.chat import TEMPLATES, Template
 from mmjax.data.processor.template import FolderTemplate, read_template
-from mmjax.user_code import CODE, names_code
+from mmjax.user_code import CODE, names_code, replace_by_name
 
 KINDS = ("llava", "webdataset", "array_record", "parquet")
 PROMPTS = "messages"
@@ -107,6 +107,7 @@ class SourceConfig:
     }
 
     def __post_init__(self) -> None:
+        replace_by_name(self, "kind")
         if not names_code(self.kind) and self.kind != PROMPTS:
             try:
                 one_of("Source.kind", self.kind, KINDS)

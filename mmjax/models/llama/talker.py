@@ -33,7 +33,7 @@ class CodeDecoder(Llama):
         return self
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, " R"]:
-        """For each row the number of learned codes of which the likeliest one is right, given the right ones before.
+        """For each row the number of learned codes that are predicted rightly, each from the right ones before.
 
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's tokens
         have the inputs "targets" and "weights".
