@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from mmjax.attention.language import WORDS
 from mmjax.attention.mask import Mask
-from mmjax.attention.pairs import pairs_of
 from mmjax.data.patches import input_dtype, patch_shapes
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
@@ -59,11 +59,11 @@ class TracedWork:
           pairs: the number of pairs in one layer, by mask. By default it follows from the lengths: masks of words count
             as causal, and windows over positions of several axes are left out.
         """
-        plain = [int(n) for n in lengths]
-        runs = [n + self.special for n in plain]
-        visible = pairs or {mask: sum(_pairs_of_segment(mask, n, self.axes) for n in runs) for mask in self.per_pair}
+        lengths_N = np.fromiter(map(int, lengths), np.int64)
+        runs_N = lengths_N + self.special
+        visible = pairs or {mask: _pairs(mask, runs_N, self.axes) for mask in self.per_pair}
         attention = sum(flops * visible[mask] for mask, flops in self.per_pair.items())
-        return round(self.ends * sum(plain) + self.layers * sum(runs)) + attention
+        return round(self.ends * int(lengths_N.sum()) + self.layers * int(runs_N.sum())) + attention
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,14 +104,16 @@ def _head(module: Any, inputs: Mapping[str, Any], parts: Any, features: Any) -> 
     return Fraction(_record(lambda context, p, x: module.logits(p, context, x), inputs, parts, token).products)
 
 
-@functools.lru_cache(maxsize=1024)
-def _pairs_of_segment(mask: Mask, length: int, axes: int) -> int:
-    """The number of pairs in a segment: of text, or of a medium, whose places along the axes are not known."""
-    kind = "causal" if mask.kind == "words" else mask.kind
-    window = mask.window if kind == "causal" else 0
-    plain = replace(mask, kind=kind, relations=(), window=window, grid_window=mask.grid_window if axes == 1 else 0)
-    row = {"segments": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
-    return int(pairs_of(plain, row).key_counts().sum())
+def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
+    """The number of pairs in segments of text, or of media, whose places along ``axes`` are not known."""
+    runs_N = lengths_N
+    if mask.grid_window and axes == 1:  # chunks
+        whole_N = runs_N // mask.grid_window
+        runs_N = np.append(np.repeat(mask.grid_window, whole_N.sum()), runs_N % mask.grid_window)
+    if mask.kind == "full":
+        return int(np.sum(runs_N**2))
+    width_N = np.minimum(runs_N, mask.window or runs_N)
+    return int(np.sum(width_N * (width_N + 1) // 2 + (runs_N - width_N) * width_N))
 
 
 def _run_layer(block: Callable[..., Any], mask: Mask, context: Context, p: Any, x: jax.Array) -> Any:
