@@ -50,7 +50,14 @@ class CodeName(str):
 def replace_by_name(settings: Any, field: str) -> None:
     """Replaces a function or class in ``settings.field`` by its ``CodeName``, in a frozen dataclass that is being made.
 
-    Raises ValueError as ``CodeName.of`` does.
+    Another value stays. The call is ``replace_by_name(self, "kind")`` in ``__post_init__``.
+
+    Args:
+      settings: the dataclass, which is changed.
+      field: the name of its field, such as "kind".
+
+    Raises:
+      ValueError: the function or class cannot be imported by its name, such as a lambda.
     """
     value = getattr(settings, field)
     if callable(value):
@@ -64,6 +71,8 @@ def names_code(value: object) -> bool:
 
 def require_allowed(field: str, value: object, *, allowed: bool) -> None:
     """Raises ConfigError if `value` names code and code is not `allowed`.
+
+    A `CodeName`, whose code is here already, is always allowed.
 
     Args:
       field: the setting for the message, such as "Source.kind".

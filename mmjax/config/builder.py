@@ -300,7 +300,7 @@ def stored_dtype(folder: str, family: Family, settings: Any) -> str:
 
     Args:
       folder: the path; "" for none, which gives "".
-      family: the module's family.
+      family: the module's family, such as ``FAMILIES["vit"]``.
       settings: of the family's class, such as ``ViTConfig``.
     """
     if not folder:

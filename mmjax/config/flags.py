@@ -64,12 +64,17 @@ def parse_flags(
 
     Args:
       argv: the arguments, without the program's name.
-      flags: the command's flags.
+      flags: the command's flags, such as `Flag(name="steps", doc="steps to run.", default=10)`.
       usage: the beginning of the help text.
-      gin: whether the command has `--gin_file` and `--gin.…`.
+      gin: whether the command has `--gin_file`, `--gin.…` and `--allow_code`.
+
+    Returns:
+      `gin_files`, `bindings` such as ("vision/Layout.tp=2",), `allow_code`, and `values`: the value of each of `flags`
+      by name, {"steps": 10}.
 
     Raises:
-      ConfigError: a flag is unknown (with the nearest one), has no value, or a value of the wrong type.
+      ConfigError: a flag is unknown (with the nearest one), has no value, a value of the wrong type, or is required and
+        missing.
       SystemExit: after `--help`.
     """
     gin_help = functools.partial(help_text, flags, usage, gin=gin)
@@ -83,7 +88,11 @@ def require_gin_file(flags: Flags, content: str = "a configuration") -> None:
 
 
 def join_processes(flags: Flags) -> None:
-    """Connects to the other processes of the run, if `flags`, parsed with `PROCESS_FLAGS`, or the environment name any.
+    """Connects to the other processes of the run; does nothing for a run of one process.
+
+    Args:
+      flags: a result of `parse_flags` with `PROCESS_FLAGS` among its flags. Where they are not set,
+        MMJAX_COORDINATOR, MMJAX_NUM_PROCESSES and MMJAX_PROCESS_ID in the environment count, then Slurm or Open MPI.
 
     Raises:
       ConfigError: the flags contradict each other, or the processes do not meet.
@@ -110,7 +119,7 @@ def run_command(main: Callable[[], int], *, crashed: int = 1) -> NoReturn:
     After Ctrl-C and SIGTERM the process ends at once, without waiting for threads that compile.
 
     Args:
-      main: the command; returns the status.
+      main: the command; returns the exit status, such as 0.
       crashed: the status after an exception that no `one_line_errors` has caught.
     """
     with Sigterm(sigterm.leave_now) as ending, plain_warnings():
@@ -160,7 +169,13 @@ def _report_crash(error: Exception) -> None:
 
 
 def help_text(flags: Sequence[Flag] = (), usage: str = "python -m mmjax.train", *, gin: bool = True) -> str:
-    """The text that `--help` prints; for the arguments see `parse_flags`."""
+    """The text that `--help` prints: the flags, and with `gin` every configurable with its fields.
+
+    Args:
+      flags: the command's flags, such as `Flag(name="steps", doc="steps to run.", default=10)`.
+      usage: the beginning of the text.
+      gin: whether the command has `--gin_file` and `--gin.…`.
+    """
     if not gin:
         return base_flags.help_text(flags, usage)
     example = "such as --gin.vision/Layout.tp=2 or --gin.Train.schedule=gpipe."

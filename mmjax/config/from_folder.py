@@ -20,7 +20,10 @@ _MEDIA = ("vision_config", "audio_config")
 
 
 def folder_bindings(path: str) -> list[str]:
-    """Lines of gin for the model of a folder, such as "Model.weights='/models/llava'", with the dataset "messages".
+    """Lines of gin for the model of a folder, with the dataset "messages"; `read_bindings([], lines)` reads them.
+
+    They are ["Data.sources={'messages': 1.0}", "Model.weights='/models/llava'"] for a whole model; for a language model
+    the second is "Model.encoders={}", and a third "llm/Weights.path='/models/llama'".
 
     Args:
       path: the folder of a whole model or of a language model, as ``save_pretrained`` writes it.

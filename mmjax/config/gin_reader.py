@@ -90,10 +90,15 @@ def _parser() -> tuple[Any, Any]:
 
 
 def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] = ()) -> list[Binding]:
-    """Reads the bindings of gin files and then of `lines` ("vision/Layout.tp=2"), and looks macros up.
+    """Reads the bindings of gin files and then of command lines, and looks macros up.
 
-    They are in the order of the text, so that of two with one key the later one counts. A file may be a path or the
-    name of one of mmjax's, see `find_config`.
+    Args:
+      files: paths, or names of mmjax's own such as "digits_vlm".
+      lines: bindings such as "vision/Layout.tp=2".
+
+    Returns:
+      A `Binding` for each setting, with scope "vision", cls "Layout", field "tp" and value 2. They are in the order of
+      the text, so that of two with one key the later one counts.
 
     Raises:
       ConfigError: a file or include is missing, the text is no gin, or a macro has no value.
@@ -108,6 +113,14 @@ def read_bindings(files: Sequence[str | os.PathLike[str]], lines: Sequence[str] 
 
 def resolve(bindings: Iterable[Binding]) -> list[Binding]:
     """Replaces every `Macro` by its value, and names of earlier versions by today's; leaves definitions of macros out.
+
+    Args:
+      bindings: settings such as `Binding(scope="vision", cls="Layout", field="tp", value=Macro("TP"),
+        where="x.gin:3")`, and definitions of macros: bindings with the macro's name as `cls` and the field "".
+
+    Returns:
+      The settings in their order; `from_flag` is set where `text` is not None, or where a macro from the command line
+      is read.
 
     Raises:
       ConfigError: a macro has no value or contains itself, or no value uses a macro from the command line.

@@ -81,8 +81,13 @@ def load_run_config(
     """Loads the operative config of a run directory, with other layouts if gin files name some.
 
     Only layouts, `World` and the schedule are taken from `gin_files`, and they replace the run's: a run on eight
-    devices and `digits_vlm_one_device` give the run's model on one device. `bindings` change single fields.
-    For `allow_code` see `load_config`; it is needed again even if the run was trained with it.
+    devices and `digits_vlm_one_device` give the run's model on one device.
+
+    Args:
+      run_dir: the run's directory, such as "runs/digits_vlm".
+      gin_files: paths, or names of mmjax's own.
+      bindings: fields such as "vision/Layout.tp=2"; they override the run's and the files'.
+      allow_code: whether settings may name code of one's own; needed again even if the run was trained with it.
 
     Raises:
       ConfigError: there is no run, or a file or binding is wrong.
@@ -153,6 +158,11 @@ def _runs_beside(run_dir: Path) -> str:
 def require_devices(recipe: Recipe, available: int, gin_files: Sequence[str | os.PathLike[str]] = ()) -> None:
     """Requires that `available` devices are enough for the layouts.
 
+    Args:
+      recipe: the configuration, as `load_config(["digits_vlm"])` gives it.
+      available: the number of devices.
+      gin_files: the files that it was loaded from, for the message.
+
     Raises:
       ConfigError: they are not; the message names a flag, and a gin file beside the last of `gin_files`, that fit.
     """
@@ -167,8 +177,8 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
     do not count.
 
     Returns:
-      The file and its number of devices; None if no file fits. A file of mmjax is named without its folder if the last
-      of `gin_files` was.
+      The file and its number of devices, such as (Path("digits_vlm_one_device"), 1); None if no file fits. A file of
+      mmjax is named without folder and ending if the last of `gin_files` was, or if there is none.
     """
     file = find_config(gin_files[-1]) if gin_files else CONFIGS / "digits_vlm.gin"
     folder, by_name = file.parent, not gin_files or file != Path(gin_files[-1])
@@ -186,6 +196,8 @@ def config_that_fits(devices: int, gin_files: Sequence[str | os.PathLike[str]] =
 
 def default_run_dir(gin_files: Sequence[str | os.PathLike[str]]) -> Path:
     """The run directory for gin files, `runs/<name of the last>`; for the config.gin of a run, that run's directory.
+
+    It is Path("runs/digits_vlm") for ["digits_vlm"] and for ["configs/digits_vlm.gin"]. No directory is made.
 
     Raises:
       ConfigError: there is no gin file to take the name from.

@@ -14,7 +14,9 @@ from mmjax.recipe.recipe import Recipe
 
 
 def operative_config(recipe: Recipe) -> str:
-    """Returns gin text with every field of every module; loading it gives an equal `Recipe`."""
+    """Returns gin text with every field of every module, a line "vision/Layout.tp = 2" each; loading it gives an equal
+    `Recipe`.
+    """
     blocks = ["# Every setting of the run. Loading this file gives the same configuration."]
     for prefix, settings in _settings_by_prefix(recipe):
         names = [field.name for field in dataclasses.fields(settings)]
@@ -23,9 +25,9 @@ def operative_config(recipe: Recipe) -> str:
 
 
 def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
-    """Compares two texts of `operative_config`: by setting that differs, such as "vision/Layout.tp", its value in each.
+    """Compares two texts of `operative_config`: the settings that differ, such as {"vision/Layout.tp": ("1", "2")}.
 
-    The values are text; "?" stands for one that a text lacks.
+    The values are text, that of `before` first; "?" stands for one that a text lacks. {} if nothing differs.
 
     Names of earlier versions appear under today's names. They are left out if today's run has no such setting. Settings
     that are newer than a text have their defaults there.

@@ -38,13 +38,14 @@ def data_settings(
 ) -> dict[str, Any]:
     """The fields of `Data` that the language model's folder and `Weights` decide: "tokenizer" and "new_tokens".
 
-    "tokenizer" is absent where it is set, and "new_tokens" where no `Weights` has any.
+    "tokenizer" is a path, or "" if neither folder has a tokenizer; it is absent where it is set. "new_tokens" are texts
+    such as ("<sep>",), and absent where no `Weights` has any.
 
     Args:
       values: fields of `Data` that are set, by name.
       llm: the folder that the language model starts from; "" for none.
       model: Model.weights; "" for none.
-      weights: the start of each part, by name, such as "llm", which is needed.
+      weights: the start of each part by name, such as {"llm": WeightsConfig()}; "llm" is needed.
 
     Raises:
       ConfigError: two settings of new tokens contradict each other, or a folder's tokenizer cannot be read.
@@ -64,8 +65,8 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
     """``{"vocab": rows}``, the field of a language model with rows for new tokens too; {} without new tokens.
 
     Args:
-      settings: fields that the language model's folder decides, by name, "vocab" among them.
-      data: names the tokenizer and the new tokens.
+      settings: fields that the language model's folder decides, by name, such as {"vocab": 32000}, which is needed.
+      data: its ``tokenizer`` and ``new_tokens`` are read.
     """
     if not data.new_tokens:
         return {}
@@ -75,6 +76,10 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
 
 def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
     """The fields of a `Source` that folders decide, by name: "template", and rules for images such as "resize".
+
+    "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own. The rules have the
+    values of ``SourceConfig``'s fields, such as {"resize": "fixed", "size": (336, 336), "mean": (0.5, 0.5, 0.5)}. {} if
+    no folder decides any.
 
     Args:
       values: fields that are set, by name. A `template` that is set stays, and with a `resize` all rules for images.

@@ -28,7 +28,7 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
     Args:
       model: the modules.
       data: the datasets.
-      adapted: names of the modules with low-rank adapters.
+      adapted: names of the modules with low-rank adapters, such as ["llm"], whose optimizer has the scope "llm_lora".
     """
     media, modules = model.media, tuple(name for name, _, _ in model.roles)
     tasks = [config for task in dict.fromkeys((*TASKS, data.task)) if (config := task_class(task).Config)]

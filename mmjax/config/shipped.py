@@ -40,6 +40,8 @@ def find_config(name: str | os.PathLike[str]) -> Path:
 def nearest_file(path: Path, parents: Sequence[Path] = ()) -> str:
     """The fix for a missing gin file, for a message: "did you mean 'runs/mine.gin'?" or "use 'runs/mine.gin'".
 
+    If the folder has no gin file: "there is no gin file in runs; use one of mmjax's, such as digits_vlm".
+
     Args:
       path: the missing file.
       parents: resolved paths of files that are never named, since they would include themselves.

@@ -23,11 +23,11 @@ def fit_to_steps(bindings: Sequence[Binding], file_steps: Callable[[], int]) -> 
     """Changes the settings that do not fit into the `Train.steps` of a flag.
 
     Args:
-      bindings: all settings, macros looked up; later ones win.
+      bindings: all settings, as `read_bindings` gives them; later ones win.
       file_steps: returns `Train.steps` without the flag.
 
     Returns:
-      The bindings in their order, and a line for each changed one.
+      The bindings in their order, and a line for people for each changed one; () if nothing has to be changed.
 
     Raises:
       ConfigError: flags set both steps and epochs.

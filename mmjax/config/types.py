@@ -19,6 +19,8 @@ class Mismatch(Exception):
 def convert(value: object, annotation: Any) -> Any:
     """`value` converted to the type `annotation`, such as `tuple[int, ...]`: an int may become a float, a list a tuple.
 
+    `convert([1, 2], tuple[float, ...])` is (1.0, 2.0).
+
     Raises:
       Mismatch: the value has another type; bool is not an int here.
     """

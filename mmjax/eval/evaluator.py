@@ -233,7 +233,10 @@ class Evaluator:
 
 
 def room_for(metas: Sequence[SampleMeta], most: int) -> int:
-    """Tokens that a row needs for any of these samples' prompts and the longest right answer; at most `most`.
+    """The number of tokens that a row needs for any of these samples' prompts and the longest right answer.
+
+    It is the largest `meta.tokens` plus the largest `meta.learned`, also if they are of two samples; at most `most`.
+    With `learned` 0, which is unknown, `meta.weight` stands for it, rounded up.
 
     Args:
       metas: metadata of the samples, such as those of `held_out_metas(recipe, 100)`; without any the result is `most`.

@@ -91,8 +91,8 @@ NO_CALLBACKS = Callbacks()
 def reads(*inputs: str) -> Callable[[F], F]:
     """A decorator that declares host inputs which a callback reads from ``context.inputs``: ``@reads("positions")``.
 
-    They are sent to the callback's stage in addition to the inputs that the stage itself reads. The function itself is
-    returned.
+    A callback is a function (context, features) -> features. The inputs are sent to the callback's stage in addition to
+    the inputs that the stage itself reads. The function itself is returned.
     """
 
     def declare(callback: F) -> F:
@@ -103,7 +103,7 @@ def reads(*inputs: str) -> Callable[[F], F]:
 
 
 def name_of(callback: Callback) -> str:
-    """A callback's name as it is written in a setting: "module:function"."""
+    """A callback's name as it is written in a setting: "module:function", such as "mine.steering:double"."""
     module, name = getattr(callback, "__module__", ""), getattr(callback, "__qualname__", repr(callback))
     return f"{module}:{name}"
 

@@ -73,10 +73,15 @@ def compose(
 
     Args:
       model: names and families of the modules.
-      modules: settings of the modules by name, such as a ``ViTConfig`` and a ``DecoderConfig``.
-      projectors: settings of projectors, by encoder and generator.
+      modules: settings of the modules by name, such as {"vision": ViTConfig(), "llm": DecoderConfig()}.
+      projectors: settings of projectors by encoder, such as {"vision": ProjectorConfig()}.
       vocab: the number of rows of the language model's embedding table.
       image_token: the id of the placeholder token of images.
+
+    Returns:
+      The folder's ``config``, a dict; ``entries``, a row for each leaf, such as "llm/layers/000/attn/q"; the names of
+      its ``modules``, such as ("vision", "vision_projector", "llm"); and ``rows`` of the embedding table, ``vocab`` or
+      more.
 
     Raises:
       ConfigError: the model cannot be a LLaVA model; one line with the reason.

@@ -65,6 +65,8 @@ class EdgeSpec:
 def parse_edge(text: str) -> EdgeSpec:
     """The edge that a text such as "vision -> painter" writes, without settings.
 
+    Its ``source`` is "vision", its ``target`` "painter".
+
     Raises:
       ConfigError: the text is no edge.
     """
@@ -75,7 +77,11 @@ def parse_edge(text: str) -> EdgeSpec:
 
 
 def star(roles: Mapping[str, Role], llm: str) -> tuple[EdgeSpec, ...]:
-    """The edges of a model whose encoders feed the LLM, which feeds its generators; first those into the LLM."""
+    """The edges of a model whose encoders feed the LLM, which feeds its generators; first those into the LLM.
+
+    ``roles`` are by module, such as {"vision": "encoder", "llm": "llm", "painter": "generator"}, and ``llm`` is the
+    name of the LLM. The edges are in the order of ``roles``, without settings.
+    """
     into_llm = (EdgeSpec(source=name, target=llm) for name, role in roles.items() if role == "encoder")
     behind = (EdgeSpec(source=llm, target=name) for name, role in roles.items() if role == "generator")
     return (*into_llm, *behind)
@@ -86,8 +92,8 @@ def check_edges(edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str) 
 
     Args:
       edges: all edges of the model.
-      roles: the role of each node by name, sources before targets.
-      llm: the name of the LLM.
+      roles: the role of each node by name, sources before targets, such as {"vision": "encoder", "llm": "llm"}.
+      llm: the name of the LLM, such as "llm".
 
     Raises:
       ConfigError: a name is unknown, an edge is there twice or has a wrong direction, or a node is not connected.

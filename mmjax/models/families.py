@@ -92,9 +92,9 @@ def family_of(field: str, kind: str, role: Role) -> Family:
     Call ``require_allowed`` before, since importing runs code.
 
     Args:
-      field: the setting, for errors.
+      field: the setting, for errors, such as "Model.llm".
       kind: a key of ``FAMILIES``, or "package.module:Class".
-      role: the role of the module; only read for a user's class.
+      role: the role of the module, such as "llm"; only read for a user's class.
 
     Raises:
       ConfigError: the class does not exist, or is no module.
@@ -122,7 +122,7 @@ def family_of_tokens() -> str:
 
 
 def kind_of(config: Any) -> str:
-    """The name of the family of ``FAMILIES`` that these settings belong to; "" for none."""
+    """The name of the family of ``FAMILIES`` that these settings belong to: "vit" for a ``ViTConfig``; "" for none."""
     return next((kind for kind, family in FAMILIES.items() if type(config) is family.config), "")
 
 

@@ -34,6 +34,9 @@ Pairs = Mapping[Mask, int]
 def parameter_count(model: MultimodalModel) -> dict[str, int]:
     """The number of parameters by module, adapters and projectors included as modules of their own, such as "llm_lora".
 
+    ``model`` is such as ``multimodal({"vision": ViTConfig()}, DecoderConfig(vocab=64))``, which gives the keys
+    "vision", "vision_projector" and "llm".
+
     Raises:
       ValueError: the vocabulary size is not set yet.
     """
@@ -57,8 +60,13 @@ def segment_lengths(segments: Int[np.ndarray, "rows T"]) -> tuple[int, ...]:
 def visible_pairs(module: Module, inputs: Mapping[str, np.ndarray]) -> Pairs:
     """The number of pairs that each of a module's masks allows in rows with these host inputs, by mask, in one layer.
 
-    ``inputs`` are of complete rows, ``[rows, T]`` or ``[rows, T, A]``. {} if no mask has words: then the pairs follow
-    from the lengths of segments.
+    Args:
+      module: the module; the keys of the result are the masks among ``module.masks``.
+      inputs: its host inputs by name, of complete rows, ``[rows, T]`` or ``[rows, T, A]``: "segments", and all others
+        that its masks read, such as "is" and "attends".
+
+    Returns:
+      The pairs of all rows together. {} if no mask has words: then they follow from the lengths of segments.
     """
     masks = dict.fromkeys(mask for _, mask in module.masks)
     if all(mask.kind != "words" for mask in masks):
@@ -76,9 +84,9 @@ def forward_flops(
     """Forward FLOPs by module for one or more sequences, or for a microbatch; adapters and projectors are modules too.
 
     Args:
-      model: the module graph.
+      model: the module graph, as `multimodal` makes it.
       lengths: real lengths by module: the patches of every medium, or the tokens of every segment of text (see
-        `segment_lengths`). A missing module has no rows.
+        `segment_lengths`), such as {"vision": (196,), "llm": (300, 20)}. A missing module has no rows.
       pairs: `visible_pairs` of the same segments by module. Without them, a mask whose words depend on media is counted
         as causal.
 
@@ -111,7 +119,9 @@ def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) 
 
 
 def training_factors(model: MultimodalModel, frozen: Collection[str]) -> dict[str, int]:
-    """The cost of a training step by module, in forwards: 3, 2 or 1. ``frozen`` are names among ``model.modules``.
+    """The cost of a training step by module, in forwards: 3, 2 or 1.
+
+    ``frozen`` are names among ``model.modules``, such as ["vision"].
 
     It is 3 for a module that trains, 2 for a frozen module behind a trainable one, through which gradients pass, and 1
     otherwise. Adapters count as before their module, whose backward passes gradients on to them. A projector at a
@@ -146,9 +156,14 @@ def training_flops(
 ) -> dict[str, int]:
     """Model FLOPs of a training step by module: `forward_flops` times `training_factors`.
 
+    The keys are ``model.modules``, adapters and projectors included.
+
     Args:
-      model: the module graph.
-      lengths, pairs: see `forward_flops`.
+      model: the module graph, as `multimodal` makes it.
+      lengths: real lengths by module: the patches of every medium, or the tokens of every segment of text, such as
+        {"vision": (196,), "llm": (300, 20)}. A missing module has no rows.
+      pairs: `visible_pairs` of the same segments by module. Without them, a mask whose words depend on media is counted
+        as causal.
       frozen: names among ``model.modules`` of the modules that do not train.
 
     Raises:

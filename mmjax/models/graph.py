@@ -325,14 +325,19 @@ def _kv_head_selectors(slices: Sequence[ModuleSlice]) -> dict[str, Open]:
 
 
 def cp_tokens(module: Module, layout: Layout) -> str:
-    """The distribution of a module's tokens over cp ranks: ``Layout.cp_tokens``, or "contiguous" for modules with
-    convolutions.
+    """The distribution of a module's tokens over cp ranks: ``layout.cp_tokens``, such as "lpt".
+
+    It is "contiguous" for modules with convolutions; ``module`` is such as ``module_of(DecoderConfig())``.
     """
     return "contiguous" if module.in_order else layout.cp_tokens
 
 
 def reads_order(module: Module, layout: Layout) -> bool:
-    """Whether a module's stages read "order": tokens are permuted over cp ranks, and a mask depends on their order."""
+    """Whether a module's stages read "order": tokens are permuted over cp ranks, and a mask depends on their order.
+
+    That is so with ``layout.cp`` above 1 unless ``cp_tokens`` is "contiguous", for a mask that is not "full";
+    ``module`` is such as ``module_of(DecoderConfig())``.
+    """
     ordered = any("order" in mask.input_names for _, mask in module.masks)
     return layout.cp > 1 and ordered and cp_tokens(module, layout) != "contiguous"
 
@@ -348,8 +353,8 @@ def multimodal(
     """A model of encoders that feed one LLM, "llm", which feeds generators.
 
     Args:
-      encoders: settings such as ``ViTConfig``, or a ``Module``, by name.
-      llm: settings such as ``DecoderConfig``, or a ``Module``.
+      encoders: settings such as ``ViTConfig``, or a ``Module``, by name, such as {"vision": ViTConfig()}.
+      llm: settings such as ``DecoderConfig(vocab=64)``, or a ``Module``.
       generators: settings such as ``DiTConfig``, or a ``Module``, by name.
       projectors: settings of projectors by the name of their encoder or generator; a missing one has the defaults.
       callbacks: callbacks by the name of their module.
@@ -378,7 +383,7 @@ def star_edges(nodes: Mapping[str, Node]) -> tuple[Edge, ...]:
     """The edges of a model whose encoders feed the LLM, which feeds its generators: first those into the LLM.
 
     Args:
-      nodes: the LLM, "llm", behind the encoders and before the generators.
+      nodes: nodes by name in this order: the encoders, the LLM, "llm", and the generators.
     """
     places = list(nodes)
     before, behind = places[: places.index(LLM)], places[places.index(LLM) + 1 :]
@@ -393,9 +398,12 @@ def _as_module(settings: Any, role: Role | None = None) -> Module:
 def edge_between(source: str, target: str, projector: ProjectorConfig | None = None) -> Edge:
     """The edge from one module to another as the data side fills its places.
 
+    Its ``index`` is "vision_index" from "vision" and "index" from "llm".
+
     Args:
       source, target: names of the modules.
-      projector: the projector of an encoder, ``source``; its tokens enter layers of the LLM as it says.
+      projector: the projector of an encoder, ``source``; its tokens enter layers of the LLM as its ``inject``
+        and ``levels`` say. It is read for the target "llm" alone.
     """
     edge = Edge(source, target, places_of(source))
     if target != LLM or not projector:

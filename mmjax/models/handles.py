@@ -89,7 +89,7 @@ class Adapted(LikeItsWeight):
 
 
 def opened(weight: Any) -> jax.Array:
-    """The weight of a handle, in its dtype; an array is returned as it is.
+    """The weight that a ``Handle`` stands for, in its dtype; an array is returned as it is.
 
     Raises:
       ConfigError: the weight has an adapter.
@@ -101,5 +101,11 @@ def opened(weight: Any) -> jax.Array:
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient of the stored array, from the gradient of its weight ``open_weight(stored)``."""
+    """The gradient of the stored array, from the gradient of its weight ``open_weight(stored)``.
+
+    Args:
+      open_weight: the linear function from the stored array to the weight.
+      stored: the stored array; the result has its shape and dtype.
+      gradient: the gradient of the weight, in the weight's shape and dtype.
+    """
     return jax.vjp(open_weight, stored)[1](gradient)[0]

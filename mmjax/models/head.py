@@ -53,7 +53,8 @@ class TokenLosses(NamedTuple):
 def chunk_tokens(vocabulary: int) -> int:
     """The maximal number of tokens of a chunk, where a rank has ``vocabulary`` entries of the vocabulary.
 
-    Its fp32 logits have about ``MIN_CHUNK_BYTES`` for a small vocabulary; for others it has ``MIN_CHUNK_TOKENS``.
+    It is the larger of ``MIN_CHUNK_TOKENS``, 1024, and 2^23 // ``vocabulary``. Its fp32 logits have about
+    ``MIN_CHUNK_BYTES`` for a small vocabulary; for others it has ``MIN_CHUNK_TOKENS``.
     """
     return max(MIN_CHUNK_TOKENS, MIN_CHUNK_BYTES // (4 * vocabulary))
 
@@ -77,10 +78,13 @@ def token_losses(
       x_BTD: hidden states after the final norm, equal on all tp ranks; this rank's tokens under sequence parallelism.
       head: this rank's part of the head, an array ``[D, V]`` or a handle.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
       vocabulary: the size of the complete vocabulary, without padding.
       tied: whether the head is an embedding table ``[V, D]``.
       chunk: the maximal number of tokens of a chunk; 0 stands for ``chunk_tokens``.
+
+    Returns:
+      ``cross_entropy`` and ``log_sum``, the logarithm of the softmax's denominator, in nats, each ``[B, T]``.
     """
 
     @partial(jax.checkpoint, policy=_keep)  # the opened head and the gathered states are no residuals

@@ -61,7 +61,7 @@ def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axe
       x_BTD: the input, equal on all tp ranks; under sequence parallelism this rank's tokens, and the results have those
         of all tp ranks.
       weights: this rank's columns ``[D, F]`` of each weight, and of its bias ``[F]`` or ``None``.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
     """
     sp = SequenceParallel(gather=axes.sp, ring=axes.overlap)
     results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], sp)
@@ -74,8 +74,8 @@ def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = Non
     Args:
       x_BTF: this rank's hidden units of all tokens.
       w_FD: this rank's rows.
-      axes: mesh axes by role; under sequence parallelism the result has this rank's tokens, else it is equal on all tp
-        ranks.
+      axes: mesh axes by role, such as ``Axes()``; under sequence parallelism the result has this rank's tokens, else it
+        is equal on all tp ranks.
       bias: the complete bias ``[D]``.
     """
     if axes.sp:
@@ -127,7 +127,8 @@ def scaled(x_BTD: Array, scale_D: Array) -> Array:
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
     """Rotary embedding of queries or keys, half-split convention: component ``i`` is paired with ``i + K/2``.
 
-    ``theta`` is the base of the frequencies, see ``frequencies``; the result has the dtype of ``x_BTHK``.
+    ``theta`` is the base of the frequencies, as in ``frequencies``, and K is even; the result has the dtype of
+    ``x_BTHK``.
     """
     return apply_rotary(x_BTHK, positions_BT, frequencies(x_BTHK.shape[-1], theta))
 
@@ -145,14 +146,15 @@ def apply_rotary(
     magnitude: float = 1.0,
     sections: Sequence[int] = (),
 ) -> Array:
-    """Rotary embedding with these frequencies, times a magnitude, in the dtype of ``x_BTHK``; pairs as in ``rotate``.
+    """Rotary embedding with these frequencies, times a magnitude, in the dtype of ``x_BTHK``.
 
     Args:
       x_BTHK: queries or keys.
       positions: the position of each token, one number ``[B, T]``, or one along each of A axes.
-      frequency_K: the frequency of each pair of components, in radians a position.
+      frequency_K: the frequency of each pair of components ``i`` and ``i + K/2``, in radians a position.
       magnitude: a factor of the result.
-      sections: with several axes, the number of pairs that are rotated by each axis; they sum to K/2.
+      sections: with several axes, the number of pairs that are rotated by each axis; they sum to K/2, as
+        (16, 24, 24) for K = 128 and A = 3. () for one number.
     """
     number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
     angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
@@ -164,7 +166,9 @@ def apply_rotary(
 def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
     """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column.
 
-    ``positions_RT2`` are (row, column); ``theta`` is the base of the frequencies. K is a multiple of 4.
+    Component ``i`` is paired with ``i + K/2``. Pairs 0 to K/4 - 1 are of the row, with the frequencies theta^(-4i / K)
+    for i from 0, and pairs K/4 to K/2 - 1 of the column. ``positions_RT2`` are (row, column), and K is a multiple of 4.
+    The result has the shape and dtype of ``x_RTHK``.
     """
     half = x_RTHK.shape[-1] // 4
     frequency_K = jnp.tile(frequencies(2 * half, theta), 2)
@@ -174,7 +178,8 @@ def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float
 def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:
     """Rotates the first half of each head by the patch's row, the second by its column.
 
-    ``positions_RT2`` are (row, column); ``theta`` is the base of the frequencies. K is a multiple of 4.
+    Inside each half component ``i`` is paired with ``i + K/4``, with the frequency theta^(-4i / K). ``positions_RT2``
+    are (row, column), and K is a multiple of 4. The result has the shape and dtype of ``x_RTHK``.
     """
     by_row, by_column = jnp.split(x_RTHK, 2, axis=-1)
     return jnp.concatenate(
@@ -218,7 +223,7 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
     Args:
       tokens_BT: ids in the complete vocabulary, of the tokens of all tp ranks; other ids have zeros.
       table_VD: this rank's rows of the table, an array or a handle.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
     """
 
     @jax.checkpoint  # otherwise the local indices would be residuals
@@ -232,13 +237,13 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
 
 
 def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``.
+    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``, -1e30.
 
     Args:
       x_BTD: hidden states; under sequence parallelism those of this rank's tokens, and the logits are of all tp ranks'
         tokens.
       head_DV: this rank's columns of the head.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
       vocab: the size of the complete vocabulary, without padding.
     """
     (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
@@ -247,7 +252,10 @@ def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> F
 
 
 def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:
-    """Logarithm of the softmax's denominator of each token, from fp32 logits of this rank's part of the vocabulary."""
+    """Logarithm of the softmax's denominator of each token, from fp32 logits of this rank's part of the vocabulary.
+
+    The result is equal on all tp ranks; ``axes`` are such as ``Axes()``.
+    """
     top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
     return jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
 
@@ -282,7 +290,7 @@ def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
 def residual_init(layers: int) -> Initializer:
     """Initializer of products that write to the residual stream of a module with so many layers.
 
-    Its variance scales with 1 / (2 · layers).
+    It is called with a key and a shape ``[inputs, outputs]``; the variance is 1 / (2 · layers · inputs).
     """
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
@@ -382,11 +390,15 @@ def run_cached(
     """Runs layers with a cache, and stores keys and values of the new tokens in ``cache.new[name]``; returns the last
     output.
 
-    For ``body``, ``x``, ``layers`` and ``added`` see ``scan_layers``. There is no backward.
+    There is no backward.
 
     Args:
-      cache: the cache of the stage.
-      name: the name of the layers in the cache.
+      cache: the cache of the stage, such as ``Cache(tokens)`` at the beginning of rows.
+      name: the name of the layers in the cache, such as "layers".
+      body: ``(x, params) -> x``, the function of one layer.
+      x: the input of the first layer.
+      layers: parameters of the layers, stacked along a first dimension, or of one layer.
+      added: values of the shape of ``x`` that are added to the inputs of layers, by index in the stack; {} for none.
       stacked: whether ``layers`` are stacked, or one layer.
     """
     xs: Any = layers

@@ -270,8 +270,9 @@ class Module(ABC):
 def layer_runs(module: Module, layers: range, *, unroll: bool = False) -> tuple[tuple[LayerRun, LayerGroup], ...]:
     """The runs of a module's ``layers``, each with its layer group, in order; with ``unroll`` every layer is a run.
 
-    ``layers`` are indices in the module. A run's name is "layers", "layers_<group>" if there are several groups, or
-    "layer_<index>" with ``unroll``, such as "layer_003".
+    ``layers`` are indices in the module, from 0. A ``LayerRun`` has ``create``, ``layers``, a range, ``name`` and
+    ``stacked``, a ``LayerGroup`` the layers' ``block`` and mask. A run's name is "layers", "layers_<group>" if there
+    are several groups, or "layer_<index>" with ``unroll``, such as "layer_003".
 
     Raises:
       ConfigError: the module's groups do not have ``config.layers`` layers in total.
@@ -306,11 +307,11 @@ def run_layers(
     """Runs some of a module's layers, inside ``shard_map``.
 
     Args:
-      module: the module.
-      p: the module's parameters in a stage with these layers, by the names of ``layer_runs``.
-      context: the context of the stage.
+      module: the module, such as ``module_of(DecoderConfig())``.
+      p: the module's parameters in a stage with these layers, by the names of ``layer_runs``, such as {"layers": …}.
+      context: the context of the stage, such as ``Context.of(Axes(), {"segments": …, "positions": …}, "causal")``.
       x: the input of the first layer.
-      layers: indices of the layers in the module; all by default.
+      layers: indices of the layers in the module, from 0; all by default.
       added: values of the shape of ``x`` that are added to the inputs of layers, by the layer's index in the module.
       unroll: whether every layer has separate parameters and layers run without a loop.
       keep: indices in the module of the layers whose outputs are returned too; none with a cache.

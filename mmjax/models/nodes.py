@@ -72,8 +72,9 @@ class Node:
 
 
 def spec_of(medium: EncoderSpec, projector: ProjectorConfig) -> EncoderSpec:
-    """The conversion of a module's medium to tokens of the LLM, with the newlines and the bound of tiles of the
-    projector.
+    """A copy of ``medium`` with the fields ``newline`` and ``most_tiles`` of the projector.
+
+    ``medium`` is the conversion of a module's medium to tokens of the LLM, such as ``module_of(ViTConfig()).medium``.
     """
     return replace(medium, newline=projector.newline, most_tiles=projector.most_tiles)
 

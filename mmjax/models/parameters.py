@@ -240,6 +240,8 @@ class ModuleSlice:
 def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
     """The key/value head that this tp rank uses, where there are fewer heads than ranks; inside ``shard_map``.
 
+    It is ``stored`` with 1 / ``heads`` of the size in ``dimension``. Rank r of tp uses the head r · heads // tp.
+
     The gradient of other heads is 0 on this rank, so a sum over tp adds the gradients of all ranks that use a head.
 
     Args:
@@ -256,7 +258,8 @@ def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:
 def split_logical(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """Splits a stage's arrays into logical leaves by name, such as "llm/layers/003/attn/q". Traceable.
 
-    ``leaves`` and ``arrays`` are flat and in the same order. Stacking and padding are removed.
+    ``leaves`` are ``jax.tree.leaves(s.leaves())`` of a ``ModuleSlice`` s; ``arrays`` are in the same order. Stacking
+    and padding are removed.
     """
     result = {}
     for leaf, array in zip(leaves, arrays, strict=True):
@@ -270,6 +273,10 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
     """Joins logical leaves by name to a stage's arrays, stacked and padded with zeros, in the order of ``leaves``.
     Traceable.
 
+    Args:
+      leaves: the stage's leaves, as ``jax.tree.leaves(s.leaves())`` gives them for a ``ModuleSlice`` s.
+      named: arrays without stacking and padding by name, such as "llm/layers/003/attn/q"; others are not read.
+
     Raises:
       KeyError: a leaf is missing in ``named``.
     """
@@ -281,12 +288,14 @@ def join_logical(leaves: Sequence[Leaf], named: Mapping[str, jax.Array]) -> list
 
 
 def declarations(create: Create) -> Mapping[str, Declaration]:
-    """Declarations of the parameters that ``create`` creates, by path such as "attn/q", without creating them.
+    """Declarations of the parameters that ``create`` creates, by path such as "attn/q", sorted, without
+    creating them.
 
-    Cached for a ``partial`` without keywords.
+    ``create`` builds an NNX object from ``nnx.Rngs``, such as ``create`` of a ``Part``. A ``Declaration`` has
+    ``shape``, ``dims`` and ``kv_heads``. Cached for a ``partial`` without keywords.
 
     Raises:
-      ConfigError: see ``Declaration.of``.
+      ConfigError: a parameter's ``dims`` do not name each dimension, or ``kv_heads`` does not divide its dimension.
     """
     if isinstance(create, partial) and not create.keywords:
         return _cached_declarations(create.func, create.args)

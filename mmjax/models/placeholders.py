@@ -29,8 +29,10 @@ def merge_modality_tokens(
     Args:
       x_BTD: text embeddings of this rank's rows.
       tokens_RTD: modality tokens of the same cells: all of them, or this rank's list.
-      index: indices into the flattened tokens of the row's cell; negative where there is no placeholder.
-      cells: the number of cells of these rows; both row dimensions are cell-major.
+      index: indices, from 0, into the tokens of the row's cell, ``[R / cells · Tm, D]``; negative where there is no
+        placeholder.
+      cells: the number of cells of these rows, each some samples with their rows of both modules. B and R are multiples
+        of it, and a cell's rows are neighbours.
       shares_BTK: weights of the K tokens that are averaged at a placeholder; ``None`` for one token.
     """
 
@@ -56,8 +58,8 @@ def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"
     """The tokens that each rank of another module needs, cell by cell and list by list; zeros for the index -1.
 
     Args:
-      tokens_RTD: tokens of the cells, R rows cell by cell.
-      lists_CN: indices into the flattened tokens of the cell; -1 behind the end of a shorter list.
+      tokens_RTD: tokens of C cells, R rows cell by cell; R is a multiple of C.
+      lists_CN: indices, from 0, into the tokens of the cell, ``[R / C · Tm, D]``; -1 behind the end of a shorter list.
     """
     flat_CND = tokens_RTD.reshape(lists_CN.shape[0], -1, tokens_RTD.shape[-1])
     return jax.vmap(lookup)(flat_CND, lists_CN)
@@ -67,9 +69,10 @@ def listed_tokens(tokens_RTD: Float[Array, "R Tm D"], lists_CN: Int[Array, "C N"
 def with_newlines(
     x_BTD: Float[Array, "B T D"], newline_D: Float[Array, " D"], index: Int[Array, "B T"] | Int[Array, "B T K"]
 ) -> Float[Array, "B T D"]:
-    """Writes the newline embedding where ``index`` is ``NEWLINE``; other places are those of ``x_BTD``.
+    """A copy of ``x_BTD`` with the newline embedding where ``index`` is ``NEWLINE``, -2.
 
-    For ``index`` see ``merge_modality_tokens``; of K indices the first counts.
+    ``index`` has for each place the index of its token, or of the K tokens that are averaged there, of which the first
+    counts.
     """
     is_newline_BT = (index if index.ndim == 2 else index[..., 0]) == NEWLINE
     return jnp.where(is_newline_BT[..., None], repeated(newline_D, x_BTD), x_BTD)

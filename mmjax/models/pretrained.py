@@ -143,10 +143,14 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
     """The module of a family in a folder with this ``config.json``; nothing but the family's tables is read.
 
     Args:
-      family: the family of the module; ``PROJECTOR`` for a projector.
+      family: the family of the module, such as ``FAMILIES["llama"]``; ``PROJECTOR`` for a projector.
       hf_config: the contents of the ``config.json``.
       layer: the layer of an image tower whose hidden states are the features, as in LLaVA's ``vision_feature_layer``; 0
         for the tower's output. Only for a folder of the tower alone.
+
+    Returns:
+      The module's ``settings``, its part of the ``config.json``; ``fields()`` has the module's settings by name, and
+      ``rows(config)`` its weights table.
 
     Raises:
       ConfigError: the folder has no such module or no choice of layers, or its model is unknown to the family. The
@@ -176,6 +180,8 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
 def require_whole(hf_config: Settings) -> None:
     """Raises `ConfigError` unless a ``config.json`` describes a composite model, by its "model_type".
 
+    ``hf_config`` is its content, such as {"model_type": "llava", …}.
+
     Raises:
       ConfigError: mmjax reads no composite model of its type; the message does not name the folder.
     """
@@ -191,8 +197,8 @@ def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[s
     """NumPy's names of the dtypes of a module's tensors in a folder, such as {"bfloat16"}.
 
     Args:
-      folder: the folder.
-      family: the module's family.
+      folder: the folder, as ``WeightsFolder.open("/models/llava")`` opens it.
+      family: the module's family, such as ``FAMILIES["vit"]``.
       settings: the module's settings, an instance of the family's configurable class.
 
     Raises:
@@ -203,9 +209,10 @@ def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[s
 
 
 def family_weights(family: Family) -> FamilyWeights:
-    """The Python module ``weights`` of a family, such as ``mmjax.models.llama.weights``.
+    """The Python module ``weights`` of a family: ``mmjax.models.llama.weights`` for ``FAMILIES["llama"]``.
 
-    Raises ConfigError for a family without one.
+    It has the functions ``settings``, ``rows``, ``unused`` and ``to_hf_config``. Raises ConfigError for a family
+    without one.
     """
     if not family.weights:
         names = ", ".join(sorted(gin_name(known.config) for known in FAMILIES.values() if known.weights))

@@ -30,7 +30,11 @@ _record: ContextVar[RecordedWork | None] = ContextVar("record", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[RecordedWork]:
-    """A context that records the work of all functions that are traced in it; gives the record."""
+    """A context that records the work of all functions that are traced in it; gives the record.
+
+    ``with recording() as work`` gives a ``RecordedWork``: afterwards ``work.products`` are FLOPs of products with
+    weights, and ``work.per_pair`` FLOPs of attention for each pair of query and key, by mask.
+    """
     record = RecordedWork()
     token = _record.set(record)
     try:
@@ -40,12 +44,19 @@ def recording() -> Iterator[RecordedWork]:
 
 
 def record_product(x: Any, weight: Any) -> None:
-    """Records ``x @ weight``; of ``[..., D]`` and ``[D, F]``. Does nothing outside of ``recording``."""
+    """Records ``x @ weight``, 2 FLOPs a number of ``x`` and column; does nothing outside of ``recording``.
+
+    ``x`` is ``[..., D]``, ``weight`` ``[D, F]``; of both the shape alone is read.
+    """
     if record := _record.get():
         record.products += 2 * x.size * weight.shape[-1]
 
 
 def record_attention(q: Any, v: Any, mask: Mask) -> None:
-    """Records attention of queries ``[B, T, H, K]`` to values ``[B, T, G, V]`` under a mask: scores and their sums."""
+    """Records attention of queries to values under a mask. Does nothing outside of ``recording``.
+
+    ``q`` is ``[B, T, H, K]``, ``v`` ``[B, T, G, V]``, of which the shapes are read; ``mask`` is such as
+    ``Mask("causal")``.
+    """
     if record := _record.get():
         record.per_pair[mask] += 2 * q.shape[2] * (q.shape[3] + v.shape[3])

@@ -49,8 +49,9 @@ def next_token(
 
     Args:
       logits_BV: fp32 logits of this rank's part of the vocabulary, with padding entries of -1e30.
-      choice: sampling parameters; ``last`` is not read.
-      axes: mesh axes by role; the vocabulary is split over ``axes.tp``.
+      choice: sampling parameters of each row, arrays ``[B]``: a temperature of 0 gives the most likely token. ``last``
+        is not read.
+      axes: mesh axes by role, such as ``Axes()``; the vocabulary is split over ``axes.tp``.
     """
     is_drawn_B = choice.temperature > 0
 

@@ -95,13 +95,18 @@ NO_SP = SequenceParallel()
 def sp_gather(x: Float[Array, "*L B t D"], axes: tuple[str, ...]) -> Float[Array, "*L B T D"]:
     """The tokens of all ranks along some axes, in their order; ``x`` itself for no axes.
 
-    The result is typed as varying, so its gradient is summed and scattered in one step.
+    ``axes`` are such as ("tp",), with n ranks, so T is n · t; to be called inside ``shard_map``. The result is typed as
+    varying, so its gradient is summed and scattered in one step.
     """
     return lax.all_gather(x, axes, axis=x.ndim - 2, tiled=True) if axes else x
 
 
 def sp_scatter(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Array, "*L B t D"]:
-    """This rank's tokens of the sum over some axes: the transpose of ``sp_gather``."""
+    """This rank's tokens of the sum over some axes: the transpose of ``sp_gather``; ``x`` itself for no axes.
+
+    ``axes`` are such as ("tp",). T is n · t for n ranks along the axes, and each rank gets its run of t tokens; inside
+    ``shard_map``.
+    """
     return lax.psum_scatter(x, axes, scatter_dimension=x.ndim - 2, tiled=True) if axes else x
 
 

@@ -108,7 +108,8 @@ class Uses:
 def handle(array: Any, open_weight: Open) -> Handle | Tapped:
     """A handle of ``open_weight(array)``, where the array is stored.
 
-    A tapped array stays tapped: a handle takes the place of its ``weight``.
+    ``open_weight`` is a linear function from the stored array to the weight, such as a cast. A tapped array stays
+    tapped: a handle takes the place of its ``weight``.
     """
     if isinstance(array, Tapped):
         return replace(array, weight=handle(array.weight, open_weight))
@@ -118,7 +119,7 @@ def handle(array: Any, open_weight: Open) -> Handle | Tapped:
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
     """A context in which ``products`` names its weights ``PRODUCT``, so that ``jaxprs.named_reads`` can count their
-    reads.
+    reads; it gives nothing: ``with marked(): …``.
     """
     token = _marking.set(True)
     try:
@@ -131,9 +132,10 @@ def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP)
     """``x @ w`` for every weight, in order.
 
     Args:
-      x: the input, ``[B, T, D]``; any leading dimensions without sequence parallelism.
+      x: the input, ``[B, T, D]``, for results ``[B, T, F]``; any leading dimensions without sequence parallelism.
       weights: arrays ``[D, F]``, handles, tapped weights, or weights with an adapter.
-      sp: the collectives of sequence parallelism. The residual is this rank's tokens; backward gathers them again.
+      sp: the collectives of sequence parallelism, such as ``SequenceParallel(gather=("tp",))``; by default none. The
+        residual is this rank's tokens; backward gathers them again.
     """
     adapted = [w for w in weights if isinstance(w, Adapted)]
     plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
@@ -231,7 +233,7 @@ def weight_gradient(
 
     Args:
       x, dy: input and gradient of the output, ``[..., D]`` and ``[..., F]``; the first dimension is layers if stacked.
-      like: an array with the varying axes of the result, which is summed over all others.
+      like: an array, such as the weight, with the varying axes of the result, which is summed over all others.
       stacked: whether there is one product for each of several layers.
       transposed: whether the weight was transposed before the product.
       sp: the collectives of sequence parallelism that the product had; by default none.
@@ -253,6 +255,9 @@ def _sum_over_tokens(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: 
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
-    """``x`` summed (``psum``) over the mesh axes that it varies over, except those ``allowed``."""
+    """``x`` summed (``psum``) over the mesh axes that it varies over, except those ``allowed``.
+
+    ``allowed`` is such as frozenset({"dp"}). To be called inside ``shard_map``.
+    """
     extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
     return lax.psum(x, extra)

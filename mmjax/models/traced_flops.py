@@ -70,6 +70,9 @@ class TracedWork:
 def traced_work(module: Any) -> TracedWork:
     """The work of a ``Module``, whose settings are hashable; traces one row of ``TOKENS`` tokens.
 
+    ``module`` is such as ``module_of(DecoderConfig(vocab=64))``. ``flops(lengths)`` of the result gives forward FLOPs
+    for segments of these lengths.
+
     A language model's logits count for every token.
     """
     positions = TOKENS * module.patches_per_token

@@ -146,7 +146,9 @@ class EncoderLayer(nnx.Module):
 def encoder_block(c: EncoderLayers, context: Context, rotate: Rotate = lambda x_RTHK: x_RTHK) -> Block:
     """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed media.
 
-    ``rotate`` is the rotary embedding of queries and keys ``[R, T, H, K]``.
+    ``c`` is such as a ``ViTConfig``, ``context`` such as ``Context.of(Axes(), {"segments": …}, "full")``, and
+    ``rotate`` the rotary embedding of queries and keys ``[R, T, H, K]``. A layer's parameters are those of
+    ``EncoderLayer``: "attn_norm", "attn", "mlp_norm" and "mlp".
 
     Optional parameters change the layer: ``attn_scale`` and ``mlp_scale`` scale the branches before they are added to
     the residual stream, norms without a bias are RMSNorms, and an mlp with a gate is a gated mlp.
@@ -165,11 +167,12 @@ def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, rotate: Rot
     """The attention branch of normalised features, without the residual.
 
     Args:
-      p: parameters with the names of ``Attention``.
-      c: sizes, of which the width of a head is read.
-      context: the context of the layer, with its mask.
+      p: parameters with the names of ``Attention``: "q", "k", "v" and "o" ``[D, D]``, and "q_bias" and so on, of which
+        "o_bias" is needed.
+      c: sizes, such as a ``ViTConfig``, of which the width of a head is read.
+      context: the context of the layer, with its mask, such as ``Context.of(Axes(), {"segments": …}, "full")``.
       h_RTD: the normalised features.
-      rotate: the rotary embedding of queries and keys ``[R, T, H, K]``.
+      rotate: a function, the rotary embedding of queries and keys ``[R, T, H, K]``.
     """
     qkv = column_parallel(h_RTD, [(p[n], p.get(f"{n}_bias")) for n in "qkv"], context.axes)
     q, k, v = (split_heads(y, c.head_width) for y in qkv)
@@ -181,9 +184,10 @@ def feed_forward(p: Params, c: LayerSizes, axes: Axes, h_RTD: Array) -> Float[Ar
     """The mlp branch of normalised features, without the residual; a gated mlp has the activation in its gate.
 
     Args:
-      p: parameters with the names of ``Mlp``.
-      c: settings, of which the activation is read.
-      axes: mesh axes by role.
+      p: parameters with the names of ``Mlp``: "up" ``[D, F]``, "down" ``[F, D]``, "up_bias" and "down_bias", and if
+        gated "gate" and "gate_bias".
+      c: settings, such as a ``ViTConfig``, of which the activation is read.
+      axes: mesh axes by role, such as ``Axes()``.
       h_RTD: the normalised features.
     """
     names = ("gate", "up") if "gate" in p else ("up",)

@@ -97,9 +97,12 @@ def train_command(
 ) -> tuple[str, ...]:
     """The command that trains a configuration, word by word: ("python", "-m", "mmjax.train", "--gin_file=F", ...).
 
+    The flags are ``--gin_file=F`` for each file, ``--gin.KEY=VALUE`` for each binding, ``--allow_code`` and
+    ``--run_dir=DIR``, in this order.
+
     Args:
       gin_files: paths, in the order in which they are loaded.
-      bindings: settings that override the files', such as ``vision/Layout.tp=2``.
+      bindings: settings that override the files', such as "vision/Layout.tp=2".
       run_dir: value of ``--run_dir``; "" leaves the flag out.
       allow_code: whether the command has ``--allow_code``: settings may then name code of one's own, which is run.
     """

@@ -17,7 +17,8 @@ from mmjax.schedule.schedules import OFFLOADING
 def advise(recipe: Recipe) -> tuple[str, ...]:
     """Lines about settings that were changed to fit a flag, that waste devices or rows, or that change nothing.
 
-    And one where an export could not be one folder of a whole model. They are for people: "Train.global_batch=6: …".
+    And one where an export could not be one folder of a whole model. They are for people: "Train.global_batch=6: …". ()
+    if there is no advice.
     """
     return (
         *recipe.fitted,

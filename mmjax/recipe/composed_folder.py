@@ -29,7 +29,7 @@ _WIDEST, _NARROW = "float32", ("bfloat16", "float16")
 
 
 def write_whole(recipe: Recipe, model: Composed, read: Read, out: Path) -> int:
-    """Writes the folder.
+    """Writes the folder of a whole model: ``config.json``, weights, and files of tokenizer and image processor.
 
     Its tensors have the dtype of the modules' folders, or float32 if these differ. The tokenizer's files come from
     ``Data.tokenizer``, with a token for images; the image processor's files come from the tower's folder. Files that do
@@ -37,8 +37,8 @@ def write_whole(recipe: Recipe, model: Composed, read: Read, out: Path) -> int:
 
     Args:
       recipe: the run's.
-      model: the folder's content.
-      read: a function of names of leaves, such as ["llm/embed"], that returns the whole leaves by name.
+      model: the folder's content, as ``compose_run`` gives it.
+      read: a function of names of the run's leaves, such as ["llm/embed"], that returns the whole leaves by name.
       out: the directory to make.
 
     Returns:
@@ -77,7 +77,7 @@ def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
 
     Args:
       recipe: the run's.
-      model: the folder's content.
+      model: the folder's content, as ``compose_run`` gives it.
     """
     text, tower = _text_folder(recipe), recipe.model.folder(model.modules[0])
     files = {name: (text / name).read_bytes() for name in _TEXT_FILES if text and (text / name).is_file()}
@@ -101,6 +101,9 @@ def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
 
 def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, bytes]:
     """The new content of a language model's small files that new tokens change, by file name; {} without new tokens.
+
+    The files are "config.json" with the new "vocab_size" and, if the tokenizer is a folder's, "tokenizer.json" and
+    "tokenizer_config.json".
 
     Args:
       recipe: the run's.

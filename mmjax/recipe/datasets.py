@@ -79,8 +79,8 @@ def mixture(datasets: Mapping[str, Datasets], shares: Mapping[str, float]) -> Da
     """A mixture of datasets that each have one; length and batch are the first one's.
 
     Args:
-      datasets: results of ``messages``, each by a name of its own.
-      shares: the share of the samples that each gives, by the same names.
+      datasets: results of ``messages``, each by a name of its own, such as "chats".
+      shares: the share of the samples that each gives, by the same names, such as {"chats": 0.75, "charts": 0.25}.
 
     Raises:
       ValueError: names differ between both, or there are none.

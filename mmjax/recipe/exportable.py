@@ -17,10 +17,11 @@ def compose_run(recipe: Recipe, vocab: int, image_token: int) -> tuple[Composed 
     Args:
       recipe: the run's.
       vocab: rows of the language model's embedding table.
-      image_token: id of the token that stands for an image's.
+      image_token: id of the token that stands for an image, as ``image_token(recipe)`` gives it.
 
     Returns:
-      The folder and "", or None and the reason: "" if the modules come from one whole model's folder already.
+      The folder, for ``write_whole``, and ""; or None and the reason: "" if the modules come from one whole model's
+      folder already.
     """
     if recipe.model.weights and all(recipe.model.folder(name) == recipe.model.weights for name in _modules(recipe)):
         return None, ""
@@ -33,9 +34,9 @@ def compose_run(recipe: Recipe, vocab: int, image_token: int) -> tuple[Composed 
 
 
 def export_advice(recipe: Recipe) -> tuple[str, ...]:
-    """One line that says why a run with modules from folders cannot be exported as one folder; () if it can.
+    """(line,), which says why a run with modules from folders cannot be exported as one folder; () if it can.
 
-    () also for a run without such modules.
+    () also for a run without such modules. ``recipe`` is such as ``load_config(["digits_vlm"])`` gives it.
     """
     unwritten = [name for name in _modules(recipe) if not recipe.model.folder(name)]
     if len(unwritten) == len(_modules(recipe)):

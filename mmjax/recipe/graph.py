@@ -16,6 +16,8 @@ from mmjax.recipe.specs import ModuleSpec
 def check_graph(model: ModelSpec) -> None:
     """Requires that each edge joins two modules that go together, and that each encoder reads its kind of input.
 
+    ``model`` is such as ``load_config(["digits_vlm"]).model``.
+
     Raises:
       ConfigError: one line that names the setting, its value and a legal one.
     """

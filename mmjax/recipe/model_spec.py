@@ -271,6 +271,9 @@ class ModelSpec:
 def edge(source: str, target: str, **settings: Any) -> EdgeSpec:
     """An edge from the node ``source`` to the node ``target``; ``settings`` are fields of ``EdgeConfig``.
 
+    They are ``index``, the name of the target's host input of places, and ``inject`` and ``levels``, tuples of layers:
+    ``edge("vision", "llm", inject=(0, 1), levels=(5, 11))``.
+
     Raises:
       ConfigError: a value is illegal.
     """

@@ -9,7 +9,10 @@ from mmjax.weights.folder import read_config
 
 
 def positions_of(recipe: Recipe) -> int:
-    """The number of positions that the language model's folder states; 0 if it states none, or there is no folder."""
+    """The number of positions that the language model's folder states; 0 if it states none, or there is no folder.
+
+    It is "max_position_embeddings" of the ``config.json``. ``recipe`` is such as ``load_config(["digits_vlm"])``.
+    """
     llm, folder = recipe.model.llm, recipe.model.folder(recipe.model.llm.name)
     try:
         folder_config = read_config(folder) if folder else {}

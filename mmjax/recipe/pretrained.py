@@ -19,7 +19,10 @@ from mmjax.weights.table import Shape, View, expand, match
 
 
 def pretrained_folders(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """The parts that start from folders of safetensors, by folder: {"/models/llava": ("vision", "llm")}."""
+    """The parts that start from folders of safetensors, by folder: {"/models/llava": ("vision", "llm")}.
+
+    {} if none does. ``recipe`` is such as ``load_config(["digits_vlm"])``.
+    """
     folders: dict[str, list[str]] = {}
     for module in recipe.model.parts:
         if folder := recipe.model.folder(module):
@@ -33,7 +36,11 @@ def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) ->
     Args:
       recipe: the run's.
       path: the folder; a key of ``pretrained_folders``.
-      shapes: whole shapes of all leaves of the model, by name such as "llm/embed".
+      shapes: whole shapes of all leaves of the model by name, such as {"llm/embed": (32000, 4096)}.
+
+    Returns:
+      The opened folder, ``places``, by leaf the key of its tensor and the leaf as a ``View`` of it, and ``copies``, by
+      key of a tensor's duplicate the leaf and the view.
 
     Raises:
       ConfigError: the folder cannot be used, or does not fit; one line.
@@ -70,7 +77,11 @@ def folder_parameters(recipe: Recipe, path: str, shapes: Mapping[str, Shape]) ->
 
 
 def adapted_module(recipe: Recipe, name: str) -> AdaptedModule:
-    """The module ``name``, such as "llm", which has adapters, with the names that folders of PEFT give its weights."""
+    """The module ``name``, such as "llm", which has adapters, with the names that folders of PEFT give its weights.
+
+    ``recipe`` is a configuration as ``load_config(["run.gin"])`` gives it. The result is an argument of
+    ``adapter_rows`` and ``adapter_config``.
+    """
     node = recipe.model[name]
     return AdaptedModule(
         name=name,

@@ -12,7 +12,9 @@ from mmjax.models.config import LLM
 
 
 def check_ranks(layouts: Mapping[str, Layout]) -> None:
-    """Checks that any two modules share no ranks, all of them, or whole stages of one; ``layouts`` are by module.
+    """Checks that any two modules share no ranks, all of them, or whole stages of one.
+
+    ``layouts`` are by module: {"vision": Layout(), "llm": Layout(tp=2, rank_offset=1)}; "llm" is needed.
 
     Raises:
       ConfigError: they share others; the message has an offset that fits.
@@ -43,10 +45,10 @@ def _is_stages(inner: Layout, outer: Layout) -> bool:
 
 
 def free_offset(layout: Layout, fixed: Sequence[Layout]) -> int:
-    """The `rank_offset` with which `layout` is `compatible` with each of the `fixed` layouts.
+    """The `rank_offset` with which `layout` is `compatible` with each of the `fixed` layouts, one or more.
 
     Of several it is the one with which all layouts need the fewest devices, then the nearest to the offset that the
-    layout has. There is always one: behind all others.
+    layout has. There is always one: behind all others. It is a rank, counted from 0.
     """
     end = max(neighbour.end for neighbour in fixed)
     edges = {rank for neighbour in fixed for rank in (*map(neighbour.first_rank, range(neighbour.pp)), neighbour.end)}

@@ -35,27 +35,35 @@ def one_f_one_b(microbatches: int) -> ScheduleConfig:
 
 
 def gpipe(microbatches: int) -> ScheduleConfig:
-    """All forwards, then all backwards (Huang et al., "GPipe")."""
+    """All forwards of a step's ``microbatches``, such as 8, then all backwards (Huang et al., "GPipe")."""
     return ScheduleConfig(name="gpipe", microbatches=microbatches)
 
 
 def interleaved(microbatches: int) -> ScheduleConfig:
-    """1F1B over several chunks of layers a rank (Narayanan et al., "Megatron-LM"); set ``Layout.chunks``."""
+    """1F1B of ``microbatches`` over several chunks of layers a rank (Narayanan et al., "Megatron-LM"); set
+    ``Layout.chunks``.
+    """
     return ScheduleConfig(name="interleaved", microbatches=microbatches)
 
 
 def zb_h1(microbatches: int) -> ScheduleConfig:
-    """1F1B whose weight gradients fill the bubble (Qi et al., "Zero Bubble", H1)."""
+    """1F1B of ``microbatches`` whose weight gradients fill the bubble (Qi et al., "Zero Bubble", H1)."""
     return ScheduleConfig(name="zb-h1", microbatches=microbatches)
 
 
 def three_phase(microbatches: int, *, window: int = 0) -> ScheduleConfig:
-    """Encoders' forwards, the LLM's steps, encoders' backwards, over ``window`` microbatches at a time; 0 is all."""
+    """Encoders' forwards, the LLM's steps, encoders' backwards, over ``window`` microbatches at a time; 0 is all.
+
+    ``microbatches`` is their number in a step.
+    """
     return ScheduleConfig(name="three-phase", microbatches=microbatches, window=window)
 
 
 def nested(microbatches: int, *, inner: str = ONE_F_ONE_B) -> ScheduleConfig:
-    """Lanes of encoders run in the gaps of the LLM's ``inner`` schedule; set ``Layout.lanes``."""
+    """Lanes of encoders run in the gaps of the LLM's ``inner`` schedule, such as "1f1b"; set ``Layout.lanes``.
+
+    ``microbatches`` is their number in a step.
+    """
     return ScheduleConfig(name="nested", microbatches=microbatches, inner=inner)
 
 
@@ -63,9 +71,9 @@ def check_schedule(schedule: str, layouts: Mapping[str, Layout], encoders: Colle
     """Requires that a schedule has a place for the lanes and copies of all modules, and the lanes that it nests.
 
     Args:
-      schedule: the value of ``Train.schedule``.
-      layouts: the layout of each module.
-      encoders: names of the encoders.
+      schedule: the value of ``Train.schedule``, such as "1f1b".
+      layouts: the layout of each module: {"vision": Layout(), "llm": Layout(pp=2)}.
+      encoders: names of the encoders, such as ["vision"].
 
     Raises:
       ConfigError: it has not; one line that names the setting, its value and a legal one.

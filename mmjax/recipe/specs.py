@@ -186,9 +186,17 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
 
 
 def generator(name: str, settings: Any, projector: ProjectorConfig | None = None) -> ModuleSpec:
-    """A node that draws from the LLM's features, or speaks; arguments and errors as for ``encoder``.
+    """A node that draws from the LLM's features, or speaks.
 
-    Settings are such as ``DiTConfig``, or a ``DecoderConfig`` with a ``vocab`` for a generator that speaks in codes.
+    Args:
+      name: its name in the model, such as "painter".
+      settings: such as ``DiTConfig``, or a ``DecoderConfig`` with a ``vocab`` for a generator that speaks in codes; or
+        a ``Module`` of a user's class.
+      projector: the projector at its start; by default one with the defaults.
+
+    Raises:
+      ValueError: the settings are of no family of generators, or the module's class cannot be imported by its name.
+      ConfigError: the class of a module or of its settings lacks what mmjax reads; the message names it.
     """
     return _node(name, "generator", settings, projector or ProjectorConfig())
 

@@ -7,7 +7,13 @@ from mmjax.recipe.recipe import Recipe
 
 
 def require_targets(recipe: Recipe) -> None:
-    """Requires that samples have something to draw, or to speak, for every trained generator. Raises ConfigError."""
+    """Requires that samples have something to draw, or to speak, for every trained generator.
+
+    ``recipe`` is the configuration, such as ``load_config(["digits_vlm"])``.
+
+    Raises:
+      ConfigError: they have nothing; one line that names a fix.
+    """
     drawn, spoken, drawing_fix = recipe.data.drawn, recipe.data.spoken, recipe.data.origin.drawing_fix
     for name in recipe.model.generators:
         speaks = name in recipe.model.talkers

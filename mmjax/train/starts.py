@@ -270,7 +270,9 @@ def frozen_elsewhere(recipe: Recipe, restored: Metadata) -> dict[str, LeafInfo]:
 def find_starts(recipe: Recipe) -> Starts:
     """Finds the origin of each module's parameters in a new run. Reads no leaf, and uses no device.
 
-    `Starts.loaded` has an entry for each folder with saved parameters, `Starts.fresh` the modules with new values.
+    `Starts.loaded` has a `Start` for each folder with saved parameters, first folders of safetensors, then runs:
+    `saved` says where each leaf is, `modules` are the names of those that start from it, such as ("vision", "llm"), and
+    `converted` has a text for each module that changes dtype. `Starts.fresh` are the names of modules with new values.
 
     recipe: the configuration, as `load_config(["run.gin"])` gives it.
 

@@ -54,20 +54,24 @@ class _Last(nnx.Module):
 def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
     neither.
+
+    A ``Part`` creates parameters together; ``Part.declarations`` has their shapes by name, such as "patch/kernel". The
+    first stage has "patch", the last "last_modulation" and "velocity".
     """
     return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
 
 
 def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
-    """Features of noisy patches; the condition is not added yet. ``p`` has "patch", the kernel and bias of the first
-    stage.
+    """Features of noisy patches, ``[R, T, E]`` with E numbers each; the condition is not added yet.
+
+    ``p`` are the generator's parameters of the first stage, {"patch": {"kernel": [E, D], "bias": [D]}}.
     """
     kernel = p["patch"]["kernel"]
     return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
 
 
 def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
-    """cos(π k t), then sin(π k t), for k = 1 … ``frequencies``, so Q is 2 · ``frequencies``; in fp32.
+    """cos(π k t), then sin(π k t), for k = 1 … ``c.frequencies``, so Q is 2 · ``frequencies``; in fp32.
 
     ``times_RT`` are the shares of noise of the patches' pictures, from 0 to 1.
     """
@@ -78,7 +82,13 @@ def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "
 def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
     """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed pictures.
 
-    The context's inputs include "times", and ``x_RTD`` has the dtype of the stage.
+    The parameters are a dict with "modulation", "attn" and "mlp".
+
+    Args:
+      c: the settings.
+      context: such as ``Context.of(axes, inputs, "full")``; its inputs are "segments", "positions" [R, T, 2] and
+        "times".
+      x_RTD: the input of the first layer, of which the dtype is read.
 
     Raises:
       ValueError: the stage reads no positions.
@@ -103,7 +113,8 @@ def velocity(
     """The last stage's prediction of each patch's velocity, in fp32.
 
     Args:
-      p: the generator's parameters of the last stage: "last_modulation" and "velocity".
+      p: the generator's parameters of the last stage: "last_modulation" and "velocity", each with "kernel"
+        and "bias".
       c: the settings.
       x_RTD: the output of the last layer.
       times_RT: the share of noise of each patch's picture, from 0 to 1.
@@ -135,7 +146,8 @@ def euler(
 
     Args:
       c: settings of the generator.
-      inputs: the host inputs of each microbatch by name, with noise as "patches" [R, T, E]; "times" are replaced.
+      inputs: the host inputs of each microbatch by name, with noise as "patches" [R, T, E], and "times" [R, T], which
+        are replaced; others are passed on.
       velocity: computes the last stage's prediction [R, T, E] of each microbatch for such inputs.
 
     Returns:

@@ -90,7 +90,8 @@ class _Head(nnx.Module):
 def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the first, the last, or both; () for neither.
 
-    A tied table is on both stages, and belongs to the first.
+    A ``Part`` creates parameters together; ``Part.declarations`` has their shapes by name. The first stage has "embed",
+    the last "norm" and, unless the table is tied, "head". A tied table is on both stages, and belongs to the first.
     """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
     if first and last:
@@ -104,6 +105,9 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 
 def block(c: DecoderConfig, context: Context) -> Block:
     """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
+
+    ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. The
+    parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"), "mlp_norm" and "mlp" ("gate", "up", "down").
 
     Raises:
       ValueError: the stage reads no positions.
@@ -128,9 +132,10 @@ def block(c: DecoderConfig, context: Context) -> Block:
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary, from hidden states after the final norm.
+    """fp32 logits of this rank's part of the vocabulary, from hidden states after the final norm; inside ``shard_map``.
 
     ``p`` are the LLM's parameters, of which "head", or "embed" of a tied table, is read. Padding entries are -1e30.
+    With sequence parallelism ``x_BTD`` has this rank's tokens, and the result those of all tp ranks.
     """
     return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab)
 
@@ -150,10 +155,10 @@ def losses(
     Args:
       p: the LLM's parameters, of which "head", or "embed" of a tied table, is read.
       c: the settings.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
       x_BTD: hidden states, equal on all tp ranks; this rank's tokens under sequence parallelism.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
-      weights_BT: weights of the targets.
+      weights_BT: weights of the targets; 0 for tokens that do not count.
     """
     by_token = token_losses_of(p, c, axes, x_BTD, targets_BT)
     by_name = {"loss": by_token.cross_entropy} | ({"z_loss": by_token.log_sum**2} if c.z_loss else {})
@@ -163,12 +168,14 @@ def losses(
 def token_losses_of(
     p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
 ) -> TokenLosses:
-    """Losses in nats of each token, ``[B, T]``, from hidden states after the final norm.
+    """Losses in nats of each token, from hidden states after the final norm.
+
+    They are ``cross_entropy`` and ``log_sum``, the logarithm of the softmax's denominator, each ``[B, T]``.
 
     Args:
       p: the LLM's parameters, of which "head", or "embed" of a tied table, is read.
       c: the settings.
-      axes: mesh axes by role.
+      axes: mesh axes by role, such as ``Axes()``.
       x_BTD: hidden states, equal on all tp ranks; this rank's tokens under sequence parallelism.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
     """

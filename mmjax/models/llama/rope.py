@@ -17,7 +17,8 @@ from mmjax.models.llama.config import DecoderConfig
 def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
     """Rotary embedding of queries or keys, with the settings' frequencies and the factor ``magnitude``.
 
-    Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``.
+    Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``. Component ``i`` is paired with ``i + K/2``,
+    and the result has the shape and dtype of ``x_BTHK``.
     """
     frequency_K = frequencies(c.head_width, c.rope_theta)
     if c.rope_scaling != "none":

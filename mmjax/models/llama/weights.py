@@ -87,7 +87,8 @@ _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta
 def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
     """The weights table of a model with these settings, with the keys of a folder of the language model alone.
 
-    A row's leaf is such as "layers/{}/attn/q", its keys ("model.layers.{}.self_attn.q_proj.weight",). The keys do not
+    A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, such as
+    ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor, such as the transpose. The keys do not
     depend on ``model_type``.
     """
     return tuple(_rows(c))
@@ -129,7 +130,7 @@ def unused(c: DecoderConfig) -> tuple[str, ...]:
 
 
 def settings(hf_config: Json) -> dict[str, Any]:
-    """Fields of ``DecoderConfig``, by name, from a ``config.json``.
+    """Fields of ``DecoderConfig``, by name, from a ``config.json``: {"layers": 32, "width": 4096, …}.
 
     Args:
       hf_config: its contents, or its part on the language model, as transformers 5 or 4 writes it. Missing keys have
@@ -233,7 +234,7 @@ def to_hf_config(
 
     Args:
       c: the settings, with a vocabulary size.
-      model_type: one of ``ALONE``; "" chooses the first that has all of these settings.
+      model_type: "llama", "mistral", "qwen2" or "qwen3"; "" chooses the first that has all of these settings.
       positions: the maximal sequence length in tokens; at least the scaled context is written.
       dtype: the tensors' dtype, such as "bfloat16".
 

@@ -56,7 +56,16 @@ class Adapters(nnx.Module):
 
 
 def adapted_weights(create: Create, lora: LoraConfig) -> Weights:
-    """The weights of one layer that have an adapter: the name in the layer, such as "attn/q", and the declaration."""
+    """The weights of one layer that have an adapter: the name in the layer, such as "attn/q", and the declaration.
+
+    Args:
+      create: creates the parameters of one layer, such as ``create`` of a ``LayerGroup`` among ``module.groups``.
+      lora: its targets are native names or patterns, such as ("attn/q", "mlp/*").
+
+    Returns:
+      Pairs in the order of their names; a ``Declaration`` has ``shape`` and ``dims``. () if none has an
+      adapter.
+    """
     return tuple((name, weight) for name, weight in _matrices(create).items() if lora.adapts(name))
 
 
@@ -69,9 +78,9 @@ def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
     """Raises `ConfigError` unless each target matches a weight of the module's layers.
 
     Args:
-      name: the module's name, for errors.
-      module: the module.
-      lora: the settings, with native names as targets.
+      name: the module's name, for errors, such as "llm".
+      module: the module, such as ``module_of(DecoderConfig())``.
+      lora: the settings, with native names as targets, such as ``LoraConfig(rank=8, targets=("attn/q",))``.
 
     Raises:
       ConfigError: a target matches none; the message lists the weights.
@@ -88,9 +97,12 @@ def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraCo
     Args:
       name: the module's name; the slice is of "<name>_lora".
       module: the module.
-      runs: the layers of the stage.
+      runs: the layers of the stage: the first of each pair of ``layer_runs(module, range(4))``.
       lora: settings of the adapters, with a rank above 0.
       tp: the tp degree.
+
+    Returns:
+      A ``ModuleSlice``, whose ``leaves()`` are such as {"layers": {"attn": {"q": {"a": leaf, "b": leaf}}}}.
     """
     adapter_runs = list[LayerRun]()
     for run in runs:
@@ -105,8 +117,11 @@ def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraCo
 def with_adapters(weights: Params, adapters: Params, scale: float) -> Params:
     """A copy of a stage's parameters of a module, with adapted weights replaced by ``Adapted``.
 
-    ``adapters`` are the parameters of "<module>_lora": a tree like ``weights`` with {"a", "b"} in place of each weight.
-    ``scale`` is alpha / rank.
+    Args:
+      weights: the module's parameters, a nested dict of arrays or handles.
+      adapters: the parameters of "<module>_lora": a dict like ``weights`` with {"a": …, "b": …} in place of each
+        weight, such as {"layers": {"attn": {"q": {"a": …, "b": …}}}}, without the weights that have no adapter.
+      scale: alpha / rank.
     """
     return {
         name: _adapted(weight, adapters[name], scale) if name in adapters else weight
@@ -124,14 +139,18 @@ def _adapted(weight: Any, adapters: Params, scale: float) -> Any:
 
 
 def lora_parameters(module: Module, lora: LoraConfig) -> int:
-    """The number of parameters of a module's adapters in all layers, whole and not of one rank."""
+    """The number of parameters of a module's adapters in all layers, whole and not of one rank.
+
+    ``module`` is such as ``module_of(DecoderConfig())``, ``lora`` such as ``LoraConfig(rank=8, targets=("attn/q",))``.
+    """
     weights = ((group.layers, adapted_weights(group.create, lora)) for group in module.groups)
     return sum(layers * lora.rank * sum(weight.shape) for layers, group in weights for _, weight in group)
 
 
 def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
-    """Forward FLOPs of a module's adapters over segments of these lengths in tokens or patches; class tokens are added
-    here.
+    """Forward FLOPs of a module's adapters over segments of these lengths, in tokens or patches without class tokens.
+
+    ``module`` is such as ``module_of(DecoderConfig())``, ``lora`` such as ``LoraConfig(rank=8, targets=("attn/q",))``.
     """
     special = module.medium.special if module.medium else 0
     return 2 * sum(int(n) + special for n in lengths) * lora_parameters(module, lora)

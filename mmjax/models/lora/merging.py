@@ -26,7 +26,8 @@ def require_adapters(adapters: Collection[str], *, merge: bool) -> None:
 def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
     """Parameters without adapters, with adapted weights replaced by W + (alpha / rank) A B in the dtype of W.
 
-    The leaves of other weights are the same arrays; ``leaves`` is not changed.
+    The leaves of other weights are the same arrays; ``leaves`` is not changed. Names stay:
+    "llm/layers/000/attn/q" is merged, and there is no "llm_lora/…".
 
     Args:
       leaves: complete parameters by logical name, such as "llm/layers/000/attn/q" and "llm_lora/layers/000/attn/q/a".

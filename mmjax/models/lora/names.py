@@ -25,10 +25,11 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
     The settings themselves are returned if nothing is to be converted, or for a module without a table of weights.
 
     Args:
-      name: the module's name.
-      lora: settings of its adapters.
-      family: the module's family.
-      settings: the module's settings.
+      name: the module's name, for errors, such as "llm".
+      lora: settings of its adapters, such as ``LoraConfig(rank=8, targets=("q_proj",))``, whose targets become
+        ("attn/q",).
+      family: the module's family, such as ``FAMILIES["llama"]``.
+      settings: the module's settings, such as a ``DecoderConfig``.
       folder: the folder of its pretrained weights; "" for none.
 
     Raises:
@@ -54,8 +55,13 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
 def layer_rows(family: Family, settings: Any, folder: str) -> tuple[Row, ...]:
     """The weights table of a module's layers, with the folder's keys; () for a module without a table.
 
-    ``settings`` are the module's, an instance of the family's configurable class; for "" as folder the keys are those
-    of a folder of the module alone.
+    A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, today's first, such as
+    ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor. "{}" is the layer's number.
+
+    Args:
+      family: the module's family, such as ``FAMILIES["llama"]``.
+      settings: the module's, an instance of the family's configurable class, such as ``DecoderConfig()``.
+      folder: the path of its pretrained weights; for "" the keys are those of a folder of the module alone.
     """
     try:
         if folder:

@@ -57,10 +57,12 @@ class AdaptedModule:
 def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of a module's ``LoraConfig`` from its PEFT folder, by name; {} if all fields are set, or no folder.
 
+    They are such as {"rank": 8, "alpha": 16.0, "targets": ("self_attn.q_proj",)}.
+
     Args:
-      name: the module's name.
-      values: fields that are set, by name; "path" is the folder.
-      family: the module's family.
+      name: the module's name, for errors, such as "llm".
+      values: fields that are set, by name; "path" is the folder, such as {"path": "adapters/mine"}.
+      family: the module's family, such as ``FAMILIES["llama"]``.
 
     Raises:
       ConfigError: the folder cannot be used, or contradicts a field that is set.
@@ -81,7 +83,7 @@ def adapter_settings(name: str, values: Mapping[str, Any], family: Family) -> di
 def read_settings(path: str, medium: str) -> dict[str, Any]:
     """The fields "rank", "alpha" and "targets" of ``LoraConfig`` from a PEFT folder.
 
-    Targets have the folder's names, such as "self_attn.q_proj".
+    They are such as {"rank": 8, "alpha": 16.0, "targets": ("self_attn.q_proj",)}; targets have the folder's names.
 
     Args:
       path: the folder.
@@ -120,7 +122,11 @@ def _of(key: str, medium: str) -> bool:
 def adapter_rows(module: AdaptedModule) -> tuple[Row, ...]:
     """The weights table of a module's adapters, with PEFT's keys: for each weight a row for A, then one for B.
 
-    A row's leaf is such as "layers/{}/attn/q/a".
+    Such a ``Row`` has the ``leaf`` "layers/{}/attn/q/a", the possible ``keys`` of its tensor, such as
+    ("base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight",), and its ``view`` of the tensor, the transpose.
+
+    ``module`` is such as ``adapted_module(recipe, "llm")``, with the weights table of its layers and its
+    ``LoraConfig``.
 
     Raises:
       ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
@@ -142,10 +148,12 @@ def _rows(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
-    """The contents of an ``adapter_config.json``.
+    """The contents of an ``adapter_config.json``, as PEFT reads them: "r", "lora_alpha", "target_modules" and so on.
+
+    "target_modules" are complete names without prefix, such as "model.layers.0.self_attn.q_proj", of all layers.
 
     Args:
-      module: the module with its adapters.
+      module: the module with its adapters, as ``adapted_module(recipe, "llm")`` gives it.
       base: the folder of the base model; "" for none.
 
     Raises:

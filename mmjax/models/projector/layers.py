@@ -54,13 +54,13 @@ class Newline(nnx.Module):
 def injected_name(layer: int) -> str:
     """The name of an additional projector's parameters, by the layer that its tokens enter: "inject003" for 3.
 
-    See ``Edge.inject``.
+    ``layer`` is an index in the LLM, from 0, as in ``Edge.inject``.
     """
     return f"inject{layer:03d}"
 
 
 def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
-    """Concatenates each run of ``together`` neighbouring features of a row.
+    """Concatenates each run of ``together`` neighbouring features of a row; ``together`` is m.
 
     Raises:
       ValueError: a rank's part of a row is no multiple of ``together``.
@@ -83,11 +83,12 @@ def project(
     """Maps each run of ``together`` features to one LLM token; patches are ordered accordingly.
 
     Args:
-      p: the parameters of a ``Projector`` on this tp rank.
-      together: the number of features of a token.
-      axes: mesh axes by role.
+      p: the parameters of a ``Projector`` on this tp rank: "up", "up_bias", "down" and "down_bias", or "kernel" and
+        "bias" of one layer, and "norm" if it has one.
+      together: m, the number of features of a token.
+      axes: mesh axes by role, such as ``Axes()``.
       x_RTD: features of this rank's tokens.
-      activation: a key of ``ACTIVATIONS``; not read by a projector of one layer.
+      activation: a key of ``ACTIVATIONS``, such as "gelu"; not read by a projector of one layer.
 
     Raises:
       ValueError: a rank's part of a row is no multiple of ``together``.

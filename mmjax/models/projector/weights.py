@@ -18,6 +18,8 @@ _MERGERS = ("qwen2_vl", "qwen2_5_vl")
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``ProjectorConfig``, by name, from the complete ``config.json`` of a composite model, such as LLaVA's.
 
+    They are "kind", "hidden", "activation" and "norm"; except for Qwen's models also "newline" and "most_tiles".
+
     Raises:
       ConfigError: the activation, products without biases, or the kind of tiles are not supported.
     """
@@ -48,8 +50,10 @@ def _most_tiles(hf_config: Mapping[str, Any]) -> int:
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
     """The weights table of LLaVA's projector and newline, or of Qwen2-VL's merger, with the oldest keys.
 
-    ``model_type`` is the composite model's, such as "llava" or "qwen2_vl". A row's leaf is such as "up", its keys
-    ("multi_modal_projector.linear_1.weight",).
+    A ``Row`` has the ``leaf``, such as "up", the possible ``keys`` of its tensor, such as
+    ("multi_modal_projector.linear_1.weight",), and its ``view`` of the tensor. The leaves are "up", "up_bias", "down"
+    and "down_bias". LLaVA's begin with "newline" if ``config.newline``, a merger's with "norm/scale" and, of a
+    LayerNorm, "norm/bias". ``model_type`` is the composite model's, such as "llava" or "qwen2_vl".
     """
     if model_type in _MERGERS:
         return _merger(config)

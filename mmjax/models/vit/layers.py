@@ -52,6 +52,10 @@ class ViTLayer(EncoderLayer):
 def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
     neither.
+
+    A ``Part`` creates parameters together; ``Part.declarations`` has their shapes by name, such as "patch/kernel". The
+    first stage has "patch", "position" and "class_token", as the settings have them, and "stem_norm" if
+    ``c.stem_norm``; the last has "norm" if ``c.last_norm``.
     """
 
     def norm(rngs: nnx.Rngs) -> Norm:
@@ -65,8 +69,9 @@ def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R T D"]:
     """Features of patches and class tokens, with learned positions, after the stem's norm if there is one.
 
-    ``p`` are the encoder's parameters of the first stage; the context's inputs include "patches" [R, T, P] and
-    "positions" [R, T, 2].
+    ``p`` are the encoder's parameters of the first stage: "patch", with "kernel" and "bias", and as the settings have
+    them "class_token", "position" and "stem_norm". P are the numbers of a patch, channels · patch², and the context's
+    inputs include "patches" [R, T, P] and "positions" [R, T, 2].
     """
     inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]
@@ -88,7 +93,8 @@ def _with_class_tokens(x_RTD: Array, token_D: Array, is_class_RT: Array) -> Arra
 def block(c: ViTConfig, context: Context) -> Block:
     """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed images.
 
-    Class tokens are not rotated.
+    ``context`` is such as ``Context.of(axes, inputs, "full")``, with "segments" and "positions" [R, T, 2] in its
+    inputs. The parameters are a dict with "attn_norm", "attn", "mlp_norm" and "mlp". Class tokens are not rotated.
 
     Raises:
       ValueError: the stage reads no positions, with rotary positions.

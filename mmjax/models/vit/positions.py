@@ -31,7 +31,8 @@ def learned(
     """Position embeddings of patches, and of class tokens (negative coordinates).
 
     Args:
-      table_ND: the table, an array or a handle, with the class token's row first, if there is one.
+      table_ND: the table of ``c.grid``² rows, row by row of the grid, an array or a handle; with the class token's row
+        first, if there is one.
       c: the settings.
       context: the context of the first stage, whose inputs include "positions" [R, T, 2] and "segments".
       like: an array with the dtype of the result of a resized table; otherwise the dtype is that of the table.
@@ -57,8 +58,9 @@ def sides(
     """The numbers of rows and columns of each patch's image, at least 1, from all S patches of the rows.
 
     Args:
-      segments_RT: the image of each of this rank's patches.
-      positions_RS2, segments_RS: row and column, and the image, of all patches of the same rows.
+      segments_RT: the number of the image of each of this rank's patches.
+      positions_RS2, segments_RS: row and column, from 0, and the number of the image, of all patches of the
+        same rows.
     """
     same_RTS = segments_RT[:, :, None] == segments_RS[:, None, :]
     last_RT = [
@@ -70,7 +72,8 @@ def sides(
 def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"]) -> Float[Array, "R T G"]:
     """fp32 weights of the table's places along one axis, for a patch at ``place`` of ``side`` patches; they sum to 1.
 
-    ``c.interpolate`` is "bicubic" or "bilinear".
+    ``place`` counts from 0; G is ``c.grid``, the table's places along the axis; ``c.interpolate`` is "bicubic" or
+    "bilinear".
     """
     scale_RT1 = (c.grid / side_RT.astype(jnp.float32))[..., None]
     centre_RT1 = (place_RT[..., None].astype(jnp.float32) + 0.5) * scale_RT1

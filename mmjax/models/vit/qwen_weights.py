@@ -42,6 +42,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``ViTConfig``, by name, from a ``vision_config`` whose "model_type" is a key of ``DEFAULTS``.
 
+    Such a type is "qwen2_vl" or "qwen2_5_vl"; the result is such as {"layers": 32, "width": 1280, …}.
+
     Raises:
       ConfigError: mmjax cannot compute the tower.
       KeyError: the model type is another one.
@@ -91,7 +93,11 @@ def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(c: ViTConfig) -> tuple[Row, ...]:
-    """The tower's weights table, with keys without the prefix "visual."; a row's leaf is such as "layers/{}/attn/q"."""
+    """The tower's weights table, with keys without the prefix "visual.".
+
+    A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", a tuple of one key, and its ``view`` of the tensor, such as
+    the transpose.
+    """
     return tuple(Row(leaf, (key,), view) for leaf, key, view in _named(c))
 
 

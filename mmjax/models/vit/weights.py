@@ -81,7 +81,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str, Any]:
-    """Fields of ``ViTConfig``, by name, from a config.json or its ``vision_config``.
+    """Fields of ``ViTConfig``, by name, from a config.json or its ``vision_config``: {"layers": 24, "width": 1024, …}.
 
     Args:
       hf_config: the configuration; its "whole" is the configuration of the composite model, such as LLaVA's.
@@ -183,7 +183,7 @@ def _layer_of(composite: Mapping[str, Any], family: str) -> int:
 
 
 def family_of(hf_config: Mapping[str, Any]) -> str:
-    """The family, a value of ``FAMILIES`` such as "clip", of a config.json or of its ``vision_config``.
+    """The family, "clip", "siglip", "siglip2", "dinov2" or "vit", of a config.json or of its ``vision_config``.
 
     Raises:
       ConfigError: its "model_type" is in none of ``FAMILIES``.
@@ -224,7 +224,10 @@ def _grid(family: str, c: Mapping[str, Any]) -> int:
 
 
 def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
-    """The tower's weights table in a folder of this ``model_type``; a row's leaf is such as "layers/{}/attn/q".
+    """The tower's weights table in a folder of this ``model_type``, such as "clip_vision_model".
+
+    A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the two possible ``keys`` of its tensor, without and with
+    the prefix of a whole model, and its ``view`` of the tensor, such as the transpose. Qwen's towers have one key.
 
     Raises:
       KeyError: the model type is none of ``FAMILIES`` and none of Qwen's.

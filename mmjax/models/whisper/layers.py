@@ -55,6 +55,9 @@ class AudioStem(nnx.Module):
 def parts(c: WhisperConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
     neither.
+
+    A ``Part`` creates parameters together; ``Part.declarations`` has their shapes by name, such as "conv1/kernel". The
+    first stage has "conv1", "conv2" and, if learned, "position"; the last has "norm".
     """
     stem = (Part(partial(AudioStem, c)),) if first else ()
     norm = (Part(lambda rngs: Norm(c.width), "norm"),) if last else ()

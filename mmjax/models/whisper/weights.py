@@ -45,7 +45,7 @@ _CONSTANT = {
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``WhisperConfig``, by name, from a config.json.
+    """Fields of ``WhisperConfig``, by name, from a config.json: {"layers": 4, "width": 384, …}.
 
     Args:
       hf_config: the configuration; its "extractor" is the configuration of the feature extractor, if the folder has
@@ -98,9 +98,10 @@ def to_hf_config(config: WhisperConfig, *, model_type: str = MODEL_TYPE) -> dict
 
 
 def rows(config: WhisperConfig, model_type: str) -> tuple[Row, ...]:
-    """The encoder's weights table; each row has the key with every of ``_PREFIXES``. ``model_type`` is not read.
+    """The encoder's weights table. ``model_type`` is not read.
 
-    A row's leaf is such as "layers/{}/attn/q".
+    A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, with the prefixes
+    "model.encoder.", "encoder." and "", and its ``view`` of the tensor, such as the transpose.
     """
     del model_type
     return tuple(Row(leaf, tuple(prefix + key for prefix in _PREFIXES), view) for leaf, key, view in _named(config))
