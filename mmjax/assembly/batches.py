@@ -21,7 +21,13 @@ from mmjax.recipe import Recipe
 
 
 def batch_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> BatchSpec:
-    """The spec from which the batches of a run are made, also by data servers; ``order`` is its ``step_order``."""
+    """The spec from which the batches of a run are made, also by data servers; ``spec.maker()(0)`` is the first batch.
+
+    Args:
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      packer: the run's packer, such as ``plan(recipe).packer``.
+      order: reorders the samples of a step, as ``step_order(recipe, plan(recipe))`` gives it; ``None`` leaves them.
+    """
     return BatchSpec(
         data=recipe.data,
         packer=packer,
@@ -34,7 +40,12 @@ def batch_spec(recipe: Recipe, packer: Packer, order: StepOrder | None) -> Batch
 def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[BatchSpec, StepMaker]:
     """The spec of a run's batches, and the maker of this process's rows of them. All processes have to call it.
 
-    ``source`` has the run's training samples, see ``open_source``.
+    ``maker(0)`` is the ``StepBatch`` of the first step.
+
+    Args:
+      recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+      parts: the run on its devices, as ``place(recipe)`` gives it.
+      source: the run's training samples, as ``open_source(recipe, split="train")`` opens them.
 
     Raises:
       ConfigError: the processes have found different samples.
@@ -46,6 +57,8 @@ def batch_maker(recipe: Recipe, parts: PlacedRun, source: Source) -> tuple[Batch
 
 def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatches: int) -> ProcessRows | None:
     """The rows of a step's microbatches that this process's devices read; ``None`` for all, in a run of one process.
+
+    ``rows.cells["llm"]["tokens"]`` are the numbers of the cells, from 0, whose rows of "tokens" are read.
 
     Args:
       placed: the model on its devices, such as ``place(recipe).placed``.
@@ -85,6 +98,7 @@ def _cells(shard: int, dp: int, cells: int) -> range:
 def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
     """The bucket signature of a microbatch, such as (("vision", 0),), and its inputs: a pair for ``Executor.step``.
 
-    The inputs are arrays by module and input name. ``microbatch``: one of the ``microbatches`` of a step's batch.
+    The signature has (module, index of its bucket) pairs, sorted by module. The inputs are arrays by module and input
+    name. ``microbatch``: one of the ``microbatches`` of a step's batch.
     """
     return tuple(sorted(microbatch.bucket.items())), microbatch.inputs

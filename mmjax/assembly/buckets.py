@@ -57,13 +57,17 @@ def with_buckets(
 ) -> Recipe:
     """The configuration with the buckets of least compute, for each module that is given a number of buckets.
 
+    In place of the number, ``vision/Packing.buckets`` has at most so many (rows of a microbatch, patches per row)
+    pairs, cheapest first, such as ((8, 256), (8, 512)); for the LLM (rows, tokens per row). Without a number it is
+    ``recipe``.
+
     Compute is summed over steps of the run, with its seed, batch and order of samples, from metadata alone. So every
     process makes the same choice, and so does a run that continues.
 
     Args:
       recipe: the run's configuration, in which ``vision/Packing.buckets`` may be a number such as 4.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
-      say: called with a line for each module whose buckets are chosen now.
+      say: called with a line for each module whose buckets are chosen now, such as ``print``.
       before: the configuration of the run so far; its buckets stay while batch, data and layouts stay the same.
 
     Raises:
@@ -89,6 +93,8 @@ def with_buckets(
 
 def added_buckets(recipe: Recipe, packer: Packer) -> Iterator[str]:
     """Yields a line, without line break, for each bucket added because a module's own do not hold the largest cells.
+
+    "vision/Packing.buckets=((8, 64),): (16, 256) is added, which holds …". Modules without buckets by shape have none.
 
     Args:
       recipe: the run's configuration.

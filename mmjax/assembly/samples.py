@@ -15,7 +15,9 @@ from mmjax.recipe import Recipe
 
 
 def open_source(recipe: Recipe, *, split: str, skipped: Path | None = None) -> Source:
-    """The data of a run, for ``split`` "train" or "test".
+    """The samples of a run, for ``split`` "train" or "test".
+
+    Of the result ``meta(0)`` is the metadata of the first sample, and ``sample(0)`` the sample itself.
 
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.

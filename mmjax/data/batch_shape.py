@@ -43,9 +43,15 @@ class BatchOffsets:
 
 
 def place_arrays(batch: StepBatch) -> BatchOffsets:
-    """Gives every array of `batch` an offset in one block, in bytes, a multiple of `ALIGNMENT`; copies nothing.
+    """Gives every array of `batch` an offset in one block, in bytes, a multiple of `ALIGNMENT` (64); copies nothing.
 
-    Raises TypeError for an array whose dtype is not of `DTYPE_KINDS`.
+    batch: a step's batch, as `next(open_batches(…))` or a `StepMaker` gives it.
+
+    Returns:
+      `.arrays`, a tuple of (array, offset) pairs with ascending offsets; `.size`, bytes of the block; and `.batch`, the
+      batch as JSON, in which [dtype, shape, offset], such as ["<f4", [2, 3], 64], stands for each array.
+
+    Raises TypeError for an array that has neither booleans, integers nor floats.
     """
     arrays: list[tuple[np.ndarray, int]] = []
     size = 0

@@ -54,14 +54,16 @@ def require_access(data: DataConfig) -> None:
 def open_batches(
     spec: BatchSpec, maker: StepMaker, *, steps: int, start_step: int, report: Callable[[str], None]
 ) -> Batches:
-    """Batches of steps start_step … steps-1, from `Data.servers` if there are any and made here otherwise.
+    """An iterator over the batches of steps start_step … steps-1, from `Data.servers` if there are any, else made here.
+
+    Each item is a `StepBatch`, in order. Close it, or use it in a `with` block.
 
     Args:
-      spec: all that batches depend on.
+      spec: all that batches depend on, as `planned_batch_spec(recipe)` gives it.
       maker: `spec.maker()` with the rows of this process; it also names the rows that are requested of servers.
       steps: the number of the last step, plus 1.
-      start_step: the number of the first step.
-      report: receives one-line messages, from any thread.
+      start_step: the number of the first step, from 0.
+      report: receives one-line messages, from any thread, such as `print`.
 
     Raises:
       ConfigError: a token, certificate or list cannot be read, or every server refuses this run.

@@ -39,7 +39,9 @@ _NEVER = np.iinfo(np.int64).max
 def compute(bucket: Bucket, pairs: float) -> float:
     """Compute of a cell of this (rows, positions per row) shape, in units of a position's.
 
-    pairs: compute of a pair of positions in one row, in the same unit. A row of width w has w² pairs.
+    compute((4, 256), 0.0) is 1024.0.
+
+    pairs: compute of a pair of positions in one row, in the same unit, such as 0.001. A row of width w has w² pairs.
     """
     rows, width = bucket
     return rows * (width + pairs * width * width)
@@ -51,13 +53,17 @@ def compute(bucket: Bucket, pairs: float) -> float:
 def per_cell(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
     """(rows per cell, positions per row) shapes from shapes of a microbatch with `cells` cells.
 
-    Rows are divided by `cells` and rounded up; duplicates are removed, and the order stays.
+    Rows are divided by `cells` and rounded up; duplicates are removed, and the order stays: ((8, 256), (7, 256)) are
+    ((4, 256),) for 2 cells.
     """
     return tuple(dict.fromkeys((-(-rows // cells), width) for rows, width in buckets))
 
 
 def per_microbatch(buckets: Sequence[Bucket], cells: int) -> tuple[Bucket, ...]:
-    """(rows of a microbatch, positions per row) shapes from shapes of its `cells` cells, in the same order."""
+    """(rows of a microbatch, positions per row) shapes from shapes of its `cells` cells, in the same order.
+
+    Rows are multiplied by `cells`: ((4, 256),) is ((8, 256),) for 2 cells.
+    """
     return tuple((rows * cells, width) for rows, width in buckets)
 
 
@@ -73,14 +79,17 @@ def fill_buckets(
 
     If no configured bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of
     at most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit opens a row only
-    when the others hold floor(T / p) media or more.
+    when the others hold floor(T / p) media or more. An encoder without configured buckets gets one, with a row for each
+    medium.
 
     Args:
-      encoders: specs by name, with their configured (rows per cell, patches per row) buckets, if any.
-      worst: the source's worst case.
+      encoders: specs by name, {"vision": EncoderSpec(…)}, whose `buckets` are the configured (rows per cell, patches
+        per row) pairs, such as ((8, 256),); () for none.
+      worst: the source's worst case, `source.worst_case()`.
       rows_per_cell: samples of a cell.
       sequence_length: tokens of an LLM row.
-      pairs: by module, see `Packer`; 0 for a module that is missing.
+      pairs: by module, the compute of a pair of positions of one row relative to a position's, such as {"vision":
+        0.001}; 0 for a module that is missing.
 
     Raises:
       ConfigError: `sequence_length` or an encoder's learned positions are too small for the worst case, or the width
@@ -118,11 +127,12 @@ def text_buckets(
     """The LLM's buckets, cheapest first; if none holds a cell of the longest samples, one that does is added.
 
     Args:
-      buckets: the configured (rows per cell, tokens per row) buckets; the result is () if there are none.
-      worst: the source's worst case.
+      buckets: the configured (rows per cell, tokens per row) buckets, such as ((4, 1024),); the result, which has the
+        same form, is () if there are none.
+      worst: the source's worst case, `source.worst_case()`.
       samples_per_cell: the most samples of a cell.
       sequence_length: the most tokens of a row.
-      pairs: see `compute`.
+      pairs: compute of a pair of tokens in one row relative to a token's, such as 0.001; it decides which is cheaper.
 
     Raises:
       ConfigError: a bucket is wider than `sequence_length`.
@@ -227,13 +237,13 @@ def plan_some_steps(
     The steps are 0, 1, 3, 6, 10, …, denser at the beginning; they do not depend on where the run ends.
 
     Args:
-      packer: packs the samples.
+      packer: packs the samples, such as `plan(recipe).packer`.
       meta: returns the metadata of a sample from its index, such as `Source.meta`.
       global_batch: samples of a step.
-      order: reorders the samples of a step; by default they stay as they come.
+      order: reorders the samples of a step, as `step_order(recipe, parts)` gives it; by default they stay as they come.
 
     Returns:
-      For each of these steps, the plans of its microbatches.
+      For each of these steps, ascending, a tuple with the plan of each of its microbatches.
     """
     plans = []
     for number in range(max(_STEPS[0], min(_STEPS[1], _SAMPLES // global_batch))):
@@ -246,10 +256,12 @@ def plan_some_steps(
 
 
 def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together: bool) -> list[list[list[int]]]:
-    """Positions of each segment of `module`, as in `Cells.sizes`: by microbatch, then by cell.
+    """Positions of each segment of `module`, as in `Cells.sizes`: `result[microbatch][cell]` is a list of them.
+
+    A microbatch with two cells of one sample each is [[96], [80]] for "llm".
 
     Args:
-      parts: for each step, the plans of its microbatches.
+      parts: for each step, the plans of its microbatches, as `plan_some_steps` gives them.
       module: "llm", or the name of an encoder or generator.
       together: whether all cells of a step form one item of the result, as they share a bucket.
     """
@@ -261,12 +273,12 @@ def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together
 
 
 def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:
-    """The cells of `module` in the microbatches of some steps, and their bounds.
+    """The cells of `module` in the microbatches of some steps, and their bounds, for `choose`.
 
     Args:
       packer: the packer that planned them.
-      worst: the source's worst case.
-      parts: for each step, the plans of its microbatches (see `plan_some_steps`).
+      worst: the source's worst case, `source.worst_case()`.
+      parts: for each step, the plans of its microbatches, as `plan_some_steps` gives them.
       module: "llm", or the name of an encoder or generator.
     """
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
@@ -295,6 +307,13 @@ def choose(cells: Cells, count: int) -> ChosenBuckets:
 
     Dynamic programming searches only chains, in which each bucket holds all that a cheaper one holds. If all candidates
     have the same width, the best chain is also the best set. Candidates for widths come from `_widths`.
+
+    cells: the cells of a module, as `cells_for(packer, worst, parts, "vision")` gives them.
+
+    Returns:
+      `.buckets`, (rows per cell, positions per row) pairs, cheapest first, such as ((4, 256), (4, 512)); the shares of
+      padding in compute, 0 to 1, with them (`.padding`) and with the last alone (`.alone`); and `.microbatches`, the
+      number that was read.
     """
     widths = _widths(cells)
     rows_NW = np.array([_rows(of_microbatch, widths) for of_microbatch in cells.sizes], np.int64)
@@ -314,15 +333,18 @@ def shortest_chain(
 ) -> tuple[Bucket, ...]:
     """The chain of at most `count` buckets of least compute; each holds every microbatch that a cheaper one holds.
 
-    Buckets are (rows, width) pairs, cheapest first.
+    Buckets are (rows, width) pairs, cheapest first. Widths are among `widths`.
     Ties go to fewer buckets, so the result is a pure function of its arguments.
 
     Args:
-      rows_NW: int, rows that each microbatch needs at each width.
-      widths: the W widths.
-      tops: buckets that hold every microbatch; the costliest bucket of the chain is one of them.
+      rows_NW: int64, rows that each of N microbatches needs at each width; the largest int64 where a row of this width
+        is too short for a segment.
+      widths: the W widths, such as (256, 512).
+      tops: buckets that hold every microbatch; the costliest bucket of the chain is one of them. Their widths are among
+        `widths`.
       count: the most buckets.
-      pairs: see `compute`.
+      pairs: compute of a pair of positions in one row relative to a position's, see `compute`; 0.0 counts positions
+        alone.
     """
     rows_NW, weight_N = np.unique(rows_NW, axis=0, return_counts=True)
     candidates = {*tops}

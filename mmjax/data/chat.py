@@ -67,7 +67,14 @@ class Template:
 def require_writable(template: Template, turns: Sequence[Turn], tools: Sequence[Any] = ()) -> None:
     """Raises ValueError unless the pieces of `template` can write all turns. There is at least one turn.
 
-    They cannot write tools, roles other than "user", "assistant" and "system", or keys of `turns.MEANINGFUL`.
+    They cannot write tools, roles other than "user", "assistant" and "system", or the keys "tool_calls",
+    "function_call", "reasoning_content", "reasoning" and "thinking" of a turn. A template whose `question` has
+    "{system}" takes questions and answers in turn, a question first.
+
+    Args:
+      template: one of `TEMPLATES`, such as TEMPLATES["vicuna"], or another `Template`.
+      turns: the dialogue, such as (Turn(role="user", text="hello"), Turn(role="assistant", text="hi")).
+      tools: descriptions of tools; with any, the error is raised.
     """
     fix = "which the template of a folder alone can write (Source.template='folder')"
     if tools:

@@ -331,9 +331,10 @@ def _nearest(target: Sequence[int], source: Sequence[int]) -> np.ndarray:
 
 
 def shown(encoders: Mapping[str, EncoderSpec]) -> list[str]:
-    """The names in `encoders` of those whose tokens the LLM reads.
+    """The names in `encoders` of those whose tokens the LLM reads, in their order; `encoders` are specs by name.
 
     The tokens of an encoder replace its placeholders; a generator reads the LLM's output at its placeholders instead.
+    So generators are left out, and encoders whose `text_index` is None.
     """
     return [name for name, spec in encoders.items() if not spec.drawn and spec.text_index is not None]
 

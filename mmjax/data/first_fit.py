@@ -8,6 +8,8 @@ from collections.abc import Sequence
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     """The (row, offset) of each item, in the order of `sizes`. Items go into the first row with room, largest first.
 
+    Both count from 0: sizes [2, 3] in rows of 4 are at [(1, 0), (0, 0)].
+
     Every size must be at most `capacity`. Ties keep the given order, so the result is a pure function of `sizes`.
     """
     free: list[int] = []
@@ -22,12 +24,14 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
 
 
 def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
-    """The (row, offset) of each item, in the order of `sizes`, in `rows` rows of `capacity`.
+    """The (row, offset) of each item, both from 0, in the order of `sizes`, in `rows` rows of `capacity`.
 
     The rows must be enough for `first_fit_decreasing`.
 
     Balances the compute of rows, n + pairs * n² for an item of size n: largest first, each into the row with the least
     compute among those with room. If this leaves an item without room, or `pairs` is 0, first fit decides.
+
+    pairs: compute of a pair of positions of an item relative to a position's, such as 0.001.
     """
     if not pairs:
         return first_fit_decreasing(sizes, capacity)
@@ -45,7 +49,7 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
 
 
 def rows_needed(sizes: Sequence[int], width: int) -> int:
-    """Number of rows of `width` that first fit needs for the segments of a cell.
+    """Number of rows of `width` that first fit needs for the segments of a cell, largest first; 0 for none.
 
     sizes: number of positions of each segment, at most `width`.
     """

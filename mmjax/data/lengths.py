@@ -11,7 +11,7 @@ FIGURES = ("count", "mean", "median", "p90", "p99", "most")
 
 
 def figures_of(lengths: Sequence[int]) -> dict[str, float]:
-    """The `FIGURES` of some lengths, by name; all zero if there are none.
+    """The statistics of some lengths: "count", "mean", "median", "p90", "p99" and "most"; all 0 if there are none.
 
     A percentile is one of the lengths: the smallest for which that share of all lengths is not larger.
     """
@@ -27,6 +27,8 @@ def figures_of(lengths: Sequence[int]) -> dict[str, float]:
 
 def lengths_of(metas: Sequence[SampleMeta], media: Iterable[str]) -> dict[str, list[int]]:
     """Lengths by module: under "llm" the tokens of each sample, under each name of `media` the patches of each medium.
+
+    Such as {"llm": [96, 80], "vision": [64, 64, 16]}, in the order of `metas`.
 
     media: names of encoders and generators; a list is empty if no sample has media of that name.
     """

@@ -40,8 +40,8 @@ _logger = logging.getLogger(__name__)
 def tokenizer_of(data: DataConfig, encoders: Sequence[str]) -> Tokenizer:
     """The tokenizer of `data.tokenizer`, with a placeholder for each of `encoders`.
 
-    encoders: names of encoders and generators, in the order of the model. Raises ConfigError if the tokenizer cannot be
-    read.
+    encoders: names of encoders and generators, in the order of the model, such as ["vision"]. Raises ConfigError if the
+    tokenizer cannot be read.
     """
     return make_tokenizer(data.tokenizer, encoders, data.image_encoder, data.new_tokens)
 
@@ -57,13 +57,16 @@ def make_source(
 ) -> Source:
     """The samples of a run, for `split` "train" or "test".
 
+    Of the result `meta(0)` is the metadata of the first sample, `sample(0)` the sample itself, and `worst_case()`
+    bounds all.
+
     Args:
-      data: the run's data.
-      encoders: specs of the model's encoders and generators, by name.
+      data: the run's data, `recipe.data`, such as `DataSpec(DataConfig(task="digits"))`.
+      encoders: specs of the model's encoders and generators, by name: {"vision": EncoderSpec(…)}.
       seed: the run's seed.
       split: "train" or "test".
-      observer: receives the progress of collecting metadata, where that is necessary.
-      skipped: path of a file for the names of records that cannot be read.
+      observer: receives the progress of collecting metadata, where that is necessary; None shows nothing.
+      skipped: path of a JSONL file for the names of records that cannot be read; None writes none.
 
     Raises:
       ConfigError: an encoder that `data` names is not in the model or is for other media, or the data cannot be read.
@@ -105,15 +108,19 @@ def make_packer(
 
     Args:
       config: the data's configuration; only its `sequence_length` is read.
-      encoders: specs of encoders and generators by name, with their configured (rows per cell, patches per row)
-        buckets, if any.
-      source: gives the worst case.
-      tokenizer: gives the token that fills up rows.
+      encoders: specs of encoders and generators by name, {"vision": EncoderSpec(…)}, with their configured (rows per
+        cell, patches per row) buckets, if any.
+      source: gives the worst case, as `make_source` opens it.
+      tokenizer: gives the token that fills up rows, as `tokenizer_of` reads it.
       global_batch: samples of a step.
       microbatches: microbatches of a step.
-      cells: cells of a microbatch.
-      one_bucket, pairs, axes, mask: see `Packer`.
+      cells: cells of a microbatch, the least common multiple of all modules' dp.
+      one_bucket: whether all microbatches of a step share a bucket.
       text: the LLM's configured (rows per cell, tokens per row) buckets; () gives each sample a row of its own.
+      pairs: by module, the compute of a pair of positions of one segment relative to a position's, such as
+        {"llm": 0.001}; 0 for a module that is missing.
+      axes: numbers of a position in the LLM's rows: 1, or 3 for M-RoPE.
+      mask: rules for the pairs of LLM tokens that attend, such as "text sees all before; vision sees vision in item".
 
     Raises:
       ConfigError: the sequence length, a bucket or an encoder's positions do not suit the worst case.
@@ -195,9 +202,9 @@ MOST_STEPS = 2**40
 
 
 def steps_of(make: StepMaker, first: int = 0, stop: int = MOST_STEPS) -> Any:
-    """The Grain `MapDataset` of the batches of steps first … stop-1: item i is the batch of step first + i.
+    """The Grain `MapDataset` of the batches of steps first … stop-1: item i is the `StepBatch` of step first + i.
 
-    A batch is made when it is indexed.
+    A batch is made when it is indexed. make: the maker of batches, such as `planned_batch_spec(recipe).maker()`.
     """
     import grain  # slow to import, and batches can be made one by one without it
 

@@ -84,13 +84,19 @@ def hann(length: int) -> Float[np.ndarray, " N"]:
 
 
 def hertz_to_mel(hertz: np.ndarray) -> np.ndarray:
-    """The place of each frequency on the mel scale (see the head of this module); same shape, float64."""
+    """The place of each frequency on the mel scale: 3f / 200 below 1000 hertz, else 15 + 27 · ln(f / 1000) / ln 6.4.
+
+    The result, float64, has the shape of ``hertz``.
+    """
     above = np.log(np.maximum(hertz, _BREAK_HERTZ) / _BREAK_HERTZ) / _STEP
     return np.where(hertz < _BREAK_HERTZ, hertz * _BREAK_MEL / _BREAK_HERTZ, _BREAK_MEL + above)
 
 
 def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
-    """The frequency in hertz of each place on the mel scale: the inverse of `hertz_to_mel`."""
+    """The frequency in hertz of each place on the mel scale, such as 1000.0 for 15.0: the inverse of `hertz_to_mel`.
+
+    The result, float64, has the shape of ``mel``.
+    """
     above = _BREAK_HERTZ * np.exp(_STEP * (np.maximum(mel, _BREAK_MEL) - _BREAK_MEL))
     return np.where(mel < _BREAK_MEL, mel * _BREAK_HERTZ / _BREAK_MEL, above)
 
@@ -99,7 +105,9 @@ def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
 def mel_filters(sample_rate: int, window: int, mels: int) -> Float[np.ndarray, "M K"]:
     """Triangles over the frequencies of a transform of ``window`` samples, each of area 1 hertz, float64.
 
-    M is ``mels``, K is ``window // 2 + 1``. The array is cached: do not write into it.
+    M is ``mels``, K is ``window // 2 + 1``; column k is the frequency k · ``sample_rate`` / ``window`` in hertz. The
+    triangles overlap by half, at equal distances on the mel scale from 0 to half the ``sample_rate`` (samples per
+    second). The array is cached: do not write into it.
     """
     hertz_K = np.arange(window // 2 + 1) * sample_rate / window
     top = hertz_to_mel(np.asarray(sample_rate / 2))

@@ -25,10 +25,13 @@ def sample_words(
 ) -> dict[str, np.ndarray]:
     """The host inputs of a sample's tokens, by name: "is" and "attends" (uint32 [N]), and "items" (int32 [N]).
 
+    Bit r of "is" says whether rule r of the mask has the token among its keys, bit r of "attends" among its queries.
+    "items" are the numbers of ``sample_items``.
+
     Args:
-      rules: the rules of the mask.
+      rules: the rules of the mask, such as ``Rules.parse("all sees all before; vision sees vision in item")``.
       sample: the sample; only the places of its media's tokens are read, not the media.
-      grids: the patches of its media, as in ``SampleMeta.grids``.
+      grids: the patches of its media along every axis, as ``SampleMeta.grids`` has them: {"vision": ((16, 16),)}.
       encoders: the specs of encoders and generators, by name.
 
     Raises:
@@ -43,7 +46,7 @@ def sample_words(
 def token_kinds(sample: Sample, names: Mapping[str, object]) -> dict[str, Bool[np.ndarray, " N"]]:
     """The tokens of a sample that are of each kind: "prefix", "suffix", "text", "media", "all", and each of ``names``.
 
-    names: the names of encoders and generators; values are not read.
+    names: a mapping whose keys are names of encoders and generators, such as specs by name; values are not read.
 
     The prefix ends at the first learned token, or at the last answer if that comes first. So a token of an earlier
     answer, which is learned too, does not see later tokens.
@@ -58,7 +61,18 @@ def token_kinds(sample: Sample, names: Mapping[str, object]) -> dict[str, Bool[n
 
 
 def sample_items(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]) -> Int[np.ndarray, " N"]:
-    """The number of each token's medium in its sample, from 1, int32; 0 for text. An image and its tiles are one."""
+    """The number of each token's medium in its sample, from 1, int32; 0 for text. An image and its tiles are one.
+
+    Media are numbered encoder by encoder, in the order of ``encoders``.
+
+    Args:
+      sample: the sample; only the places of its media's tokens are read, not the media.
+      grids: the patches of its media along every axis, as ``SampleMeta.grids`` has them: {"vision": ((16, 16),)}.
+      encoders: the specs of encoders and generators with placeholders in the text, by name.
+
+    Raises:
+      ValueError: the sample has more placeholders than its media have tokens.
+    """
     items_N, number = np.zeros(len(sample.tokens), np.int32), 0
     for name, spec in encoders.items():
         counts = list(_token_counts(spec, grids.get(name, ()), sample, name))

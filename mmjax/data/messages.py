@@ -27,9 +27,12 @@ _EXAMPLE = (
 def parse_messages(text: str, name: str) -> list[Dialogue]:
     """The dialogues of a JSON text: one dialogue, a list of lists of messages, or JSONL with one dialogue a line.
 
+    A dialogue is a list of messages, such as [{"role": "user", "content": "hello"}], or an object that has this list
+    under "messages" and may have other keys, such as "tools".
+
     Args:
       text: the JSON.
-      name: the flag and its value, for errors.
+      name: the flag and its value, for errors, such as "--messages=prompts.json".
 
     Returns:
       The dialogues as they are in the JSON. Of a message, only the role of the last one has been checked.
@@ -67,13 +70,13 @@ def _dialogue(value: Any, number: int, name: str) -> Dialogue:
 
 
 def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: str) -> None:
-    """Writes dialogues as JSONL that a source of kind "messages" reads.
+    """Writes dialogues as JSONL that a source of kind "messages" reads: a line {"messages": […], …} for each.
 
     Args:
       dialogues: the dialogues, such as `parse_messages` returns.
       path: the file, which is overwritten.
-      media: the folder to which names of media are relative.
-      name: the flag and its value, for errors.
+      media: path or URL of the folder to which names of media are relative.
+      name: the flag and its value, for errors, such as "--messages=prompts.json".
 
     Raises:
       ConfigError: a message is malformed, or a medium is missing.

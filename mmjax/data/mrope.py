@@ -24,9 +24,13 @@ Grids = Mapping[str, Sequence[tuple[int, ...]]]
 def sample_positions(sample: Sample, grids: Grids, encoders: Mapping[str, EncoderSpec]) -> Int[np.ndarray, "N 3"]:
     """The positions of a sample's N tokens, int32: time, row and column.
 
+    A token of text, of a recording or of a picture to be drawn has one number three times. The token in row r and
+    column c of an image that begins at number n is at (n, n + r, n + c). The next token has the largest number so far
+    plus 1; the first has 0.
+
     Args:
       sample: the sample; only the places of its media's tokens are read, not the media.
-      grids: the patches of its media, as in ``SampleMeta.grids``.
+      grids: the patches of its media along every axis, as ``SampleMeta.grids`` has them: {"vision": ((16, 16),)}.
       encoders: the specs of encoders and generators, by name.
 
     Raises:

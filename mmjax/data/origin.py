@@ -12,7 +12,7 @@ _FIELD = "Data.task"
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task: `name` is a key of `TASKS`, or "package.module:Class", whose code is imported.
+    """The class of a task: `name` is "digits", "folder", or "package.module:Class", whose code is imported.
 
     Call `require_allowed` before, since importing runs code. Raises ConfigError if there is no such class, or it is no
     task.
@@ -27,5 +27,8 @@ def task_class(name: str) -> type[Task]:
 
 
 def origin_class(data: DataConfig) -> type[Task]:
-    """The class of the origin of samples; see `task_class`."""
+    """The class of the origin of samples: of the datasets if `data.sources` has any, else of the task `data.task`.
+
+    Raises ConfigError as `task_class`, if there is no such task.
+    """
     return task_class(SOURCES if data.sources else data.task)

@@ -19,8 +19,11 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
     """Patches [N, E] float32 of a medium, and the place of each patch along every axis [N, A] int32.
 
     The patches of a block (merge patches along every axis) are consecutive. Blocks, patches inside a block and pixels
-    inside a patch are row-major, channels last. Raises ValueError if a side is no multiple of patch * merge, or if the
-    axes or channels are not the encoder's.
+    inside a patch are row-major, channels last; E is `spec.patch_values`, such as 14 * 14 * 3. Places count patches
+    from 0: (row, column) of an image. Raises ValueError if a side is no multiple of patch * merge, or if the axes or
+    channels are not the encoder's.
+
+    medium: an image [h, w, C] or a recording [F, M] for the encoder or generator of `spec`.
     """
     *size, channels = medium.shape
     if len(size) != spec.axes or channels != spec.channels:
@@ -38,9 +41,9 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
 
 
 def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The medium, channels last, that `patchify` cuts into these patches.
+    """The medium, channels last, that `patchify` cuts into these patches: [h, w, C] for an image, or [F, M].
 
-    grid: number of patches along every axis, multiples of merge.
+    grid: number of patches along every axis, multiples of merge: (16, 16), or (50,) for a recording.
     """
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // k for side in grid]
@@ -50,7 +53,12 @@ def unpatchify(patches_NE: np.ndarray, grid: Sequence[int], spec: EncoderSpec) -
 
 
 def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
-    """The place of each patch along every axis [N, A] int32, in the order of `patchify`; `grid` as in `unpatchify`."""
+    """The place of each patch along every axis [N, A] int32, counted from 0: (row, column) of an image's patches.
+
+    They are in the order of `patchify`: the merge x merge patches of a block are consecutive.
+
+    grid: number of patches along every axis, multiples of merge: (16, 16), or (50,) for a recording.
+    """
     k, every = spec.merge, range(spec.axes)
     places = np.indices(grid, np.int32).reshape(spec.axes, *(n for side in grid for n in (side // k, k)))
     order = [1 + 2 * axis + level for level in range(2) for axis in every]
@@ -58,10 +66,10 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
 
 
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
-    """The shape for one patch of each input that is made from media, by name: "patches" is (E,).
+    """The shape for one patch of each input that is made from media, by name: {"patches": (E,)} for an encoder.
 
-    A generator also has "targets" (E,), "times" () and "weights" (); one of codes has "tokens", "targets" and
-    "weights", all (), of which the first two are int32 (see `input_dtype`).
+    E is `spec.patch_values`. A generator also has "targets" (E,), "times" () and "weights" (). One of codes has
+    "tokens", "targets" and "weights" alone, all (), of which the first two are int32 (see `input_dtype`).
     """
     if spec.codes:
         return {"tokens": (), "targets": (), "weights": ()}
@@ -71,14 +79,19 @@ def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def input_dtype(name: str, spec: EncoderSpec) -> type[np.generic]:
-    """The dtype of the input `name` of `patch_shapes`: int32 for codes, else float32."""
+    """The dtype of an input: np.int32 for "tokens" and "targets" of a generator of codes, else np.float32.
+
+    name: a key of `patch_shapes(spec)`, such as "patches".
+    """
     return np.int32 if spec.codes and name != "weights" else np.float32
 
 
 def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray]:
-    """The inputs of `patch_shapes` [N] for codes int32 [N, 1]: each code is predicted from those before it.
+    """The inputs of codes: "tokens" and "targets" int32 [N], and "weights" float32 [N], all 1.
 
-    Raises ValueError if a code is not among the `spec.codes`.
+    Each code is a target, predicted from those before it: tokens are the targets one place later, after a 0.
+
+    codes_N1: int32 [N, 1], as `Sample.media` has them. Raises ValueError if a code is not among the `spec.codes`.
     """
     codes_N = codes_N1[:, 0]
     if len(codes_N) and not 0 <= codes_N.min() <= codes_N.max() < spec.codes:
@@ -88,10 +101,11 @@ def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray
 
 
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
-    """The inputs of `patch_shapes` [N, ...], by name, for medium `number` (from 0) of encoder or generator `name`.
+    """The inputs made of medium `number` (from 0) of encoder or generator `name`, by name: {"patches": [N, E]}.
 
-    A generator sees x_t = (1 - t) x + t noise and predicts noise - x (see `mmjax.models.dit`). If the sample has no
-    noise for it, all inputs are 0, also the weights.
+    A generator has "patches" x_t = (1 - t) x + t noise, "targets" noise - x, "times" [N] and "weights" [N], 1 (see
+    `mmjax.models.dit`). If the sample has no noise for it, all are 0, also the weights. All are float32. One of codes
+    has the inputs of `code_inputs`. spec: of `name`.
     """
     medium = sample.media[name][number]
     if spec.codes:

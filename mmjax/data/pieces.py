@@ -94,10 +94,13 @@ class Marks:
 def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Template, system: str) -> list[Piece]:
     """The pieces of a dialogue as `template` writes it, with an "answer" piece where the last answer begins.
 
+    A `Piece` has `kind` ("text", "medium", "bos", "eos" or "answer"), `text`, the encoder's name for a medium, the
+    `count` of LLM tokens of a medium, and the loss `weight` of its text.
+
     Args:
-      media: the media of the same turns; they are handed out.
+      media: the media of the same turns, a new `DialogueMedia(encoders, counts, turns)`; they are handed out.
       turns: turns that `chat.require_writable` accepts.
-      template: writes the text around the turns.
+      template: writes the text around the turns, such as TEMPLATES["vicuna"] of `mmjax.data.chat`.
       system: the system prompt; "" for none.
     """
     begin = _around(template.system, [Piece(text=system)]) if system else []

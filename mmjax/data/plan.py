@@ -150,7 +150,10 @@ class StepPlan:
 
 
 def cell_range(cell: int, per_cell: int, count: int) -> range:
-    """The numbers of the samples, of `count`, that are in cell number `cell`, with `per_cell` samples in a cell."""
+    """The numbers of the samples, of `count`, that are in cell number `cell`, with `per_cell` samples in a cell.
+
+    All count from 0: cell 1 of 3 samples in cells of 2 has range(2, 3). A cell behind the last sample is empty.
+    """
     return range(min(cell * per_cell, count), min((cell + 1) * per_cell, count))
 
 

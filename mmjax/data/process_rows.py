@@ -42,14 +42,21 @@ class ProcessRows:
 
 
 def turn_of(process_rows: ProcessRows | None, microbatch: int) -> ProcessRows | None:
-    """The wanted rows of microbatch number `microbatch`; ``None`` for all."""
+    """The wanted rows of microbatch number `microbatch`, from 0; ``None`` for all.
+
+    process_rows: the wanted rows of a step, as `own_rows` gives them. They are returned themselves if their `turns` are
+    ().
+    """
     if process_rows is None or not process_rows.turns:
         return process_rows
     return process_rows.turns[microbatch % len(process_rows.turns)]
 
 
 def wanted_cells(process_rows: ProcessRows | None, module: str, name: str, count: int) -> tuple[int, ...]:
-    """The wanted cells, out of `count`, of input `name` of `module`; all if `process_rows` is ``None``."""
+    """The wanted cells, ascending, out of cells 0 … `count`-1, of input `name` of `module`, such as "tokens" of "llm".
+
+    All cells if `process_rows` is ``None``; () if it does not name the input.
+    """
     return tuple(range(count)) if process_rows is None else process_rows.cells.get(module, {}).get(name, ())
 
 

@@ -68,13 +68,17 @@ def encode_dialogue(
     A dialogue without an answer at its end is a prompt: its tokens end where the answer begins, and none is learned.
 
     Args:
-      tokenizer: the tokenizer.
-      encoders: specs of encoders and generators.
-      counts: number of LLM tokens of each medium, by encoder.
+      tokenizer: the tokenizer, such as `make_tokenizer("", ["vision"])`.
+      encoders: specs of encoders and generators, by name.
+      counts: number of LLM tokens of each medium, by encoder: {"vision": [64, 64]}.
       turns: `Turn`s in order; a pair of texts is a question and its answer. There is at least one.
-      template: writes the text around the turns.
+      template: writes the text around the turns, such as TEMPLATES["vicuna"].
       system: the system prompt; "" for none.
-      tools: descriptions of the tools that the model may call.
+      tools: descriptions, as JSON objects, of the tools that the model may call; only a folder's template writes them.
+
+    Returns:
+      `.tokens` (ids, a placeholder for each token of a medium), `.weights` (the loss weight of each), `.prompt` (number
+      of tokens before the last answer), and texts of the template, see `EncodedDialogue`.
 
     Raises:
       ValueError: there are more marks than media, or the template does not take the dialogue.
@@ -177,7 +181,8 @@ def _encode_pieces(
 def answer_text(tokenizer: Tokenizer, sample: Sample, tokens: Sequence[int]) -> str:
     """The text of a model's answer to `sample`, up to the template's text after an answer.
 
-    tokens: the ids with which the model continues the prompt; ids of `tokenizer.stops` in them become no text.
+    tokens: the ids with which the model continues the prompt, without the prompt; ids of `tokenizer.stops` in them
+    become no text. tokenizer: the one that encoded `sample`.
     """
     tokens, stop = list(tokens), sample.tail.strip()
     ending = tokenizer.token(stop) if stop else None
@@ -195,8 +200,14 @@ def answer_text(tokenizer: Tokenizer, sample: Sample, tokens: Sequence[int]) -> 
 def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes: Sizes, turns: Turns) -> SampleMeta:
     """The metadata of the `Sample` that `build_sample` makes of media of these `sizes` and the same `turns`.
 
-    sizes: by encoder, the size of each medium without channels, such as (height, width). Raises ValueError as
-    `encode_dialogue`.
+    Args:
+      tokenizer: the tokenizer, such as `make_tokenizer("", ["vision"])`.
+      encoders: specs of encoders and generators, by name.
+      sizes: by encoder, the size of each medium without channels, multiples of spec.block: {"vision": [(224, 224)]}.
+      turns: as in `build_sample`, such as [("what is it?", "a cat")].
+
+    Raises:
+      ValueError: there are more marks than media.
     """
     encoded = encode_dialogue(tokenizer, encoders, _counts(encoders, sizes), turns)
     sizes = {name: sizes_of for name, sizes_of in sizes.items() if len(sizes_of)}
@@ -205,7 +216,10 @@ def build_meta(tokenizer: Tokenizer, encoders: Mapping[str, EncoderSpec], sizes:
 
 
 def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
-    """The metadata of a sample that has all its media, `learned` among them."""
+    """The metadata of a sample that has all its media, `learned` (number of tokens with a loss weight) among them.
+
+    encoders: specs of encoders and generators, by name.
+    """
     sizes = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in sample.media.items()}
     learned, weight = int(np.count_nonzero(sample.loss_weights)), loss_weight(sample.loss_weights)
     return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned)
@@ -214,7 +228,8 @@ def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
     """The first difference between a sample, opened with the media of the encoders `media`, and its metadata, in words.
 
-    "" if there is none. A sample that could not be read has loss weights of zero and keeps its metadata.
+    "63 vision placeholders, not 64": the sample has 63, and `meta` says 64. "" if there is none. A sample that could
+    not be read has loss weights of zero and keeps its metadata. encoders: specs of encoders and generators, by name.
     """
     actual, encoders = meta_of(sample, encoders), with_media(encoders)
     pairs: list[tuple[str, object, object]] = [("tokens", actual.tokens, meta.tokens)]
@@ -259,11 +274,13 @@ def build_sample(
     """A `Sample` of media and question–answer turns.
 
     Args:
-      tokenizer: the tokenizer.
-      encoders: specs of encoders and generators.
-      media: media by encoder, float32, sides multiples of spec.block.
-      turns: as in `encode_dialogue`, with an answer at the end.
-      sizes: sizes of all media, if some encoders' media are not opened; its order of encoders is that of the text.
+      tokenizer: the tokenizer, such as `make_tokenizer("", ["vision"])`.
+      encoders: specs of encoders and generators, by name.
+      media: media by encoder, float32, sides multiples of spec.block: {"vision": [image]}, images [h, w, C].
+      turns: pairs of a question and its answer, or `Turn`s, with an answer at the end: [("what is <image>?", "a cat")].
+        Media without a mark, such as "<image>", come before the first question.
+      sizes: sizes of all media by encoder, without channels, if some encoders' media are not opened; its order of
+        encoders is that of the text.
       labels: by encoder, the text that can be read or heard in each medium.
       kind: the kind of the last question.
 
@@ -322,6 +339,12 @@ def swap_media(
 
     A model that uses these media must fail on such samples; one that guesses without them does not notice. Media of
     other encoders stay. Media without a mark in the question come before it.
+
+    Args:
+      tokenizer: the tokenizer of the samples.
+      encoders: specs of encoders and generators, by name.
+      samples: samples with all their media.
+      encoder: the name of the encoder, such as "vision".
 
     Raises:
       ValueError: a question has more marks than media.

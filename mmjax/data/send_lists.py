@@ -28,7 +28,10 @@ def send_list(target: str) -> str:
 
 
 def with_one_reader(pointers: Sequence[Pointers]) -> tuple[Pointers, ...]:
-    """The pointers whose source module has no other reader: all readers of a module receive the same tensor."""
+    """The pointers whose source module has no other reader: all readers of a module receive the same tensor.
+
+    pointers: such as Pointers(module="llm", name="vision_index", source="vision"), whose source is "vision".
+    """
     sources = [pointer.source for pointer in pointers]
     return tuple(pointer for pointer in pointers if sources.count(pointer.source) == 1)
 
@@ -39,9 +42,10 @@ def list_length(pointers: Pointers, inputs: Mapping[str, Mapping[str, Any]], spl
     It follows from shapes alone, so it is the same in all processes.
 
     Args:
-      pointers: the input that points at the tokens.
-      inputs: arrays or shapes of a microbatch, by module and name; only their `shape` is read.
-      split: how the rows of the target module are split.
+      pointers: the input that points at the tokens, Pointers(module="llm", name="vision_index", source="vision").
+      inputs: arrays or shapes of a microbatch, by module and name; only their `shape` is read. They have this input,
+        and "segments" of the source.
+      split: how the rows of the target module, "llm" here, are split, such as Split(ranks=2).
       cells: number of cells of the microbatch.
     """
     tokens = math.prod(inputs[pointers.source]["segments"].shape) // pointers.together // cells
@@ -54,10 +58,13 @@ def list_shapes(
 ) -> dict[str, tuple[str, tuple[int, int]]]:
     """(name, shape [C, P·N]) of each send list that is shorter than all tokens, by source module.
 
+    Such as {"vision": ("send_llm", (4, 64))}: C is `cells`, P the ranks that share a row of the reader.
+
     Args:
       pointers: the pointers whose tokens may go by lists.
-      inputs: arrays or shapes of a microbatch, by module and name.
-      splits: how rows are split, by module.
+      inputs: arrays or shapes of a microbatch, by module and name: {"llm": {"vision_index": …}, "vision": {"segments":
+        …}}.
+      splits: how rows are split, by module, such as {"llm": Split(ranks=2)}; others are not split.
       cells: number of cells of the microbatch.
     """
     shapes = {}
@@ -76,8 +83,13 @@ def longest_lists(
 ) -> dict[str, tuple[str, tuple[int, int]]]:
     """`list_shapes` of the longest lists, for all pairs of a bucket of the source and a bucket of the target.
 
-    inputs_by_bucket: arrays or shapes of a microbatch by module and name, for each bucket. Other arguments are as in
-    `list_shapes`.
+    (name, shape [C, P·N]) by source module, such as {"vision": ("send_llm", (4, 64))}.
+
+    Args:
+      pointers: the pointers whose tokens may go by lists, Pointers(module="llm", name="vision_index", source="vision").
+      inputs_by_bucket: arrays or shapes of a microbatch by module and name, for each bucket.
+      splits: how rows are split, by module, such as {"llm": Split(ranks=2)}; others are not split.
+      cells: number of cells of the microbatch.
     """
     longest: dict[str, tuple[str, tuple[int, int]]] = {}
     for pointer, source_inputs, target_inputs in product(pointers, inputs_by_bucket, inputs_by_bucket):
@@ -96,11 +108,14 @@ def with_lists(
 ) -> dict[str, Arrays]:
     """A microbatch's inputs with send lists where these are shorter than all tokens, and their pointers renumbered.
 
+    The dicts are new. A source module has in addition the int32 input "send_llm" [cells, ranks · N] if "llm" reads it:
+    the numbers of the tokens that each rank reads, ascending, then -1. Pointers are then places in their rank's list.
+
     Args:
       inputs: by module and name, rows split and in the order of the ranks. They have the pointers of wanted rows, and
         those of the cells whose lists are wanted.
-      splits: by module.
-      pointers: the pointers that go through lists.
+      splits: how rows are split, by module, such as {"llm": Split(ranks=2)}; others are not split.
+      pointers: the pointers that go through lists, Pointers(module="llm", name="vision_index", source="vision").
       cells: number of cells of the microbatch.
       process_rows: the wanted rows; ``None`` for all.
     """

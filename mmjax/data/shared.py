@@ -32,7 +32,10 @@ def spread_out(batch: StepBatch) -> dict[str, Any]:
 
 
 def put_together(parts: dict[str, Any]) -> StepBatch:
-    """The batch that `spread_out` took apart. Its arrays are views of memory that is freed with their last view."""
+    """The batch that `spread_out` took apart. Its arrays are views of memory that is freed with their last view.
+
+    parts: the result of `spread_out`, whose arrays Grain may have passed on in shared memory.
+    """
     arrays = [_claim(array) for array in parts["arrays"]]
     return tree.read(json.loads(parts["batch"]), lambda place: arrays[place[0]])
 

@@ -163,7 +163,10 @@ def _by_segments_alone(mask: Mask) -> Mask:
 
 
 def busiest_over_mean(work_CK: Int[np.ndarray, "C K"]) -> float:
-    """Sum over rows of the work of the busiest rank, over the sum of the mean work; the ranks of a row wait for it."""
+    """Sum over rows of the work of the busiest rank, over the sum of the mean work; the ranks of a row wait for it.
+
+    1.0 if all is balanced or there is no work; 1.5 for [[3, 1]]. The columns are ranks.
+    """
     return float(work_CK.max(axis=1).sum() / work_CK.mean(axis=1).sum()) if work_CK.any() else 1.0
 
 
@@ -205,13 +208,15 @@ def put_in_order(
 ) -> dict[str, Arrays]:
     """A microbatch's inputs with the columns of rows in the order of the ranks, as new dicts.
 
-    Each module whose tokens change places has the input "order" in addition.
+    Each module whose split `permutes` has the input "order" in addition, int32 [R, T]: the original place of the token
+    at each place of a row.
 
     Args:
-      inputs: by module and name. Wanted rows, rows that point at them and rows at which they point have all inputs that
-        determine the order of tokens.
-      splits: by module.
-      pointers: the inputs that point at tokens in other modules' rows.
+      inputs: `PartialArray`s by module and name. Wanted rows, rows that point at them and rows at which they point have
+        all inputs that determine the order of tokens.
+      splits: how rows are split, by module, such as {"llm": Split(ranks=2, method="lpt", masks=…)}.
+      pointers: the inputs that point at tokens in other modules' rows, such as Pointers(module="llm",
+        name="vision_index", source="vision"); they are renumbered.
       cells: number of cells of the microbatch.
       process_rows: the wanted rows; ``None`` for all.
       fixed: modules whose tokens keep their places in any case.
@@ -263,7 +268,10 @@ def _renumbered(array: PartialArray, order_RT: Order) -> PartialArray:
 
 
 def restored(values_RT: np.ndarray, order_RT: Order) -> np.ndarray:
-    """A copy of values of tokens, `[R, T, ...]` in the order `order_RT`, at the original places of the tokens."""
+    """A copy of values of tokens, `[R, T, ...]` in the order `order_RT`, at the original places of the tokens.
+
+    order_RT: int [R, T], the original place of the token at each place of a row, as the input "order" has it.
+    """
     result = np.empty_like(values_RT)
     np.put_along_axis(result, order_RT.reshape(*order_RT.shape, *[1] * (values_RT.ndim - 2)), values_RT, axis=1)
     return result

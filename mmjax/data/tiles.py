@@ -47,8 +47,10 @@ def token_count(spec: EncoderSpec, sizes: Sequence[tuple[int, ...]], tiled: Tile
 
     Args:
       spec: the spec of its encoder.
-      sizes: the sizes of its media, without channels: the whole image, then its tiles.
-      tiled: how it was cut, with ``spec.newline``; by default it has no tiles.
+      sizes: the sizes of its media in pixels or frames, without channels: [(336, 336)]; the whole image, then its
+        tiles.
+      tiled: how it was cut, with ``spec.newline``, such as Tiled(size=(600, 800), grid=(2, 2)); by default it has no
+        tiles.
 
     Raises:
       ValueError: the media do not agree with ``tiled``.
@@ -63,11 +65,14 @@ def token_count(spec: EncoderSpec, sizes: Sequence[tuple[int, ...]], tiled: Tile
 
 
 def arrange(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], images: Sequence[Tiled]) -> Places:
-    """The places of a sample's images, one image after another; K is ``spec.blended``.
+    """The places of a sample's images, one image after another: ``index`` int32 [N, K] and ``shares`` float32 [N, K].
+
+    ``index`` numbers the encoder's tokens within the sample, from 0, of which a place is the mean weighted by
+    ``shares``; -2 stands for a newline. K is ``spec.blended``, 1 or 4.
 
     Args:
       spec: the spec of their encoder.
-      grids: patches along every axis of each of their media.
+      grids: patches along every axis of each of their media, such as [(24, 24)]: each whole image, then its tiles.
       images: how each image was cut; ignored without ``spec.newline``, where each token has one place, in order.
 
     Raises:

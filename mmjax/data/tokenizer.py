@@ -364,10 +364,13 @@ def read_tokenizer(path: str, new: Sequence[str] = ()) -> Any:
 
 
 def make_tokenizer(path: str, encoders: Sequence[str], image: str = "", new: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer of `Data.tokenizer` (`path`, "" = bytes) with a placeholder for each of `encoders`.
+    """The tokenizer of `Data.tokenizer` with a placeholder for each of `encoders`.
 
-    If `path` is a folder, its image token is the placeholder of the encoder `image`. The texts `new` become single
-    tokens.
+    Args:
+      path: a tokenizer.json, a folder with one, or "" for UTF-8 bytes as tokens.
+      encoders: names of encoders and generators, such as ["vision"].
+      image: the encoder whose placeholder is the folder's image token, such as "vision", if `path` is a folder.
+      new: texts that become single tokens, such as ("<tool>",).
 
     Raises:
       ConfigError: the tokenizer cannot be read, or `new` is set without a path.

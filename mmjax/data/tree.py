@@ -33,9 +33,14 @@ Fetch = Callable[[list[Any]], np.ndarray]
 
 
 def write(value: object, place: Place | None = None) -> Any:
-    """`value` as JSON. `place` stores an array and returns its place as JSON, such as [dtype, shape, offset].
+    """`value` as JSON, with a tag on all but scalars: (1, 2) is {"tuple": [1, 2]}.
 
-    Raises TypeError for values that are not listed above, and for arrays without `place`.
+    Written are None, booleans, numbers, strings, tuples and lists, mappings with strings as keys, arrays,
+    `PartialArray`s, and the dataclasses of a batch or its description, such as `StepBatch` and `DataConfig`.
+
+    place: stores an array and returns its place as JSON, such as [dtype, shape, offset].
+
+    Raises TypeError for other values, and for arrays without `place`.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -60,8 +65,8 @@ def write(value: object, place: Place | None = None) -> Any:
 def read(value: Any, fetch: Fetch | None = None) -> Any:
     """The value that `write` wrote as this JSON; lists and mappings have become tuples and dicts.
 
-    fetch: returns the array at a place. Raises ValueError for anything that `write` does not write, and for places
-    without `fetch`.
+    fetch: returns the array at a place, the JSON that `place` returned when it was written. Raises ValueError for
+    anything that `write` does not write, and for places without `fetch`.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -104,7 +109,10 @@ def _partial_array(parts: list[Any], fetch: Fetch) -> PartialArray:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether `value` can be the shape of an array: a list of at most `MOST_AXES` ints from 0 to `MOST_SIDE`."""
+    """Whether `value` can be the shape of an array: a list of at most `MOST_AXES` ints from 0 to `MOST_SIDE`.
+
+    These are 16 and 2⁴⁰. A tuple is none.
+    """
     legal = isinstance(value, list) and len(value) <= MOST_AXES
     return legal and all(type(side) is int and 0 <= side <= MOST_SIDE for side in value)
 

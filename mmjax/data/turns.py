@@ -67,9 +67,9 @@ def is_prompt(turns: Sequence[Turn]) -> bool:
 
 
 def last_answer(turns: Sequence[Turn]) -> int:
-    """The number, from 0, of the last learned answer, or of the last answer if none is learned.
+    """The place in `turns`, from 0, of the last learned answer, or of the last answer if none is learned.
 
-    For a prompt, the number that the answer will have: `len(turns)`.
+    3 for two questions with their answers, 4 turns. For a prompt, the place that the answer will have: `len(turns)`.
     """
     answers = [number for number, turn in enumerate(turns) if turn.is_answer]
     if is_prompt(turns) or not answers:
@@ -84,7 +84,10 @@ def last_question(turns: Sequence[Turn]) -> str:
 
 
 def as_text(text: str, mark: str) -> str:
-    """The text with each `mark`, such as "<image>", changed so that it does not stand for a medium."""
+    """The text with each `mark`, such as "<image>", changed so that it does not stand for a medium.
+
+    A character that Unicode reserves, U+FDD5, is put behind the mark's first character; `without_literals` removes it.
+    """
     return text.replace(mark, f"{mark[0]}{LITERAL}{mark[1:]}")
 
 

@@ -27,9 +27,17 @@ from mmjax.schedule.validate import ScheduleError
 
 
 def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """Every stage runs all its F, then all its B; all microbatches are in flight.
+    """Every stage runs all its F (forwards), then all its B (backwards); all microbatches are in flight.
 
-    `costs` decide only how the orders of the stages merge into the schedule's one order.
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; they decide only how the orders of the stages merge
+        into the schedule's one order.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     orders = {stage.name: gpipe_order(stage, range(microbatches)) for stage in graph.stages}
     in_flight = {stage.name: microbatches for stage in graph.stages}
@@ -37,11 +45,20 @@ def gpipe(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """Every stage runs min(microbatches, distance + 1) F, then B and F in turn, then the remaining B.
+    """Every stage runs min(microbatches, distance + 1) forwards F, then backwards B and F in turn, then the other B.
 
     Distance is `StageGraph.distance`, the largest number of hops to a sink. So a stage never has more than distance + 1
-    microbatches in flight. A stage without backward keeps the same bound by awaiting its consumers. `costs` decide only
-    how the orders of the stages merge into the schedule's one order.
+    microbatches in flight. A stage without backward keeps the same bound by awaiting its consumers.
+
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; they decide only how the orders of the stages merge
+        into the schedule's one order.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     in_flight = {stage.name: graph.distance(stage.name) + 1 for stage in graph.stages}
     orders = {stage.name: one_f_one_b_order(stage, microbatches, in_flight[stage.name]) for stage in graph.stages}
@@ -49,7 +66,18 @@ def one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
 
 
 def forward_only(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
-    """The schedule "forward" for evaluation, without backward, over `graph.forward_only()`; in flight as in 1F1B."""
+    """The schedule "forward" for evaluation, without backward, over `graph.forward_only()`; in flight as in 1F1B.
+
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches to evaluate.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; they decide only how the orders of the stages merge
+        into the schedule's one order.
+
+    Returns:
+      `.ops`, the tuple of its `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
+    """
     forward = one_f_one_b(graph.forward_only(), microbatches, costs)
     return Schedule(
         graph=forward.graph, microbatches=microbatches, ops=forward.ops, name="forward", in_flight=forward.in_flight
@@ -61,8 +89,17 @@ def eager_one_f_one_b(graph: StageGraph, microbatches: int, costs: Costs) -> Sch
 
     So a stage sends an activation a microbatch before its receiver needs it, and a gradient has the same time to come
     back: asynchronous moves are hidden behind compute (Zhuang et al., "On Optimizing the Communication of Model
-    Parallelism", §4). If moves take no time, it gains nothing over 1F1B. `costs` decide only how the orders of the
-    stages merge.
+    Parallelism", §4). If moves take no time, it gains nothing over 1F1B.
+
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`; distance is `graph.distance("llm.0")`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; they decide only how the orders of the stages merge
+        into the schedule's one order.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     warmups = {stage.name: 2 * graph.distance(stage.name) + 1 for stage in graph.stages}
     orders = {stage.name: one_f_one_b_order(stage, microbatches, warmups[stage.name]) for stage in graph.stages}
@@ -77,6 +114,16 @@ def zb_h1(graph: StageGraph, microbatches: int, costs: Costs) -> Schedule:
     the module needs the same memory as with 1F1B. A stage with a shorter warm-up delays its W instead, and the
     gradients that other stages wait for go first. There are two variants, and the shorter one by `costs` is used: each
     W runs a fixed number of backwards late, or when nothing else can run.
+
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`; the result's graph is split.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; where a split stage has none of W, B and W get half of
+        B's each.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("W", "llm.0", 0), the gradient of weights of microbatch
+      0 in stage "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     graph = graph.with_split()
     bounds = {
@@ -122,7 +169,17 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
 def nested(graph: StageGraph, microbatches: int, costs: Costs, *, inner: str = "1f1b") -> Schedule:
     """Encoders and generators with lanes inside the `inner` schedule of all other stages, see `mmjax.schedule.nested`.
 
-    inner: one of `INNER`. If it splits backwards, the backwards of stages with lanes are split too.
+    Args:
+      graph: the stages and edges, some stages with lanes, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; where a split stage has none of W, B and W get half of
+        B's each.
+      inner: one of `INNER`: "1f1b", "interleaved", "eager-1f1b" or "zb-h1". If it splits backwards ("zb-h1"), the
+        backwards of stages with lanes are split too.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     traits = SCHEDULES[inner]
     split = graph.with_split() if traits.splits else graph
@@ -192,9 +249,19 @@ OFFLOADING = tuple(name for name, traits in SCHEDULES.items() if traits.phases)
 def make_schedule(
     name: str, graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0, inner: str = ONE_F_ONE_B
 ) -> Schedule:
-    """The schedule called `name` in `SCHEDULES`, in windows of `window` microbatches (0: all of them).
+    """The schedule called `name` in `SCHEDULES`, such as "1f1b", in windows of `window` microbatches (0: all of them).
 
-    inner: the schedule in `INNER` inside a nested one; the other schedules have none.
+    Args:
+      name: "1f1b", "gpipe", "interleaved", "eager-1f1b", "zb-h1", "three-phase", "encoders-first" or "nested".
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`.
+      window: microbatches of a window of "three-phase"; the others have none.
+      inner: the schedule in `INNER` inside a nested one, such as "zb-h1"; the other schedules have none.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
 
     Raises KeyError for an unknown name; ScheduleError, with a remedy, where the schedule does not fit the graph, takes
     no window, cannot offload, or cannot have this inner schedule.

@@ -30,16 +30,19 @@ _READ = (
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-    """The JSON object in file `name` of a folder; {} if there is no such file.
+    """The JSON object in file `name`, such as "config.json", of a folder; {} if there is no such file.
 
-    Raises ConfigError for other contents.
+    Raises ConfigError for other contents. folder: the path of a checkpoint's folder, in the layout of Hugging Face.
     """
     file = Path(folder) / name
     return read_object(file) if is_there(file) else {}
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether a folder has a tokenizer.json. Raises ConfigError if it has only a tokenizer that cannot be read."""
+    """Whether a folder has a tokenizer.json. Raises ConfigError if it has only a tokenizer.model, which is not read.
+
+    folder: the path of a checkpoint's folder, in the layout of Hugging Face.
+    """
     if is_there(Path(folder) / TOKENIZER):
         return True
     if is_there(Path(folder) / _SENTENCEPIECE):
@@ -51,13 +54,21 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def is_processor(folder: str) -> bool:
-    """Whether the folder's model takes images or recordings, so that a processor makes its input."""
+    """Whether the folder's model takes images or recordings, so that a processor makes its input.
+
+    folder: the path of a checkpoint's folder, in the layout of Hugging Face. Its config.json then has a "vision_config"
+    or an "audio_config", or there is a processor_config.json.
+    """
     config = read_json(folder, "config.json")
     return "vision_config" in config or "audio_config" in config or is_there(Path(folder) / "processor_config.json")
 
 
 def find_chat_template(folder: str) -> tuple[str, str]:
-    """(text, file name) of a folder's chat template; ("", "") without one. Raises ConfigError for malformed files."""
+    """(text, file name) of a folder's chat template; ("", "") without one. Raises ConfigError for malformed files.
+
+    The text is Jinja's, the file "chat_template.jinja", "chat_template.json" or "tokenizer_config.json", the first that
+    has one. folder: the path of a checkpoint's folder, in the layout of Hugging Face.
+    """
     if is_there(Path(folder) / _JINJA):
         return read_text(Path(folder) / _JINJA, most=_MOST_TEMPLATE), _JINJA
     for name in (_OLD_JINJA, "tokenizer_config.json"):
@@ -72,7 +83,10 @@ def find_chat_template(folder: str) -> tuple[str, str]:
 
 
 def tokenizer_digest(path: str) -> str:
-    """A hash, 32 hex digits, of a tokenizer's file, or of a folder's files that tokens depend on; "" without files."""
+    """A hash, 32 hex digits, of a tokenizer's file, or of a folder's files that tokens depend on; "" without files.
+
+    path: a tokenizer.json, a folder with one, or "", the value of `Data.tokenizer`.
+    """
     files = [Path(path) / name for name in _READ] if Path(path).is_dir() else [Path(path)] if path else []
     contents = [file.name.encode() + b"\0" + read_bytes(file) for file in files if is_there(file)]
     return hashlib.blake2b(b"\0".join(contents), digest_size=16).hexdigest() if contents else ""

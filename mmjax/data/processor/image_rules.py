@@ -58,6 +58,13 @@ FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 def image_settings(folder: str) -> dict[str, Any]:
     """Fields of `SourceConfig` that a folder decides, by name, such as "resize"; {} if it has no rules for images.
 
+    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": "bicubic", "draft": False, "white": True, "resize":
+    "fixed", "fit": "stretch", "size": (224, 224)}. After "white" come "resize" and the fields that this rule reads,
+    with "smart" for example "min_pixels", "max_pixels" and "max_patches".
+
+    folder: the path of a checkpoint's folder, in the layout of Hugging Face; preprocessor_config.json is read, or the
+    image processor in processor_config.json.
+
     Raises:
       ConfigError: mmjax has no such rule; the message does not name the folder.
     """

@@ -35,12 +35,12 @@ _SOURCE = """\
 
 
 def with_inline_images(source: str, image: str, parts: Collection[str]) -> str:
-    """A template that takes messages with images, made from ``source``, which takes only text.
+    """A template that takes messages with images, made from ``source``, which takes only text. Both are texts of Jinja.
 
     Args:
-      source: the template of a language model.
-      image: the text that stands for an image.
-      parts: the roles whose content ``source`` takes as a list of parts.
+      source: the chat template of a language model.
+      image: the text that stands for an image, such as "<image>".
+      parts: the roles, such as "user", whose content ``source`` takes as a list of parts; () if it takes only strings.
     """
     begin = _SOURCE.replace("'IMAGE'", repr(image)).replace("ROLES", repr(sorted(parts)))
     return _BEGIN + begin + source
@@ -74,10 +74,10 @@ def jinja_of(template: Template, bos: str, eos: str, end: str) -> str:
     A prompt has no blank at its end: it belongs to the first token of the answer.
 
     Args:
-      template: the template.
-      bos: the text of the token at the beginning of every dialogue; "" for none.
-      eos: the text of the end token.
-      end: text after the last answer, such as an end token that ``template`` does not write.
+      template: the template, such as TEMPLATES["vicuna"] of ``mmjax.data.chat``.
+      bos: the text of the token at the beginning of every dialogue, such as "<s>"; "" for none.
+      eos: the text of the end token, such as "</s>".
+      end: text after the last answer, such as an end token that ``template`` does not write; "" for none.
     """
     values = {TEXT: "text", SYSTEM: "dialogue.system", BOS: repr(bos), EOS: repr(eos)}
     first = template.question if SYSTEM in template.question else template.system
@@ -102,5 +102,7 @@ def _expression(piece: str, values: Mapping[str, str]) -> str:
 
 
 def has_inline_images(source: str) -> bool:
-    """Whether ``with_inline_images`` made the template. It writes the text around images unchanged."""
+    """Whether ``with_inline_images`` made the template with this Jinja ``source``. It writes the text around images
+    unchanged.
+    """
     return source.startswith(_BEGIN)

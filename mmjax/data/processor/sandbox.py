@@ -72,6 +72,9 @@ class Compiled:
 def compiled(source: str, place: str) -> Compiled:
     """The template with this Jinja `source`, compiled as transformers compiles it.
 
+    Render it with `.render(messages=[{"role": "user", "content": "hello"}], add_generation_prompt=True,
+    bos_token="<s>")`, which returns the text.
+
     place: the name of its file, for errors. Raises ConfigError if it is not Jinja, or does not end.
     """
     try:

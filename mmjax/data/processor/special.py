@@ -63,7 +63,14 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: str) -> SpecialTokens:
-    """The special tokens of a folder. Raises ConfigError for a file that cannot be read."""
+    """The special tokens of a folder. Raises ConfigError for a file that cannot be read.
+
+    ``texts`` is such as {"bos_token": "<s>"}, and ``stops`` has the ids that end an answer. Without any of the files,
+    all fields have their defaults.
+
+    folder: the path of a checkpoint's folder, in the layout of Hugging Face: tokenizer_config.json,
+    special_tokens_map.json, generation_config.json and config.json are read.
+    """
     tokenizer, mapped = read_json(folder, "tokenizer_config.json"), read_json(folder, "special_tokens_map.json")
     generation, config = read_json(folder, "generation_config.json"), read_json(folder, "config.json")
     texts = {name: _text(file[name]) for name in NAMES for file in (mapped, tokenizer) if name in file}

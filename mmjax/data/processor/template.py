@@ -291,6 +291,8 @@ class _Messages:
 def read_template(folder: str) -> FolderTemplate:
     """The chat template of a folder with a tokenizer. Raises ConfigError if it is missing or cannot be read.
 
+    The result's `source` is the text of Jinja; `render(turns)` writes a dialogue.
+
     folder: the path of the folder, the value of `Data.tokenizer`.
     """
     field = "Source.template='folder'"

@@ -175,7 +175,12 @@ class Meter(threading.local):
 
 
 def limited(filters: Mapping[str, Callable[..., Any]], meter: Meter) -> dict[str, Callable[..., Any]]:
-    """The Jinja `filters`, by name, each counted by `meter` before it runs."""
+    """The Jinja `filters`, by name, each counted by `meter` before it runs.
+
+    Args:
+      filters: functions by name, such as `environment.filters` of Jinja: {"join": …}.
+      meter: counts the work of a rendering, a new `Meter()`; a filter raises LimitError beyond its limits.
+    """
     return {name: _limited(name, filter, meter) for name, filter in filters.items()}
 
 

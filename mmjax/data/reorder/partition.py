@@ -18,8 +18,10 @@ Groups = list[list[int]]
 def greedy(sizes_S: np.ndarray, rows: Sequence[int]) -> Groups:
     """Zhang et al., "DistTrain", Alg. 1 with equal rows: largest first, each to the least loaded rank with a free row.
 
+    [[3, 0], [2, 1]] for sizes [1, 2, 3, 4] and rows [2, 2].
+
     Args:
-      sizes_S: sizes of the samples, 0 or more.
+      sizes_S: sizes of the samples, such as seconds, 0 or more.
       rows: rows of each rank; their sum is the number of samples.
 
     Returns:
@@ -60,7 +62,16 @@ def balanced(sizes_S: np.ndarray, rows: Sequence[int], *, groups: Groups | None 
     """`greedy` (or its result, `groups`), followed by exchanges of samples between the most and the least loaded rank.
 
     Each of at most `exchanges` exchanges brings the two loads as close together as one can. They end when none helps,
-    or at `least_load`. The result has each rank's samples, from the largest to the smallest; arguments as of `greedy`.
+    or at `least_load`.
+
+    Args:
+      sizes_S: sizes of the samples, such as seconds, 0 or more.
+      rows: rows of each rank; their sum is the number of samples.
+      groups: the samples of each rank from which to start; by default those of `greedy`.
+      exchanges: the most exchanges.
+
+    Returns:
+      For each rank, its samples as indices in `sizes_S`, from the largest to the smallest: [[3, 0], [2, 1]].
     """
     samples_of = [np.array(group, np.int64) for group in (groups or greedy(sizes_S, rows))]
     loads = np.array([sizes_S[group].sum() for group in samples_of])
@@ -88,6 +99,11 @@ def least_load(sizes_S: np.ndarray, rows: Sequence[int]) -> float:
 
     It is the largest of the mean load and one sum for each n: some rank has n + 1 of the n·ranks + 1 largest samples,
     at least the smallest of these, and at least the smallest of all samples in its other rows.
+
+    Args:
+      sizes_S: sizes of the samples, 0 or more; a load is the sum of a rank's sizes.
+      rows: rows of each rank; their sum is the number of samples. A rank with 0 rows does not count; without others the
+        result is 0.0.
     """
     ranks = sum(room > 0 for room in rows)
     least = min((room for room in rows if room), default=0)
@@ -113,10 +129,10 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
 
     Args:
       sizes_S: sizes of the samples, 0 or more.
-      rows: rows of each rank, by group; their sum is the number of samples.
+      rows: rows of each rank, by group, such as [[2, 2], [2, 2]]; their sum is the number of samples.
 
     Returns:
-      `result[group][rank]` lists samples as indices in `sizes_S`.
+      `result[group][rank]` lists samples as indices in `sizes_S`: [[[1, 5], [0, 2]], [[3, 7], [4, 6]]].
     """
     left = descending(sizes_S)
     result: list[Groups] = []
@@ -141,6 +157,8 @@ def similar(sizes_S: np.ndarray, rows: Sequence[Sequence[int]]) -> list[Groups]:
 
 def cut(group: Sequence[int], sizes_S: np.ndarray, microbatches: int) -> Groups:
     """Cuts a rank's samples into `microbatches` of equal length, with sums as even as `greedy` makes them.
+
+    The result lists, for each microbatch, its samples as indices in `sizes_S`, the largest first: [[3, 0], [2, 1]].
 
     Args:
       group: the rank's samples, as indices in `sizes_S`; their number is a multiple of `microbatches`.

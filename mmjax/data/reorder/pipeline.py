@@ -65,7 +65,7 @@ class _Work:
 def rows_of_ranks(rows: int, ranks: int) -> tuple[int, ...]:
     """The number of a microbatch's `rows` on each dp rank: equal numbers, but fewer or none on the last ranks.
 
-    `Packer` cuts rows into cells in the same way.
+    (3, 3, 1) for 7 rows on 3 ranks. `Packer` cuts rows into cells in the same way.
     """
     each = -(-rows // ranks)
     return tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))

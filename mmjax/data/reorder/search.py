@@ -65,12 +65,13 @@ def improve(
 ) -> np.ndarray:
     """Searches from `order_ML` for an order whose slowest line takes less time; returns it as a new array [M, L].
 
-    Microbatches move inside their line, and are exchanged between the slowest line and other lines of as many rows.
+    A line is a dp rank's pipeline, or that of all ranks in step. Microbatches move inside their line, and are exchanged
+    between the slowest line and other lines of as many rows.
 
     Args:
-      recurrence: times the schedule.
-      sizes_CI: seconds of the microbatches, C in the order of `recurrence.keys`.
-      order_ML: the microbatches of each line in the order in which they run, by place in `sizes_CI`.
+      recurrence: times the schedule, such as `Recurrence(schedule, costs, ["vision.0"])`.
+      sizes_CI: seconds of the I = M·L microbatches, C in the order of `recurrence.keys`, such as ("F", "vision.0").
+      order_ML: the microbatches of each line in the order in which they run, by place (from 0) in `sizes_CI`.
       rows_L: rows of each line.
       enough: the search ends once the slowest line takes so many seconds or less.
       effort: limits of the search; `Effort()` by default.

@@ -151,9 +151,18 @@ class StepOrder:
 
 
 def train_schedule(name: str, graph: StageGraph, microbatches: int, costs: Costs, window: int, inner: str) -> Schedule:
-    """The schedule `name`, the value of `Train.schedule`; arguments as of `make_schedule`.
+    """The schedule `name`, the value of `Train.schedule`, such as "1f1b": the result of `make_schedule`.
 
-    Raises ConfigError if the schedule does not fit the stages.
+    Args:
+      name: a key of `SCHEDULES` of `mmjax.schedule.schedules`.
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`.
+      window: microbatches of a window of "three-phase"; 0 for all, and for other schedules.
+      inner: the schedule inside a "nested" one, such as "zb-h1"; "1f1b" for other schedules.
+
+    Raises:
+      ConfigError: the schedule does not fit the stages.
     """
     try:
         return make_schedule(name, graph, microbatches, costs, window=window, inner=inner)

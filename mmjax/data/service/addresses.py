@@ -19,7 +19,7 @@ LEAST_TOKEN = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this host alone."""
+    """Whether `host`, such as "127.0.0.1", "::1" or "localhost", can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 def check_address(field: str, address: str) -> None:
     """Raises ConfigError unless `address` is grpc+tls://host:port, or grpc://host:port of this host.
 
-    field: the setting or line that has it, for the message.
+    field: the setting or line that has it, such as "Data.servers", for the message.
     """
     example = "write grpc+tls://host:8815, or grpc://127.0.0.1:8815"
     parts = urlsplit(address)
@@ -45,12 +45,15 @@ def check_address(field: str, address: str) -> None:
 
 
 def is_path(servers: str | Sequence[str]) -> bool:
-    """Whether `Data.servers` names a file that lists addresses."""
+    """Whether `Data.servers` names a file that lists addresses: a string that is neither "" nor has "://"."""
     return isinstance(servers, str) and "://" not in servers and servers != ""
 
 
 def read_addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses that `Data.servers` has: its own, or those of its file, one a line; "#" starts a comment.
+
+    servers: the addresses, such as ("grpc+tls://host:8815",), a single one, or the path of the file. Duplicates are
+    removed.
 
     Raises ConfigError when the file cannot be read or a line is no address.
     """
@@ -72,10 +75,10 @@ def read_addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def read_token(field: str, path: str) -> str:
-    """The token in the file `path` or, where none is named, in the environment; "" if there is none.
+    """The token in the file `path` or, if `path` is "", in the environment's MMJAX_DATA_TOKEN; "" if there is none.
 
-    field: the setting that names the file, for messages. Raises ConfigError when the file cannot be read, may be read
-    by others, or holds no token, and for a malformed token.
+    field: the setting that names the file, such as "Data.token_file", for messages. Raises ConfigError when the file
+    cannot be read, may be read by others, or holds no token, and for a malformed token.
     """
     if not path:
         return _checked(f"the environment's {TOKEN}", os.environ.get(TOKEN, ""))
@@ -92,7 +95,9 @@ def read_token(field: str, path: str) -> str:
 
 
 def read_pair(cert: str, key: str) -> tuple[bytes, bytes] | None:
-    """The certificate chain and the key of a server, from `--tls_cert` and `--tls_key`; None without.
+    """The certificate chain and the key of a server, from `--tls_cert` and `--tls_key`; None if both are "".
+
+    cert, key: paths of their files (PEM). The result has the bytes of each.
 
     Raises ConfigError when one is missing, cannot be read, is of another kind, or they do not belong together.
     """

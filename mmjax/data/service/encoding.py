@@ -27,7 +27,14 @@ _DTYPE = re.compile(rf"[<>|][{DTYPE_KINDS}]\d\d?")
 
 
 def fill(offsets: BatchOffsets, block: memoryview | mmap.mmap) -> bytes:
-    """Copies the arrays into `block`, which has `offsets.size` zero bytes, and returns the header (JSON as bytes)."""
+    """Copies the arrays into `block`, which has `offsets.size` zero bytes, and returns the header (JSON as bytes).
+
+    The header is an object of "size" (bytes of the block), "batch" (the batch, `offsets.batch`) and "crc32".
+
+    Args:
+      offsets: the batch's arrays and their offsets in the block, as `place_arrays(batch)` gives them.
+      block: writable memory, such as `memoryview(bytearray(offsets.size))`.
+    """
     flat = np.frombuffer(block, np.uint8) if offsets.size else np.empty(0, np.uint8)
     for array, offset in offsets.arrays:
         # The assignment copies an array that is not contiguous in C order.
@@ -44,7 +51,10 @@ def aligned(size: int) -> np.ndarray:
 
 
 def block_size(header: bytes, most: int) -> int:
-    """Number of bytes of the block that belongs to `header`. Raises BadBatchError beyond `most` or for no header."""
+    """Number of bytes of the block that belongs to `header`. Raises BadBatchError beyond `most` or for no header.
+
+    header: as `fill` returns it. most: the most bytes, such as `BatchShape(packer, global_batch).most_bytes`.
+    """
     size = _parsed(header).get("size")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= most:
         raise BadBatchError(f"a block of {size} bytes, where at most {most} are possible")
@@ -52,7 +62,12 @@ def block_size(header: bytes, most: int) -> int:
 
 
 def decode(header: bytes, block: np.ndarray) -> StepBatch:
-    """The batch, its arrays being views of `block` (uint8). Raises BadBatchError when the two do not fit together."""
+    """The batch, its arrays being views of `block`. Raises BadBatchError when the two do not fit together.
+
+    Args:
+      header: as `fill` returned it.
+      block: uint8, the bytes that `fill` wrote, such as an array of `aligned(block_size(header, most))`.
+    """
     parsed = _parsed(header)
     if parsed.get("size") != block.nbytes:
         raise BadBatchError(f"{block.nbytes} bytes of {parsed.get('size')}: truncated")

@@ -50,6 +50,10 @@ def identity(spec: BatchSpec, source: Source) -> dict[str, Any]:
     """A flat description of the batches that `spec` makes of `source`; equal dicts make equal batches.
 
     By name for people, such as "Train.seed", with values of JSON (see `tree`). Reads the first samples.
+
+    Args:
+      spec: all that batches depend on, as `planned_batch_spec(recipe)` gives it.
+      source: the run's training samples, as `open_source(recipe, split="train")` opens them.
     """
     described: dict[str, Any] = {"mmjax": __version__, "mmjax (code of its data side)": _code()}
     # Two releases may scale an image, draw a random number, or split a word differently.
@@ -86,7 +90,7 @@ def identity(spec: BatchSpec, source: Source) -> dict[str, Any]:
 
 
 def digest(described: Mapping[str, Any]) -> str:
-    """The hash of an identity, as 64 hexadecimal digits."""
+    """The hash of an identity, as `identity(spec, source)` describes it, as 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

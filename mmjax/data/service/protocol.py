@@ -68,9 +68,12 @@ class Request:
 
 
 def write_shard(process_rows: ProcessRows | None) -> Any:
-    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or null for all rows.
+    """Rows as JSON: {module: {input: [[first cell, cell after the last], …]}}, or None for all rows.
 
-    Rows that differ from microbatch to microbatch are a list of such objects, for microbatches in turn.
+    {"llm": {"tokens": [[0, 2]]}} has cells 0 and 1. Rows that differ from microbatch to microbatch are a list of such
+    objects, for microbatches in turn.
+
+    process_rows: the rows, as `own_rows` gives them, such as ProcessRows(cells={"llm": {"tokens": (0, 1)}}).
     """
     if process_rows is None:
         return None
@@ -87,6 +90,8 @@ def read_shard(value: Any, packer: Packer) -> ProcessRows | None:
 
     A few characters may name very many cells. So a run is expanded only if the packer has its module, input and last
     cell: the result takes no more memory than the largest shard of this configuration.
+
+    value: such as {"llm": {"tokens": [[0, 2]]}}; None, for all rows, gives None.
     """
     if value is None:
         return None

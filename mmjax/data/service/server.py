@@ -107,7 +107,10 @@ def _failed(future: Future[MadeBatch]) -> bool:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises OSError if the port cannot be listened on; gRPC would print lines first."""
+    """Raises OSError if the port cannot be listened on; gRPC would print lines first.
+
+    host: such as "127.0.0.1". port: 1 to 65535; 0, any free one, always passes.
+    """
     family, kind, protocol_, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol_) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

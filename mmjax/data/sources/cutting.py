@@ -14,7 +14,10 @@ from mmjax.data.turns import SYSTEM, USER, Turn
 def cut_points(turns: Sequence[Turn]) -> list[int]:
     """The numbers of turns to which a dialogue may be cut, ascending, without the number of all turns.
 
-    A cut dialogue ends after the last answer to a question, and has a learned answer.
+    [2] for two questions with their answers, 4 turns. A cut dialogue ends after the last answer to a question, and has
+    a learned answer.
+
+    turns: the turns, such as `record.dialogue`.
     """
     first = next((number for number, turn in enumerate(turns) if turn.learned), len(turns))
     ends = range(first + 1, len(turns))
@@ -22,7 +25,10 @@ def cut_points(turns: Sequence[Turn]) -> list[int]:
 
 
 def cut(record: Record, count: int) -> Record:
-    """A copy of the record with its first `count` turns and their media; media without a mark are kept."""
+    """A copy of the record with its first `count` turns and their media; media without a mark are kept.
+
+    count: number of turns, one of `cut_points(record.dialogue)`.
+    """
     turns = record.dialogue
 
     def media(values: tuple[Media, ...], mark: str) -> tuple[Media, ...]:

@@ -24,7 +24,14 @@ _LINE = '{"images": ["a.png"], "question": "what is it?", "answer": "a cat"}'
 
 
 def open_sources(context: TaskContext) -> Mixture:
-    """The datasets of `Data.sources`. Raises ConfigError if data cannot be read or do not fit the model."""
+    """The datasets of `Data.sources`. Raises ConfigError if data cannot be read or do not fit the model.
+
+    Of the result `meta(0)` is the metadata of the first sample, and `sample(0)` the sample itself.
+
+    context: TaskContext(data=…, encoders={"vision": EncoderSpec(…)}, tokenizer=…, seed=0, split="train", sources=…),
+    where `data.sources` are shares by name, such as {"mine": 1.0}, and `sources` is {"mine":
+    SourceConfig(path="data.json")}.
+    """
     config = context.data
     unusable = Skipped(path=Path(context.skipped) if context.skipped else None)
     cache = Path(config.cache).expanduser() if config.cache else default_cache()
@@ -49,7 +56,13 @@ def open_sources(context: TaskContext) -> Mixture:
 
 
 def open_folder(context: TaskContext) -> Mixture:
-    """The samples of `Data.folder`; `context.sources` is ignored. Raises ConfigError as `open_sources`."""
+    """The samples of `Data.folder`; `context.sources` is ignored. Raises ConfigError as `open_sources`.
+
+    Of the result `meta(0)` is the metadata of the first sample, and `sample(0)` the sample itself.
+
+    context: TaskContext(data=…, encoders={"vision": EncoderSpec(…)}, tokenizer=…, seed=0, split="train"), where
+    `data.folder` is a folder with a data.jsonl.
+    """
     data, sources = folder_as_source(context.data)
     return open_sources(replace(context, data=data, sources=sources))
 
@@ -59,11 +72,16 @@ def folder_as_source(
 ) -> tuple[DataConfig, dict[str, SourceConfig]]:
     """`Data.folder` as the only dataset of `Data.sources`; a record of it that cannot be used ends the run.
 
-    like: a source with the template and the preprocessing for the samples. Raises ConfigError if the folder is not set
-    or has no data.jsonl.
+    Args:
+      config: the data's configuration, such as DataConfig(folder="my_images").
+      like: a source with the template and the preprocessing for the samples; by default images are scaled down to
+        `config.max_pixels`.
 
     Returns:
-      `config` with "folder" as its only dataset, and the configuration of this dataset by name.
+      `config` with "folder" as its only dataset, and {"folder": SourceConfig(…)}, the configuration of this dataset.
+
+    Raises:
+      ConfigError: the folder is not set or has no data.jsonl.
     """
     folder, like = config.folder, like or SourceConfig(max_pixels=config.max_pixels, max_patches=0)
     if not folder:
@@ -74,7 +92,7 @@ def folder_as_source(
 
 
 def data_file(folder: str, field: str) -> str:
-    """The path of a folder's data.jsonl. Raises ConfigError if it is missing.
+    """The path of a folder's data.jsonl, such as "my_images/data.jsonl". Raises ConfigError if it is missing.
 
     field: the setting that names the folder, such as "Data.folder", for the message.
     """

@@ -167,7 +167,10 @@ def _span(ends: np.ndarray, at: int) -> slice:
 
 
 def fingerprint(files: Iterable[str]) -> str:
-    """A digest of the paths, sizes and times of files, 32 hexadecimal digits; missing files count too."""
+    """A digest of the paths, sizes and times of files, 32 hexadecimal digits; missing files count too.
+
+    files: local paths or URLs; their order counts.
+    """
     local = list(files)
     digest = hashlib.blake2b(digest_size=16)
     # Threads, since a network makes each call wait.
@@ -188,7 +191,11 @@ def _stamped(path: str) -> str:
 def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
     """Writes an index to the file `path` and returns its digest. Raises ConfigError when it cannot be written.
 
-    made_for: the settings, see `index_settings`. stamped: the `fingerprint` of the data's files.
+    Args:
+      path: the file, which is replaced; its folder is made.
+      index: the index, as `collect` makes it.
+      made_for: the settings as a text, as `index_settings` gives them.
+      stamped: the `fingerprint` of the data's files.
     """
     arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays().items()}
     digested = digest(arrays)
@@ -213,10 +220,11 @@ def write(path: Path, index: Index, made_for: str, stamped: str) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Index]:
-    """The header and the index in a file, whose arrays are mapped and read-only.
+    """The header and the index in a file that `write` wrote; the index's arrays are mapped and read-only.
 
-    Of the header, "made_for", "files" and "digest" are `made_for`, `stamped` and the result of `write`. Raises
-    ValueError, with the reason, if the file is damaged, and OSError if it cannot be opened.
+    The header is a dict: "made_for" is the text of the settings, "files" the fingerprint of the data's files and
+    "digest" the digest that `write` returned. Raises ValueError, with the reason, if the file is damaged, and OSError
+    if it cannot be opened.
     """
     with open(path, "rb") as file:
         line = file.readline(_HEADER_LIMIT)
@@ -254,7 +262,7 @@ def _index(arrays: dict[str, np.ndarray]) -> Index:
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """A digest of names, types, shapes and contents, in the order of `arrays`: 32 hexadecimal digits."""
+    """A digest of names, types, shapes and contents, in the order of `arrays` (by name): 32 hexadecimal digits."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         hashed.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -266,7 +274,8 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
 def exclusive(path: Path) -> Iterator[None]:
     """A context for the index at `path` that one process enters at a time; others wait while it makes the index.
 
-    Raises ConfigError if the folder cannot be written.
+    Its value is None. It holds a lock on `path`.lock, beside the index. Raises ConfigError if the folder cannot be
+    written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,9 +301,11 @@ def default_cache() -> Path:
 
 
 def key_of(record: Record, question: str) -> int:
-    """A hash, 64 bits, of a record's contents in the data, which does not depend on settings.
+    """A hash, an int of 64 bits, of a record's contents in the data, which does not depend on settings.
 
-    question: `Source.question`, which is left out of the hash.
+    Args:
+      record: the record, as `Reader.read` gives it.
+      question: `Source.question`, which is left out of the hash; "" for none.
     """
     turns = [
         (turn.role, turn.text if turn.is_answer or turn.text != question else "", dict(turn.keys))
@@ -309,7 +320,13 @@ def key_of(record: Record, question: str) -> int:
 
 
 def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iterable[str]) -> Index:
-    """The index of measured records and of those left out; all places have the same number of integers."""
+    """The index of measured records and of those left out; all places have the same number of integers.
+
+    Args:
+      records: the usable records in order, Measured(number=0, name="data.json[0]", place=(0,), turns=2, tokens=96, …).
+      faults: the records left out, such as Fault("data.json[1]", "it has a video").
+      files: the files of the data.
+    """
     media = [[(n, *size) for n, image in enumerate(record.images) for size in image] for record in records]
     return Index(
         numbers=np.asarray([record.number for record in records], np.int64),

@@ -29,7 +29,12 @@ _MOST_KEYS = 12
 
 
 def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
-    """All that an index depends on except the contents of files, as a text of JSON; equal texts mean equal settings."""
+    """All that an index depends on except the contents of files, as a text of JSON; equal texts mean equal settings.
+
+    Args:
+      records: tokenizes the source's records, RecordTokenizer("mine", source_config, data, encoders, tokenizer).
+      data: the data's configuration; its `tokenizer` and `new_tokens` are read.
+    """
     config = records.config
     settings = {key: value for key, value in asdict(config).items() if key not in ("held_out", "preset")}
     specs = {

@@ -23,12 +23,15 @@ RECORD = (*_TEXTS, *MEDIA, "id", "label", "functions", *WEIGHTS, *MASKS)
 def weight_of(value: Mapping[str, Any], weight: float = 1.0) -> float:
     """The loss weight that a turn's keys, or a record's, give to answers: the product of all keys of `WEIGHTS`.
 
+    These are "loss", "train", "weight" and "loss_scale": {"weight": 0.5, "train": True} gives 0.5. Null counts as
+    missing.
+
     Args:
       value: the turn or the record.
       weight: the weight of an answer without such keys.
 
     Raises:
-      Unusable: a weight is no number of 0 or more, or a key of `MASKS` is set.
+      Unusable: a weight is no number of 0 or more, or a key of `MASKS`, such as "loss_mask", is set.
     """
     for key in MASKS:
         if value.get(key):
@@ -44,7 +47,10 @@ def _weight(key: str, value: object) -> float:
 
 
 def require_plain(value: Mapping[str, Any]) -> None:
-    """Raises Unusable for a record with keys that mmjax cannot train on: videos, functions, or label=false."""
+    """Raises Unusable for a record with keys that mmjax cannot train on: videos, functions, or label=false.
+
+    value: the record as it is in the JSON; the keys are "video", "videos", "functions" and "label". Empty ones pass.
+    """
     if value.get("label") is False:
         raise Unusable("label=false says that its answer is a bad one")
     if value.get("functions"):
@@ -55,16 +61,19 @@ def require_plain(value: Mapping[str, Any]) -> None:
 
 
 def unread(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a record that are not read; empty values do not count."""
+    """The keys of a record, as it is in the JSON, that are not read; empty values do not count.
+
+    ("score",) for {"id": "7", "conversations": […], "score": 3}.
+    """
     return named(key for key in value if key not in RECORD and value[key] not in (None, "", [], {}))
 
 
 def named(keys: Iterable[object]) -> tuple[str, ...]:
-    """Keys as texts of at most 40 characters for messages, each once, in order."""
+    """Keys as texts for messages, each once, in order; of a text only the first 40 characters stay."""
     return tuple(dict.fromkeys(str(key)[:40] for key in keys))
 
 
 def shown(value: object) -> str:
-    """A value as text for messages, at most 60 characters of it."""
+    """A value's `repr` for messages, its first 60 characters and "…" if it is longer."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

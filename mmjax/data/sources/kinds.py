@@ -14,7 +14,12 @@ from mmjax.user_code import import_named, names_code
 def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
     """The reader of source `name`, which `config.kind` chooses. Raises ConfigError if there is no such file or factory.
 
-    cache: folder for copies of files behind URLs.
+    `scan()` of the result gives the name and place of each record, `read(place)` the record, `files()` the files.
+
+    Args:
+      name: the name of the source in `Data.sources`, for messages.
+      config: its configuration, such as SourceConfig(kind="llava", path="data.json").
+      cache: folder for copies of files behind URLs.
     """
     reader = _from_user_code(name, config) if names_code(config.kind) else _built_in(name, config, cache)
     field, files = f"{name}/Source.path", reader.files()

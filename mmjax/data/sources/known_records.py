@@ -88,7 +88,10 @@ class KnownRecords:
 
 
 def written(keys: UInt64[np.ndarray, " K"]) -> str:
-    """Keys as the digits in `KnownRecords.held_out`: 16 hexadecimal digits each, ascending, without separators."""
+    """Keys as the digits in `KnownRecords.held_out`: 16 hexadecimal digits each, ascending, without separators.
+
+    "0000000000000001000000000000000a" for the keys 10 and 1; "" for none.
+    """
     return np.sort(keys).astype(_KEY).tobytes().hex()
 
 
@@ -102,12 +105,17 @@ def digest_of(keys: UInt64[np.ndarray, " N"]) -> str:
 
 
 def key_of_contents(contents: bytes) -> int:
-    """The key, 64 bits, of the first record with these contents; copies get others (see `unique_keys`)."""
+    """The key, an int of 64 bits, of the first record with these contents; copies get others (see `unique_keys`)."""
     return int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big")
 
 
 def unique_keys(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
-    """Keys of records in their order, made unique: copies of a record get other keys."""
+    """Keys of records in their order, made unique: copies of a record get other keys.
+
+    The first of equal keys stays as it is; the second and later ones get keys that follow from it and their number.
+
+    keys: the 64-bit keys of all records, with equal keys for equal contents, as `key_of_contents` gives them.
+    """
     counts: dict[int, int] = {}
     result = np.zeros(len(keys), np.uint64)
     for place, key in enumerate(keys):
@@ -117,7 +125,12 @@ def unique_keys(keys: Sequence[int]) -> UInt64[np.ndarray, " N"]:
 
 
 def copies_among(keys: UInt64[np.ndarray, " N"], originals: UInt64[np.ndarray, " K"]) -> UInt64[np.ndarray, " C"]:
-    """The keys of copies of the records with the keys `originals`, as far as they are in `keys`; see `unique_keys`."""
+    """The keys of copies of the records with the keys `originals`, as far as they are in `keys`.
+
+    Args:
+      keys: the keys of all records, made unique by `unique_keys`, which gives copies other keys.
+      originals: keys of some records; they are not in the result.
+    """
     result, remaining, number = [np.zeros(0, np.uint64)], originals, 1
     while len(remaining):
         copies = np.asarray([_copy(int(key), number) for key in remaining], np.uint64)

@@ -31,9 +31,11 @@ _LONGEST_TEXT = 1 << 20
 
 
 def orientation(image: Image.Image, tail: bytes = b"") -> int:
-    """The Orientation tag of an open image, 1 to 8; 1 if it has none that can be read.
+    """The Orientation tag of an open image, 1 (upright) to 8; 1 if it has none that can be read.
 
-    tail: the end of its file, which is read for a PNG; metadata there are added to `image.info`.
+    Args:
+      image: the image, as `PIL.Image.open` gives it.
+      tail: the end of its file, which is read for a PNG; metadata there are added to `image.info`.
     """
     if image.format == "PNG":
         image.info.update(_behind_pixels(tail[-TAIL:]))
@@ -46,7 +48,11 @@ def orientation(image: Image.Image, tail: bytes = b"") -> int:
 
 
 def swaps_sides(image: Image.Image, turn: int) -> bool:
-    """Whether turning an image swaps the height and width that Pillow gives; `turn` as from `orientation`."""
+    """Whether turning an image upright swaps the height and width that Pillow gives.
+
+    image: the open image. turn: its Orientation tag, 1 to 8, as from `orientation`; from 5 on sides are swapped, but
+    for some TIFFs.
+    """
     if image.format == "TIFF":  # Pillow may give the size of the upright image
         stored = (image.tag_v2.get(256), image.tag_v2.get(257))  # type: ignore[attr-defined]
         return turn >= 5 and image.size == stored
@@ -56,7 +62,8 @@ def swaps_sides(image: Image.Image, turn: int) -> bool:
 def upright(image: Image.Image, turn: int, kind: str | None) -> Image.Image:
     """The decoded image, turned upright; Pillow turns a TIFF itself.
 
-    turn: as from `orientation`. kind: the format of the file as Pillow names it, such as "PNG".
+    turn: the Orientation tag, 1 to 8, as from `orientation`. kind: the format of the file as Pillow names it, such as
+    "PNG", the `format` of the opened image.
     """
     return image if kind == "TIFF" or turn not in _TURNS else image.transpose(_TURNS[turn])
 

@@ -34,9 +34,13 @@ class Cost:
 
 
 def column_cost(file: File, chunk: Any) -> Cost:
-    """The size of a column chunk. Reads only page headers, and moves the position in `file`.
+    """The size of a column chunk, in bytes: `.stored` in the file, `.decoded` at most in memory.
 
-    chunk: pyarrow's `ColumnChunkMetaData` of a row group.
+    Reads only page headers, and moves the position in `file`.
+
+    Args:
+      file: the parquet file, `storage.File("data.parquet")`.
+      chunk: pyarrow's `ColumnChunkMetaData` of a row group, such as `metadata.row_group(0).column(0)`.
 
     Raises Unusable for malformed pages, and for encodings in which a few bytes may stand for many long values.
     """

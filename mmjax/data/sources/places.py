@@ -22,7 +22,10 @@ Find = Callable[[object, str], Media]
 
 
 def is_empty(value: object) -> bool:
-    """Whether a value names no medium: null, an empty text, or a struct of these."""
+    """Whether a value names no medium: null, an empty text, or a struct of these.
+
+    Such as None, "", b"" and {"bytes": None, "path": ""}; an empty struct is none of these.
+    """
     if isinstance(value, Mapping):
         return bool(value) and all(map(is_empty, value.values()))
     return value is None or value in ("", b"")
@@ -175,7 +178,10 @@ class Filled:
 
 
 def has_place(text: str, mark: str = IMAGE) -> bool:
-    """Whether a text has a mark where media usually are: at its start or end, or at the end of a line."""
+    """Whether a text has a mark where media usually are: at its start or end, or at the end of a line.
+
+    mark: "<image>" by default, or such as "<recording>".
+    """
     text = text.strip()
     return text.startswith(mark) or bool(re.search(rf"(^|\s){mark}$", text, re.MULTILINE))
 

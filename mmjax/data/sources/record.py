@@ -109,9 +109,14 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
 
     Args:
       value: the object, with the keys above.
-      find: makes a `Media` from a value of an image or recording in the object, and "image" or "recording".
+      find: makes a `Media` from a value of an image or recording in the object, and "image" or "recording":
+        `lambda value, kind: Media(name=value, path=f"images/{value}")`.
       question: the question that a caption answers.
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
+
+    Returns:
+      `turns`, in whose texts "<image>" and "<recording>" mark the places of media, and `images` and `recordings`, the
+      `Media` in the order of their marks; `id` is "" without one.
 
     Raises:
       Unusable: it is no record, or has something that mmjax cannot train on.

@@ -148,7 +148,10 @@ def _is_chunk(data: bytes) -> bool:
 
 
 def resample(samples_N: np.ndarray, length: int) -> np.ndarray:
-    """Resamples `samples_N` to `length` samples of the same duration: cuts its spectrum, or continues it with zeros."""
+    """Resamples `samples_N` to `length` samples of the same duration: cuts its spectrum, or continues it with zeros.
+
+    The result is float64 [length]; `samples_N` itself, which has at least one sample, if it has this length already.
+    """
     count = len(samples_N)
     if count == length:
         return samples_N

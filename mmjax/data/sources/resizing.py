@@ -23,9 +23,11 @@ Colour = int | tuple[int, ...]
 
 
 def is_too_thin(size: Size, step: Step) -> bool:
-    """Whether an image takes an intermediate picture of more than ``MOST`` pixels for a step of `plan`.
+    """Whether an image takes an intermediate picture of more than ``MOST`` (2²⁶) pixels for a step of `plan`.
 
-    size: height and width of the image.
+    Args:
+      size: height and width of the image.
+      step: one of the steps that ``sizes.plan(size, config, spec)`` lists.
     """
     square = (max(size), max(size)) if step.square else size
     if _fits(square, step.size, step.crop, padded=step.square):
@@ -43,10 +45,10 @@ def resize_part(
 
     Args:
       image: the image.
-      size: height and width.
-      resample: Pillow's filter.
-      part: top, left, height and width of the part in the resized image.
-      square: the colour in which the image is first padded to a square; None does not pad it.
+      size: height and width to which the whole image is resized.
+      resample: Pillow's filter, such as Image.Resampling.BICUBIC.
+      part: top, left, height and width of the part in the resized image; (0, 0, *size) for all of it.
+      square: the colour, such as (255, 255, 255), in which the image is first padded to a square; None does not pad it.
     """
     top, left, rows, columns = part
     side = max(image.size)

@@ -39,10 +39,13 @@ class Step:
 def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = True) -> list[Step]:
     """The steps that make the media of an image of this size, one for each medium, in order.
 
+    A `Step` has the height and width after resizing (`size`), the part that is cut out (`crop`: top, left, height,
+    width), its place on the canvas (`at`) and the height and width of the medium (`canvas`), all in pixels.
+
     Args:
-      size: height and width of the upright image.
-      config: the rule, `Source.resize`, and its settings.
-      spec: the encoder's patches.
+      size: height and width of the upright image, in pixels.
+      config: the rule, `Source.resize`, and its settings: SourceConfig(resize="fixed", size=(336, 336)).
+      spec: the encoder's patches, EncoderSpec(patch=14, …).
       alone: whether it is the only image of its dialogue.
 
     Raises:
@@ -146,7 +149,8 @@ def _middle(side: int, wanted: int) -> tuple[int, int, int]:
 def tile_grid(size: Size, config: SourceConfig) -> Size:
     """The (rows, columns) of `config.grids` for an image: it keeps most pixels and, among equals, wastes least.
 
-    This is LLaVA-NeXT's rule for tiles of `config.size`. size: height and width of the upright image.
+    This is LLaVA-NeXT's rule for tiles of `config.size`, such as (336, 336). size: height and width of the upright
+    image, in pixels.
     """
     height, width = config.size
 

@@ -107,7 +107,7 @@ def _rows(text: bytes) -> Iterator[dict[str, str]]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error, in one line: the name of its type and its message.
+    """The reason of an error, in one line: the name of its type and its message, such as "KeyError: 'id'".
 
     Of Unusable and ValueError, the message alone.
     """
@@ -116,6 +116,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """`text` in one line of at most `limit` characters, the last "…" if it was longer; never empty."""
+    """`text` in one line of at most `limit` characters, the last "…" if it was longer; never empty.
+
+    Line breaks and runs of blanks become one blank; an empty text becomes "no reason given".
+    """
     text = " ".join(text.split()) or "no reason given"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -47,7 +47,7 @@ class Unreachable(RuntimeError):
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is a URL, for fsspec."""
+    """Whether `path` is a URL, for fsspec, such as "s3://bucket/data.json": whether it has "://"."""
     return "://" in path
 
 
@@ -67,7 +67,11 @@ def _split(url: str) -> tuple[Any, str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """The files of a path, a glob (`*`, `?`) or a range (`{000..012}`), in order; those of a range need not exist."""
+    """The files of a path, a glob (`*`, `?`) or a range (`{000..012}`), in order; those of a range need not exist.
+
+    "shards/{000..001}.tar" gives ["shards/000.tar", "shards/001.tar"]. A glob that fits no file gives []; a path
+    without these marks gives itself.
+    """
     braces = _BRACES.search(pattern)
     if braces:
         first, last = braces[1], braces[2]
@@ -100,7 +104,9 @@ def stamp(path: str) -> tuple[int, str]:
 
 
 def read(path: str, start: int = 0, size: int | None = None, *, limit: int) -> bytes:
-    """`size` bytes of a file from `start` on (None = to its end).
+    """`size` bytes of a file from byte `start` on (None = to its end).
+
+    path: a local path or a URL. limit: the most bytes that may be read.
 
     Raises:
       Unusable: the file is missing or shorter, or the stretch is longer than `limit`.
@@ -201,12 +207,17 @@ def local_copy(path: str, cache: Path) -> str:
 
 
 def media_folder(path: str, media: str) -> str:
-    """The folder to which names of media are relative: `media`, or the folder of `path`."""
+    """The folder to which names of media are relative: `media`, or the folder of `path` if `media` is "".
+
+    "data" for `path` "data/train.json". Both are local paths or URLs, the values of `Source.path` and `Source.media`.
+    """
     return media or (path.rpartition("/")[0] if is_url(path) else os.path.dirname(path))
 
 
 def beside(folder: str, name: str) -> str:
     """The path of file `name` in `folder`; `name` may also be an absolute path or URL of a file in it.
+
+    "data/a.png" for "data" and "a.png". The file need not exist.
 
     Raises:
       Unusable: `name` leads out of the folder.
@@ -222,7 +233,10 @@ def beside(folder: str, name: str) -> str:
 
 
 def inside(folder: str, name: str) -> str:
-    """The name, relative to `folder`, of an absolute path or URL in it; any other name unchanged."""
+    """The name, relative to `folder`, of an absolute path or URL in it; any other name unchanged.
+
+    "a.png" for "/data" and "/data/a.png", or "file:///data/a.png".
+    """
     if is_url(folder):
         return name.removeprefix(f"{folder.rstrip('/')}/")
     if name[:7].lower() == "file://":

@@ -57,6 +57,9 @@ class _Member:
 def members(file: Any, size: int) -> Iterator[_Member]:
     """The members of a tar of `size` bytes, in order, without folders: names, places and sizes, no contents.
 
+    Each has `name`; `start`, the first byte of its header; `data` and `size`, the first byte and number of bytes of its
+    contents; `end`, the byte after its last block; and `fault`, why it is refused, "" if it is not.
+
     file: the tar as a seekable binary file. Raises Unusable if it is no tar, or ends too early.
     """
     try:
@@ -99,7 +102,13 @@ def _fault(info: tarfile.TarInfo) -> str:
 
 
 def record_of(data: bytes, question: str) -> Record:
-    """The record of a tar with the members of one sample; `question` as in `parse_record`.
+    """The record of a tar with the members of one sample, such as "000000.json" and "000000.0.png".
+
+    The JSON has the keys that `parse_record` reads, or a ".txt" has the caption; media are images and recordings.
+
+    Args:
+      data: the bytes of the tar.
+      question: the question that a caption answers; "" for none.
 
     Raises Unusable if a member is refused, or the sample cannot be used.
     """

@@ -28,7 +28,10 @@ class Dialogue:
 
 
 def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
-    """Writes `folder`/data.json, and images into `folder`/images; returns the path of the JSON file."""
+    """Writes `folder`/data.json, and images into `folder`/images; returns the path of the JSON file.
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for number, dialogue in enumerate(dialogues):
@@ -44,7 +47,10 @@ def write_llava(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
 
 
 def write_webdataset(folder: Path, dialogues: Sequence[Dialogue], per_shard: int) -> Path:
-    """Writes shards of `per_shard` samples, `folder`/00000.tar and so on; returns their pattern, `folder`/*.tar."""
+    """Writes shards of `per_shard` samples, `folder`/00000.tar and so on; returns their pattern, `folder`/*.tar.
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(dialogues), per_shard)):
         with tarfile.open(folder / f"{shard:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -54,7 +60,10 @@ def write_webdataset(folder: Path, dialogues: Sequence[Dialogue], per_shard: int
 
 
 def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
-    """Writes one file, whose records are tars of the members that a WebDataset sample has; returns `path`."""
+    """Writes one file, whose records are tars of the members that a WebDataset sample has; returns `path`.
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
     from array_record.python.array_record_module import ArrayRecordWriter
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +78,12 @@ def write_array_record(path: Path, dialogues: Sequence[Dialogue]) -> Path:
 
 
 def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 100) -> Path:
-    """Writes one table, in groups of `per_group` rows (a row is read with its group); returns `path`."""
+    """Writes one table, in groups of `per_group` rows (a row is read with its group); returns `path`.
+
+    The columns are "conversations" and "images".
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -89,7 +103,12 @@ def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 10
 
 
 def write_all(folder: Path, dialogues: Sequence[Dialogue], per_shard: int = 100) -> dict[str, Path]:
-    """Writes every layout into `folder`; returns the value for `Source.path`, by `Source.kind`."""
+    """Writes every layout into `folder`; returns the value for `Source.path`, by `Source.kind`.
+
+    The kinds are "llava", "webdataset" (in shards of `per_shard` samples), "array_record" and "parquet".
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
     return {
         "llava": write_llava(folder / "llava", dialogues),
         "webdataset": write_webdataset(folder / "webdataset", dialogues, per_shard),

@@ -19,7 +19,8 @@ _SUFFIXES = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 def digit_dialogues(samples: int, seed: int) -> list[Dialogue]:
     """`samples` dialogues that read rows of digits, or ask for a sum if they have no image.
 
-    A pure function of its arguments.
+    A `Dialogue` has `turns`, such as (("<image>\\nread it", "407"),), and `images`, a (suffix, bytes) pair for each,
+    such as ("png", …). A pure function of its arguments.
     """
     return [_dialogue(np.random.default_rng([seed, number])) for number in range(samples)]
 

@@ -53,7 +53,18 @@ class CallPlan:
 def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sample_rate: int) -> CallPlan:
     """A call in which `digits`, such as "123", are dialled; silence, tone, silence, … of random lengths.
 
-    sample_rate: samples per second. Draws from `rng`.
+    It begins and ends with silence.
+
+    Args:
+      rng: draws the lengths, level and noise.
+      digits: the dialled keys, of "0123456789*#".
+      config: the ranges of lengths (in seconds), level and noise: `tone`, `gap`, `level`, `noise`. `DigitsConfig()` has
+        defaults.
+      sample_rate: samples per second, such as 8000.
+
+    Returns:
+      `.edges`, the samples, from 0, at which tones begin and end in turn, then the number of samples: 7 integers for
+      "123". `.samples` is the last one; `digits`, `level`, `tilt`, `noise` and `seed` are for `render_call`.
     """
     gaps, tones = rng.uniform(*config.gap, len(digits) + 1), rng.uniform(*config.tone, len(digits))
     lengths = np.empty(2 * len(digits) + 1)
@@ -69,13 +80,22 @@ def plan_call(rng: np.random.Generator, digits: str, config: DigitsConfig, sampl
 
 
 def longest_call(config: DigitsConfig, sample_rate: int) -> int:
-    """The most samples of a call at `sample_rate` samples per second."""
+    """The most samples of a call at `sample_rate` samples per second.
+
+    The call has the most digits, the longest tones and the longest silences, `digits[1]`, `tone[1]` and `gap[1]` of
+    `config`.
+    """
     digits = config.digits[1]
     return int(np.ceil((digits * config.tone[1] + (digits + 1) * config.gap[1]) * sample_rate))
 
 
 def render_call(call: CallPlan, sample_rate: int) -> Float[np.ndarray, " N"]:
-    """The waveform of a call, float64, N = `call.samples`; `sample_rate` is the one for which it was planned."""
+    """The waveform of a call, float64, N = `call.samples`; a tone has the amplitude `call.level`.
+
+    Args:
+      call: the call, as `plan_call` plans it.
+      sample_rate: the samples per second for which it was planned.
+    """
     noise = np.random.default_rng(call.seed).normal(size=call.samples)
     waveform = call.level * call.noise * noise
     seconds = np.arange(call.samples) / sample_rate
@@ -86,10 +106,10 @@ def render_call(call: CallPlan, sample_rate: int) -> Float[np.ndarray, " N"]:
 
 
 def spoken(answer: str) -> np.ndarray:
-    """The codes int32 [n, 1] that speak an answer, each below `CODES`.
+    """The codes int32 [n, 1] that speak an answer, such as "12 3", each below `CODES`.
 
     A digit is two codes, the row and the column of its key on a telephone; a blank and any other character are one; the
-    last code ends them.
+    last code, 1, ends them. Rows are codes 2 to 5, columns 6 to 8, a blank is 9 and another character 10.
     """
     codes: list[int] = []
     for character in answer:

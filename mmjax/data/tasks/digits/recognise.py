@@ -37,7 +37,7 @@ def _kernel(one_NP: np.ndarray, other_MP: np.ndarray) -> Float[np.ndarray, "N M"
 
 
 def classify(digits_NYX: Float[np.ndarray, "N 8 8"]) -> list[int]:
-    """The digit, 0 to 9, in each image; values are 0 for paper to 1 for ink."""
+    """The digit, 0 to 9, in each image, in order; values are 0 for paper to 1 for ink."""
     train_MP, coefficients_MK = _fitted()
     scores_NK = _kernel(digits_NYX.reshape(len(digits_NYX), -1).astype(np.float64), train_MP) @ coefficients_MK
     return [int(digit) for digit in scores_NK.argmax(axis=1)]

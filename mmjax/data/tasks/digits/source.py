@@ -39,7 +39,10 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_range(split: str) -> tuple[int, int]:
-    """The half-open range of data set indices that `split` ("train" or "test") draws from."""
+    """The half-open range of data set indices that `split` ("train" or "test") draws from.
+
+    (0, 1437) for "train", (1437, 1797) for "test".
+    """
     total = len(load_digits()[1])
     return (0, total - HELD_OUT) if split == "train" else (total - HELD_OUT, total)
 
