@@ -188,8 +188,8 @@ def backward(
     Args:
       mask: the attention mask, such as ``Mask("causal")``.
       q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
-      query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT},
-        as ``custom_vjp.token_info`` makes them.
+      query_tokens, key_tokens: host inputs by name of the T queries and the S keys, as ``custom_vjp.token_info`` makes
+        them, such as {"segments": segments_BT}; with "order", places in the row, where keys are a part of it.
       out_BTHK, lse_BHT: the results of ``forward``: the output, and the logarithm of each softmax's denominator.
       d_out_BTHK: the gradient of the output.
       block: the most tokens of a block; 0 stands for ``BLOCK``.
