@@ -107,7 +107,7 @@ def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
 
 
 def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. ``p`` has "scale" ``[D]``, in the dtype of x."""
+    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. "scale" is ``[D]``, in the dtype of ``x``."""
     return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
 
 
