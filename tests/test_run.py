@@ -178,6 +178,8 @@ def test_a_run_trains_evaluates_answers_and_exports(tmp_path: Path) -> None:
     assert again.step == 6 and len(again.losses) == 2
     report = mm.build(run.recipe, tmp_path / "run").evaluate(count=3, style="silent")
     assert report.step == 6 and len(report.samples) == 3
+    first, *answers = str(report).splitlines()
+    assert first.startswith("step 6: exact match ") and len(answers) == 3 and "right is" in answers[0]
     run.export(tmp_path / "out")
     assert {"llm", "vision", "vision_projector"} == {
         name.removeprefix("params/").partition("/")[0] for name in leaves(tmp_path / "run", 6) if "params/" in name

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmjax.flags import importing
+from mmjax.flags import counted, importing
 from mmjax.recipe import Recipe
 
 if TYPE_CHECKING:  # see `importing`
     from mmjax.data.types import Sample
     from mmjax.eval.scores import Evaluation
 USUAL_SAMPLES = 180
+SHOWN = 8
+"""Answers in the text of a report."""
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The results of an evaluation.
+    """The results of an evaluation. As text it is a line of scores, and an answer below each question.
 
     Attributes:
       step: the checkpoint's step.
@@ -32,6 +35,15 @@ class EvalReport:
     samples: Sequence[Sample]
     evaluation: Evaluation
     swapped: Mapping[str, Evaluation]
+
+    def __str__(self) -> str:
+        from mmjax.eval.scores import describe
+
+        answers = zip(self.samples, self.evaluation.answers, strict=True)
+        lines = (f"  {sample.question!r}: {answer!r}, right is {sample.answer!r}" for sample, answer in answers)
+        shown = list(itertools.islice(lines, SHOWN))
+        more = [f"  and {counted(len(self.samples) - SHOWN, 'more sample')}"] if len(self.samples) > SHOWN else []
+        return "\n".join([f"step {self.step}: {describe(self.evaluation, self.swapped)}", *shown, *more])
 
     def numbers(self) -> dict[str, Any]:
         """All figures by the names of `eval.jsonl`: "step", "samples" (how many), and those of `figures`."""
