@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run in one directory. Use it as a context manager, or call ``close``.
+    """One run in one directory. Use it as a context manager, or call ``close``. Scripts use ``mmjax.build`` instead.
 
     Attributes:
       recipe: the configuration, with the buckets that were chosen.
