@@ -28,6 +28,7 @@ def check_graph(model: ModelSpec) -> None:
     for edge in model.flows:
         _check_ends(model, edge)
         _check_layers(model, edge)
+        _check_copies(model[edge.source], model[edge.target])
     for name in model.talkers:
         _check_talker(model[name])
 
@@ -69,6 +70,19 @@ def _check_layers(model: ModelSpec, edge: EdgeSpec) -> None:
         layers = getattr(settings, name)
         fix = f"{module} has layers 0 to {most}; use numbers of these"
         require(all(layer <= most for layer in layers), f"{edge.name}/Edge.{name}", layers, fix)
+
+
+def _check_copies(source: ModuleSpec, target: ModuleSpec) -> None:
+    """On one set of ranks the rows of copies stay where they are, so both modules have the same copies and dp."""
+    first, second = source.layout, target.layout
+    has_copies = max(first.copies, second.copies) > 1
+    if target.name == LLM or not has_copies or set(first.ranks) != set(second.ranks):
+        return
+    for name in ("copies", "dp"):
+        wanted, value = getattr(first, name), getattr(second, name)
+        there = f"with copies={first.copies} and dp={first.dp}"
+        fix = f"it reads {source.name!r} on the same ranks, {there}; set it to {wanted}"
+        require(value == wanted, f"{target.name}/Layout.{name}", value, fix)
 
 
 def _check_talker(node: ModuleSpec) -> None:

@@ -26,6 +26,25 @@ def edges_of(model: ModelSpec) -> set[tuple[str, str]]:
 CHAIN = ("vision -> temporal", "temporal -> llm", "llm -> painter")
 
 
+def test_copies_that_read_copies_have_their_dp() -> None:
+    copied = (
+        "llm/Layout.pp=2",
+        "llm/Layout.dp=2",
+        "vision/Layout.copies=2",
+        "vision/Layout.tp=2",
+        "Model.generators={}",
+        "Digits.draw=0.0",
+    )
+    edges = "Model.edges=('vision -> temporal', 'temporal -> llm')"
+    same = (*MODULES, *copied, edges, "temporal/Layout.copies=2")
+    assert load_config([], [*same, "temporal/Layout.tp=2"]).model["temporal"].layout.copies == 2
+    message = "^temporal/Layout.dp=2: it reads 'vision' on the same ranks, with copies=2 and dp=1; set it to 1 "
+    with pytest.raises(ConfigError, match=message):
+        load_config([], [*same, "temporal/Layout.dp=2"])
+    with pytest.raises(ConfigError, match=r"^temporal/Layout.copies=1: it reads 'vision' on the same ranks"):
+        load_config([], [*MODULES, *copied, edges, "temporal/Layout.dp=4"])
+
+
 def test_without_edges_encoders_feed_the_llm_and_the_llm_its_generators() -> None:
     recipe = load_config([], ["Model.generators={'painter': 'dit'}", *DRAWS])
     assert recipe.model.edges == () and edges_of(recipe.model) == {("vision", "llm"), ("llm", "painter")}
