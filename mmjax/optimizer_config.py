@@ -105,6 +105,17 @@ class OptimizerConfig:
         return rate * self.layer_decay**from_end
 
 
+def fit_warmup(warmup: int, steps: int, planned_steps: int) -> int:
+    """The warm-up of a run of ``steps`` steps, from that of a run of ``planned_steps``.
+
+    It stays if it is below ``steps``; else it is the same share of them, or a tenth where it filled ``planned_steps``:
+    50 of 800 becomes 1 of 20 steps.
+    """
+    if warmup < steps:
+        return warmup
+    return warmup * steps // planned_steps if warmup < planned_steps else steps // 10
+
+
 def adamw(learning_rate: float, **settings: Any) -> OptimizerConfig:
     """AdamW with this highest learning rate; ``settings`` are other fields of ``OptimizerConfig``."""
     return OptimizerConfig(learning_rate=learning_rate, **settings)

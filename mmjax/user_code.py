@@ -69,6 +69,11 @@ def names_code(value: object) -> bool:
     return isinstance(value, str) and ":" in value
 
 
+def is_allowed(value: object, *, allowed: bool) -> bool:
+    """Whether a setting's value may be imported: it names no code, code is `allowed`, or it is a `CodeName`."""
+    return allowed or not names_code(value) or isinstance(value, CodeName)
+
+
 def require_allowed(field: str, value: object, *, allowed: bool) -> None:
     """Raises ConfigError if `value` names code and code is not `allowed`.
 
@@ -79,7 +84,7 @@ def require_allowed(field: str, value: object, *, allowed: bool) -> None:
       value: its value.
       allowed: whether the user has allowed code (`--allow_code`).
     """
-    if names_code(value) and not allowed and not isinstance(value, CodeName):
+    if not is_allowed(value, allowed=allowed):
         fix = "add --allow_code if you trust it (in Python allow_code=True)"
         raise ConfigError(f"{field}={value!r}: names code that would be run; {fix}")
 

@@ -12,19 +12,14 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
+from small_mesh import ROWS, WHOLE, small_mesh, spmd
 
 from mmjax import jax_compat, jaxprs
-
-ROWS, WHOLE = PartitionSpec("dp"), PartitionSpec()
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
-
-
-def spmd(mesh, in_specs, out_specs):
-    return lambda body: jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return small_mesh()
 
 
 def test_used_inputs():

@@ -14,6 +14,7 @@ import pytest
 import mmjax as mm
 from mmjax.config import operative_config
 from mmjax.data.origin import task_class
+from mmjax.data.tasks.digits.task import Digits
 from mmjax.user_code import CodeName, import_named, require_allowed
 
 REPOSITORY = Path(__file__).parents[1]
@@ -103,6 +104,12 @@ def test_tasks_and_readers_are_handed_over_too() -> None:
     assert import_named("x/Source.kind", source.kind) is louder
     with pytest.raises(ValueError, match="define it at the top level of a module"):
         mm.SourceConfig(kind=lambda config: config, path="x")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_task_that_is_handed_over_has_its_settings() -> None:
+    data = mm.DataConfig(task=Digits)  # pyright: ignore[reportArgumentType]
+    recipe = mm.Recipe(model=mm.load_config(["digits_vlm"]).model, data=data)
+    assert recipe.data.task == mm.DigitsConfig()
 
 
 def operative_text(data: mm.DataConfig) -> str:

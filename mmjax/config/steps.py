@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mmjax.config.gin_reader import Binding
 from mmjax.configurable import ConfigError
+from mmjax.optimizer_config import fit_warmup
 
 STEPS = ("", "Train", "steps")
 Fit = Callable[[object, int, int], tuple[object, str] | None]
@@ -56,9 +57,8 @@ def fit_to_steps(bindings: Sequence[Binding], file_steps: Callable[[], int]) -> 
 def _warmup(value: object, steps: int, file_steps: int) -> tuple[object, str] | None:
     if type(value) is not int or value < steps:
         return None
-    if value < file_steps:
-        return value * steps // file_steps, f"the same share as of {file_steps}"
-    return steps // 10, "a tenth"
+    description = f"the same share as of {file_steps}" if value < file_steps else "a tenth"
+    return fit_warmup(value, steps, file_steps), description
 
 
 def _window(value: object, steps: int, _: int) -> tuple[object, str] | None:

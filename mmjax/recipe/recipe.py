@@ -11,13 +11,13 @@ from mmjax.data.config import DataConfig
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.spec import DataSpec
 from mmjax.mesh.config import WorldConfig
-from mmjax.optimizer_config import OptimizerConfig
+from mmjax.optimizer_config import OptimizerConfig, fit_warmup
 from mmjax.recipe.datasets import Datasets
 from mmjax.recipe.model_spec import ModelSpec
 from mmjax.recipe.schedules import ScheduleConfig
 from mmjax.recipe.specs import ModuleSpec
 from mmjax.recipe.train_config import TrainConfig
-from mmjax.user_code import names_code
+from mmjax.user_code import is_allowed
 
 
 @dataclass(frozen=True, init=False)
@@ -78,7 +78,7 @@ class Recipe:
         if schedule:
             order = {"schedule": schedule.name, "inner": schedule.inner, "window": schedule.window}
             train = replace(train, microbatches=schedule.microbatches, **order)
-        if allow_code or data.settings.sources or not names_code(data.settings.task):  # else `validate` refuses it
+        if data.settings.sources or is_allowed(data.settings.task, allowed=allow_code):  # else `validate` refuses it
             data = replace(data, task=data.origin.config)
         values = {
             "model": model.with_default_optimizer(optimizer) if optimizer else model,
@@ -100,10 +100,7 @@ class Recipe:
         train = self.train
 
         def fit(optimizer: OptimizerConfig) -> OptimizerConfig:
-            warmup = optimizer.warmup
-            if warmup < steps:
-                return optimizer
-            return replace(optimizer, warmup=warmup * steps // train.steps if warmup < train.steps else steps // 10)
+            return replace(optimizer, warmup=fit_warmup(optimizer.warmup, steps, train.steps))
 
         model = self.model.with_optimizers({name: fit(optimizer) for name, optimizer in self.model.optimizers.items()})
         return replace(self, model=model, train=replace(train, steps=steps, epochs=0.0))
