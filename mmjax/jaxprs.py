@@ -8,7 +8,7 @@ Everything here has a test in ``tests/test_jaxprs.py`` that fails when JAX chang
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -106,21 +106,21 @@ def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxpr, selected)[1])
 
 
-def named_reads(fn: Callable[..., Any], avals: Sequence[Any], name: str) -> list[tuple[int, int]]:
-    """For each leaf of ``avals``, the number of its reads under ``checkpoint_name`` with ``name``, and of other reads.
+def named_reads(fn: Callable[..., Any], avals: Sequence[Any], names: Collection[str]) -> list[tuple[int, int]]:
+    """For each leaf of ``avals``, the number of its reads under a ``checkpoint_name`` of ``names``, and of other reads.
 
     ``avals`` are the positional arguments of ``fn``, as trees of arrays or ``ShapeDtypeStruct``. A leaf that is a
     result of ``fn`` has another read for that. Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a
     scan, a scanned input counts as one read, and a constant as one read per iteration. A transpose or a change of
     varying axes is no read, but reads of its result are.
     """
-    return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, name)
+    return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, names)
 
 
 _ALIASES = frozenset({"pvary", "pcast", "transpose"})
 
 
-def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
+def _reads(jaxpr: Any, names: Collection[str]) -> list[tuple[int, int]]:
     reads: dict[Any, tuple[int, int]] = {}
 
     def add(v: Any, named: int, unnamed: int) -> None:
@@ -132,14 +132,14 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
         add(v, 0, 1)
     for eqn in reversed(jaxpr.eqns):
         primitive, counts = eqn.primitive.name, [(0, 1)] * len(eqn.invars)
-        if primitive == "name" and eqn.params["name"] == name:
+        if primitive == "name" and eqn.params["name"] in names:
             counts = [(1, 0)]
         elif primitive in _ALIASES:
             counts = [reads.get(v, (0, 0)) for v in eqn.outvars]
         elif not primitive.startswith("custom_"):
             bodies = list(_inner(eqn))
             if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
-                counts = _reads(bodies.pop(), name)
+                counts = _reads(bodies.pop(), names)
                 if primitive == "scan":
                     constants, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
                     counts[:constants] = [(named * turns, unnamed * turns) for named, unnamed in counts[:constants]]

@@ -24,7 +24,7 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.layers import PADDED
 from mmjax.models.sequence_parallel import sp_gather
-from mmjax.models.taps import Value
+from mmjax.models.taps import HEAD, Summed, Value, with_mark
 
 MIN_CHUNK_TOKENS = 1024
 """The minimal number of tokens of a chunk. For each chunk backward reads the head twice and adds to its gradient in
@@ -76,7 +76,7 @@ def token_losses(
 
     Args:
       x_BTD: hidden states after the final norm, equal on all tp ranks; this rank's tokens under sequence parallelism.
-      head: this rank's part of the head, an array ``[D, V]`` or a handle.
+      head: this rank's part of the head, an array ``[D, V]``, a handle, or a summed weight.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
       axes: mesh axes by role, such as ``Axes()``.
       vocabulary: the size of the complete vocabulary, without padding.
@@ -87,14 +87,17 @@ def token_losses(
       ``cross_entropy`` and ``log_sum``, the logarithm of the softmax's denominator, in nats, each ``[B, T]``.
     """
 
+    weight, total = (head.weight, head.total) if isinstance(head, Summed) else (head, None)
+
     @partial(jax.checkpoint, policy=_keep)  # the opened head and the gathered states are no residuals
-    def losses(x_BTD: Array, head: Any, targets_BT: Array) -> TokenLosses:
-        head, x_BTD = opened(head), sp_gather(x_BTD, axes.sp)
-        size = head.shape[0 if tied else 1]
+    def losses(x_BTD: Array, weight: Any, total: Array | None, targets_BT: Array) -> TokenLosses:
+        weight, x_BTD = opened(with_mark(weight, HEAD)), sp_gather(x_BTD, axes.sp)
+        size = weight.shape[0 if tied else 1]
         start = lax.axis_index(axes.tp) * size
         x_CND = _chunks(x_BTD, chunk or chunk_tokens(size))
         target_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
-        sums_and_logits: Any = _local_losses(tied, *jax_compat.alike(x_CND, head, target_CN, vocabulary - start))
+        alike = jax_compat.alike(x_CND, weight, target_CN, vocabulary - start)
+        sums_and_logits: Any = _local_losses(tied, *alike, total)
         sums_BT, target_logit_BT = (
             y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in sums_and_logits
         )
@@ -102,7 +105,7 @@ def token_losses(
         log_sum_BT = jnp.log(lax.psum(jnp.exp(sums_BT - top_BT), axes.tp)) + top_BT
         return TokenLosses(log_sum_BT - lax.psum(target_logit_BT, axes.tp), log_sum_BT)
 
-    return losses(x_BTD, head, targets_BT)
+    return losses(x_BTD, weight, total, targets_BT)
 
 
 def _chunks(values: Array, max_tokens: int) -> Array:
@@ -119,7 +122,9 @@ def _chunks(values: Array, max_tokens: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _local_losses(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array) -> tuple[Array, Array]:
+def _local_losses(
+    tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+) -> tuple[Array, Array]:
     """For every token, the logarithm of this rank's part of the denominator, and its target's logit.
 
     The logit is 0 for targets in another rank's part of the vocabulary.
@@ -130,6 +135,8 @@ def _local_losses(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid
       head: this rank's part of the head.
       target_CN: targets as indices in this rank's part of the vocabulary, out of range for targets of other ranks.
       valid: the number of entries of this part that are no padding.
+      total: the sum of the head's gradients so far, fp32, to which backward adds; ``None`` where the head has a
+        gradient of its own dtype.
     """
 
     def of_chunk(x_ND: Array, target_N: Array) -> tuple[Array, Array]:
@@ -146,14 +153,16 @@ def _local_losses(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid
     return lax.map(lambda chunk: of_chunk(*chunk), (x_CND, target_CN))
 
 
-def _forward(tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array) -> tuple[tuple[Array, Array], Any]:
-    sums_and_logits: Any = _local_losses(tied, x_CND, head, target_CN, valid)
+def _forward(
+    tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+) -> tuple[tuple[Array, Array], Any]:
+    sums_and_logits: Any = _local_losses(tied, x_CND, head, target_CN, valid, total)
     sums_CN, target_logit_CN = checkpoint_name(sums_and_logits[0], _LOG_SUM), sums_and_logits[1]
-    return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, sums_CN)
+    return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, total, sums_CN)
 
 
 def _backward(tied: bool, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    x_CND, head, target_CN, valid, sums_CN = residuals
+    x_CND, head, target_CN, valid, total, sums_CN = residuals
 
     def of_chunk(
         dtype: Any, x_ND: Array, target_N: Array, sums_N: Array, d_sums_N: Array, d_target_logit_N: Array
@@ -167,18 +176,24 @@ def _backward(tied: bool, residuals: tuple[Array, ...], cotangents: tuple[Array,
         d_head = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         return lax.dot_general(d_logits_NV, head, (((1,), (0 if tied else 1,)), ((), ()))), d_head
 
-    chunk = (x_CND, target_CN, sums_CN, *cotangents)
-    if len(x_CND) == 1:
-        d_x_ND, d_head = of_chunk(head.dtype, *(value[0] for value in chunk))
-        return d_x_ND[None], d_head, None, None
+    chunks = (x_CND, target_CN, sums_CN, *cotangents)
+    if len(x_CND) == 1 and total is None:
+        d_x_ND, d_head = of_chunk(head.dtype, *(value[0] for value in chunks))
+        return d_x_ND[None], d_head, None, None, None
 
     def step(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         d_x_ND, d_head = of_chunk(jnp.float32, *chunk)
         return total + d_head, d_x_ND
 
-    zeros = Value(head.shape, jnp.float32, jax_compat.varying_axes(head)).zeros()
-    total, d_x_CND = lax.scan(step, zeros, chunk)
-    return d_x_CND, total.astype(head.dtype), None, None
+    first = Value(head.shape, jnp.float32, jax_compat.varying_axes(head)).zeros() if total is None else total
+    if len(x_CND) == 1:
+        new_total, d_x_ND = step(first, tuple(value[0] for value in chunks))
+        d_x_CND = d_x_ND[None]
+    else:
+        new_total, d_x_CND = lax.scan(step, first, chunks)
+    if total is None:
+        return d_x_CND, new_total.astype(head.dtype), None, None, None
+    return d_x_CND, None, None, None, new_total
 
 
 _local_losses.defvjp(_forward, _backward)

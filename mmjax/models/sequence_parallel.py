@@ -63,19 +63,22 @@ class SequenceParallel:
         return product(all_x, _gather_chunks(self.scatter, dy, ring=self.ring))
 
     def gradients(
-        self, x: Array, dys: Sequence[Array], weights: Sequence[Array], product: Product
-    ) -> tuple[Array, list[Array]]:
-        """The gradients of the input and of all weights, which share the gathered output gradients.
+        self, x: Array, dys: Sequence[Array], weights: Sequence[Array]
+    ) -> tuple[Array, list[tuple[Array, Array]]]:
+        """The gradient of the input, and the factors of the gradients of all weights.
 
         Args:
           x: the input of ``forward``.
           dys: the gradients of its results.
           weights: its weights.
-          product: computes a weight's gradient ``xᵀ · dy`` from the input and output gradient of all tokens.
+
+        Returns:
+          The gradient of ``x``, and for each weight ``(x, dy)``, the input and output gradient of all tokens, of which
+          ``xᵀ · dy`` is the weight's gradient. Both share the gathered output gradients.
         """
         dx, all_dys = self._input_gradient(dys, weights)
         x = _gather_chunks(self.gather, x, ring=self.ring)
-        return dx, [product(x, dy) for dy in all_dys]
+        return dx, [(x, dy) for dy in all_dys]
 
     def _input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, list[Array]]:
         """The gradient of the input, and the output gradients of all tokens."""

@@ -1,15 +1,19 @@
-"""Taps: products with weights whose gradient is deferred.
+"""Products with weights whose gradient is deferred, or added to a sum by the product itself.
 
 The gradient of the weight in ``y = x · w`` is ``xᵀ · dy``. A *tapped* weight returns ``x`` and ``dy`` instead. So one
 program can compute the gradients that other stages wait for, and a later program the gradients of weights (Qi et al.,
 "Zero Bubble Pipeline Parallelism", §2). A tap is an argument whose value is never read and whose cotangent is ``x`` or
 ``dy``. Being arguments, taps are stacked by ``scan`` and pass through ``jax.checkpoint`` as weights do.
+
+A *summed* weight has the fp32 sum of its gradients beside it. The cotangent of the sum is ``sum + xᵀ · dy``, which a
+GPU computes in one kernel: a product that begins with an accumulator. Otherwise the gradient is written in the weight's
+dtype, read again, and added in a pass over the sum.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +32,8 @@ from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
 
 PRODUCT = "weight of a product"
 """The checkpoint name of weights that ``products`` reads inside ``marked``."""
+HEAD = "weight of a head"
+"""The checkpoint name of heads of language models inside ``marked``."""
 _marking: ContextVar[bool] = ContextVar("marking", default=False)
 
 
@@ -98,6 +104,28 @@ class Tapped(LikeItsWeight):
         return replace(self, weight=self.weight.T, transposed=not self.transposed)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Summed(LikeItsWeight):
+    """A parameter that stands for a weight array with the sum of its gradients; only ``products`` and heads can use it.
+
+    Attributes:
+      weight: the array.
+      total: the sum of its gradients so far, fp32, in the shape of the array among the parameters. Its cotangent is
+        the sum with this product's gradient.
+      transposed: whether ``weight`` is the transpose of the array among the parameters.
+    """
+
+    weight: jax.Array
+    total: jax.Array
+    transposed: bool = field(default=False, metadata=_STATIC)
+
+    @property
+    def T(self) -> Summed:
+        """The transpose, with the same sum."""
+        return replace(self, weight=self.weight.T, transposed=not self.transposed)
+
+
 class Uses:
     """A record of products, ``by_name`` of the weight. It equals only itself, so it may be part of a tree structure."""
 
@@ -118,8 +146,8 @@ def handle(array: Any, open_weight: Open) -> Handle | Tapped:
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """A context in which ``products`` names its weights ``PRODUCT``, so that ``jaxprs.named_reads`` can count their
-    reads; it gives nothing: ``with marked(): …``.
+    """A context in which ``products`` names its weights ``PRODUCT``, and a head is named ``HEAD``, so that
+    ``jaxprs.named_reads`` can count their reads; it gives nothing: ``with marked(): …``.
     """
     token = _marking.set(True)
     try:
@@ -128,12 +156,17 @@ def marked() -> Iterator[None]:
         _marking.reset(token)
 
 
+def with_mark(weight: Any, name: str) -> Any:
+    """The weight, an array, a handle or a tapped weight, under a checkpoint name inside ``marked``; else as it is."""
+    return checkpoint_name(weight, name) if _marking.get() else weight
+
+
 def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP) -> list[jax.Array]:
     """``x @ w`` for every weight, in order.
 
     Args:
       x: the input, ``[B, T, D]``, for results ``[B, T, F]``; any leading dimensions without sequence parallelism.
-      weights: arrays ``[D, F]``, handles, tapped weights, or weights with an adapter.
+      weights: arrays ``[D, F]``, handles, tapped or summed weights, or weights with an adapter.
       sp: the collectives of sequence parallelism, such as ``SequenceParallel(gather=("tp",))``; by default none. The
         residual is this rank's tokens; backward gathers them again.
     """
@@ -151,16 +184,11 @@ def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP)
 def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
     for weight in weights:
         record_product(x, weight)
-    if _marking.get():
-        weights = [checkpoint_name(w, PRODUCT) for w in weights]
+    weights = [with_mark(w, PRODUCT) for w in weights]
     tapped_weights = [w for w in weights if isinstance(w, Tapped)]
-    taps = [w for w in tapped_weights if w.dy is not None]
-    tapped: Iterator[jax.Array] = iter(())
-    if taps:
-        (x_tap,) = [w.x for w in taps if w.x is not None]
-        tapped = iter(_tapped(sp, x, [w.weight for w in taps], x_tap, [w.dy for w in taps]))
-    untapped = iter(_untapped(x, [w for w in weights if not isinstance(w, Tapped) or w.dy is None], sp))
-    result = [next(tapped if isinstance(w, Tapped) and w.dy is not None else untapped) for w in weights]
+    groups = {function: [w for w in weights if _differentiation(w) is function] for function in _DIFFERENTIATIONS}
+    results = {function: iter(function(x, group, sp)) for function, group in groups.items() if group}
+    result = [next(results[_differentiation(w)]) for w in weights]
     for w, y in zip(weights, result, strict=True):
         if isinstance(w, Tapped) and w.uses is not None:
             group = tuple(sibling.name for sibling in tapped_weights)
@@ -169,7 +197,7 @@ def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> lis
     return result
 
 
-def _untapped(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
+def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
     if not sp:
         return [_product(x, w) for w in weights]
     arrays = [w.weight if isinstance(w, Tapped) else w for w in weights]
@@ -199,13 +227,18 @@ def _sp_products_forward(sp: SequenceParallel, x: jax.Array, weights: list[jax.A
 
 def _sp_products_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
     x, weights = residuals
-    outer = partial(_sum_over_tokens, stacked=False, transposed=False)
-    dx, dws = sp.gradients(x, dys, weights, outer)
+    dx, factors = sp.gradients(x, dys, weights)
+    dws = [_sum_over_tokens(*pair, stacked=False, transposed=False) for pair in factors]
     grads = [summed(dw, jax_compat.varying_axes(w)).astype(w.dtype) for dw, w in zip(dws, weights, strict=True)]
     return summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), grads
 
 
 _sp_products.defvjp(_sp_products_forward, _sp_products_backward)
+
+
+def _tapped_products(x: jax.Array, weights: Sequence[Tapped], sp: SequenceParallel) -> list[jax.Array]:
+    (x_tap,) = [w.x for w in weights if w.x is not None]
+    return _tapped(sp, x, [w.weight for w in weights], x_tap, [w.dy for w in weights])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,7 +247,8 @@ def _tapped(sp: SequenceParallel, x: jax.Array, weights: list[Any], x_tap: Any, 
 
 
 def _tapped_forward(sp: SequenceParallel, x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> Any:
-    return sp.forward(x, [opened(w) for w in weights]), (x, weights)
+    results = sp.forward(x, [opened(w) for w in weights])
+    return [checkpoint_name(y, RESIDUAL_NAME) for y in results], (x, weights)
 
 
 def _tapped_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
@@ -224,6 +258,68 @@ def _tapped_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array])
 
 
 _tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def _summed_products(x: jax.Array, weights: Sequence[Summed], sp: SequenceParallel) -> list[jax.Array]:
+    transposed = tuple(w.transposed for w in weights)
+    return _adding(sp, transposed, x, [w.weight for w in weights], [w.total for w in weights])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _adding(
+    sp: SequenceParallel, transposed: tuple[bool, ...], x: jax.Array, weights: list[Any], totals: list[jax.Array]
+) -> list[jax.Array]:
+    return sp.forward(x, weights)
+
+
+def _adding_forward(
+    sp: SequenceParallel, transposed: tuple[bool, ...], x: jax.Array, weights: list[Any], totals: list[jax.Array]
+) -> Any:
+    return [checkpoint_name(y, RESIDUAL_NAME) for y in sp.forward(x, weights)], (x, weights, totals)
+
+
+def _adding_backward(sp: SequenceParallel, transposed: tuple[bool, ...], residuals: Any, dys: list[jax.Array]) -> Any:
+    x, weights, totals = residuals
+    dx, factors = sp.gradients(x, dys, weights)
+    new_totals = [
+        _added(total, *pair, transposed=is_transposed)
+        for total, pair, is_transposed in zip(totals, factors, transposed, strict=True)
+    ]
+    dx, *new_totals = _computed_together(summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), *new_totals)
+    return dx, None, new_totals
+
+
+_adding.defvjp(_adding_forward, _adding_backward)
+
+
+def _added(total: jax.Array, x: jax.Array, dy: jax.Array, *, transposed: bool) -> jax.Array:
+    """The sum of a weight's gradients with ``xᵀ · dy`` added, which is never rounded to the dtype of ``x``."""
+    gradient = _sum_over_tokens(x, dy, stacked=False, transposed=transposed, dtype=total.dtype)
+    return total + summed(gradient, jax_compat.varying_axes(total))
+
+
+def _computed_together(dx: jax.Array, *totals: jax.Array) -> list[jax.Array]:
+    """The arguments; whoever reads ``dx`` waits for the sums that vary over the same mesh axes.
+
+    Otherwise XLA computes the sums of all layers last. They would lie beside no reduce-scatter of ``dx``, and the
+    inputs and gradients of all products would be kept until then.
+    """
+    axes, values = jax_compat.varying_axes(dx), [dx, *totals]
+    places = [place for place, value in enumerate(values) if jax_compat.varying_axes(value) == axes]
+    for place, value in zip(places, lax.optimization_barrier([values[place] for place in places]), strict=True):
+        values[place] = value
+    return values
+
+
+_DIFFERENTIATIONS = (_tapped_products, _summed_products, _plain_products)
+"""Functions ``(x, weights, sp) -> products`` by kind of weight: with taps, with a sum, and all others."""
+
+
+def _differentiation(weight: Any) -> Callable[..., list[jax.Array]]:
+    """The one of ``_DIFFERENTIATIONS`` for a weight."""
+    if isinstance(weight, Summed):
+        return _summed_products
+    return _tapped_products if isinstance(weight, Tapped) and weight.dy is not None else _plain_products
 
 
 def weight_gradient(
@@ -239,19 +335,19 @@ def weight_gradient(
       sp: the collectives of sequence parallelism that the product had; by default none.
 
     Returns:
-      The gradient ``[D, F]``, with a leading dimension of layers if stacked, and ``[..., F, D]`` if transposed.
+      The gradient ``[D, F]`` in fp32, with a leading dimension of layers if stacked, and ``[..., F, D]`` if transposed.
     """
-    outer = partial(_sum_over_tokens, stacked=stacked, transposed=transposed)
+    outer = partial(_sum_over_tokens, stacked=stacked, transposed=transposed, dtype=jnp.float32)
     return summed(sp.weight_gradient(x, dy, outer), jax_compat.varying_axes(like))
 
 
-def _sum_over_tokens(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: bool) -> jax.Array:
-    """``xᵀ · dy``, summed over all dimensions but the last and, if stacked, the first."""
+def _sum_over_tokens(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: bool, dtype: Any = None) -> jax.Array:
+    """``xᵀ · dy`` in ``dtype``, summed over all dimensions but the last and, if stacked, the first."""
     lead = x.shape[:1] if stacked else ()
     x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
     a, b = (dy, x) if transposed else (x, dy)
     rows, batch = len(lead), tuple(range(len(lead)))
-    return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)))
+    return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)), preferred_element_type=dtype)
 
 
 def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:

@@ -1,12 +1,14 @@
-"""Residuals that depend only on parameters. If forward kept them, each microbatch in flight would have a copy."""
+"""Residuals, and those that depend only on parameters: if forward kept them, each microbatch would have a copy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from mmjax import jaxprs
 from mmjax.configurable import ConfigError
@@ -14,6 +16,14 @@ from mmjax.pipeline.trees import by_name
 
 SHARE = 1 / 8
 """Largest size of these residuals, as a share of the stage's parameters: scales are smaller, matrices are larger."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Aval with sharding, and spec, of a residual: local values stacked over the axes over which they vary."""
+
+    aval: Any
+    spec: PartitionSpec
 
 
 class ResidualError(ConfigError):

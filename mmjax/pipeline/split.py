@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 
-from mmjax import jax_compat, jaxprs
+from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.handles import gradient_of_stored
-from mmjax.models.taps import PRODUCT, Tapped, Use, Uses, Value, marked, weight_gradient
-from mmjax.pipeline.stage import Output, Residual, StageFunctions
+from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gradient
+from mmjax.pipeline.residuals import Residual
+from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_params import add_gradients
 from mmjax.pipeline.trees import by_name, nested, with_leaves
 
@@ -57,7 +58,9 @@ class SplitFunctions(StageFunctions):
     # ---- planning ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        uses, candidates, params = Uses(), self._read_by_one_product(), by_name(self._avals[0])
+        uses, params = Uses(), by_name(self._avals[0])
+        candidates = self._read_once([*self._trained], (PRODUCT,))
+        self._summed = self._read_once([name for name in self._summable if name not in candidates], (HEAD,))
 
         def record(params: Tree, inputs: Tree, carry: Tree) -> Output:
             named = by_name(params)
@@ -76,14 +79,6 @@ class SplitFunctions(StageFunctions):
             place = leaders[use.group], self._defer(use.dy, layers)
             self._taps[name] = _Tap(use=use, layers=layers, leads=leads, x=place[0], dy=place[1])
 
-    def _read_by_one_product(self) -> list[str]:
-        """The trained weights with a single use, in a product."""
-        names = by_name(jax.tree.map(lambda aval: aval, self._avals[0]))  # in the order of the tree's leaves
-        with marked():
-            reads = jaxprs.named_reads(self._spmd(self._plain, self._outputs), self._avals, PRODUCT)
-        read_once = [name for name, count in zip(names, reads, strict=False) if count == (1, 0)]
-        return [name for name in read_once if name.partition("/")[0] in self.state.trainable]
-
     def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
         """Adds a value to the deferred values, kept from B to W; returns its index."""
         self._deferred.append(self._residual(replace(value, shape=(*layers, *value.shape))))
@@ -91,8 +86,8 @@ class SplitFunctions(StageFunctions):
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
-    def _vjp_params(self, params: Tree) -> Tree:
-        params = super()._vjp_params(params)
+    def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
+        params = super()._vjp_params(params, sums)
         named = by_name(params)
         return with_leaves(
             params, {name: tap.on(named[name], self.submesh.axes.all) for name, tap in self._taps.items()}
@@ -102,7 +97,7 @@ class SplitFunctions(StageFunctions):
         self, indices: list[int], params: Tree, sums: Tree, inputs: Tree, carry: Tree, residuals: Any, cotangent: Any
     ) -> Any:
         by_index = dict(zip(indices, residuals, strict=True))
-        grads, carry_grads = self._transpose(params, inputs, carry, by_index, cotangent)
+        grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
         named, deferred = by_name(grads), {}
         for name, tap in self._taps.items():
             deferred[tap.dy] = named[name].dy[None]
@@ -119,11 +114,10 @@ class SplitFunctions(StageFunctions):
             stacked, open_stored = bool(tap.layers), self.model.opens.get(name)
             stored = named[name][0].astype(self.state.dtype)
             weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
-            grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp).astype(
-                self.state.dtype
-            )
+            grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp)
             if open_stored:
-                grad = _per_layer(partial(gradient_of_stored, open_stored), stacked=stacked)(stored, grad)
+                gradient = partial(gradient_of_stored, open_stored)
+                grad = _per_layer(gradient, stacked=stacked)(stored, grad.astype(self.state.dtype))
             grads[name] = grad
         return add_gradients(sums, nested(grads))
 

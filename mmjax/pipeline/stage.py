@@ -8,7 +8,7 @@ these still exist when backward runs, and are passed to it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
-from mmjax.models.taps import Value
-from mmjax.pipeline.residuals import from_parameters_alone, require_small
+from mmjax.models.taps import HEAD, PRODUCT, Summed, Value
+from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
 from mmjax.pipeline.stage_params import add_gradients, with_handles
 from mmjax.pipeline.stage_state import StageState
+from mmjax.pipeline.trees import by_name, with_leaves
+from mmjax.pipeline.weight_uses import read_once, summable
 
 Tree = Any
 
@@ -41,14 +43,6 @@ class Output(NamedTuple):
 
     activation: Any
     result: Any
-
-
-@dataclass(frozen=True)
-class Residual:
-    """Aval with sharding, and spec, of a residual: local values stacked over the axes over which they vary."""
-
-    aval: Any
-    spec: PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -130,11 +124,30 @@ class StageFunctions:
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Prepares the trace of the vjp; a hook for subclasses."""
+        """Prepares the trace of the vjp: determines the weights whose products add gradients to sums."""
+        self._summed = self._read_once(self._summable, (PRODUCT, HEAD))
 
-    def _vjp_params(self, params: Tree) -> Tree:
-        """Parameters as arguments of the vjp."""
-        return jax_compat.tree_to_varying(params, self._token_axes)
+    @property
+    def _trained(self) -> dict[str, Any]:
+        """Avals of the trained parameters by name."""
+        return {n: aval for n, aval in by_name(self._avals[0]).items() if n.partition("/")[0] in self.state.trainable}
+
+    @property
+    def _summable(self) -> list[str]:
+        return summable(self._trained, {*self.model.opens, *self.state.opens})
+
+    def _read_once(self, candidates: Sequence[str], marks: Sequence[str]) -> list[str]:
+        return read_once(self._spmd(self._plain, self._outputs), self._avals, candidates, marks)
+
+    def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
+        """Parameters as arguments of the vjp, those of ``_summed`` with their sums ``[1, ...]``, zeros by default."""
+        params = jax_compat.tree_to_varying(params, self._token_axes)
+        named, totals, summed = by_name(params), by_name(sums or {}), {}
+        for name in self._summed:
+            like = Value(named[name].shape, jnp.float32, jax_compat.varying_axes(named[name]))
+            total = totals[name].squeeze(0) if sums is not None else like.zeros()
+            summed[name] = Summed(weight=named[name], total=total)
+        return with_leaves(params, summed)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return self._output(self._losses if self.model.losses else None, params, inputs, carry)
@@ -228,17 +241,23 @@ class StageFunctions:
         ``indices`` are the positions of ``residuals`` among all residuals.
         """
         by_index = dict(zip(indices, residuals, strict=True))
-        grads, carry_grads = self._transpose(params, inputs, carry, by_index, cotangent)
+        grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
         return add_gradients(sums, grads), carry_grads
 
     def _transpose(
-        self, params: Tree, inputs: Tree, carry: Tree, residuals: Mapping[int, jax.Array], cotangent: Output
+        self,
+        params: Tree,
+        sums: Tree,
+        inputs: Tree,
+        carry: Tree,
+        residuals: Mapping[int, jax.Array],
+        cotangent: Output,
     ) -> tuple[Tree, Tree]:
         """Gradients of the vjp's parameters and of the received activations; ``residuals`` by index."""
         traced = self._vjps[jax_compat.manual_axes()]
         if self._recomputed and self._recomputed[0] not in residuals:
             recomputed = dict(zip(self._recomputed, self._parameter_residuals(params), strict=True))
-            return self._transpose(params, inputs, carry, {**residuals, **recomputed}, cotangent)
+            return self._transpose(params, sums, inputs, carry, {**residuals, **recomputed}, cotangent)
         leaves = []
         for index, (name, value) in enumerate(zip(self._input_of_residual, traced.residuals, strict=True)):
             if name is not None:
@@ -249,7 +268,7 @@ class StageFunctions:
                 leaves.append(value.zeros())  # nothing reads it
         vjp = jax.tree.unflatten(traced.structure, leaves)
         # Arguments are passed again, so that backward reads none of forward's residuals that are arguments.
-        jax_compat.replace_argument_residuals(vjp, 0, self._vjp_params(params))
+        jax_compat.replace_argument_residuals(vjp, 0, self._vjp_params(params, sums))
         if carry:  # empty where backward does not read it
             jax_compat.replace_argument_residuals(vjp, 1, carry)
         typed = [

@@ -10,7 +10,7 @@ import jax
 
 from mmjax.models.handles import Open
 from mmjax.models.stage_model import StageModel
-from mmjax.models.taps import handle
+from mmjax.models.taps import Summed, handle
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, nested, with_leaves
 
@@ -43,7 +43,14 @@ def _apply_both(first: Open, second: Open, stored: jax.Array) -> jax.Array:
 def add_gradients(sums: Tree, grads: Tree) -> Tree:
     """The sums ``[1, ...]`` with gradients ``[...]`` added, in the sums' dtype; gradients without a sum are left out.
 
-    Both are trees by module of local shards, such as {"llm": {"embed": x}}; every sum has a gradient.
+    Both are trees by module of local shards, such as {"llm": {"embed": x}}; every sum has a gradient. The gradient of a
+    ``Summed`` weight has the new sum already.
     """
+
+    def added(total: jax.Array, gradient: Any) -> jax.Array:
+        if isinstance(gradient, Summed):
+            return gradient.total[None]
+        return total + gradient.astype(total.dtype)[None]
+
     named = by_name(grads)
-    return nested({name: total + named[name].astype(total.dtype)[None] for name, total in by_name(sums).items()})
+    return nested({name: added(total, named[name]) for name, total in by_name(sums).items()})

@@ -20,6 +20,7 @@ from spmd_runs import AXES, on_tp, submesh
 from mmjax.jax_compat import vjp_residuals
 from mmjax.models.handles import Handle
 from mmjax.models.head import MIN_CHUNK_BYTES, MIN_CHUNK_TOKENS, chunk_tokens, token_losses
+from mmjax.models.taps import Summed
 
 B, D = 3, 6
 Z = 0.3
@@ -120,6 +121,29 @@ def test_a_head_that_is_stored_in_another_form_is_opened_again() -> None:
     _, want_x, want = dense(x, head, targets, weights, 13, 0.0)
     np.testing.assert_allclose(of_x, want_x, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(of_half, 2 * want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_a_head_adds_its_gradient_to_its_sum(chunk: int, tied: bool) -> None:
+    """On two ranks of tp, in chunks and at once: the sum before, and the gradient."""
+    x, head, targets, weights = drawn(5, 13, 2, 3)
+    before = np.random.default_rng(4).normal(size=head.shape).astype(np.float32)
+    split = P("tp", None) if tied else P(None, "tp")
+
+    def loss(x: Any, head: Any, total: Any) -> Any:
+        def body(x: Any, head: Any, total: Any, targets: Any, weights: Any) -> Any:
+            summed = Summed(weight=head, total=total)
+            losses = token_losses(x, summed, targets, AXES, 13, tied=tied, chunk=chunk)
+            return jnp.sum(weights * losses.cross_entropy)
+
+        return on_tp(2, body, x, head, total, targets, weights, specs=(P(), split, split, P(), P()))
+
+    _, want_x, want = dense(x, head, targets, weights, 13, 0.0)
+    given = (head.T, before.T) if tied else (head, before)
+    _, (of_x, total) = jax.jit(jax.value_and_grad(loss, argnums=(0, 2)))(x, *given)
+    np.testing.assert_allclose(of_x, want_x, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(total.T if tied else total, before + want, rtol=1e-4, atol=1e-4)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

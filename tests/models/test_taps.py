@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.jax_compat import to_varying, varying_axes
-from mmjax.models.taps import PRODUCT, Tapped, Use, Value, products, weight_gradient
+from mmjax.models.taps import PRODUCT, Summed, Tapped, Use, Value, products, weight_gradient
 
 ROWS, WHOLE, COLUMNS = PartitionSpec("dp"), PartitionSpec(), PartitionSpec(None, "tp")
 
@@ -85,3 +85,51 @@ def test_a_tap_is_of_the_dtype_of_its_weight() -> None:
         Use(value, value, (), False)  # pyright: ignore[reportCallIssue]
     assert PRODUCT and Tapped(weight=jnp.ones(1)).name == ""
     np.testing.assert_array_equal(Value((2,), jnp.float32, frozenset()).zeros(), [0.0, 0.0])
+
+
+# ---- sums of gradients -----------------------------------------------------------------------------------------------
+
+
+def test_products_add_their_gradients_to_sums_without_rounding_them() -> None:
+    """bf16 inputs, three rounds: the sums are those of fp64 to fp32's precision, a thousand times finer than bf16's."""
+    rng = np.random.default_rng(1)
+    w_DF, v_DF = (jnp.asarray(rng.normal(size=(16, 8)), jnp.bfloat16) for _ in range(2))
+    sums = start = (jnp.asarray(rng.normal(size=(16, 8)), jnp.float32), jnp.zeros((8, 16), jnp.float32))
+    want = [np.asarray(total, np.float64) for total in start]
+
+    def run(x: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The second weight is the transpose of an array among the parameters; the third has no sum."""
+        weights = [Summed(weight=w_DF, total=sums[0]), Summed(weight=v_DF.T, total=sums[1]).T, v_DF]
+        return tuple(products(x, weights))
+
+    for _ in range(3):
+        x_ND, dy_NF, dv_NF = (jnp.asarray(rng.normal(size=(32, n)), jnp.bfloat16) for n in (16, 8, 8))
+        ys, back = jax.vjp(run, x_ND, sums)
+        np.testing.assert_array_equal(ys[1], ys[2])
+        dx, sums = back((dy_NF, dv_NF, jnp.zeros_like(dv_NF)))
+        x, dy, dv, w, v = (np.asarray(a, np.float64) for a in (x_ND, dy_NF, dv_NF, w_DF, v_DF))
+        want[0] += x.T @ dy
+        want[1] += dv.T @ x
+        np.testing.assert_allclose(np.asarray(dx, np.float64), dy @ w.T + dv @ v.T, rtol=0.05, atol=0.1)
+        assert dx.dtype == jnp.bfloat16
+    for total, wanted in zip(sums, want, strict=True):
+        assert total.dtype == jnp.float32
+        np.testing.assert_allclose(total, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_are_of_what_the_weight_varies_over(mesh: Mesh) -> None:
+    """An input that differs over dp and a weight that differs over tp: the sum is of both ranks of dp."""
+    rng = np.random.default_rng(2)
+    x_ND, w_DF, dy_NF = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (3, 4), (4, 4)))
+
+    def body(x: jax.Array, w: jax.Array, total: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, back = jax.vjp(lambda x, total: products(x, [Summed(weight=w, total=total)])[0], x, total)
+        dx, new = back(dy)
+        assert (varying_axes(dx), varying_axes(new)) == ({"dp"}, {"tp"})
+        return dx, new
+
+    specs = (ROWS, COLUMNS, COLUMNS, PartitionSpec("dp", "tp"))
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(ROWS, COLUMNS))
+    dx, total = jax.jit(run)(x_ND, w_DF, 2 * w_DF, dy_NF)
+    np.testing.assert_allclose(dx, dy_NF @ w_DF.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(total, 2 * w_DF + x_ND.T @ dy_NF, rtol=1e-5, atol=1e-5)

@@ -29,8 +29,8 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.executor import StagePrograms
 from mmjax.pipeline.memory import shard_bytes
 from mmjax.pipeline.place import PlacedModel, Settings
-from mmjax.pipeline.residuals import ResidualError
-from mmjax.pipeline.stage import Output, Residual, StageFunctions, _TracedVjp
+from mmjax.pipeline.residuals import Residual, ResidualError
+from mmjax.pipeline.stage import Output, StageFunctions, _TracedVjp
 
 ROWS, PATCHES, TOKENS = 4, 56, 44
 BOTH = Layout(dp=2, tp=2)

@@ -1,0 +1,52 @@
+"""How a stage's forward uses its weights: which have a single use, and which products may add to a gradient's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mmjax import jaxprs
+from mmjax.mesh.spmd import Spmd
+from mmjax.models.taps import marked
+from mmjax.pipeline.trees import by_name
+
+Tree = Any
+
+
+def read_once(forward: Spmd, avals: Sequence[Any], candidates: Sequence[str], marks: Collection[str]) -> list[str]:
+    """Those of the candidates whose single use is of a kind of ``marks``.
+
+    Args:
+      forward: a function ``(params, inputs, carry) -> outputs`` of a stage, which is traced.
+      avals: avals of its arguments; the first is a tree by module, such as {"llm": {"embed": aval}}.
+      candidates: names of parameters, such as "llm/head"; the result has their order.
+      marks: checkpoint names of uses, such as ``(PRODUCT, HEAD)`` of ``mmjax.models.taps``.
+    """
+    if not candidates:
+        return []
+    names = by_name(jax.tree.map(lambda aval: aval, avals[0]))  # in the order of the tree's leaves
+    with marked():
+        reads = jaxprs.named_reads(forward, avals, marks)
+    once = {name for name, count in zip(names, reads, strict=False) if count == (1, 0)}
+    return [name for name in candidates if name in once]
+
+
+def summable(params: Mapping[str, Any], opened: Collection[str]) -> list[str]:
+    """The names of weights whose products may add gradients to the weights' sums (see ``mmjax.models.taps``).
+
+    Not fp32 weights: XLA computes their gradient and its sum in one kernel in any case. Not stacks of layers: a scan
+    would copy the sum of each layer.
+
+    Args:
+      params: avals by name, such as {"llm/head": aval}.
+      opened: names of the parameters that are not stored as they are used.
+    """
+    return [name for name, x in params.items() if x.ndim == 2 and adds_to_sum(x.dtype) and name not in opened]
+
+
+def adds_to_sum(dtype: Any) -> bool:
+    """Whether products add the gradients of weights of this dtype to their sums: of a dtype narrower than fp32."""
+    return jnp.dtype(dtype).itemsize < 4
