@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import mmjax
 from mmjax.bench.gpu.job import write_json
-from mmjax.bench.gpu.sections import MACHINE, MEMORY, Section
+from mmjax.bench.gpu.sections import MACHINE, MEMORY, XLA_FLAGS, Section
 from mmjax.configurable import ConfigError
 
 RESULTS, LOG = "results.json", "log.txt"
@@ -105,11 +105,14 @@ class Driver:
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of a section's process: this process's, with the section's ``variables``.
 
-    Device memory is taken with plain allocations, never as managed memory.
+    A section's XLA flags follow those of this process. Device memory is taken with plain allocations, never as managed
+    memory.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _MANAGED}
     if (share := inherited.get(MEMORY)) and float(share) > 1:
         del inherited[MEMORY]
+    if XLA_FLAGS in variables:
+        variables = {**variables, XLA_FLAGS: f"{inherited.get(XLA_FLAGS, '')} {variables[XLA_FLAGS]}".strip()}
     root = str(Path(mmjax.__file__).resolve().parents[1])
     paths = [root, *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
     return {**inherited, **variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1"}

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,13 +64,18 @@ def run(job: Job) -> None:
         with matmul_precision(precision):
             sessions = {name: session(config_of_values(case["config"]), dtype) for name, case in cases.items()}
             compile_start = time.perf_counter()
-            compile_all([program for traced in sessions.values() for program in traced.executor.programs()])
+            programs = [program for traced in sessions.values() for program in traced.executor.programs()]
+            compile_all(programs, partial(_print_compiled, way))
             results[way] = {"compile_seconds": time.perf_counter() - compile_start}
             for name, traced in sessions.items():
                 results[way][name] = distances(outcome(traced), expected[name]["results"])
                 job.note(**{way: results[way]})
                 _check(job, way, name, gaps=results[way][name], case=expected[name])
         last_seconds = time.perf_counter() - start
+
+
+def _print_compiled(way: str, done: int, total: int, name: str) -> None:
+    print(f"{way}: {done} of {total} compiled: {name}", flush=True)
 
 
 def _check(job: Job, way: str, name: str, *, gaps: Mapping[str, float], case: Mapping[str, Any]) -> None:

@@ -69,7 +69,6 @@ REAL = Shape(
         "vision/ViT.layers": 23,
         "vision/ViT.merge": 1,
         "llm/Decoder.preset": "vicuna-7b",
-        "llm/Decoder.remat": "full",
         "Train.dtype": "bfloat16",
     },
     texts=((824, 64, 524, 324), (700, 190, 440, 410)),
@@ -85,7 +84,6 @@ SMALL = Shape(
         "vision/ViT.merge": 1,
         "llm/Decoder.width": 32,
         "llm/Decoder.mlp": 64,
-        "llm/Decoder.remat": "full",
         "Train.dtype": "bfloat16",
     },
     texts=((28, 4, 18, 10), (20, 8, 16, 12)),
@@ -99,23 +97,37 @@ ALWAYS: dict[str, Any] = {
     "Train.steps": 1000,
     "World.devices": 1,
     "Data.workers": 0,
+    "llm/Decoder.remat": "dots",
+    "Train.unroll": True,
 }
 
 
-def run_few(job: Job) -> None:
-    """Measures steps with few LLM layers: the one program, its profile, then a program per op; notes all figures."""
-    parts, batch = _measure(job, layers=2 if job.small else FEW)
+def run(job: Job) -> None:
+    """Measures steps with few LLM layers in one program, unrolled, with the results of products kept."""
+    _measure(job, _few(job))
+
+
+def run_stacked(job: Job) -> None:
+    """Measures steps with few layers in a stack, with full recomputation, beside those of ``run``."""
+    _measure(job, _few(job), **{"Train.unroll": False, "llm/Decoder.remat": "full"})
+
+
+def run_profile(job: Job) -> None:
+    """Measures the steps of ``run``, and traces the kernels of one.
+
+    The section turns command buffers off: a trace of a command buffer does not say what a kernel is of.
+    """
+    parts, batch = _measure(job, _few(job))
     _profile(job, parts, batch)
-    config, world = job_config(job, 2 if job.small else FEW, lowering="ops"), parts.world
-    parts.executor.states = {}
-    del parts
-    gc.collect()
-    _time_ops(job, config, world)
 
 
-def run_unrolled(job: Job) -> None:
-    """Measures steps with few layers that are not stacked (``Train.unroll``), beside the stack of ``run_few``."""
-    _measure(job, layers=2 if job.small else FEW, unroll=True)
+def run_ops(job: Job) -> None:
+    """Measures steps of a program per op: whole steps, the host's time an op, and every op alone."""
+    _time_ops(job, job_config(job, _few(job), **{"Train.lowering": "ops"}))
+
+
+def _few(job: Job) -> int:
+    return 2 if job.small else FEW
 
 
 def run_full(job: Job) -> None:
@@ -149,8 +161,8 @@ def _fits(job: Job, layers: int) -> bool:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def job_config(job: Job, layers: int, **train: Any) -> Recipe:
-    """The configuration with ``layers`` LLM layers, and other fields of ``Train``, such as ``lowering="ops"``."""
+def job_config(job: Job, layers: int, **settings: Any) -> Recipe:
+    """The configuration with ``layers`` LLM layers, and other settings by key, ``**{"Train.lowering": "ops"}``."""
     shape = SMALL if job.small else REAL
     rows, per = sum(map(len, shape.texts)), len(shape.texts)
     values: dict[str, Any] = {
@@ -161,7 +173,7 @@ def job_config(job: Job, layers: int, **train: Any) -> Recipe:
         "Train.microbatches": per,
         "Data.sequence_length": shape.row[1],
         "llm/Packing.buckets": (shape.row,),
-        **{f"Train.{name}": value for name, value in train.items()},
+        **settings,
     }
     return config_of_values(values)
 
@@ -241,10 +253,10 @@ def layers_within(room: float, bytes_of: Mapping[int, int]) -> int:
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
-    """Times whole steps of the one program, with the settings ``train`` of the run; returns the run and its batch."""
+def _measure(job: Job, layers: int, **settings: Any) -> tuple[Assembly, StepBatch]:
+    """Times whole steps of the one program, with other settings of the run; returns the run and its batch."""
     start = time.perf_counter()
-    config = job_config(job, layers, **train)
+    config = job_config(job, layers, **settings)
     parts, batch = placed(job, config)
     assembled = time.perf_counter()
     executor = parts.executor
@@ -299,9 +311,9 @@ def _planned(parts: Assembly) -> dict[str, int]:
     return sizes | {"total": sizes["arguments"] + sizes["results"] - sizes["shared"] + sizes["temporaries"]}
 
 
-def _time_ops(job: Job, recipe: Recipe, world: World) -> None:
-    """Notes seconds of every op of a step, each waited for; by op and stage, and by module."""
-    parts, batch = placed(job, recipe, world)
+def _time_ops(job: Job, recipe: Recipe) -> None:
+    """Notes seconds of steps and of the host, and of every op of a step, each waited for; by op and by module."""
+    parts, batch = placed(job, recipe)
     executor = parts.executor
     assert isinstance(executor, Executor)
     start = time.perf_counter()
@@ -310,7 +322,11 @@ def _time_ops(job: Job, recipe: Recipe, world: World) -> None:
     executor.initialise(0)
     step = stepper(executor, batch)
     step()
-    job.note(ops_step_seconds=float(np.median([_timed(step)[0] for _ in range(2 if job.small else STEPS)])))
+    times, hosts = zip(*(_timed(step) for _ in range(2 if job.small else STEPS)), strict=True)
+    ops = len(parts.schedule.ops)
+    host_seconds = float(np.median(hosts))
+    job.note(ops=ops, ops_step_seconds=float(np.median(times)), ops_host_seconds=host_seconds)
+    job.note(host_microseconds_per_op=1e6 * host_seconds / ops)
     with op_seconds(executor) as timed_ops:
         step()
     by_op, by_module = defaultdict[str, float](float), defaultdict[str, float](float)
