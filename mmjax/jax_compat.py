@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import lax
+from jax._src.array import ArrayImpl
+from jax._src.interpreters import pxla
+from jax._src.lib import xla_client
+from jax.core import ShapedArray
+from jax.sharding import SingleDeviceSharding
 
 
 def backends_are_initialized() -> bool:
@@ -104,6 +110,59 @@ class PlannedDevice:
     device_kind: str = "planned"
     process_index: int = 0
     client: Any = None
+
+
+def host_array_on(array: np.ndarray, sharding: Any) -> jax.Array:
+    """A host array with this sharding over devices of this process: ``jax.device_put`` in a quarter of its host time.
+
+    The array is not copied where the device can read it, so it must not change; its dtype has at most 32 bits.
+    """
+    indices = sharding.addressable_devices_indices_map(array.shape)
+    aval = _aval(array.shape, array.dtype)
+    return pxla.batched_device_put(aval, sharding, [array[index] for index in indices.values()], list(indices))
+
+
+def copies_on(arrays: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
+    """Copies of arrays that are each on one device, on these devices: ``jax.device_put`` in a fifth of its host time.
+
+    An array that is on its device already is returned itself. All devices belong to this process.
+    """
+    shardings = [_on_device(device) for device in devices]
+    lists = [sharding._internal_device_list for sharding in shardings]
+    reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
+    return xla_client.batched_copy_array_to_devices_with_sharding(list(arrays), lists, shardings, reuse)
+
+
+def shards_by_device(array: jax.Array) -> dict[Any, jax.Array]:
+    """This process's shards of an array, as separate arrays, by device; {} if it has none."""
+    return dict(zip(local_devices(array.sharding), array._arrays, strict=True))
+
+
+def local_devices(sharding: Any) -> tuple[Any, ...]:
+    """This process's devices of a sharding, in the order of ranks."""
+    return sharding._addressable_device_assignment
+
+
+def array_of_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
+    """The array with these shards, without a copy and without checks.
+
+    Like ``jax.make_array_from_single_device_arrays``, in a quarter of its host time.
+
+    Args:
+      shape, dtype, sharding: global shape, dtype and sharding of the array.
+      shards: the shard of each of the ``local_devices`` of the sharding.
+    """
+    return ArrayImpl(_aval(shape, dtype), sharding, shards, committed=True, _skip_checks=True)
+
+
+@lru_cache(maxsize=4096)
+def _aval(shape: tuple[int, ...], dtype: Any) -> Any:
+    return ShapedArray(shape, dtype)
+
+
+@cache
+def _on_device(device: Any) -> Any:
+    return SingleDeviceSharding(device)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

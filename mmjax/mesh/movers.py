@@ -6,19 +6,20 @@ On the host, a mover handles only the devices of this process, and looks shards 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 from mmjax.mesh.collectives import exchange
 from mmjax.mesh.layout import show_range
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
-from mmjax.mesh.spmd import Program, Spmd, Stitcher
+from mmjax.mesh.spmd import Program, Spmd, Stitcher, by_device
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device, World
 
@@ -51,8 +52,7 @@ class Mover(ABC):
           One array for each piece number of the target, of ``Routing.received_aval``. Its values do not matter on ranks
           that no route leads to.
         """
-        received, aval = self.carry(_pieces(packed)), self.routing.received_aval
-        return tuple(self._stitch(received, number, aval) for number in range(self.routing.target_pieces))
+        return self._stitch(self.carry(_pieces(packed)), (self.routing.received_aval,) * self.routing.target_pieces)
 
     @abstractmethod
     def carry(self, source_pieces: Pieces) -> Pieces:
@@ -65,15 +65,17 @@ class Mover(ABC):
         """Programs that this process has to compile."""
         return []
 
-    def _stitch(self, pieces: Pieces, number: int, aval: jax.ShapeDtypeStruct) -> jax.Array:
-        """Joins the pieces with that number into an array, without a copy; zeros where a device has no piece."""
-        devices = aval.sharding.addressable_devices
-        local_pieces = {device: pieces[number, device] for device in devices if (number, device) in pieces}
-        return self._stitcher(local_pieces, aval.shape, aval.sharding)
+    def _stitch(self, pieces: Pieces, avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
+        """Joins the pieces of each number into an array, without a copy; zeros where a device has no piece."""
+        by_number: list[dict[Device, jax.Array]] = [{} for _ in avals]
+        for (number, device), piece in pieces.items():
+            by_number[number][device] = piece
+        arrays = zip(by_number, avals, strict=True)
+        return tuple(self._stitcher(local_pieces, aval.shape, aval.sharding) for local_pieces, aval in arrays)
 
 
 class DevicePutMover(Mover):
-    """One ``jax.device_put`` of all pieces. The sender does not wait for its receiver. One process owns all devices."""
+    """One copy of all pieces. The sender does not wait for its receiver. One process owns all devices."""
 
     kind = "async"
 
@@ -81,7 +83,7 @@ class DevicePutMover(Mover):
         """Starts all copies with one call; see ``Mover.carry``."""
         devices, routes = self.world.devices, self.routing.routes
         pieces = [source_pieces[route.source_piece, devices[route.source]] for route in routes]
-        copies = jax.device_put(pieces, [devices[route.target] for route in routes])
+        copies = jax_compat.copies_on(pieces, [devices[route.target] for route in routes])
         keys = [(route.target_piece, devices[route.target]) for route in routes]
         return dict(zip(keys, copies, strict=True))
 
@@ -122,8 +124,7 @@ class CollectiveMover(Mover):
         received: dict[tuple[int, Device], jax.Array] = {}
         for program in self.programs():
             (avals,) = program.avals
-            stitched = tuple(self._stitch(source_pieces, i, aval) for i, aval in enumerate(avals))
-            received |= _pieces(program(stitched))
+            received |= _pieces(program(self._stitch(source_pieces, avals)))
         return received
 
     def programs(self) -> list[Program]:
@@ -132,7 +133,7 @@ class CollectiveMover(Mover):
 
 
 def _pieces(arrays: tuple[jax.Array, ...]) -> dict[tuple[int, Device], jax.Array]:
-    return {(i, shard.device): shard.data for i, array in enumerate(arrays) for shard in array.addressable_shards}
+    return {(i, device): shard for i, array in enumerate(arrays) for device, shard in by_device(array).items()}
 
 
 MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective": CollectiveMover}

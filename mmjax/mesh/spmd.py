@@ -94,9 +94,16 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     Returns:
       The tree of global arrays.
     """
-    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
-        return jax.device_put(tree, shardings)
-    return local_shards(tree, shardings)
+    if not all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return local_shards(tree, shardings)
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda array: _put(array, shardings), tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+    is_narrow = isinstance(array, np.ndarray) and array.dtype.itemsize <= 4
+    return jax_compat.host_array_on(array, sharding) if is_narrow else jax.device_put(array, sharding)
 
 
 def local_shards(tree: Any, shardings: Any) -> Any:
@@ -133,8 +140,8 @@ class Stitcher:
 
     def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
         """The array of this global shape and sharding with ``pieces``, by device, as its shards."""
-        shards = [pieces[d] if d in pieces else self._zero(d) for d in sharding.addressable_devices]
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
+        shards = [pieces[d] if d in pieces else self._zero(d) for d in jax_compat.local_devices(sharding)]
+        return jax_compat.array_of_shards(shape, self._dtype, sharding, shards)
 
     def _zero(self, device: Any) -> jax.Array:
         if device not in self._zeros:
@@ -160,7 +167,7 @@ def remote_array(aval: jax.ShapeDtypeStruct) -> jax.Array:
 
 def by_device(array: jax.Array) -> dict[Any, jax.Array]:
     """This process's shards of an array, as separate arrays, by ``jax.Device``; {} if it has none."""
-    return {shard.device: shard.data for shard in array.addressable_shards}
+    return jax_compat.shards_by_device(array)
 
 
 class Program:

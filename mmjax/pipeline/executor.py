@@ -247,7 +247,8 @@ class Executor:
         has_lanes = self.placed.graph.stage(stage).lanes > 1
         for place, lane in self.placed.local_places(stage).items():
             lane_sums = on_lane(sums, lane.state.sums_avals) if has_lanes else sums
-            self.sums[place] = with_leaves(self.sums.get(place, {}), by_name(lane_sums))
+            stored = self.sums.get(place)
+            self.sums[place] = with_leaves(stored, by_name(lane_sums)) if stored else lane_sums
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -365,7 +366,7 @@ class _Run(Walker):
             self.residuals.pop(key),
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
-        self.executor.sums[place] = with_leaves(sums, by_name(new))
+        self.executor.sums[place] = with_leaves(sums, by_name(new)) if programs.weights else new
         if programs.weights:
             (self.deferred[key],) = deferred
         self.send_back(op.stage, op.microbatch, grads)
@@ -416,7 +417,7 @@ class _Run(Walker):
 
     def reduce(self, op: Op) -> None:
         states = self.executor.states
-        states[op.stage] = moved(states[op.stage], DEVICE)  # the copy back overlaps with the reduction
+        states[op.stage] = self.on_devices(op.stage, states[op.stage])  # the copy back overlaps with the reduction
         program = self.executor.reduce_programs[op.stage]
         out = program(self.executor.take_stage_sums(op.stage), self.returned.pop(op.stage, {}))
         self.reduced[op.stage], tied_grads, self.rows[op.stage], zeroed = out

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flax import traverse_util
-
 Tree = Any
 Shared = Mapping[str, Any]
 """Tied leaves by name: weights that another stage lends, or the gradients that come back."""
@@ -17,12 +15,29 @@ def by_name(tree: Tree) -> dict[str, Any]:
 
     {"llm": {"embed": x}} becomes {"llm/embed": x}.
     """
-    return dict(traverse_util.flatten_dict(tree, sep="/"))
+    named: dict[str, Any] = {}
+    _add_leaves(named, "", tree)
+    return named
+
+
+def _add_leaves(named: dict[str, Any], prefix: str, tree: Tree) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _add_leaves(named, f"{prefix}{key}/", value)
+        else:
+            named[prefix + key] = value
 
 
 def nested(named: Mapping[str, Any]) -> Tree:
     """The tree with these leaves by name, such as ``{"llm": {"embed": x}}``: the inverse of ``by_name``."""
-    return traverse_util.unflatten_dict(dict(named), sep="/")
+    tree: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *path, key = name.split("/")
+        subtree = tree
+        for part in path:
+            subtree = subtree.setdefault(part, {})
+        subtree[key] = leaf
+    return tree
 
 
 def with_leaves(tree: Tree, leaves: Shared) -> Tree:

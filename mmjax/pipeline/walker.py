@@ -102,11 +102,16 @@ class Walker:
 
     def prepare(self, op: Op) -> None:
         """Makes the compute parameters of the op's stage, and stores them in ``params`` for its local places."""
-        state, masters = self.placed.stages[op.stage].state, moved(self.states[op.stage]["master"], DEVICE)
+        state, masters = self.placed.stages[op.stage].state, self.on_devices(op.stage, self.states[op.stage]["master"])
         params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
         has_lanes = self.graph.stage(op.stage).lanes > 1
         for name, place in self.placed.local_places(op.stage).items():
             self.params[name] = on_lane(params, place.state.param_avals) if has_lanes else params
+
+    def on_devices(self, stage: str, arrays: Any) -> Any:
+        """A tree of a stage's arrays on the stage's devices; without offload they are there already."""
+        offload = self.placed.offload(stage)
+        return moved(arrays, DEVICE) if offload.optimizer or offload.parameters else arrays
 
     def place_inputs(
         self,
