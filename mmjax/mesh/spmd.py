@@ -228,6 +228,11 @@ class Program:
         return any(has_local_devices(sharding) for sharding in {aval.sharding for aval in jax.tree.leaves(self.avals)})
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether it has been compiled."""
+        return self._compiled is not None
+
+    @property
     def compiled(self) -> Any:
         """The compiled executable, a ``jax.stages.Compiled``; compiles at its first use unless ``compile`` has."""
         self.compile()

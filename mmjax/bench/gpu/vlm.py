@@ -28,6 +28,7 @@ from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, StepBatch
+from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.models.flops import parameter_count
 from mmjax.pipeline.executor import Executor
@@ -263,12 +264,14 @@ def _measure(job: Job, layers: int, **settings: Any) -> tuple[Assembly, StepBatc
     estimate = estimated_bytes(parts)
     parameters = parameter_count(parts.placed.model)
     job.note(layers=layers, parameters=parameters, estimated_bytes=estimate, counts=batch.counts)
-    executor.compile()
-    compiled = time.perf_counter()
-    job.note(assemble_seconds=assembled - start, compile_seconds=compiled - assembled, compiled_bytes=_planned(parts))
     executor.initialise(0)
-    step = stepper(executor, batch)
-    loss, _ = step()[0].fetch()
+    step, initialised = stepper(executor, batch), time.perf_counter()
+    loss, _ = step()[0].fetch()  # compiles the program of this batch, and of no other
+    job.note(
+        assemble_seconds=assembled - start,
+        first_step_seconds=time.perf_counter() - initialised,
+        compiled_bytes=_planned(_program(parts)),
+    )
     times, hosts = zip(*(_timed(step) for _ in range(2 if job.small else STEPS)), strict=True)
     each = float(np.median(times))
     rates = Throughput(parts.placed.model, parts.world, FROZEN, 0.0).measure(batch, each)
@@ -302,9 +305,14 @@ def _timed(step: Callable[[], tuple[Any, float]]) -> tuple[float, float]:
     return time.perf_counter() - start, called
 
 
-def _planned(parts: Assembly) -> dict[str, int]:
-    """Bytes that the compiler has planned for the step's one program, by kind."""
-    (program,) = parts.executor.programs()
+def _program(parts: Assembly) -> Program:
+    """The one program that was compiled: the batch's step."""
+    (program,) = (program for program in parts.executor.programs() if program.is_compiled)
+    return program
+
+
+def _planned(program: Program) -> dict[str, int]:
+    """Bytes that the compiler has planned for a program, by kind."""
     analysis = program.compiled.memory_analysis()
     kinds = {"arguments": "argument", "results": "output", "shared": "alias", "temporaries": "temp"}
     sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
@@ -316,12 +324,10 @@ def _time_ops(job: Job, recipe: Recipe) -> None:
     parts, batch = placed(job, recipe)
     executor = parts.executor
     assert isinstance(executor, Executor)
-    start = time.perf_counter()
-    executor.compile()
-    job.note(ops_compile_seconds=time.perf_counter() - start)
     executor.initialise(0)
-    step = stepper(executor, batch)
+    step, start = stepper(executor, batch), time.perf_counter()
     step()
+    job.note(ops_first_step_seconds=time.perf_counter() - start)
     times, hosts = zip(*(_timed(step) for _ in range(2 if job.small else STEPS)), strict=True)
     ops = len(parts.schedule.ops)
     host_seconds = float(np.median(hosts))
@@ -356,8 +362,7 @@ def _profile(job: Job, parts: Assembly, batch: StepBatch) -> None:
     """Notes kernels of one step of the one program, by name and by line of source."""
     step = stepper(parts.executor, batch)
     events = traced_events(step, job.folder / "trace")
-    (program,) = parts.executor.programs()
-    kernels = kernels_of(events, program.compiled.as_text())
+    kernels = kernels_of(events, _program(parts).compiled.as_text())
     job.note(kernels=kernels)
     if kernels["seconds"]:
         title = f"one step, {job.values['layers']} layers: kernels by line of source"
