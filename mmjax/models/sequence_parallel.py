@@ -46,8 +46,13 @@ class SequenceParallel:
 
         With ``gather``, x has this rank's tokens and the results those of all ranks; with ``scatter`` the reverse.
         """
+        is_halved = bool(self) and not self.ring
         if self.gather:
+            if is_halved and (axis := _halved_axis(x, 1)) is not None:
+                return _gather_halves_and_multiply(self.gather, x, weights, axis)
             return _gather_and_multiply(self.gather, x, weights, ring=self.ring)[0]
+        if is_halved and (axis := _halved_axis(x, lax.axis_size(self.scatter))) is not None:
+            return [_multiply_halves_and_scatter(self.scatter, x, w, axis) for w in weights]
         return [_multiply_and_scatter(self.scatter, [x], [w], ring=self.ring) for w in weights]
 
     def input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> Float[Array, "B _ D"]:
@@ -91,6 +96,8 @@ class SequenceParallel:
         return reduce(add, (dx for (dx,), _ in results)), [dy for _, dy in results]
 
 
+HALF_TOKENS = 256
+"""The least number of a rank's tokens in a half: products of fewer take longer in halves than their collective."""
 NO_SP = SequenceParallel()
 """Products whose tokens are not split."""
 
@@ -111,6 +118,61 @@ def sp_scatter(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Arra
     ``shard_map``.
     """
     return lax.psum_scatter(x, axes, scatter_dimension=x.ndim - 2, tiled=True) if axes else x
+
+
+# ---- two halves ------------------------------------------------------------------------------------------------------
+
+
+def _halved_axis(x: Array, ranks: int) -> int | None:
+    """The dimension of ``x`` of which halves are exchanged one after the other: its rows, else its tokens.
+
+    ``None`` where neither can be halved, and for few tokens; ``ranks`` is the number of ranks whose tokens ``x`` has.
+    """
+    rows, tokens = x.shape[0], x.shape[-2] // ranks
+    if x.ndim != 3 or rows * tokens < 2 * HALF_TOKENS:
+        return None
+    if rows % 2 == 0:
+        return 0
+    return 1 if tokens % 2 == 0 else None
+
+
+def _gather_halves_and_multiply(
+    axes: tuple[str, ...], x: Float[Array, "B t D"], weights: Sequence[Array], axis: int
+) -> list[Array]:
+    """Products of the tokens of all ranks with each weight; the second half is gathered beside those of the first."""
+    halves = [sp_gather(half, axes) for half in jnp.split(x, 2, axis=axis)]
+    results = ([half @ w for half in halves] for w in weights)
+    if axis == 0:
+        return [jnp.concatenate(parts) for parts in results]
+    return [_joined_halves(parts, lax.axis_size(axes)) for parts in results]
+
+
+def _multiply_halves_and_scatter(
+    axes: tuple[str, ...], x: Float[Array, "B T D"], weight: Array, axis: int
+) -> Float[Array, "B t F"]:
+    """This rank's tokens of the sum over ranks; the first half is scattered beside the product of the second."""
+    first, second = jnp.split(x, 2) if axis == 0 else _token_halves(x, lax.axis_size(axes))
+    scattered, product = sp_scatter(first @ weight, axes), second @ weight
+    # The second collective waits for the first one, else XLA would make one of both behind the products.
+    scattered, product = lax.optimization_barrier((scattered, product))
+    return jnp.concatenate([scattered, sp_scatter(product, axes)], axis=axis)
+
+
+def _token_halves(x_BTD: Array, ranks: int) -> tuple[Array, Array]:
+    """The first and the second half of each rank's tokens, rank by rank."""
+    B, T, D = x_BTD.shape
+    by_half = x_BTD.reshape(B, ranks, 2, T // ranks // 2, D)
+    return by_half[:, :, 0].reshape(B, T // 2, D), by_half[:, :, 1].reshape(B, T // 2, D)
+
+
+def _joined_halves(halves: Sequence[Array], ranks: int) -> Array:
+    """The tokens ``[B, T, F]`` whose ``_token_halves`` these are."""
+    B, half_tokens, F = halves[0].shape
+    stacked = jnp.stack([half.reshape(B, ranks, -1, F) for half in halves], axis=2)
+    return stacked.reshape(B, 2 * half_tokens, F)
+
+
+# ---- whole exchanges and rings ---------------------------------------------------------------------------------------
 
 
 def _gather_and_multiply(

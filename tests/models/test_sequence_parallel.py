@@ -18,6 +18,7 @@ from spmd_runs import submesh
 
 from mmjax.jax_compat import tree_to_varying
 from mmjax.mesh.spread import Axes
+from mmjax.models import sequence_parallel
 from mmjax.models.handles import Adapted, Handle
 from mmjax.models.layers import REMAT, column_parallel, row_parallel
 from mmjax.models.sequence_parallel import SequenceParallel
@@ -149,3 +150,30 @@ def test_rings_move_chunks_in_place_of_whole_exchanges(ring: bool) -> None:
     found = Counter(re.findall(r"\b(all_gather|reduce_scatter|psum\w*|ppermute|all_reduce)\[", jaxpr))
     assert found.keys() == ({"ppermute"} if ring else {"all_gather", "reduce_scatter"}), found
     assert ("optimization_barrier" in jaxpr) == ring, "products of chunks would become one"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_halves_of_rows_or_tokens_are_exchanged_one_after_the_other(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are those of whole exchanges; where the rows cannot be halved, the tokens are."""
+    tp, tokens = 2, 12
+    rng = np.random.default_rng(5)
+    x, h = (rng.normal(size=(rows, tokens, n)).astype(np.float32) for n in (D, F))
+    up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((D, F), (F, D)))
+    gather, scatter = SequenceParallel(gather=("tp",)), SequenceParallel(scatter=("tp",))
+
+    def body(x: jax.Array, h: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+        return *gather.forward(x, [up, 2 * up]), *scatter.forward(h, [down])
+
+    specs, outs = (STREAM, P(None, None, "tp"), COLUMNS, LINES), (*[P(None, None, "tp")] * 2, STREAM)
+    run = jax.shard_map(body, mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
+    want = (x @ up, 2 * x @ up, h @ down)
+    for exchanges in (1, 2):
+        monkeypatch.setattr(sequence_parallel, "HALF_TOKENS", 1 if exchanges == 2 else 10**6)
+        jaxpr = str(jax.make_jaxpr(run)(x, h, up, down))
+        assert Counter(re.findall(r"\b(all_gather|reduce_scatter)\[", jaxpr)) == {
+            "all_gather": exchanges,
+            "reduce_scatter": exchanges,
+        }
+        for got, wanted in zip(jax.jit(run)(x, h, up, down), want, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        run = jax.shard_map(lambda *args: body(*args), mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
