@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import AttentionVjp, TokenInfo
 from mmjax.attention.mask import Mask, MaskInputs
+from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.attention.settings import LIBRARIES
 from mmjax.attention.tokens import Tokens, pad_to_multiple, take_per_row
 
@@ -35,6 +36,7 @@ class AttentionCall:
       heads, groups, width: number of query heads, number of key/value heads, width of a head.
       cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; "" where rows are complete on each rank.
       in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
+      max_runs: what is known of the number of runs in the rows (see ``row_runs``).
     """
 
     platform: str
@@ -48,6 +50,7 @@ class AttentionCall:
     width: int
     cp_way: str = ""
     in_row_order: bool = True
+    max_runs: int = ANY_RUNS
 
     @classmethod
     def of(
@@ -58,10 +61,11 @@ class AttentionCall:
         mask: Mask,
         keys: Tokens | None = None,
         cp_way: str = "",
+        max_runs: int = ANY_RUNS,
     ) -> AttentionCall:
         """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments.
 
-        ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'.
+        ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'. For ``max_runs`` see ``row_runs``.
         """
         platform, device_kind = jax_compat.traced_devices()
         queries, heads, width = q_BTHK.shape[1:]
@@ -77,6 +81,7 @@ class AttentionCall:
             width=width,
             cp_way=cp_way,
             in_row_order=not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs,
+            max_runs=max_runs,
         )
 
     def device_is_one_of(self, *words: str) -> bool:
@@ -119,6 +124,15 @@ class Kernel(AttentionVjp):
         if not call.in_row_order and not call.cp_way:
             return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
         return library.refusal(call.width, call.mask.grid_window, call.mask.kind, call.cp_way)
+
+    @classmethod
+    def compiled_runs(cls, call: AttentionCall) -> int:
+        """The value of ``max_runs`` for which the call is compiled: ``ANY_RUNS`` for a kernel that takes any rows.
+
+        Calls with equal values have equal programs.
+        """
+        del call
+        return ANY_RUNS
 
     @classmethod
     def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from mmjax.attention.backends import AUTO_BACKEND, Backend
 from mmjax.attention.cache import Cache
+from mmjax.attention.kernels import AttentionCall
 from mmjax.configurable import gin_name
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
@@ -66,6 +67,12 @@ class ModuleStage(StageModel):
     entering: Mapping[Edge, IncomingActivation]
     levels: tuple[int, ...]
     starts: Mapping[str, Edge] = field(default_factory=dict)
+
+    def compiled_runs(self, call: AttentionCall) -> tuple[int, ...]:
+        """See ``StageModel.compiled_runs``."""
+        call = replace(call, width=getattr(self.node.config, "head_width", call.width))
+        masks = dict.fromkeys(mask for _, mask in self.node.module.masks)
+        return tuple(self._backend.compiled_runs(replace(call, mask=mask)) for mask in masks)
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """The features behind the stage's layers, in the last stage behind the module's end.
@@ -141,7 +148,8 @@ class ModuleStage(StageModel):
         """The attention backend of the module's settings; ``AUTO_BACKEND`` for a module without such a setting."""
         config = self.node.config
         name = getattr(config, "attention", "")
-        return Backend(name, f"{self.module}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
+        backend = Backend(name, f"{self.module}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
+        return replace(backend, max_runs=self.max_runs)
 
     def _hide_special(self, inputs: Inputs) -> Inputs:
         """The inputs with special tokens marked as padding: these are not sent to other modules."""

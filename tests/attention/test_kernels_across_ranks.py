@@ -96,7 +96,7 @@ def across_ranks(name: str, cp_way: str, ranks: int, mask: Mask, inputs: Any, *,
     mesh, spec = Mesh(np.array(jax.devices()[:ranks]), ("cp",)), PartitionSpec(None, "cp")
 
     def run(inputs: Any, *arrays: Any) -> Any:
-        tokens, backend = Tokens.of(inputs, ("cp",)), Backend(name)
+        tokens, backend = Tokens.of(inputs, ("cp",)), Backend(name, max_runs=3)
         keys = gather_tokens(tokens, mask, ("cp",), cp_way)
         precomputed = backend.precompute(mask, tokens, keys, cp_way) if with_precomputed else None
 
@@ -253,7 +253,7 @@ def gaps(kernel: str, name: str, dtype: Any) -> list[float]:
     tokens = Tokens.of({n: jnp.asarray(x) for n, x in rows(mask, name).items()})
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, n, 64)), dtype) for n in (8, 2, 2, 8))
-    call = AttentionCall.of(q, k, tokens, mask, cp_way="all-to-all")
+    call = AttentionCall.of(q, k, tokens, mask, cp_way="all-to-all", max_runs=3)
     if why := KERNELS[kernel].refusal(call):
         pytest.skip(why)
     with jax.default_matmul_precision("highest"):

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from mmjax.assembly.assembly import assemble
-from mmjax.assembly.batches import signed
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.parts import Assembly
 from mmjax.bench.gpu.job import Job
@@ -255,7 +254,7 @@ def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
     compiled = time.perf_counter()
     job.note(assemble_seconds=assembled - start, compile_seconds=compiled - assembled, compiled_bytes=_planned(parts))
     executor.initialise(0)
-    step = stepper(executor, batch)
+    step = stepper(parts, batch)
     loss, _ = step()[0].fetch()
     times, hosts = zip(*(_timed(step) for _ in range(2 if job.small else STEPS)), strict=True)
     each = float(np.median(times))
@@ -267,12 +266,12 @@ def _measure(job: Job, layers: int, **train: Any) -> tuple[Assembly, StepBatch]:
     return parts, batch
 
 
-def stepper(executor: Any, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
+def stepper(parts: Assembly, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
     """A function that runs one step of ``batch`` and waits for it; each call goes on from the state before.
 
     It returns the step's result, and the seconds until the executor's call returned, before the wait.
     """
-    microbatches = [signed(part) for part in batch.microbatches]
+    microbatches, executor = parts.runs.signed(batch.microbatches), parts.executor
 
     def step() -> tuple[Any, float]:
         start = time.perf_counter()
@@ -308,7 +307,7 @@ def _time_ops(job: Job, recipe: Recipe, world: World) -> None:
     executor.compile()
     job.note(ops_compile_seconds=time.perf_counter() - start)
     executor.initialise(0)
-    step = stepper(executor, batch)
+    step = stepper(parts, batch)
     step()
     job.note(ops_step_seconds=float(np.median([_timed(step)[0] for _ in range(2 if job.small else STEPS)])))
     with op_seconds(executor) as timed_ops:
@@ -338,7 +337,7 @@ def op_seconds(executor: Executor) -> Iterator[list[tuple[Op, float]]]:
 
 def _profile(job: Job, parts: Assembly, batch: StepBatch) -> None:
     """Notes kernels of one step of the one program, by name and by line of source."""
-    step = stepper(parts.executor, batch)
+    step = stepper(parts, batch)
     events = traced_events(step, job.folder / "trace")
     (program,) = parts.executor.programs()
     kernels = kernels_of(events, program.compiled.as_text())
