@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ import numpy as np
 from mmjax import jax_compat
 from mmjax.attention.kernels import AttentionCall
 from mmjax.attention.mask import Mask
-from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS, includes, runs_of, widest_of
+from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS, are_neighbours, includes, runs_of, widest_of
 from mmjax.data.packing import Packer
 from mmjax.data.possible_runs import possible_runs
+from mmjax.data.process_rows import PartialArray
+from mmjax.data.split import restored
 from mmjax.data.types import Microbatch
 from mmjax.pipeline.place import InputShapes, PlacedModel, Stage
 from mmjax.pipeline.walker import Signature
@@ -36,12 +38,15 @@ class CompiledRuns:
       causal: whether a module's mask is causal, by module.
       cells: cells of a microbatch.
       shared: whether all microbatches of a step take the same programs.
+      neighbours: modules whose kernels compute only where the tokens of each medium are neighbours, with the setting
+        that names the kernels.
     """
 
     modules: Mapping[str, Buckets]
     causal: Mapping[str, bool]
     cells: int
     shared: bool
+    neighbours: Mapping[str, str] = field(default_factory=dict)
 
     def shapes(self, shapes: Mapping[Signature, InputShapes]) -> dict[Signature, InputShapes]:
         """The shapes of each combination of buckets, for each combination of ``max_runs``, by signature.
@@ -62,8 +67,11 @@ class CompiledRuns:
         """The signature and the inputs of each microbatch of a step: pairs for ``Executor.step``.
 
         Raises:
-          ValueError: rows have more runs than any program is compiled for.
+          ValueError: rows have more runs than any program is compiled for, or a medium's tokens are not neighbours and
+            have to be.
         """
+        for microbatch in microbatches:
+            self._require_neighbours(microbatch)
         runs = [{module: self._runs(module, microbatch) for module in self.modules} for microbatch in microbatches]
         if self.shared:
             together = {module: widest_of([numbers[module] for numbers in runs]) for module in self.modules}
@@ -72,6 +80,19 @@ class CompiledRuns:
             (self._signature(part.bucket, self._narrowest(part.bucket, numbers)), part.inputs)
             for part, numbers in zip(microbatches, runs, strict=True)
         ]
+
+    def _require_neighbours(self, microbatch: Microbatch) -> None:
+        """Requires that tokens of each medium are neighbours in this process's rows, where a kernel relies on it."""
+        for module, setting in self.neighbours.items():
+            inputs = microbatch.inputs[module]
+            items = inputs["items"]
+            rows = items.rows if isinstance(items, PartialArray) else slice(None)
+            arrays = [np.asarray(inputs["segments"])[rows], _local(items)]
+            if "order" in inputs:
+                arrays = [restored(array, _local(inputs["order"])) for array in arrays]
+            if not are_neighbours(arrays[0], arrays[1]):
+                fix = "tokens of an image, recording or drawing are not neighbours; use 'auto' or 'blockwise'"
+                raise ValueError(f"{setting}: {fix}")
 
     def _numbers(self, module: str, buckets: Mapping[str, int]) -> tuple[int, ...]:
         return self.modules[module][buckets.get(module, 0)]
@@ -101,6 +122,11 @@ class CompiledRuns:
         return result
 
 
+def _local(array: Any) -> np.ndarray:
+    """The rows that this process has."""
+    return array.local_rows if isinstance(array, PartialArray) else array
+
+
 NO_RUNS = CompiledRuns(modules={}, causal={}, cells=1, shared=False)
 """For devices whose kernels take any rows."""
 
@@ -116,6 +142,9 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
     Raises:
       ConfigError: a module's attention is set to a kernel that does not support its rows on these devices.
     """
+    neighbours = {
+        stage.model.module: setting for stage in placed.stages.values() if (setting := stage.model.needs_neighbours)
+    }
     first_stages = {stage.model.module: stage for stage in reversed(placed.stages.values())}
     modules, causal, per_cell = {}, dict[str, bool](), -(-samples // packer.cells)
     for module, stage in first_stages.items():
@@ -129,7 +158,9 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
             numbers[index] = _distinct(stage, _call(placed, stage, device, bucket[1]), possible)
         if any(of_bucket != (ANY_RUNS,) for of_bucket in numbers.values()):
             modules[module] = numbers
-    return CompiledRuns(modules=modules, causal=causal, cells=packer.cells, shared=packer.one_bucket)
+    return CompiledRuns(
+        modules=modules, causal=causal, cells=packer.cells, shared=packer.one_bucket, neighbours=neighbours
+    )
 
 
 def with_typical_runs(placed: PlacedModel, packer: Packer, inputs: InputShapes) -> InputShapes:

@@ -18,6 +18,7 @@ from mmjax.attention.cudnn import CuDNN
 from mmjax.attention.custom_vjp import TokenInfo, attend, token_info
 from mmjax.attention.exchange import EXCHANGES, attend_across_ranks, token_info_with_order
 from mmjax.attention.kernels import AttentionCall, Kernel
+from mmjax.attention.language import ITEMS
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.row_runs import ANY_RUNS
@@ -147,6 +148,11 @@ class Backend:
         """
         name = self.resolve(call)
         return KERNELS[name].compiled_runs(call) if name in KERNELS else ANY_RUNS
+
+    def needs_neighbours(self, mask: Mask) -> bool:
+        """Whether the backend computes under the mask only where the tokens of each medium are neighbours."""
+        has_items = ITEMS in mask.relations and mask.shows_intervals
+        return has_items and self.name in KERNELS and KERNELS[self.name].ONE_INTERVAL
 
     def resolve(self, call: AttentionCall) -> str:
         """The name of the backend that computes a call, such as "blockwise"; never "auto".

@@ -102,11 +102,14 @@ class Kernel(AttentionVjp):
       in_row_order: see ``AttentionCall``.
       LIBRARY: the library's key in ``settings.LIBRARIES``.
       DEVICES: words in the names of supported devices.
+      ONE_INTERVAL: whether a query may see one interval of keys alone, so that under rules about media the tokens of
+        each have to be neighbours.
     """
 
     in_row_order: bool = True
     LIBRARY: ClassVar[str]
     DEVICES: ClassVar[tuple[str, ...]]
+    ONE_INTERVAL: ClassVar[bool] = False
 
     @classmethod
     def of(cls, call: AttentionCall) -> Self:
@@ -236,8 +239,8 @@ def _inverse(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
 
 def visible_intervals(
     mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, block: int = 128
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, ""]]:
-    """The interval of keys that each query sees.
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """The interval of keys that each query sees, under a mask that shows intervals.
 
     All pairs are tested, ``block`` queries at a time; two numbers a query are stored.
 
@@ -248,25 +251,24 @@ def visible_intervals(
       block: number of queries that are tested at a time.
 
     Returns:
-      The index of the first key of each query's interval, the index behind its last key (both int32), and whether every
-        query of every row sees all keys of its interval. The interval of padding is the first key.
+      The index of the first key of each query's interval, and the index behind its last key, both int32. The interval
+        of padding is the first key.
     """
     queries, keys = (mask.inputs(Tokens.of(tokens)) for tokens in (query_tokens, key_tokens))
     index_S = jnp.arange(keys.segments.shape[1], dtype=jnp.int32)
     T, block = queries.segments.shape[1], min(block, queries.segments.shape[1])
 
-    def of_block(inputs: MaskInputs) -> tuple[Array, Array, Array]:
+    def of_block(inputs: MaskInputs) -> tuple[Array, Array]:
         allowed_BtS = mask.allowed(inputs, keys) & (inputs.segments > 0)[..., None]
         first_Bt = jnp.where(allowed_BtS, index_S, len(index_S)).min(axis=-1)
         last_Bt = jnp.where(allowed_BtS, index_S + 1, 0).max(axis=-1)
-        is_interval_Bt = allowed_BtS.sum(axis=-1, dtype=jnp.int32) == last_Bt - first_Bt
         real_Bt = inputs.segments > 0
-        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_interval_Bt | ~real_Bt
+        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1)
 
     def split_rows(x_BT: Array) -> Array:
         x_BT = pad_to_multiple(x_BT, block)
         return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, block, *x_BT.shape[2:]), 1, 0)
 
     block_results = lax.map(of_block, jax.tree.map(split_rows, queries))
-    first_BT, last_BT, is_interval_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in block_results)
-    return first_BT, last_BT, is_interval_BT.all()
+    first_BT, last_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in block_results)
+    return first_BT, last_BT

@@ -58,6 +58,18 @@ def _segment_counts(segments_BT: Int[np.ndarray, "B T"]) -> Int[np.ndarray, " B"
     return (np.diff(sorted_BT, axis=1, prepend=0) > 0).sum(axis=1)
 
 
+def are_neighbours(segments_BT: Int[np.ndarray, "B T"], items_BT: Int[np.ndarray, "B T"]) -> bool:
+    """Whether the tokens of each medium are neighbours, in rows in their order.
+
+    Args:
+      segments_BT: the sample of each token, from 1; 0 is padding.
+      items_BT: the number of each token's medium in its sample, from 1; 0 for text.
+    """
+    key_BT = np.where(items_BT > 0, segments_BT.astype(np.int64) * (int(items_BT.max(initial=0)) + 1) + items_BT, 0)
+    starts_BT = (np.diff(key_BT, axis=1, prepend=0) != 0) & (key_BT > 0)
+    return bool((starts_BT.sum(axis=1) == _segment_counts(key_BT)).all())
+
+
 def includes(max_runs: int, runs: int) -> bool:
     """Whether rows of at most ``runs`` runs are among those of ``max_runs``; both as above."""
     return max_runs == ANY_RUNS or (runs != ANY_RUNS and runs <= max_runs)

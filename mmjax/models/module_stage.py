@@ -74,6 +74,13 @@ class ModuleStage(StageModel):
         masks = dict.fromkeys(mask for _, mask in self.node.module.masks)
         return tuple(self._backend.compiled_runs(replace(call, mask=mask)) for mask in masks)
 
+    @property
+    def needs_neighbours(self) -> str:
+        """See ``StageModel.needs_neighbours``."""
+        backend, masks = self._backend, self.node.module.masks
+        needs = any(backend.needs_neighbours(mask) for _, mask in masks)
+        return f"{backend.setting}={backend.name!r}" if needs else ""
+
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """The features behind the stage's layers, in the last stage behind the module's end.
 

@@ -76,6 +76,13 @@ class StageModel:
         """
         return ()
 
+    @property
+    def needs_neighbours(self) -> str:
+        """The setting of a backend that needs the tokens of each medium to be neighbours, with its value; "" without
+        one.
+        """
+        return ""
+
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
         """The features of the stage, [B, …] with local rows first.
 

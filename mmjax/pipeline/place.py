@@ -323,7 +323,7 @@ class PlacedModel:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             functions_class = SplitFunctions if split else StageFunctions
             self._functions[key] = functions_class(
-                replace(stage.model, max_runs=max_runs),
+                replace(stage.model, max_runs=max_runs) if max_runs else stage.model,
                 stage.state,
                 avals,
                 carry,

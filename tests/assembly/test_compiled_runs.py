@@ -19,7 +19,7 @@ from mmjax.assembly.assembly import assemble, place
 from mmjax.assembly.packers import bucket_shapes
 from mmjax.assembly.parts import PlacedRun
 from mmjax.assembly.samples import open_source
-from mmjax.attention.row_runs import ANY_RUNS, MAX_PACKED_RUNS, MAX_RUNS, includes, runs_of, widest_of
+from mmjax.attention.row_runs import ANY_RUNS, MAX_PACKED_RUNS, MAX_RUNS, are_neighbours, includes, runs_of, widest_of
 from mmjax.config import load_config
 from mmjax.data.loader import StepMaker
 from mmjax.data.packing import Packer
@@ -80,6 +80,14 @@ def test_the_order_of_tokens_does_not_count(segments: np.ndarray, causal: bool, 
 def test_a_segment_in_several_pieces_fits_no_kernel() -> None:
     assert runs_of(np.array([[1, 0, 1, 1]]), cells=1, causal=False) == ANY_RUNS
     assert runs_of(np.array([[0, 0, 1, 1]]), cells=1, causal=True) == 2
+
+
+def test_tokens_of_a_medium_are_neighbours() -> None:
+    segments = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+    items = np.array([[1, 1, 0, 1, 2, 0], [0, 1, 1, 2, 2, 0]])
+    assert are_neighbours(segments, items) and are_neighbours(segments, np.zeros_like(items))
+    items[1, 4] = 1
+    assert not are_neighbours(segments, items)
 
 
 def test_larger_numbers_include_smaller_ones() -> None:
@@ -245,6 +253,16 @@ def test_a_program_for_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         counts[2]["F vision.0"] == 2 * counts[1]["F vision.0"]
         and counts[2]["B vision.0"] == 2 * counts[1]["B vision.0"]
     )
+
+
+def test_tokens_that_are_not_neighbours_are_refused_where_kernels_need_them(tmp_path: Path) -> None:
+    parts, make = placed(tmp_path, "llm/Decoder.mask='gemma3'")
+    assert not parts.runs.neighbours
+    runs, (part, *_) = replace(parts.runs, neighbours={"llm": "llm/Decoder.attention='tokamax'"}), make(0).microbatches
+    assert runs.signed([part])
+    part.inputs["llm"]["items"][:] = np.arange(part.inputs["llm"]["items"].shape[1]) % 2
+    with pytest.raises(ValueError, match=r"llm/Decoder.attention='tokamax': tokens of an image, .* use 'auto' or 'bl"):
+        runs.signed([part])
 
 
 def test_devices_are_those_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
