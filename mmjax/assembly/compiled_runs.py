@@ -1,7 +1,7 @@
-"""What attention is compiled for: how many runs rows may have, where the device's kernels differ by it.
+"""The numbers of runs in rows for which attention is compiled, where the device's kernels differ by them.
 
-A kernel cannot choose on the device without making the host wait. So a microbatch is a part of the choice of programs,
-by its segments, which every process has of all rows.
+A choice on the device makes the host wait. So the host chooses programs by the segments of a microbatch; every process
+has those of all rows.
 """
 
 from __future__ import annotations

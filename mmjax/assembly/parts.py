@@ -28,7 +28,7 @@ class PlacedRun:
       placed: the model on its devices.
       shapes: input shapes by signature: a combination of buckets, with ``runs`` where kernels differ by it.
       samples: the most samples of a microbatch.
-      runs: what attention is compiled for; it gives the signatures of microbatches.
+      runs: the numbers of runs in rows for which attention is compiled; gives the signatures of microbatches.
     """
 
     tokenizer: Tokenizer

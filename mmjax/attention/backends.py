@@ -43,8 +43,8 @@ class Backend:
     Attributes:
       name: ``auto`` or the name of a backend.
       setting: the gin setting that holds the name, for messages, such as "llm/Decoder.attention".
-      max_runs: what is known of the number of runs in the rows (see ``row_runs``). Without it cuDNN's kernels do not
-        fit, and ``cudnn`` computes blockwise.
+      max_runs: the known bound on the number of runs in rows (see ``row_runs``). Without one, ``cudnn`` and ``auto``
+        compute blockwise.
     """
 
     name: str = AUTO

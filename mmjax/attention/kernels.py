@@ -36,7 +36,7 @@ class AttentionCall:
       heads, groups, width: number of query heads, number of key/value heads, width of a head.
       cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; "" where rows are complete on each rank.
       in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
-      max_runs: what is known of the number of runs in the rows (see ``row_runs``).
+      max_runs: the known bound on the number of runs in rows (see ``row_runs``).
     """
 
     platform: str

@@ -186,7 +186,7 @@ class Rules:
 
 
 def _shows_interval(rule: Rule) -> bool:
-    """Whether what a rule shows a token is one interval that contains it, or nothing."""
+    """Whether a rule shows a token either one interval that contains it, or no tokens."""
     keys = {*rule.key_kinds}
     if rule.relation == ITEMS:
         return keys.isdisjoint(("text", "prefix", "suffix"))  # a medium as a whole

@@ -41,9 +41,7 @@ class Rounds:
     """
 
     def __init__(self, packer: Packer, samples: int, runs: CompiledRuns = NO_RUNS):
-        """Takes of ``PlacedRun`` the packer of training, the most samples of a microbatch, and what attention is
-        compiled for.
-        """
+        """Takes ``packer``, ``samples`` and ``runs`` of a ``PlacedRun``: those of training."""
         per_cell = -(-samples // packer.cells)
         rows = packer.text[packer.widest][0] if packer.text else per_cell
         self.packer, self._each, self._runs = packer, min(per_cell, rows) * packer.cells, runs

@@ -44,7 +44,7 @@ class StageModel:
       last: whether it is the last stage of its module, whose activation goes to other modules.
       send_list: the name of a host input that lists the tokens which each cp rank of the activation's only target
         needs; "" for no target or several. If the input is missing, all ranks receive complete rows.
-      max_runs: what its attention is compiled for (see ``attention.row_runs``).
+      max_runs: the number of runs in rows for which its attention is compiled (see ``attention.row_runs``).
     """
 
     name: str

@@ -37,7 +37,7 @@ from mmjax.schedule.simulate import Costs
 InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows.
 
-Shapes for which programs are traced may have an int under ``row_runs.MAX_RUNS``: what attention is compiled for.
+Shapes for which programs are traced may have an int under ``row_runs.MAX_RUNS``, for which attention is compiled.
 """
 
 

@@ -26,6 +26,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.possible_runs import possible_runs
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
+from mmjax.eval.evaluator import Evaluator
 from mmjax.pipeline.executor import Executor
 
 CELLS = 2
@@ -263,6 +264,17 @@ def test_tokens_that_are_not_neighbours_are_refused_where_kernels_need_them(tmp_
     part.inputs["llm"]["items"][:] = np.arange(part.inputs["llm"]["items"].shape[1]) % 2
     with pytest.raises(ValueError, match=r"llm/Decoder.attention='tokamax': tokens of an image, .* use 'auto' or 'bl"):
         runs.signed([part])
+
+
+def test_evaluation_chooses_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts lie alone in their rows, and decoding is blockwise."""
+    stand_in(monkeypatch)
+    parts, make = placed(tmp_path, "llm/Packing.buckets=((8, 96),)", "Data.sequence_length=96")
+    evaluator = Evaluator(parts)
+    ((_, packed),) = evaluator.rounds([make.source.sample(index) for index in range(2)])
+    assert parts.runs.modules.keys() == {"llm", "vision"}
+    assert {signature for signature, _ in packed.batch} <= parts.shapes.keys()
+    assert {"prefill llm.0", "decode llm.0"} <= {program.name for program in evaluator.predictor.programs()}
 
 
 def test_devices_are_those_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

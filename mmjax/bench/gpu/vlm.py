@@ -26,7 +26,7 @@ from mmjax.config import config_of_values
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import Sample, StepBatch
+from mmjax.data.types import Sample, StepBatch, WorstCase
 from mmjax.mesh.world import World
 from mmjax.models.flops import parameter_count
 from mmjax.pipeline.executor import Executor
@@ -168,7 +168,8 @@ def job_config(job: Job, layers: int, **train: Any) -> Recipe:
 def make_packer(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> Packer:
     """A packer in which every image is a row of its own, and a microbatch's samples fill the LLM's rows."""
     shape, (name, spec) = SMALL if job.small else REAL, next(iter(encoder_specs(recipe).items()))
-    bucket = (len(shape.texts[0]), spec.patches(shape.image, shape.image))
+    patches = spec.patches(shape.image, shape.image)
+    bucket, each = (len(shape.texts[0]), patches), {name: patches}
     return Packer(
         encoders={name: replace(spec, buckets=(bucket,))},
         sequence_length=shape.row[1],
@@ -177,6 +178,7 @@ def make_packer(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> Packer:
         pad=tokenizer.pad,
         one_bucket=True,
         text=(shape.row,),
+        worst=WorstCase(tokens=shape.row[1], media={name: 1}, patches=each, least=each),
     )
 
 
