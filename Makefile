@@ -5,6 +5,7 @@
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
 #                                            PART=0/3: every third slow test of each file
+#   make test-compiled    those that compile for H100s, without one    EXTRAS=cuda12
 #   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...
 #   make lint    ruff and pyright
 #   make bench   benchmarks                             FLAGS=...
@@ -52,7 +53,7 @@ WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy o
 WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
-.PHONY: help train sample-data test test-long test-slow test-all test-newest lint bench studies docs notebook gpu gpu-wheels mutants lock clean install install-dev
+.PHONY: help train sample-data test test-long test-slow test-all test-compiled test-newest lint bench studies docs notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -78,6 +79,9 @@ test-slow: $(VENV)/installed-dev
 
 test-all: $(VENV)/installed-dev
 	$(PYTEST)
+
+test-compiled: $(VENV)/installed-dev
+	$(PYTEST) -m compiled
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from mmjax.assembly.assembly import assemble, step_order
-from mmjax.assembly.batches import signed
 from mmjax.assembly.samples import open_source
+from mmjax.attention.row_runs import MAX_RUNS
 from mmjax.config import load_config
 from mmjax.config.shipped import CONFIGS
 from mmjax.data.loader import StepMaker
@@ -63,7 +63,7 @@ class Stepper:
         order = step_order(config, self.parts)
         make = StepMaker(source=source, packer=self.parts.packer, global_batch=config.train.global_batch, order=order)
         batch = make(0)
-        self._microbatches, self._denominators = [signed(m) for m in batch.microbatches], batch.divisors
+        self._microbatches, self._denominators = self.parts.runs.signed(batch.microbatches), batch.divisors
         self()
 
     def __call__(self) -> None:
@@ -73,7 +73,10 @@ class Stepper:
     def at_most_memory(self) -> None:
         """One step of empty microbatches in the largest buckets, for which memory is promised."""
         signature, shapes = max(self.parts.shapes.items(), key=lambda item: item[0])
-        empty = {m: {k: np.zeros(a.shape, a.dtype) for k, a in inputs.items()} for m, inputs in shapes.items()}
+        empty = {
+            m: {k: np.zeros(a.shape, a.dtype) for k, a in inputs.items() if k != MAX_RUNS}
+            for m, inputs in shapes.items()
+        }
         self._run([(signature, empty)] * len(self._microbatches))
 
     def _run(self, microbatches: list[Any]) -> None:

@@ -177,13 +177,17 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def device_kind(device: Any) -> tuple[str, str]:
+    """Platform and kind of a device, or of a placeholder: ("gpu", "NVIDIA H100 80GB HBM3")."""
+    return device.platform, device.device_kind
+
+
 def traced_devices() -> tuple[str, str]:
     """Platform and kind of the devices of the ``shard_map`` that is being traced, or of the default ones outside.
 
     They are as ``jax.Device`` names them, such as ("gpu", "NVIDIA H100 80GB HBM3").
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.platform, device.device_kind
+    return device_kind(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
 
 
 def to_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -13,20 +13,22 @@ import jax.numpy as jnp
 import pytest
 
 from mmjax import jax_compat
-from mmjax.attention import cudnn, settings, tokamax_kernels
+from mmjax.attention import row_runs, settings, tokamax_kernels
 from mmjax.attention.settings import LIBRARIES
+from mmjax.data import possible_runs
 
 H100 = ("gpu", "NVIDIA H100 80GB HBM3")
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has plain kernels stand for libraries', on devices that stand for H100s."""
-    monkeypatch.setattr(jax_compat, "traced_devices", lambda: H100)
+    monkeypatch.setattr(jax_compat, "device_kind", lambda device: H100)
     monkeypatch.setattr(jax_compat, "cudnn_forward", plain_forward)
     monkeypatch.setattr(jax_compat, "cudnn_backward", plain_backward)
     for name in LIBRARIES:
         monkeypatch.setitem(settings.LIBRARIES, name, replace(LIBRARIES[name], dtypes=("float32",), package=""))
-    monkeypatch.setattr(cudnn, "RUNS_PER_ROW", 4)
+    for module in (row_runs, possible_runs):
+        monkeypatch.setattr(module, "MAX_PACKED_RUNS", 4)
     monkeypatch.setattr(tokamax_kernels, "forward_kernel", lambda: (interval_forward, None))
     monkeypatch.setattr(tokamax_kernels, "backward_kernel", lambda: (interval_backward, None))
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.assembly.batches import signed
 from mmjax.config import load_config
 from mmjax.data.types import Sample
 from mmjax.recipe import Recipe
@@ -94,7 +93,7 @@ def test_the_first_loss_and_its_gradients_are_those_of_torch(name: str, layout: 
         trainer.executor.states = {n: own.state.from_logical({**leaves, **given}, 0) for n, own in stages.items()}
         batch = trainer.parts.packer.microbatch(samples(values, name, trainer.parts.tokenizer.media_token("vision")), 3)
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        loss, _ = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0}).fetch()
+        loss, _ = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0}).fetch()
         moments = {own: np.asarray(leaf) for own, leaf in trainer.leaves().items() if own.startswith("adam_m/")}
         b1 = config.model.optimizers["vision_projector"].b1
     assert loss == pytest.approx(float(values[f"{name}/loss"]), rel=2e-6)

@@ -19,7 +19,6 @@ from PIL import Image
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
-from mmjax.assembly.batches import signed
 from mmjax.assembly.model import build_model
 from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
@@ -192,7 +191,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
         samples = [sample(values, number, placeholder) for number in range(SEQUENCES)]
         batch = trainer.parts.packer.microbatch(samples, 6)
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
+        result = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0})
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         b1 = config.model.optimizers["llm"].b1

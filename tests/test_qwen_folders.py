@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from trial_runs import write_tiny
 
-from mmjax.assembly.batches import signed
 from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
@@ -401,7 +400,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
         batch = trainer.parts.packer.microbatch(samples(values, placeholder), 3)
         assert batch.inputs["llm"]["positions"].shape == (3, 96, 3)
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
+        result = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0})
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         b1 = config.model.optimizers["llm"].b1

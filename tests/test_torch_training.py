@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from trial_runs import write_tiny
 
-from mmjax.assembly.batches import signed
 from mmjax.config import load_config
 from mmjax.data.types import Sample
 from mmjax.recipe import Recipe
@@ -110,7 +109,7 @@ def train(recipe: Recipe, name: str, values: Arrays, steps: int, folder: Path) -
             tokens = [values[f"tokens_{number}"][step].astype(np.int32) for number in range(3)]
             batch = trainer.parts.packer.microbatch(samples(name, tokens, placeholder), 3)
             count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-            result = trainer.executor.step([signed(batch)], {"llm": count, "vision": 1.0})
+            result = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0})
             losses.append(result.fetch()[0])
         held = {key: np.asarray(leaf) for key, leaf in trainer.leaves().items() if key.startswith("params/")}
     return losses, {key.removeprefix("params/"): leaf for key, leaf in held.items()}

@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import load_file
 from trial_runs import write_tiny
 
-from mmjax.assembly.batches import signed
 from mmjax.config import load_config, operative_config
 from mmjax.data.types import Sample
 from mmjax.export.folders import export_folders
@@ -99,7 +98,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
         batch = packer.microbatch(samples(values, placeholder), 3)
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
         divisors = {"llm": count, "vision": 1.0}
-        result = trainer.executor.step([signed(batch)], divisors)
+        result = trainer.executor.step(trainer.parts.runs.signed([batch]), divisors)
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         b1 = config.model.optimizers["llm"].b1

@@ -14,9 +14,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
 from mmjax.data.source import Source
-from mmjax.data.types import Microbatch
-from mmjax.pipeline.place import InputShapes, PlacedModel
-from mmjax.pipeline.walker import Signature
+from mmjax.pipeline.place import PlacedModel
 from mmjax.recipe import Recipe
 
 
@@ -93,12 +91,3 @@ def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
 def _cells(shard: int, dp: int, cells: int) -> range:
     """The cells of one dp shard."""
     return range(shard * cells // dp, (shard + 1) * cells // dp)
-
-
-def signed(microbatch: Microbatch) -> tuple[Signature, InputShapes]:
-    """The bucket signature of a microbatch, such as (("vision", 0),), and its inputs: a pair for ``Executor.step``.
-
-    The signature has (module, index of its bucket) pairs, sorted by module. The inputs are arrays by module and input
-    name. ``microbatch``: one of the ``microbatches`` of a step's batch.
-    """
-    return tuple(sorted(microbatch.bucket.items())), microbatch.inputs

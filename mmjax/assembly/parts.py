@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmjax.assembly.compiled_runs import NO_RUNS, CompiledRuns
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.world import World
@@ -25,8 +26,9 @@ class PlacedRun:
       packer: packs samples into microbatches.
       world: the devices.
       placed: the model on its devices.
-      shapes: input shapes by bucket signature.
+      shapes: input shapes by signature: a combination of buckets, with ``runs`` where kernels differ by it.
       samples: the most samples of a microbatch.
+      runs: the numbers of runs in rows for which attention is compiled; gives the signatures of microbatches.
     """
 
     tokenizer: Tokenizer
@@ -35,6 +37,7 @@ class PlacedRun:
     placed: PlacedModel
     shapes: dict[Signature, InputShapes]
     samples: int
+    runs: CompiledRuns = NO_RUNS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mmjax import jax_compat
+from mmjax.assembly.compiled_runs import compiled_runs
 from mmjax.assembly.model import build_model, require_inputs, require_rates
 from mmjax.assembly.packers import bucket_shapes, is_pipelined
 from mmjax.assembly.parts import PlacedRun
@@ -49,8 +50,11 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
     )
     placed = PlacedModel(model, recipe.model.layouts, world, settings)
     samples = recipe.train.global_batch // recipe.train.microbatches
-    shapes = bucket_shapes(packer, samples)
-    return PlacedRun(tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples)
+    runs = compiled_runs(placed, packer, samples)
+    shapes = runs.shapes(bucket_shapes(packer, samples))
+    return PlacedRun(
+        tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples, runs=runs
+    )
 
 
 def planned_world(recipe: Recipe) -> tuple[Recipe, World]:

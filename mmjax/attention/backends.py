@@ -18,8 +18,10 @@ from mmjax.attention.cudnn import CuDNN
 from mmjax.attention.custom_vjp import TokenInfo, attend, token_info
 from mmjax.attention.exchange import EXCHANGES, attend_across_ranks, token_info_with_order
 from mmjax.attention.kernels import AttentionCall, Kernel
+from mmjax.attention.language import ITEMS
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
+from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.attention.settings import AUTO
 from mmjax.attention.tokamax_kernels import Tokamax
 from mmjax.attention.tokens import Tokens
@@ -41,10 +43,13 @@ class Backend:
     Attributes:
       name: ``auto`` or the name of a backend.
       setting: the gin setting that holds the name, for messages, such as "llm/Decoder.attention".
+      max_runs: the known bound on the number of runs in rows (see ``row_runs``). Without one, ``cudnn`` and ``auto``
+        compute blockwise.
     """
 
     name: str = AUTO
     setting: str = "attention"
+    max_runs: int = ANY_RUNS
 
     def attend(
         self,
@@ -69,7 +74,7 @@ class Backend:
           ConfigError: the backend is a kernel that does not support these arrays, this mask or these devices.
           ValueError: a host input of the mask is missing.
         """
-        call = AttentionCall.of(q_BTHK, k_BSGK, tokens, mask, keys)
+        call = AttentionCall.of(q_BTHK, k_BSGK, tokens, mask, keys, max_runs=self.max_runs)
         name = self.resolve(call)
         if name in XLA_BACKENDS:
             return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
@@ -105,7 +110,7 @@ class Backend:
             devices.
           ValueError: the heads cannot be divided over the ranks, as "all-to-all" needs it.
         """
-        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way)
+        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way, self.max_runs)
         name = self.resolve(call)
         kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
         return attend_across_ranks(
@@ -134,6 +139,20 @@ class Backend:
         key_info = token_info_with_order(keys, mask)
         query_info = EXCHANGES[cp_way].tokens_of_queries(token_info_with_order(tokens, mask), key_info)
         return kernel.precompute(mask, query_info, key_info, in_row_order=False)
+
+    def compiled_runs(self, call: AttentionCall) -> int:
+        """The value of ``max_runs`` for which the call is compiled (see ``Kernel.compiled_runs``).
+
+        Raises:
+          ConfigError: the backend is a kernel that does not support the call.
+        """
+        name = self.resolve(call)
+        return KERNELS[name].compiled_runs(call) if name in KERNELS else ANY_RUNS
+
+    def needs_neighbours(self, mask: Mask) -> bool:
+        """Whether the backend computes under the mask only where the tokens of each medium are neighbours."""
+        has_items = ITEMS in mask.relations and mask.shows_intervals
+        return has_items and self.name in KERNELS and KERNELS[self.name].ONE_INTERVAL
 
     def resolve(self, call: AttentionCall) -> str:
         """The name of the backend that computes a call, such as "blockwise"; never "auto".

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import AttentionVjp, TokenInfo
 from mmjax.attention.mask import Mask, MaskInputs
+from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.attention.settings import LIBRARIES
 from mmjax.attention.tokens import Tokens, pad_to_multiple, take_per_row
 
@@ -35,6 +36,7 @@ class AttentionCall:
       heads, groups, width: number of query heads, number of key/value heads, width of a head.
       cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; "" where rows are complete on each rank.
       in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
+      max_runs: the known bound on the number of runs in rows (see ``row_runs``).
     """
 
     platform: str
@@ -48,6 +50,7 @@ class AttentionCall:
     width: int
     cp_way: str = ""
     in_row_order: bool = True
+    max_runs: int = ANY_RUNS
 
     @classmethod
     def of(
@@ -58,10 +61,11 @@ class AttentionCall:
         mask: Mask,
         keys: Tokens | None = None,
         cp_way: str = "",
+        max_runs: int = ANY_RUNS,
     ) -> AttentionCall:
         """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments.
 
-        ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'.
+        ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'. For ``max_runs`` see ``row_runs``.
         """
         platform, device_kind = jax_compat.traced_devices()
         queries, heads, width = q_BTHK.shape[1:]
@@ -77,6 +81,7 @@ class AttentionCall:
             width=width,
             cp_way=cp_way,
             in_row_order=not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs,
+            max_runs=max_runs,
         )
 
     def device_is_one_of(self, *words: str) -> bool:
@@ -97,11 +102,14 @@ class Kernel(AttentionVjp):
       in_row_order: see ``AttentionCall``.
       LIBRARY: the library's key in ``settings.LIBRARIES``.
       DEVICES: words in the names of supported devices.
+      ONE_INTERVAL: whether a query may see one interval of keys alone, so that under rules about media the tokens of
+        each have to be neighbours.
     """
 
     in_row_order: bool = True
     LIBRARY: ClassVar[str]
     DEVICES: ClassVar[tuple[str, ...]]
+    ONE_INTERVAL: ClassVar[bool] = False
 
     @classmethod
     def of(cls, call: AttentionCall) -> Self:
@@ -119,6 +127,15 @@ class Kernel(AttentionVjp):
         if not call.in_row_order and not call.cp_way:
             return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
         return library.refusal(call.width, call.mask.grid_window, call.mask.kind, call.cp_way)
+
+    @classmethod
+    def compiled_runs(cls, call: AttentionCall) -> int:
+        """The value of ``max_runs`` for which the call is compiled: ``ANY_RUNS`` for a kernel that takes any rows.
+
+        Calls with equal values have equal programs.
+        """
+        del call
+        return ANY_RUNS
 
     @classmethod
     def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
@@ -222,8 +239,8 @@ def _inverse(order_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
 
 def visible_intervals(
     mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, block: int = 128
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Bool[Array, ""]]:
-    """The interval of keys that each query sees.
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """The interval of keys that each query sees, under a mask that shows intervals.
 
     All pairs are tested, ``block`` queries at a time; two numbers a query are stored.
 
@@ -234,25 +251,24 @@ def visible_intervals(
       block: number of queries that are tested at a time.
 
     Returns:
-      The index of the first key of each query's interval, the index behind its last key (both int32), and whether every
-        query of every row sees all keys of its interval. The interval of padding is the first key.
+      The index of the first key of each query's interval, and the index behind its last key, both int32. The interval
+        of padding is the first key.
     """
     queries, keys = (mask.inputs(Tokens.of(tokens)) for tokens in (query_tokens, key_tokens))
     index_S = jnp.arange(keys.segments.shape[1], dtype=jnp.int32)
     T, block = queries.segments.shape[1], min(block, queries.segments.shape[1])
 
-    def of_block(inputs: MaskInputs) -> tuple[Array, Array, Array]:
+    def of_block(inputs: MaskInputs) -> tuple[Array, Array]:
         allowed_BtS = mask.allowed(inputs, keys) & (inputs.segments > 0)[..., None]
         first_Bt = jnp.where(allowed_BtS, index_S, len(index_S)).min(axis=-1)
         last_Bt = jnp.where(allowed_BtS, index_S + 1, 0).max(axis=-1)
-        is_interval_Bt = allowed_BtS.sum(axis=-1, dtype=jnp.int32) == last_Bt - first_Bt
         real_Bt = inputs.segments > 0
-        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1), is_interval_Bt | ~real_Bt
+        return jnp.where(real_Bt, first_Bt, 0), jnp.where(real_Bt, last_Bt, 1)
 
     def split_rows(x_BT: Array) -> Array:
         x_BT = pad_to_multiple(x_BT, block)
         return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, block, *x_BT.shape[2:]), 1, 0)
 
     block_results = lax.map(of_block, jax.tree.map(split_rows, queries))
-    first_BT, last_BT, is_interval_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in block_results)
-    return first_BT, last_BT, is_interval_BT.all()
+    first_BT, last_BT = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :T] for x in block_results)
+    return first_BT, last_BT

@@ -135,6 +135,15 @@ class Rules:
         """The relation of each rule, such as ("before", "in item"); () for kinds other than "words"."""
         return tuple(rule.relation for rule in self.rules) if self.kind == "words" else ()
 
+    @property
+    def shows_intervals(self) -> bool:
+        """Whether each token sees one interval of its sample's tokens, whatever the data, if the tokens of each medium
+        are neighbours.
+
+        False may be too careful. A union of intervals that contain the token is one.
+        """
+        return all(_shows_interval(rule) for rule in self.rules)
+
     def words(
         self, kinds: Mapping[str, Bool[np.ndarray, " N"]], items_N: Int[np.ndarray, " N"]
     ) -> tuple[UInt32[np.ndarray, " N"], UInt32[np.ndarray, " N"]]:
@@ -174,6 +183,16 @@ class Rules:
             if rule.relation == "everywhere" and set(rule.key_kinds) & set(_GENERATED_KINDS):
                 return rule
         return None
+
+
+def _shows_interval(rule: Rule) -> bool:
+    """Whether a rule shows a token either one interval that contains it, or no tokens."""
+    keys = {*rule.key_kinds}
+    if rule.relation == ITEMS:
+        return keys.isdisjoint(("text", "prefix", "suffix"))  # a medium as a whole
+    if "all" in keys or {"text", "media"} <= keys or {"prefix", "suffix"} <= keys:
+        return True
+    return rule.query_kinds == rule.key_kinds and len(keys) == 1 and keys <= {"prefix", "suffix"}
 
 
 def _rule(part: str, text: str, field: str) -> Rule:

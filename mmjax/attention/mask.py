@@ -62,6 +62,8 @@ class Mask:
       grid_window: edge of the windows that segments are cut into along every axis of positions. A token sees only its
         own window, and by the relation "in item" its whole item. 0 means no windows.
       relations: the relation of each rule bit, for kind ``words``.
+      words_show_intervals: whether rules show each token one interval of keys (see ``Rules.shows_intervals``), for kind
+        ``words``.
 
     Raises:
       ValueError: there is a window, but no rule for earlier tokens; or relations and kind do not fit.
@@ -71,6 +73,7 @@ class Mask:
     window: int = 0
     grid_window: int = 0
     relations: tuple[Relation, ...] = ()
+    words_show_intervals: bool = False
 
     def __post_init__(self) -> None:
         if self.window and self.kind != "causal" and "before" not in self.relations:
@@ -94,7 +97,18 @@ class Mask:
         """
         rules = Rules.parse(rules) if isinstance(rules, str) else rules
         has_before = rules.kind == "causal" or "before" in rules.relations
-        return cls(rules.kind, window if has_before else 0, grid_window, rules.relations)
+        shows_intervals = rules.kind == "words" and rules.shows_intervals
+        return cls(rules.kind, window if has_before else 0, grid_window, rules.relations, shows_intervals)
+
+    @property
+    def shows_intervals(self) -> bool:
+        """Whether each query sees one interval of the keys of its row, if tokens of each medium are neighbours.
+
+        A grid cuts an image into windows of several pieces, and a text into chunks of one.
+        """
+        if self.kind == "words":
+            return self.words_show_intervals
+        return self.kind == "causal" or not self.grid_window
 
     @property
     def input_names(self) -> tuple[str, ...]:

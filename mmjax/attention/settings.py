@@ -24,7 +24,7 @@ class Library:
       width_multiple, max_width: a head's width is a multiple of the first, and at most the second.
       package: the Python package of the library, an extra of mmjax; "" where the kernels are part of JAX.
       version: the package's version.
-      any_mask: whether every kind of mask is supported: each token sees one interval of keys, and rows for which that
+      any_mask: whether every kind of mask is supported: each token sees one interval of keys, and masks for which that
         is not so are computed blockwise.
       cp_ways: supported values of ``Layout.cp_way``.
     """

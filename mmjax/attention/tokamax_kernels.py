@@ -19,8 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention import blockwise
@@ -43,16 +42,16 @@ _BACKWARD_BLOCKS = {"block_q_dkv": 64, "block_kv_dkv": 64, "block_q_dq": 64, "bl
 class Tokamax(Kernel):
     """Attention of queries in any order, where each sees an interval of keys in row order.
 
-    Under masks of words or of grid windows the visible keys may be no interval, depending on the data. A rank computes
-    such rows blockwise.
+    Under masks that may show a query several intervals, attention is computed blockwise (see ``Mask.shows_intervals``).
     """
 
     LIBRARY = "tokamax"
     DEVICES = _DEVICES
+    ONE_INTERVAL = True
 
     @classmethod
     def precompute(cls, mask: Mask, query_tokens: TokenInfo, key_tokens: TokenInfo, *, in_row_order: bool) -> TokenInfo:
-        """The interval of keys that each query sees, and whether it sees all of them.
+        """The interval of keys that each query sees.
 
         Args:
           mask: the mask of the layers.
@@ -61,26 +60,30 @@ class Tokamax(Kernel):
           in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
 
         Returns:
-          "first" and "last" ``[B, T]``, indices in row order, and "all_visible" ``[]`` (see ``visible_intervals``); {}
-            where the intervals follow from segments.
+          "first" and "last" ``[B, T]``, indices in row order (see ``visible_intervals``); {} where the intervals follow
+            from segments, and where there are none.
         """
-        if in_row_order and _has_intervals(mask):
-            return {}  # ``run_intervals`` is faster
+        if not mask.shows_intervals or _by_segment(mask, in_row_order=in_row_order):  # ``run_intervals`` is faster
+            return {}
         row_order = RowOrder.of(key_tokens, in_row_order=in_row_order)
         ordered_keys = {name: row_order.to_row_order(x) for name, x in key_tokens.items()}
-        first_BT, last_BT, all_visible = visible_intervals(mask, query_tokens, ordered_keys)
-        return {"first": first_BT, "last": last_BT, "all_visible": all_visible}
+        first_BT, last_BT = visible_intervals(mask, query_tokens, ordered_keys)
+        return {"first": first_BT, "last": last_BT}
 
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Float[Array, "B T H K"], Any]:
         """The output, and two numbers of each softmax, each ``[B, H, T]`` with T padded to a multiple of 128.
 
+        Blockwise it is one number, ``[B, H, T]``.
+
         Args:
           q, k, v: queries ``[B, T, H, K]`` and keys with rotary embedding, and values, ``[B, S, G, K]``.
           query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
             "segments" among them.
         """
+        if not self.mask.shows_intervals:
+            return blockwise.forward(self.mask, q, k, v, query_tokens, key_tokens)
         kernel, config = forward_kernel()
         options = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
         options |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": config, **self._options(q)}
@@ -89,19 +92,10 @@ class Tokamax(Kernel):
         def of_row(qkv: list[Array], first: Array, last: Array | None) -> Any:
             return kernel(*qkv, None, None, first, last, **options)
 
-        def by_kernel(q: Array, k: Array, v: Array) -> Any:
-            row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
-            qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
-            out, stats = jax.vmap(of_row)(qkv, *visible.intervals)
-            return _varying_like((out[:, :T], tuple(stats)), q)
-
-        def by_blocks(q: Array, k: Array, v: Array) -> Any:
-            out, lse_BHT = blockwise.forward(self.mask, q, k, v, query_tokens, key_tokens)
-            (lse_BTH,) = _pad_rows(jnp.swapaxes(lse_BHT, 1, 2))
-            zeros_BHT = jnp.zeros((len(q), q.shape[2], lse_BTH.shape[1]))
-            return _varying_like((out, (jnp.swapaxes(lse_BTH, 1, 2), zeros_BHT)), q)
-
-        return visible.choose(by_kernel, by_blocks, q, k, v)
+        row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
+        qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
+        out, stats = jax.vmap(of_row)(qkv, *visible.intervals)
+        return _varying_like((out[:, :T], tuple(stats)), q)
 
     def backward(
         self,
@@ -121,6 +115,8 @@ class Tokamax(Kernel):
           out, stats: the results of ``forward``.
           d_out: the gradient of ``out``.
         """
+        if not self.mask.shows_intervals:
+            return blockwise.backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out)
         kernel, config = backward_kernel()
         options = {"config": config, "ds_dtype": None, **self._options(q)}
         (T, S), visible = (q.shape[1], k.shape[1]), self._visible_keys(query_tokens, key_tokens)
@@ -128,39 +124,26 @@ class Tokamax(Kernel):
         def of_row(qkv: list[Array], stats: Any, outs: list[Array], first: Array, last: Array | None) -> Any:
             return kernel(*qkv, stats, *outs, None, None, first, last, **options)[:3]
 
-        def by_kernel(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
-            row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
-            qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
-            dq, dk, dv = jax.vmap(of_row)(qkv, stats, _pad_rows(out, d_out), *visible.intervals)
-            dk, dv = row_order.from_row_order(dk[:, :S]), row_order.from_row_order(dv[:, :S])
-            return _varying_like((dq[:, :T], dk, dv), q)
-
-        def by_blocks(q: Array, k: Array, v: Array, out: Array, stats: Any, d_out: Array) -> Any:
-            lse_BHT = stats[0][..., :T]
-            gradients = blockwise.backward(self.mask, q, k, v, query_tokens, key_tokens, out, lse_BHT, d_out)
-            return _varying_like(tuple(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), q)
-
-        return visible.choose(by_kernel, by_blocks, q, k, v, out, stats, d_out)
+        row_order = RowOrder.of(key_tokens, in_row_order=self.in_row_order)
+        qkv = _pad_rows(q, row_order.to_row_order(k), row_order.to_row_order(v))
+        dq, dk, dv = jax.vmap(of_row)(qkv, stats, _pad_rows(out, d_out), *visible.intervals)
+        dk, dv = row_order.from_row_order(dk[:, :S]), row_order.from_row_order(dv[:, :S])
+        return _varying_like((dq[:, :T], dk, dv), q)
 
     # ---- arguments of the kernels ------------------------------------------------------------------------------------
 
-    @property
-    def _by_segment(self) -> bool:
-        """Whether the interval of each query follows from segments alone."""
-        return self.in_row_order and _has_intervals(self.mask)
-
     def _options(self, q_BTHK: Array) -> dict[str, Any]:
         """Keyword arguments of both kernels."""
-        causal = self._by_segment and self.mask.kind == "causal"
+        causal = _by_segment(self.mask, in_row_order=self.in_row_order) and self.mask.kind == "causal"
         return {"is_causal": causal, "logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": None}
 
     def _visible_keys(self, query_tokens: TokenInfo, key_tokens: TokenInfo) -> _VisibleKeys:
         """The intervals of all queries; without ends under a causal mask, which the kernels apply themselves."""
-        if not self._by_segment:
+        if not _by_segment(self.mask, in_row_order=self.in_row_order):
             info = query_tokens
-            if "all_visible" not in info:
+            if "first" not in info:
                 info = self.precompute(self.mask, query_tokens, key_tokens, in_row_order=self.in_row_order)
-            return _VisibleKeys(info["first"], info["last"], None if _has_intervals(self.mask) else info["all_visible"])
+            return _VisibleKeys(info["first"], info["last"])
         first_BT, last_BT = run_intervals(key_tokens["segments"])
         if window := self.mask.window:
             first_BT = jnp.maximum(first_BT, jnp.arange(first_BT.shape[1], dtype=jnp.int32) - (window - 1))
@@ -174,12 +157,10 @@ class _VisibleKeys:
     Attributes:
       first_BT: the first key of each interval.
       last_BT: the key behind the last of each interval; ``None`` where it ends with the query itself.
-      all_visible: whether every query sees all keys of its interval; ``None`` where the mask implies it.
     """
 
     first_BT: Int[Array, "B T"]
     last_BT: Int[Array, "B T"] | None
-    all_visible: Bool[Array, ""] | None = None
 
     @property
     def intervals(self) -> tuple[Array, Array | None]:
@@ -190,16 +171,10 @@ class _VisibleKeys:
 
         return padded(self.first_BT), None if self.last_BT is None else padded(self.last_BT)
 
-    def choose(self, by_kernel: Any, by_blocks: Any, *arrays: Any) -> Any:
-        """Calls ``by_kernel(*arrays)``, or ``by_blocks(*arrays)`` if a query does not see all of its interval."""
-        if self.all_visible is None:
-            return by_kernel(*arrays)
-        return lax.cond(self.all_visible, by_kernel, by_blocks, *arrays)
 
-
-def _has_intervals(mask: Mask) -> bool:
-    """Whether every query sees one interval of keys in row order, whatever the data."""
-    return mask.kind != "words" and not mask.grid_window
+def _by_segment(mask: Mask, *, in_row_order: bool) -> bool:
+    """Whether the interval of each query follows from segments alone."""
+    return in_row_order and mask.kind != "words" and not mask.grid_window
 
 
 def _pad_rows(*arrays: Array) -> list[Array]:

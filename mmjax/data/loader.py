@@ -143,6 +143,7 @@ def make_packer(
         pairs=costs,
         axes=axes,
         mask=mask,
+        worst=worst,
     )
 
 

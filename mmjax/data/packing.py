@@ -29,7 +29,7 @@ from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import send_list, with_lists, with_one_reader
 from mmjax.data.split import UNSPLIT, Pointers, Split, places_of, put_in_order, restored
-from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch
+from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Packer:
         of each token.
       lists: whether modules receive other modules' tokens by send lists, where these are shorter than all tokens (see
         `send_lists`).
+      worst: bounds on every sample, those of encoders that read other encoders included; None if they are unknown.
     """
 
     encoders: Mapping[str, EncoderSpec]
@@ -66,6 +67,7 @@ class Packer:
     splits: Mapping[str, Split] = field(default_factory=dict)
     mask: str = "causal"
     lists: bool = False
+    worst: WorstCase | None = None
 
     def __post_init__(self) -> None:
         for name, spec in self.encoders.items():

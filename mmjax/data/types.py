@@ -205,12 +205,14 @@ class WorstCase:
       media: the most media of a sample, per encoder.
       patches: the most patches of a medium, per encoder.
       sides: the most patches along a side of a medium, per encoder.
+      least: the fewest patches of a medium, per encoder; an encoder for which that is unknown is left out.
     """
 
     tokens: int
     media: dict[str, int]
     patches: dict[str, int]
     sides: dict[str, int] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ class Evaluator:
         self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
         shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
-        self.rounds = Rounds(packer, parts.samples)
+        self.rounds = Rounds(packer, parts.samples, parts.runs)
         self.predictor = Predictor(parts.placed, shapes, packer.microbatches, room)
         self.predictor.require_no_later()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.assembly.batches import signed
+from mmjax.assembly.compiled_runs import NO_RUNS, CompiledRuns
 from mmjax.data.packing import Packer
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.sample import meta_of
@@ -40,11 +40,11 @@ class Rounds:
     buckets of training are large enough for these cells too.
     """
 
-    def __init__(self, packer: Packer, samples: int):
-        """Takes the packer of training, and the most samples of one of its microbatches, ``PlacedRun.samples``."""
+    def __init__(self, packer: Packer, samples: int, runs: CompiledRuns = NO_RUNS):
+        """Takes ``packer``, ``samples`` and ``runs`` of a ``PlacedRun``: those of training."""
         per_cell = -(-samples // packer.cells)
         rows = packer.text[packer.widest][0] if packer.text else per_cell
-        self.packer, self._each = packer, min(per_cell, rows) * packer.cells
+        self.packer, self._each, self._runs = packer, min(per_cell, rows) * packer.cells, runs
 
     @property
     def size(self) -> int:
@@ -86,5 +86,5 @@ class Rounds:
         for sample, (m, row) in zip(samples, places, strict=True):
             starts[m][row] = len(sample.tokens)
         microbatches = [dict(enumerate(samples[m * self._each : (m + 1) * self._each])) for m in range(len(plans))]
-        batch = [signed(self.packer.fill(plan, numbered)) for plan, numbered in zip(plans, microbatches, strict=True)]
-        return Round(plans=plans, batch=batch, places=places, starts=starts)
+        filled = [self.packer.fill(plan, numbered) for plan, numbered in zip(plans, microbatches, strict=True)]
+        return Round(plans=plans, batch=self._runs.signed(filled), places=places, starts=starts)

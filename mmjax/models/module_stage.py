@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from mmjax.attention.backends import AUTO_BACKEND, Backend
 from mmjax.attention.cache import Cache
+from mmjax.attention.kernels import AttentionCall
 from mmjax.configurable import gin_name
 from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
@@ -66,6 +67,19 @@ class ModuleStage(StageModel):
     entering: Mapping[Edge, IncomingActivation]
     levels: tuple[int, ...]
     starts: Mapping[str, Edge] = field(default_factory=dict)
+
+    def compiled_runs(self, call: AttentionCall) -> tuple[int, ...]:
+        """See ``StageModel.compiled_runs``."""
+        call = replace(call, width=getattr(self.node.config, "head_width", call.width))
+        masks = dict.fromkeys(mask for _, mask in self.node.module.masks)
+        return tuple(self._backend.compiled_runs(replace(call, mask=mask)) for mask in masks)
+
+    @property
+    def needs_neighbours(self) -> str:
+        """See ``StageModel.needs_neighbours``."""
+        backend, masks = self._backend, self.node.module.masks
+        needs = any(backend.needs_neighbours(mask) for _, mask in masks)
+        return f"{backend.setting}={backend.name!r}" if needs else ""
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
         """The features behind the stage's layers, in the last stage behind the module's end.
@@ -141,7 +155,8 @@ class ModuleStage(StageModel):
         """The attention backend of the module's settings; ``AUTO_BACKEND`` for a module without such a setting."""
         config = self.node.config
         name = getattr(config, "attention", "")
-        return Backend(name, f"{self.module}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
+        backend = Backend(name, f"{self.module}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
+        return replace(backend, max_runs=self.max_runs)
 
     def _hide_special(self, inputs: Inputs) -> Inputs:
         """The inputs with special tokens marked as padding: these are not sent to other modules."""

@@ -9,6 +9,8 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from mmjax.attention.cache import Cache
+from mmjax.attention.kernels import AttentionCall
+from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Inputs
 from mmjax.models.handles import Open
@@ -42,6 +44,7 @@ class StageModel:
       last: whether it is the last stage of its module, whose activation goes to other modules.
       send_list: the name of a host input that lists the tokens which each cp rank of the activation's only target
         needs; "" for no target or several. If the input is missing, all ranks receive complete rows.
+      max_runs: the number of runs in rows for which its attention is compiled (see ``attention.row_runs``).
     """
 
     name: str
@@ -57,12 +60,28 @@ class StageModel:
     before: str = ""
     last: bool = True
     send_list: str = ""
+    max_runs: int = ANY_RUNS
 
     def read(self, available: Collection[str]) -> tuple[str, ...]:
         """Names of the host inputs that it reads; the send list only if it is among the ``available`` inputs of its
         module.
         """
         return (*self.inputs, self.send_list) if self.send_list in available else self.inputs
+
+    def compiled_runs(self, call: AttentionCall) -> tuple[int, ...]:
+        """The values of ``max_runs`` that its attention is compiled for, one for each mask of its layers (see
+        ``Kernel.compiled_runs``).
+
+        ``call`` has ``max_runs``, devices, dtype, tokens and ``cp_way`` of its rows; mask and heads are not read.
+        """
+        return ()
+
+    @property
+    def needs_neighbours(self) -> str:
+        """The setting of a backend that needs the tokens of each medium to be neighbours, with its value; "" without
+        one.
+        """
+        return ""
 
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
         """The features of the stage, [B, …] with local rows first.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mmjax.assembly.assembly import assemble, place
-from mmjax.assembly.batches import batch_maker, signed
+from mmjax.assembly.batches import batch_maker
 from mmjax.assembly.packers import one_bucket, packer_for
 from mmjax.data.packing import Packer
 from mmjax.data.source import Source
@@ -90,7 +90,7 @@ class Session:
     def step(self, index: int) -> tuple[float, dict[str, float]]:
         """Trains on batch ``index``, after ``start``: the loss, and by module the gradient norm before clipping."""
         batch = self.batches[index]
-        return self.executor.step([signed(part) for part in batch.microbatches], batch.divisors).fetch()
+        return self.executor.step(self.parts.runs.signed(batch.microbatches), batch.divisors).fetch()
 
     def leaves(self) -> Leaves:
         """Every logical leaf in float32, on the host of every process, as in ``logical_leaves``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS
 from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
@@ -34,7 +35,10 @@ from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, conn
 from mmjax.schedule.simulate import Costs
 
 InputShapes = Mapping[str, Mapping[str, Any]]
-"""By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows."""
+"""By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows.
+
+Shapes for which programs are traced may have an int under ``row_runs.MAX_RUNS``, for which attention is compiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -311,14 +315,15 @@ class PlacedModel:
     def _stage_functions(
         self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], *, split: bool
     ) -> StageFunctions:
-        stage = self.places[place]
+        stage, max_runs = self.places[place], inputs.get(MAX_RUNS, ANY_RUNS)
         avals = {name: self.input_aval(stage, name, inputs[name]) for name in stage.model.read(inputs)}
-        key = (place, split, *((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items())))
+        arrays = ((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items()))
+        key = (place, split, max_runs, *arrays)
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             functions_class = SplitFunctions if split else StageFunctions
             self._functions[key] = functions_class(
-                stage.model,
+                replace(stage.model, max_runs=max_runs) if max_runs else stage.model,
                 stage.state,
                 avals,
                 carry,

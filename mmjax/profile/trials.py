@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax import jax_compat
+from mmjax.assembly.compiled_runs import with_typical_runs
 from mmjax.assembly.model import build_model
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
@@ -279,7 +280,8 @@ def attempts(
         for point in tried:
             if (cut == HALVES and not point.ends) or (cut in LOOPS and not point.loops):
                 continue
-            for name, functions in placed.trace(input_shapes(packer, point)).stages.items():
+            inputs = with_typical_runs(placed, packer, input_shapes(packer, point))
+            for name, functions in placed.trace(inputs).stages.items():
                 stage = placed.stages[name]
                 if id(functions) in done or tp not in legal_by_module[stage.model.module] or not stage.submesh.local:
                     continue
@@ -354,7 +356,8 @@ def at_a_time(recipe: Recipe, tokenizer: Tokenizer, packer: Packer, world: World
         name = f"{LLM}.0"
         if not placed.stages[name].submesh.local:
             continue
-        functions = placed.trace(input_shapes(packer, point, dp)).stages[name]
+        inputs = with_typical_runs(placed, packer, input_shapes(packer, point, dp))
+        functions = placed.trace(inputs).stages[name]
         ready.append((StagePrograms(name, functions).forward, _filled(functions.forward_avals)))
         jax.block_until_ready(ready[-1][0](*ready[-1][1]))
     walls = []

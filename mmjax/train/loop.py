@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from mmjax.assembly.batches import signed
 from mmjax.assembly.parts import Assembly
 from mmjax.checkpoint import Checkpointer
 from mmjax.data.batches import Batches
@@ -138,8 +137,8 @@ class TrainLoop:
     def _dispatch(self, batch: StepBatch, data: Mapping[str, Any]) -> PendingStep:
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=batch.step + 1):
-                signed_batches = [signed(m) for m in batch.microbatches]
-                out = self.following.step(batch.step + 1, lambda: self.executor.step(signed_batches, batch.divisors))
+                signed = self.parts.runs.signed(batch.microbatches)
+                out = self.following.step(batch.step + 1, lambda: self.executor.step(signed, batch.divisors))
         except NonFiniteError as error:
             raise NonFiniteError(f"step {batch.step + 1}: {error}") from None
         return PendingStep(

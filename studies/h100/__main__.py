@@ -26,17 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors():
         flags = parse_flags(sys.argv[1:] if argv is None else argv, FLAGS, "python -m studies.h100")
         require_gin_file(flags)
-        programs = Programs(load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code))
-        for found in summary(programs, int(bool(flags.values["packed"]))):
+        recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
+        programs = Programs(recipe, packed=bool(flags.values["packed"]))
+        for found in summary(programs):
             print(json.dumps(found) if flags.values["json"] else _line(found), flush=True)
     return 0
 
 
-def summary(programs: Programs, branch: int = 0) -> Iterator[dict[str, Any]]:
-    """Each program in numbers, then the step; for ``branch`` see ``Compiled.work``."""
+def summary(programs: Programs) -> Iterator[dict[str, Any]]:
+    """Each program in numbers, then the step."""
     for name in programs.names:
         compiled = programs.compiled(name)
-        work = compiled.work(branch=branch)
+        work = compiled.work()
         yield {
             "program": name,
             "flops": {kind: flops for kind, flops in work.flops.items() if flops},

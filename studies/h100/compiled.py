@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from mmjax import jax_compat
 from mmjax.assembly.assembly import Assembly, assemble
 from mmjax.attention.blockwise import BLOCK
+from mmjax.attention.row_runs import MAX_PACKED_RUNS, MAX_RUNS
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
@@ -75,20 +76,24 @@ class Compiled:
     temporary_bytes: int
     rows: int
 
-    def work(self, rates: Rates = H100, branch: int = 0) -> Work:
+    def work(self, rates: Rates = H100) -> Work:
         """What one run does on a device, for rows of one segment under a causal mask.
 
-        ``branch`` is the branch of conditionals: 0 where rows are whole, 1 where they are packed, by cuDNN.
+        Of conditionals the first branch counts: there kernels fit, and all blocks travel.
         """
         blocks = -(-self.rows // BLOCK)
-        return work_of(self.module, rates, branch=branch, trips=(blocks + 1) / 2)
+        return work_of(self.module, rates, trips=(blocks + 1) / 2)
 
 
 class Programs:
     """Forward, backward and weights' programs of a configuration's stages."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, *, packed: bool = False):
         """Traces the configuration for as many H100s as its layouts need.
+
+        Args:
+          recipe: the configuration.
+          packed: whether programs are those of rows of up to 16 runs, also where the data have fewer.
 
         Raises:
           ConfigError: JAX has no CUDA compiler here, or the configuration is wrong.
@@ -97,6 +102,8 @@ class Programs:
         recipe = replace(recipe, world=replace(recipe.world, transport="device_put"), train=train)
         self.recipe, self._made = recipe, dict[str, tuple[Module, int]]()
         self.assembly: Assembly = assemble(recipe, world=World(devices(recipe.devices)))
+        if packed:
+            self.assembly = _with_packed_rows(self.assembly)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -141,3 +148,15 @@ class Programs:
             seconds[key] = max(seconds.get(key, 0.0), work.hidden if hidden else work.ordered)
         schedule = self.assembly.schedule
         return simulate(schedule, Costs(seconds=seconds).split_as(schedule.graph)).makespan
+
+
+def _with_packed_rows(parts: Assembly) -> Assembly:
+    """The same run with programs for rows of up to 16 runs, of the modules whose kernels differ by it."""
+    shapes = {
+        signature: {
+            module: {**arrays, MAX_RUNS: MAX_PACKED_RUNS} if MAX_RUNS in arrays else arrays
+            for module, arrays in inputs.items()
+        }
+        for signature, inputs in parts.shapes.items()
+    }
+    return replace(parts, shapes=shapes, executor=Executor(parts.placed, parts.schedule, shapes))

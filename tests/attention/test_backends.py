@@ -15,12 +15,13 @@ from stand_ins import H100, stand_in
 
 from mmjax import jax_compat
 from mmjax.assembly.assembly import assemble
-from mmjax.attention import cudnn
+from mmjax.attention import blockwise
 from mmjax.attention.backends import KERNELS, XLA_BACKENDS, Backend
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.attention.kernels import AttentionCall, run_intervals, segment_runs
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
+from mmjax.attention.row_runs import includes, runs_of
 from mmjax.attention.settings import AUTO, BACKENDS, LIBRARIES
 from mmjax.attention.tokens import Tokens
 from mmjax.config import load_config
@@ -154,18 +155,24 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken(plain_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The branches that are taken, in order."""
+    """The ways in which attention is computed, in order of the trace: "unpacked", "packed" or "blockwise"."""
     found: list[str] = []
-    for name in ("unpacked", "packed", "blockwise"):
+    for module, prefix in ((jax_compat, "cudnn_"), (blockwise, "")):
         for way in ("forward", "backward"):
-            kept = getattr(cudnn, f"_{name}_{way}")
+            kept = getattr(module, prefix + way)
 
-            def told(*given: Any, kept: Any = kept, name: str = name) -> Any:
-                jax.debug.callback(lambda: found.append(name))
-                return kept(*given)
+            def told(*given: Any, kept: Any = kept, is_kernel: bool = bool(prefix), **options: Any) -> Any:
+                has_runs = isinstance(given[-1], tuple)
+                found.append(("packed" if has_runs else "unpacked") if is_kernel else "blockwise")
+                return kept(*given, **options)
 
-            monkeypatch.setattr(cudnn, f"_{name}_{way}", told)
+            monkeypatch.setattr(module, prefix + way, told)
     return found
+
+
+def backend(name: str, mask: Mask, segments: Any) -> Backend:
+    """The backend for rows whose number of runs is known."""
+    return Backend(name, max_runs=runs_of(np.asarray(segments), cells=1, causal=mask.kind == "causal"))
 
 
 def numbers() -> list[jax.Array]:
@@ -204,19 +211,39 @@ def both(attend: Any, mask: Mask, segments: Any, q: Any, k: Any, v: Any, d_out: 
 )
 def test_what_runs_is_the_oracle(taken: list[str], mask: Mask, name: str, branch: str) -> None:
     segments = jnp.asarray(ROWS_OF[name], jnp.int32)
-    got = jax.jit(partial(both, Backend().attend, mask))(segments, *numbers())
+    got = jax.jit(partial(both, backend(AUTO, mask, segments).attend, mask))(segments, *numbers())
     want = both(dense_attention, mask, segments, *numbers())
     for one, exact in zip(got, want, strict=True):
         np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
-    jax.effects_barrier()
     assert taken == [branch] * 2
 
 
+@pytest.mark.parametrize("name", ["packed", "many segments"])
+@pytest.mark.parametrize("max_runs", [1, 2, 3])
+def test_rows_of_more_runs_than_were_told_are_wrong(taken: list[str], name: str, max_runs: int) -> None:
+    """What the host says of rows is not checked on the device."""
+    mask, segments = Mask("causal"), jnp.asarray(ROWS_OF[name], jnp.int32)
+    got = jax.jit(partial(both, Backend(max_runs=max_runs).attend, mask))(segments, *numbers())
+    want = both(dense_attention, mask, segments, *numbers())
+    is_enough = includes(max_runs, runs_of(np.asarray(segments), cells=1, causal=True))
+    equal = all(np.allclose(one, exact, rtol=1e-4, atol=2e-5) for one, exact in zip(got, want, strict=True))
+    assert equal == is_enough and "blockwise" not in taken
+
+
+@pytest.mark.parametrize("name", ROWS_OF)
+def test_rows_of_which_nothing_is_known_are_computed_blockwise(taken: list[str], name: str) -> None:
+    mask, segments = Mask("causal"), jnp.asarray(ROWS_OF[name], jnp.int32)
+    got = jax.jit(partial(both, Backend("cudnn").attend, mask))(segments, *numbers())
+    for one, exact in zip(got, both(dense_attention, mask, segments, *numbers()), strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5)
+    assert taken == ["blockwise"] * 2
+
+
 def test_older_devices_take_no_packed_rows(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_compat, "traced_devices", lambda: ("gpu", "NVIDIA A100-SXM4-80GB"))
+    monkeypatch.setattr(jax_compat, "device_kind", lambda device: ("gpu", "NVIDIA A100-SXM4-80GB"))
     for name in ("packed", "one segment"):
-        jax.jit(partial(both, Backend().attend, Mask("causal")))(jnp.asarray(ROWS_OF[name], jnp.int32), *numbers())
-    jax.effects_barrier()
+        mask, segments = Mask("causal"), jnp.asarray(ROWS_OF[name], jnp.int32)
+        jax.jit(partial(both, backend(AUTO, mask, segments).attend, mask))(segments, *numbers())
     assert taken == ["blockwise"] * 2 + ["unpacked"] * 2
 
 
@@ -250,11 +277,11 @@ def test_tokamax_that_is_not_installed_is_refused() -> None:
 
 @pytest.mark.usefixtures("plain_kernels")
 @pytest.mark.parametrize("way", ["cudnn", "tokamax"])
-def test_in_shard_map_ranks_choose_by_their_own_rows(way: str) -> None:
+def test_in_shard_map(way: str) -> None:
     """Under ``check_vma``; rows over dp, of which one rank's are packed, heads over tp."""
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     segments = jnp.asarray([ROWS_OF["packed"][0], ROWS_OF["one segment"][0]], jnp.int32)
-    local = partial(both, Backend(way).attend, Mask("causal"))
+    local = partial(both, Backend(way, max_runs=4).attend, Mask("causal"))
     heads, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
     run = jax.shard_map(local, mesh=mesh, in_specs=(rows, *(heads,) * 4), out_specs=(heads,) * 4)
     want = both(dense_attention, Mask("causal"), segments, *numbers())
@@ -269,12 +296,13 @@ def test_what_is_kept_has_the_name_that_policies_keep(way: str) -> None:
     segments = jnp.asarray(ROWS_OF["packed"], jnp.int32)
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(Backend(way).attend(q * 1, k * 1, v * 1, Tokens.of({"segments": segments}), Mask("causal")))
+        tokens = Tokens.of({"segments": segments})
+        return jnp.sum(Backend(way, max_runs=3).attend(q * 1, k * 1, v * 1, tokens, Mask("causal")))
 
     q, k, v, _ = numbers()
     text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), (0, 1, 2)))(q, k, v))
     # Forward once and backward once, nothing again.
-    assert text.count("cond[") == 2 if way == "cudnn" else text.count(" exp ") == 2
+    assert text.count(" exp ") == {"cudnn": 3, "tokamax": 2}[way] and "cond[" not in text
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -295,7 +323,7 @@ def test_kernels_are_dense_attention(way: str, segments: int, groups: int, mask:
         pytest.skip(why)
     cut = jnp.asarray(1 + np.arange(600) * segments // 600).at[550:].set(0)
     rows = jnp.stack([cut, jnp.ones(600, jnp.int32)]).astype(jnp.int32)
-    got = jax.jit(partial(both, Backend(way).attend, mask))(rows, q, k, v, d_out)
+    got = jax.jit(partial(both, backend(way, mask, rows).attend, mask))(rows, q, k, v, d_out)
     with jax.default_matmul_precision("highest"):
         want = both(dense_attention, mask, rows, *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
     for one, exact in zip(got, want, strict=True):

@@ -59,7 +59,7 @@ def test_plain_masks_have_no_words() -> None:
     }.items():
         assert Mask.of(name) == Mask(kind)  # pyright: ignore[reportArgumentType]
     assert Mask.of("full", window=5) == Mask("full") and Mask.of("causal", 5) == Mask("causal", 5)
-    assert Mask.of("gemma3", 5) == Mask("words", 5, relations=("before", "in item"))
+    assert Mask.of("gemma3", 5) == Mask("words", 5, 0, ("before", "in item"), words_show_intervals=True)
     assert Mask("causal").input_names == ("segments", "order")
     assert Mask.of("gemma3").input_names == ("segments", "order", "is", "attends", "items")
 

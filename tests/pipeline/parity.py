@@ -20,12 +20,13 @@ import numpy as np
 
 from mmjax.assembly import assembly
 from mmjax.assembly.assembly import assemble
-from mmjax.assembly.batches import signed
+from mmjax.assembly.compiled_runs import NO_RUNS
 from mmjax.assembly.model import splits_of
 from mmjax.assembly.parts import Assembly
 from mmjax.checkpoint import CheckpointConfig
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.packing import Packer
+from mmjax.data.types import Microbatch
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.world import World
@@ -48,6 +49,8 @@ from mmjax.pipeline import zero
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
+from mmjax.pipeline.place import InputShapes
+from mmjax.pipeline.walker import Signature
 from mmjax.recipe import LoraSpec, ModelSpec, ModuleSpec, ProjectorSpec, Recipe, TrainConfig
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.ops import Schedule
@@ -350,6 +353,11 @@ class Session(product.Session):
         packer = make_packer(case, self.placed.cells)
         samples = step_samples(case.samples, case.model, case.text_only)
         self.batches = [packer.step(i, chosen) for i, chosen in enumerate(samples)]
+
+
+def signed(part: Microbatch) -> tuple[Signature, InputShapes]:
+    """The buckets of a microbatch and its inputs, a pair for ``Executor.step``."""
+    return NO_RUNS.signed([part])[0]
 
 
 def run(case: Case) -> Run:

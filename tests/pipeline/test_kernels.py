@@ -21,6 +21,7 @@ CROSSED = Case(
 CASES = [
     pytest.param("tokamax", MASKED, id="intervals, cp, words", marks=pytest.mark.long),
     pytest.param("cudnn", CROSSED, id="cudnn, all-to-all"),
+    pytest.param("cudnn", Case(one_bucket=True), id="cudnn, one program"),
     pytest.param(
         "tokamax",
         replace(
@@ -55,7 +56,7 @@ def test_training_equals_the_dense_reference(name: str, case: Case, monkeypatch:
         # cuDNN does not support cp_way 'gather': there "auto" chooses blockwise attention.
         split = stage.module == "vision" and case.vision.cp > 1
         taken.append("auto" if name == "cudnn" and split else name)
-        return Backend(taken[-1])
+        return Backend(taken[-1], max_runs=stage.max_runs)
 
     monkeypatch.setattr(ModuleStage, "_backend", property(backend))
     assert_equal_to_reference(parity.run(case), wanted, case)

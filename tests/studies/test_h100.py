@@ -198,11 +198,10 @@ def test_types_with_indices_and_tuples() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.compiled
 @pytest.mark.parametrize(("way", "target"), [("auto", "__cudnn$fmhaSoftmax"), ("blockwise", ""), ("dense", "")])
 def test_a_configuration_compiled_for_h100s(way: str, target: str) -> None:
-    """A stage at tp 2: the way's kernels or none, arrays of all pairs in the oracle alone, all-reduces counted."""
-    if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
-        pytest.skip("jax has no compiler for CUDA here")
+    """A stage at tp 2: the way's kernels or none, arrays of all pairs in the oracle alone, reduce-scatters counted."""
     sizes = ["llm/Decoder.layers=2", "llm/Decoder.width=256", "llm/Decoder.mlp=512", f"llm/Decoder.attention='{way}'"]
     run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=2", "vision/Layout.rank_offset=2"]
     rows = ["Data.sequence_length=1120", "llm/Packing.buckets=()", "llm/Layout.tp=2"]
@@ -213,8 +212,30 @@ def test_a_configuration_compiled_for_h100s(way: str, target: str) -> None:
         found = {one.removesuffix("Backward"): times for one, times in work.targets.items() if "fmha" in one}
         assert found == ({target: runs} if target else {})
         assert bool(pair_arrays(compiled.module, 1120)) == (way == "dense")
-        assert work.sent["all-reduce"].count >= 2 * runs and work.total > work.hidden
+        assert work.sent["reduce-scatter"].count >= 2 * runs and work.total > work.hidden
     assert 0 < programs.step(hidden=True) < programs.step()
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("buckets", "mask"), [("()", "CAUSAL"), ("((2, 512),)", "PADDING_CAUSAL")], ids=["whole rows", "packed rows"]
+)
+def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
+    """XLA copies the index of a conditional to the host, and waits; F, B and W have none."""
+    sizes = [f"llm/Decoder.{name}" for name in ("layers=2", "width=256", "mlp=512", "remat='full'")]
+    sizes += ["vision/ViT.width=128", "vision/ViT.heads=2", "Data.sequence_length=512"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=8", "Train.schedule='zb-h1'"]
+    layouts = ["vision/Layout.rank_offset=2", "llm/Layout.pp=2"]
+    programs = Programs(load_config([], [*sizes, *run, *layouts, f"llm/Packing.buckets={buckets}"]))
+    assert {name[0] for name in programs.names} == {"F", "B", "W"}
+    for name in programs.names:
+        computations = programs.compiled(name).module.computations.values()
+        instructions = [one for computation in computations for one in computation.values()]
+        assert not any(one.branches for one in instructions), name
+        kernels = [one.text for one in instructions if "__cudnn$fmha" in one.text]
+        assert bool(kernels) == (name[0] != "W")
+        assert all(f'"mask_type": "{mask}"' in text for text in kernels if "llm" in name)
 
 
 def test_without_a_compiler_for_cuda_it_says_what_to_install() -> None:

@@ -148,7 +148,7 @@ def implementations(case: Case) -> Mapping[str, Attend]:
 
 def _backend(name: str, case: Case) -> Attend:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        return Backend(name).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
+        return Backend(name, max_runs=case.segments).attend(q, k, v, Tokens.of({"segments": segments}), case.mask)
 
     return attend
 

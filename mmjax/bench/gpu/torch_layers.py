@@ -21,6 +21,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 from jax.sharding import PartitionSpec
 
+from mmjax.attention.backends import Backend
 from mmjax.bench.gpu import attention
 from mmjax.bench.gpu.job import Job
 from mmjax.bench.gpu.parity import matmul_precision
@@ -179,7 +180,7 @@ def ours(case: Case) -> Any:
         if not case.causal:
             positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
         inputs = {"segments": jnp.ones((B, T), jnp.int32), "positions": positions}
-        context = Context.of(submesh.axes, inputs, module.mask)
+        context = Context.of(submesh.axes, inputs, module.mask, Backend(max_runs=1))
         return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)[0]
 
     def body(leaves: Leaves, x_BTD: jax.Array, cotangent_BTD: jax.Array) -> Any:

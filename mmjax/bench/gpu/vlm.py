@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from mmjax.assembly.assembly import assemble
-from mmjax.assembly.batches import signed
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.parts import Assembly
 from mmjax.bench.gpu.job import Job
@@ -27,7 +26,7 @@ from mmjax.config import config_of_values
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import Sample, StepBatch
+from mmjax.data.types import Sample, StepBatch, WorstCase
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.models.flops import parameter_count
@@ -182,7 +181,8 @@ def job_config(job: Job, layers: int, **settings: Any) -> Recipe:
 def make_packer(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> Packer:
     """A packer in which every image is a row of its own, and a microbatch's samples fill the LLM's rows."""
     shape, (name, spec) = SMALL if job.small else REAL, next(iter(encoder_specs(recipe).items()))
-    bucket = (len(shape.texts[0]), spec.patches(shape.image, shape.image))
+    patches = spec.patches(shape.image, shape.image)
+    bucket, each = (len(shape.texts[0]), patches), {name: patches}
     return Packer(
         encoders={name: replace(spec, buckets=(bucket,))},
         sequence_length=shape.row[1],
@@ -191,6 +191,7 @@ def make_packer(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> Packer:
         pad=tokenizer.pad,
         one_bucket=True,
         text=(shape.row,),
+        worst=WorstCase(tokens=shape.row[1], media={name: 1}, patches=each, least=each),
     )
 
 
@@ -265,7 +266,7 @@ def _measure(job: Job, layers: int, **settings: Any) -> tuple[Assembly, StepBatc
     parameters = parameter_count(parts.placed.model)
     job.note(layers=layers, parameters=parameters, estimated_bytes=estimate, counts=batch.counts)
     executor.initialise(0)
-    step, initialised = stepper(executor, batch), time.perf_counter()
+    step, initialised = stepper(parts, batch), time.perf_counter()
     loss, _ = step()[0].fetch()  # compiles the program of this batch, and of no other
     job.note(
         assemble_seconds=assembled - start,
@@ -282,12 +283,12 @@ def _measure(job: Job, layers: int, **settings: Any) -> tuple[Assembly, StepBatc
     return parts, batch
 
 
-def stepper(executor: Any, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
+def stepper(parts: Assembly, batch: StepBatch) -> Callable[[], tuple[Any, float]]:
     """A function that runs one step of ``batch`` and waits for it; each call goes on from the state before.
 
     It returns the step's result, and the seconds until the executor's call returned, before the wait.
     """
-    microbatches = [signed(part) for part in batch.microbatches]
+    microbatches, executor = parts.runs.signed(batch.microbatches), parts.executor
 
     def step() -> tuple[Any, float]:
         start = time.perf_counter()
@@ -325,7 +326,7 @@ def _time_ops(job: Job, recipe: Recipe) -> None:
     executor = parts.executor
     assert isinstance(executor, Executor)
     executor.initialise(0)
-    step, start = stepper(executor, batch), time.perf_counter()
+    step, start = stepper(parts, batch), time.perf_counter()
     step()
     job.note(ops_first_step_seconds=time.perf_counter() - start)
     times, hosts = zip(*(_timed(step) for _ in range(2 if job.small else STEPS)), strict=True)
@@ -360,7 +361,7 @@ def op_seconds(executor: Executor) -> Iterator[list[tuple[Op, float]]]:
 
 def _profile(job: Job, parts: Assembly, batch: StepBatch) -> None:
     """Notes kernels of one step of the one program, by name and by line of source."""
-    step = stepper(parts.executor, batch)
+    step = stepper(parts, batch)
     events = traced_events(step, job.folder / "trace")
     kernels = kernels_of(events, _program(parts).compiled.as_text())
     job.note(kernels=kernels)

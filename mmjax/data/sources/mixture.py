@@ -129,11 +129,16 @@ class Mixture:
                     most[name] = max(count, most.get(name, 0))
             return most
 
+        least = dict[str, int]()
+        for name in largest("media"):
+            counts = [case.least.get(name, 0) for case in cases if case.media.get(name)]
+            least |= {name: min(counts)} if all(counts) else {}
         return WorstCase(
             tokens=max(case.tokens for case in cases),
             media=largest("media"),
             patches=largest("patches"),
             sides=largest("sides"),
+            least=least,
         )
 
 

@@ -150,6 +150,7 @@ class PreparedRecords:
             media={name: int(np.diff(ends[name], prepend=0).max()) for name in specs},
             patches={name: int(counts.max()) for name, counts in patches.items()},
             sides={name: int(media[name].max()) // spec.patch for name, spec in specs.items()},
+            least={name: int(counts.min()) for name, counts in patches.items()},
         )
 
     # ---- from the index ----------------------------------------------------------------------------------------------

@@ -345,8 +345,12 @@ class DigitsSource:
         plain = [turn for turn in turns if not mark or mark not in turn[0]]
         drawing = [turn for turn in turns if turn not in plain][:1]
         sizes: dict[str, tuple[int, ...]] = {}
+        least: dict[str, int] = {}
         if images:
             sizes[self.data.image_encoder] = self._padded(self._sized((0,) * digits, config.scale[1], config.aspect[1]))
+            fewest = min([config.digits[0], *(limit for _, limit in config.curriculum)])
+            smallest = self._padded(self._sized((0,) * fewest, config.scale[0], config.aspect[0]))
+            least[self.data.image_encoder] = self.encoders[self.data.image_encoder].patches(*smallest)
         if calls:
             sizes[self.data.audio_encoder] = self._frames(longest_call(config, self._sample_rate))
         media = {name: len(numbers) for name, numbers in self._by_encoder(range(images), range(calls)).items()}
@@ -369,6 +373,7 @@ class DigitsSource:
             media=media,
             patches={name: specs[name].patches(*size) for name, size in sizes.items()},
             sides={name: max(size) // specs[name].patch for name, size in sizes.items()},
+            least=least,
         )
 
     @property
