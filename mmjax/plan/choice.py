@@ -93,7 +93,7 @@ def choose_plan(
             name: DeviceKind(
                 clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
                 devices=kinds[name],
-                memory=chip.memory,
+                memory=chip.usable,
             )
             for name, chip in accelerators.items()
         }

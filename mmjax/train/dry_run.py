@@ -21,6 +21,7 @@ from mmjax.data.source import Source
 from mmjax.data.split import busiest_over_mean
 from mmjax.eval.evaluator import Evaluator
 from mmjax.flags import counted
+from mmjax.mesh import gpu
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
@@ -133,6 +134,8 @@ class DryRun:
     def describe(self) -> str:
         """Everything as text of several lines for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.recipe.model.layouts.items()]
+        if gpu.will_start(self.recipe.world.platform):
+            lines.append(gpu.describe_planned(deterministic=self.recipe.train.deterministic))
         lines += [*advise(self.recipe), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
         lines += [*self._table(), self._most_loaded(), ""]
         lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble(), *self._shared()]
