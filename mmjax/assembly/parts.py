@@ -11,6 +11,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.walker import Signature
+from mmjax.recipe import Recipe
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import Timeline
 from mmjax.schedule.validate import ScheduleReport
@@ -27,14 +28,18 @@ class PlacedRun:
       placed: the model on its devices.
       shapes: input shapes by bucket signature.
       samples: the most samples of a microbatch.
+      recipe: the recipe, in which nothing is left to the devices.
+      choices: lines about what was chosen for the devices; see ``recipe.device_defaults``.
     """
 
+    recipe: Recipe
     tokenizer: Tokenizer
     packer: Packer
     world: World
     placed: PlacedModel
     shapes: dict[Signature, InputShapes]
     samples: int
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

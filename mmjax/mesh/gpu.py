@@ -18,6 +18,8 @@ MEMORY_SHARE = 0.92
 """The share of a GPU's memory that JAX takes; the rest is for CUDA, NCCL and cuDNN, which allocate beside it."""
 JAX_MEMORY_SHARE = 0.75
 """The share that JAX takes by itself."""
+H100, H100_MEMORY = "NVIDIA H100 80GB HBM3", 80e9
+"""The GPU that forecasts suppose where none is here: its name, as JAX has it, and its bytes."""
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable of this share, and its deprecated name. JAX refuses to start if both are set."""
 TRITON = "--xla_gpu_enable_triton_gemm=false"

@@ -18,6 +18,7 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh import gpu
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
 
@@ -91,9 +92,14 @@ class World:
         return world
 
     @classmethod
-    def planned(cls, size: int) -> World:
-        """A world of ``size`` planned devices: its programs can be traced, but neither compiled nor run."""
-        return cls(jax_compat.PlannedDevice(rank) for rank in range(size))
+    def planned(cls, size: int, platform: str = "cpu", device_kind: str = "planned") -> World:
+        """A world of planned devices: its programs can be traced, but neither compiled nor run.
+
+        Args:
+          size: number of devices.
+          platform, device_kind: as ``jax.Device`` has them, such as "gpu" and "NVIDIA H100 80GB HBM3".
+        """
+        return cls(jax_compat.PlannedDevice(rank, platform, device_kind) for rank in range(size))
 
     @property
     def size(self) -> int:
@@ -104,6 +110,19 @@ class World:
     def platform(self) -> str:
         """Platform of the devices, ``cpu`` or ``gpu`` for instance."""
         return self.devices[0].platform
+
+    @cached_property
+    def device_memory(self) -> int:
+        """Bytes that JAX may take of a GPU, the least of all processes, which all call this; 0 where it is unknown.
+
+        It is unknown of planned devices, of those to compile for, and of CPUs.
+        """
+        if self.platform != "gpu":
+            return 0
+        local = [device for device in self.devices if device in jax.local_devices()]
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
+        known = [int(text) for text in gather_texts(str(min(limits, default=0))) if int(text)]
+        return min(known, default=0)
 
     def submesh(self, layout: Layout, stage: int) -> Submesh:
         """The submesh of pipeline stage ``stage`` of a module with ``layout``. Raises IndexError for another stage."""
