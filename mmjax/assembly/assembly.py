@@ -124,7 +124,7 @@ def place(
 
 
 def _estimate(recipe: Recipe, device: TargetDevice, packer: Packer, source: Source | None) -> Estimate:
-    """What a recipe takes, by the counts of a dry run; with stacked layers, which are traced in less time."""
+    """Estimates the bytes of a run by the counts of a dry run, for stacked layers, which are traced in less time."""
     recipe, world = planned_world(replace(recipe, train=replace(recipe.train, unroll=False)), device)
     parts = assemble(recipe, packer, world, source)
     residuals = Counter[str]()

@@ -1,6 +1,6 @@
-"""Settings that are left to the devices (``'auto'``): whether layers are unrolled, and what they recompute.
+"""Values for ``Train.unroll`` and the ``remat`` of modules where they are ``'auto'``.
 
-All are resolved here, on the host, before a program is traced. Imports no JAX.
+They are chosen here, on the host, before a program is traced. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class TargetDevice:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether layers are unrolled, and recompute what memory requires."""
+        """Whether ``platform`` is "gpu"."""
         return self.platform == GPU
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe takes on its fullest device.
+    """Estimated bytes of a run on its fullest device.
 
     Attributes:
       bytes: all arrays and temporaries at the fullest moment.
@@ -73,7 +73,7 @@ class Resolved:
 
 
 def resolve(recipe: Recipe, device: TargetDevice, estimate: Callable[[Recipe], Estimate]) -> Resolved:
-    """Chooses for a device what the recipe leaves to it; nothing is changed where it leaves nothing.
+    """Chooses values for ``Train.unroll`` and each module's ``remat`` if they are ``'auto'``; keeps other values.
 
     Layers are unrolled on GPUs. Modules recompute nothing on other devices, nor on GPUs where the estimate leaves room.
     Else all of them keep their products ('dots'); if that does not fit, modules recompute all ('full'), first the one
@@ -146,7 +146,7 @@ def with_remat(recipe: Recipe, names: Collection[str], remat: str) -> Recipe:
 
 
 def with_earlier_defaults(recipe: Recipe, before: Recipe | None) -> Resolved:
-    """The recipe with what a run has chosen so far where the recipe leaves it to the devices.
+    """The recipe with the values that a run has recorded, for each setting that is ``'auto'`` in the recipe.
 
     So a run that goes on, on other devices too, has the programs with which it began.
 

@@ -154,7 +154,7 @@ class Trainer:
             self._opened = opened.pop_all()
 
     def _with_choices(self) -> tuple[Recipe, tuple[str, ...]]:
-        """The configuration with what the run has chosen before, and with buckets where it asks for a number of them.
+        """The configuration with the run's recorded choices, and with buckets if it asks for a number of them.
 
         Returns:
           The configuration, and lines about both.
