@@ -127,10 +127,10 @@ def choice_rows(devices: int, batch: int, rounds: int) -> Iterator[Row]:
     """The rows of one size: modes are planned, and their best layouts simulated with real schedules."""
     work = work_72b(batch)
     clock = AnalyticClock(work=work, accelerator=A100)
-    choice, milliseconds = choose(work, clock, devices, modes=MODES), math.inf
+    choice, milliseconds = choose(work, clock, devices, memory=A100.memory, modes=MODES), math.inf
     for _ in range(rounds):
         start = time.perf_counter()
-        choose(work, clock, devices, modes=MODES)
+        choose(work, clock, devices, memory=A100.memory, modes=MODES)
         milliseconds = min(milliseconds, (time.perf_counter() - start) * 1e3)
     name = f"{devices} devices, batch {batch}, modes without lanes"
     limit = at_most(MOST_OF_TEN_THOUSAND if (devices, batch) == TEN_THOUSAND else MOST_SIMULATED)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from mmjax.assembly.batches import batch_spec
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.orders import step_order
 from mmjax.assembly.packers import one_bucket
 from mmjax.assembly.parts import Assembly, PlacedRun
-from mmjax.assembly.placing import place_model, planned_world, require_pipeline_in_one_process
+from mmjax.assembly.placing import (
+    place_model,
+    planned_device,
+    planned_world,
+    require_fitting,
+    require_pipeline_in_one_process,
+    start_world,
+    target_of,
+)
 from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
@@ -17,12 +28,22 @@ from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
 from mmjax.pipeline.one_program import OneProgramExecutor
+from mmjax.pipeline.peak import fullest
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
 from mmjax.recipe import validate as validate_recipe
+from mmjax.recipe.device_defaults import (
+    Estimate,
+    Resolved,
+    TargetDevice,
+    leaves_open,
+    open_remat,
+    resolve,
+    with_remat,
+)
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
@@ -33,6 +54,8 @@ def assemble(
     packer: Packer | None = None,
     world: World | None = None,
     source: Source | None = None,
+    *,
+    device: TargetDevice | None = None,
 ) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
@@ -43,13 +66,15 @@ def assemble(
       packer: packs samples that are not the configured data's; by default ``build_packer`` makes the configuration's.
       world: the run's devices, as ``World.create`` gives them; started here if not given.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
+      device: what defaults are chosen for; by default the world's devices.
 
     Raises:
       ConfigError: there are too few devices, two settings contradict each other, or one program is to be a pipeline
         of several processes.
     """
     require_pipeline_in_one_process(recipe)
-    parts = place(recipe, packer, world, source)  # data, then mesh and model
+    parts = place(recipe, packer, world, source, device=device)  # data, then mesh and model
+    recipe = parts.recipe
     placed, shapes, train = parts.placed, parts.shapes, recipe.train
 
     costs = placed.nominal_costs(next(iter(shapes.values())))
@@ -69,6 +94,7 @@ def place(
     source: Source | None = None,
     *,
     trained: bool = True,
+    device: TargetDevice | None = None,
 ) -> PlacedRun:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
@@ -78,6 +104,7 @@ def place(
       world: the run's devices, as ``World.create`` gives them; started here if not given.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
       trained: whether something is to be trained, so that not every part may be frozen.
+      device: what defaults are chosen for; by default the world's devices.
 
     Raises:
       ConfigError: there are too few devices, or two settings contradict each other.
@@ -85,10 +112,30 @@ def place(
     validate_recipe(recipe, trained=trained)  # it may have been changed by hand since it was loaded
     tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = packer or build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
-    return place_model(recipe, packer, tokenizer, world)
+    require_fitting(recipe, packer, tokenizer)
+    world = world or start_world(recipe)
+    if not trained:  # nothing waits for a backward
+        recipe = with_remat(recipe, open_remat(recipe), "none")
+    resolved = Resolved(recipe)
+    if leaves_open(recipe):
+        device = device or target_of(world)
+        resolved = resolve(recipe, device, lambda tried: _estimate(tried, device, packer, source))
+    return replace(place_model(resolved.recipe, packer, tokenizer, world), choices=resolved.lines)
 
 
-def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
+def _estimate(recipe: Recipe, device: TargetDevice, packer: Packer, source: Source | None) -> Estimate:
+    """Estimates the bytes of a run by the counts of a dry run, for stacked layers, which are traced in less time."""
+    recipe, world = planned_world(replace(recipe, train=replace(recipe.train, unroll=False)), device)
+    parts = assemble(recipe, packer, world, source)
+    residuals = Counter[str]()
+    for name, stage in parts.placed.stages.items():
+        residuals[stage.model.module] += parts.report.residual_bytes[name]
+    if isinstance(parts.executor, SingleExecutor):
+        return Estimate(parts.executor.memory().total, residuals)
+    return Estimate(fullest(parts.placed, parts.schedule, parts.shapes.values()).bytes, residuals)
+
+
+def plan(recipe: Recipe, source: Source | None = None, *, device_memory: float = 0.0) -> Assembly:
     """``assemble`` without devices: no backend is started, and the result cannot be run.
 
     All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
@@ -96,12 +143,14 @@ def plan(recipe: Recipe, source: Source | None = None) -> Assembly:
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
+      device_memory: bytes of a GPU, where the run would be on GPUs; 0 for those of an H100.
 
     Raises:
       ConfigError: two settings contradict each other.
     """
-    planned, world = planned_world(recipe)
-    return assemble(planned, world=world, source=source)
+    device = planned_device(recipe, device_memory)
+    planned, world = planned_world(recipe, device)
+    return assemble(planned, world=world, source=source, device=device)
 
 
 def planned_batch_spec(recipe: Recipe) -> BatchSpec:

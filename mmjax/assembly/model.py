@@ -33,13 +33,15 @@ from mmjax.user_code import import_named
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> MultimodalModel:
     """The module graph; where the configuration leaves the vocabulary open (0), it is the tokenizer's.
 
+    Layers are stacked and recompute nothing where the recipe leaves that to the devices.
+
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
       tokenizer: the tokenizer, such as ``plan(recipe).tokenizer``.
     """
     nodes = {name: _node(spec) for name, spec in recipe.model.nodes.items()}
     model = MultimodalModel(nodes, tuple(_edge(recipe.model, edge) for edge in recipe.model.flows))
-    return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll)
+    return replace(model.with_vocab(tokenizer.vocab_size), unroll=recipe.train.unroll is True)
 
 
 def _node(spec: ModuleSpec) -> Node:

@@ -12,6 +12,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.walker import Signature
+from mmjax.recipe import Recipe
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import Timeline
 from mmjax.schedule.validate import ScheduleReport
@@ -29,8 +30,11 @@ class PlacedRun:
       shapes: input shapes by signature: a combination of buckets, with ``runs`` where kernels differ by it.
       samples: the most samples of a microbatch.
       runs: the numbers of runs in rows for which attention is compiled; gives the signatures of microbatches.
+      recipe: the recipe, in which nothing is left to the devices.
+      choices: lines about what was chosen for the devices; see ``recipe.device_defaults``.
     """
 
+    recipe: Recipe
     tokenizer: Tokenizer
     packer: Packer
     world: World
@@ -38,6 +42,7 @@ class PlacedRun:
     shapes: dict[Signature, InputShapes]
     samples: int
     runs: CompiledRuns = NO_RUNS
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,32 +13,53 @@ from mmjax.config import require_devices
 from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.tokenizer import Tokenizer
+from mmjax.mesh import gpu
 from mmjax.mesh.world import World
 from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.recipe import Recipe
+from mmjax.recipe.device_defaults import GPU, TargetDevice
 
 
-def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: World | None = None) -> PlacedRun:
+def require_fitting(recipe: Recipe, packer: Packer, tokenizer: Tokenizer) -> None:
+    """Requires that data and rates fit the model; starts no device.
+
+    Args:
+      recipe: the run's recipe, as ``load_config(["run.gin"])`` gives it.
+      packer: the packer of its samples, as ``build_packer(recipe, tokenizer)`` makes it.
+      tokenizer: the tokenizer of its text, such as ``plan(recipe).tokenizer``.
+
+    Raises:
+      ConfigError: the data lack what a callback reads, or a pattern of rates fits no parameter.
+    """
+    model = build_model(recipe, tokenizer)
+    require_inputs(model, packer)
+    require_rates(model, recipe.model.optimizers)
+
+
+def start_world(recipe: Recipe) -> World:
+    """The devices of a run; starts JAX's backend.
+
+    Raises:
+      ConfigError: there are too few devices.
+    """
+    return World.create(
+        recipe.world,
+        recipe.model.layouts.values(),
+        lambda devices: require_devices(recipe, devices),
+        deterministic=recipe.train.deterministic,
+    )
+
+
+def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: World) -> PlacedRun:
     """Puts the model on its devices; no program is traced and no parameter exists yet.
 
     Args:
       recipe: the run's recipe, as ``load_config(["run.gin"])`` gives it.
       packer: the packer of its samples, as ``build_packer(recipe, tokenizer)`` makes it.
       tokenizer: the tokenizer of its text, such as ``plan(recipe).tokenizer``.
-      world: the run's devices, as ``World.create`` gives them; started here if not given.
-
-    Raises:
-      ConfigError: there are too few devices, or the data lack what a callback reads.
+      world: the run's devices, as ``start_world(recipe)`` gives them.
     """
     model = build_model(recipe, tokenizer)
-    require_inputs(model, packer)
-    require_rates(model, recipe.model.optimizers)
-    world = world or World.create(
-        recipe.world,
-        recipe.model.layouts.values(),
-        lambda devices: require_devices(recipe, devices),
-        deterministic=recipe.train.deterministic,
-    )
     settings = Settings(
         optimizers=recipe.model.optimizers,
         total_steps=recipe.train.steps,
@@ -53,18 +74,54 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
     runs = compiled_runs(placed, packer, samples)
     shapes = runs.shapes(bucket_shapes(packer, samples))
     return PlacedRun(
-        tokenizer=tokenizer, packer=packer, world=world, placed=placed, shapes=shapes, samples=samples, runs=runs
+        recipe=recipe,
+        tokenizer=tokenizer,
+        packer=packer,
+        world=world,
+        placed=placed,
+        shapes=shapes,
+        samples=samples,
+        runs=runs,
     )
 
 
-def planned_world(recipe: Recipe) -> tuple[Recipe, World]:
+def planned_world(recipe: Recipe, device: TargetDevice | None = None) -> tuple[Recipe, World]:
     """The configuration for a world without devices, with transport "device_put" in place of "auto"; and that world.
 
-    The world has ``World.devices`` ranks, or as many as the layouts need. ``recipe``: the run's configuration.
+    The world has ``World.devices`` ranks, or as many as the layouts need.
+
+    Args:
+      recipe: the run's configuration.
+      device: the kind of the devices; by default ``planned_device(recipe)``.
     """
+    device = device or planned_device(recipe)
     transport = "device_put" if recipe.world.transport == "auto" else recipe.world.transport
-    world = World.planned(recipe.world.devices or recipe.devices)
+    world = World.planned(recipe.world.devices or recipe.devices, device.platform, device.kind)
     return replace(recipe, world=replace(recipe.world, transport=transport)), world
+
+
+def target_of(world: World) -> TargetDevice:
+    """The device of a world that a recipe's defaults are chosen for; all processes call it."""
+    kind = world.devices[0].device_kind
+    if memory := world.device_memory:
+        return TargetDevice(world.platform, memory, kind, "what JAX takes of the GPU")
+    return replace(_supposed(), kind=kind) if world.platform == GPU else TargetDevice(world.platform, kind=kind)
+
+
+def planned_device(recipe: Recipe, memory: float = 0.0) -> TargetDevice:
+    """The device of a run that is not started: a CPU, or a GPU if this process would start one.
+
+    Args:
+      recipe: the run's configuration.
+      memory: bytes of the GPU; 0 for those of an H100.
+    """
+    return _supposed(memory) if gpu.will_start(recipe.world.platform) else TargetDevice("cpu")
+
+
+def _supposed(memory: float = 0.0) -> TargetDevice:
+    """An H100, or one with other memory."""
+    share, memory, whose = gpu.memory_share(), memory or gpu.H100_MEMORY, "" if memory else "an H100's "
+    return TargetDevice(GPU, share * memory, gpu.H100, f"{100 * share:.3g} % of {whose}{memory / 1e9:.3g} GB")
 
 
 def require_pipeline_in_one_process(recipe: Recipe) -> None:

@@ -10,6 +10,8 @@ from mmjax.config.gin_reader import renamed
 from mmjax.config.processor import DECIDED
 from mmjax.configurable import gin_name, registry
 from mmjax.fields import fields_of
+from mmjax.models.choices import AUTO
+from mmjax.recipe.device_defaults import DEVICE_DEFAULTS
 from mmjax.recipe.recipe import Recipe
 
 
@@ -30,7 +32,8 @@ def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
     The values are text, that of `before` first; "?" stands for one that a text lacks. {} if nothing differs.
 
     Names of earlier versions appear under today's names. They are left out if today's run has no such setting. Settings
-    that are newer than a text have their defaults there.
+    that are newer than a text have their defaults there. A
+    setting that one of them leaves to the devices (`DEVICE_DEFAULTS`) does not differ.
     """
     old, new = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (before, after))
     old = {renamed(name): value for name, value in old.items() if renamed(name) in (name, *new)}
@@ -38,7 +41,9 @@ def differences(before: str, after: str) -> dict[str, tuple[str, str]]:
     return {
         name: values
         for name, values in pairs.items()
-        if values[0] != values[1] and not (values[0] == "?" and values[1] == _default(name))
+        if values[0] != values[1]
+        and not (values[0] == "?" and values[1] == _default(name))
+        and not (name.endswith(DEVICE_DEFAULTS) and repr(AUTO) in values)
     }
 
 

@@ -12,6 +12,7 @@ from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.types import Sample, SampleMeta
 from mmjax.recipe import Recipe
+from mmjax.recipe.device_defaults import open_remat, with_remat
 
 
 def held_out(recipe: Recipe, count: int) -> list[Sample]:
@@ -62,5 +63,6 @@ def exchanged(recipe: Recipe, tokenizer: Tokenizer, samples: Sequence[Sample]) -
 
 
 def as_evaluated(recipe: Recipe) -> Recipe:
-    """The configuration without reordering, which only changes how long a training step takes."""
+    """The configuration without settings that only change training: reordering, and `remat` if it is to be chosen."""
+    recipe = with_remat(recipe, open_remat(recipe), "none")
     return replace(recipe, data=recipe.data.with_settings(reorder="none"))

@@ -15,25 +15,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mmjax import jax_compat
 from mmjax.configurable import ConfigError
+from mmjax.mesh import gpu
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.processes import gather_texts
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
 
 Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
 THREADS_PER_DEVICE = 4
-DETERMINISTIC_FLAGS = (
-    "--xla_gpu_deterministic_ops=true",
-    "--xla_gpu_autotune_level=0",
-    "--xla_gpu_enable_triton_gemm=false",
-)
-"""XLA flags for deterministic GPU runs.
-
-The first refuses or replaces kernels whose result depends on the order of threads. The second switches off the choice
-by timing among kernels that round differently. The third keeps products, then not tuned, in cuBLAS: Triton with default
-block sizes is slow.
-"""
 
 
 class World:
@@ -68,7 +59,7 @@ class World:
           config: the devices to use.
           layouts: layouts of all modules.
           require: called with the number of accelerators here when they are too few; may raise a better error.
-          deterministic: start a GPU with ``DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
+          deterministic: start a GPU with ``gpu.DETERMINISTIC_FLAGS``. A CPU is deterministic without them.
 
         Raises:
           ConfigError: when the platform is missing, has fewer devices than the layouts need, or was started by
@@ -80,7 +71,9 @@ class World:
         if wanted < needed:
             raise ConfigError(f"World.devices={wanted}: the layouts use ranks 0-{needed - 1}; set it to {needed} or 0")
         if not jax_compat.backends_are_initialized():
-            _configure_backend(config, wanted, deterministic)
+            _configure_backend(config, wanted)
+            if gpu.will_start(jax.config.values["jax_platforms"] or ""):
+                gpu.configure(deterministic=deterministic)
         _configure_cache(config.compilation_cache)
         devices = _devices(config)
         if len(devices) < wanted:
@@ -91,15 +84,22 @@ class World:
         world = cls(devices[:wanted])
         if world.platform == "cpu":
             _check_threads(len(world.local_ranks))
-        elif deterministic:
-            _check_deterministic()
+        elif world.platform == "gpu":
+            if deterministic:
+                gpu.require_deterministic()
+            gpu.warn_of_missing()
         world.warm_up()
         return world
 
     @classmethod
-    def planned(cls, size: int) -> World:
-        """A world of ``size`` planned devices: its programs can be traced, but neither compiled nor run."""
-        return cls(jax_compat.PlannedDevice(rank) for rank in range(size))
+    def planned(cls, size: int, platform: str = "cpu", device_kind: str = "planned") -> World:
+        """A world of planned devices: its programs can be traced, but neither compiled nor run.
+
+        Args:
+          size: number of devices.
+          platform, device_kind: as ``jax.Device`` has them, such as "gpu" and "NVIDIA H100 80GB HBM3".
+        """
+        return cls(jax_compat.PlannedDevice(rank, platform, device_kind) for rank in range(size))
 
     @property
     def size(self) -> int:
@@ -110,6 +110,19 @@ class World:
     def platform(self) -> str:
         """Platform of the devices, ``cpu`` or ``gpu`` for instance."""
         return self.devices[0].platform
+
+    @cached_property
+    def device_memory(self) -> int:
+        """Bytes that JAX may take of a GPU, the least of all processes, which all call this; 0 where it is unknown.
+
+        It is unknown of planned devices, of those to compile for, and of CPUs.
+        """
+        if self.platform != "gpu":
+            return 0
+        local = [device for device in self.devices if device in jax.local_devices()]
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
+        known = [int(text) for text in gather_texts(str(min(limits, default=0))) if int(text)]
+        return min(known, default=0)
 
     def submesh(self, layout: Layout, stage: int) -> Submesh:
         """The submesh of pipeline stage ``stage`` of a module with ``layout``. Raises IndexError for another stage."""
@@ -151,8 +164,8 @@ def default_cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmjax" / "xla"
 
 
-def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -> None:
-    """Sets virtual devices, thread pool, platform and flags; touches no device."""
+def _configure_backend(config: WorldConfig, devices: int) -> None:
+    """Sets virtual devices, thread pool and platform; touches no device."""
     requested, processes = jax.config.values["jax_num_cpu_devices"], jax_compat.process_count()
     cpu_devices = max(devices, requested)  # code that has set more devices than this world needs may build a larger one
     if processes > 1:
@@ -162,8 +175,6 @@ def _configure_backend(config: WorldConfig, devices: int, deterministic: bool) -
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     if config.platform:
         jax.config.update("jax_platforms", config.platform)
-    if deterministic and config.platform != "cpu":
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_missing_flags()]).strip()
 
 
 def _configure_cache(folder: str) -> None:
@@ -209,20 +220,6 @@ def _check_processes(devices: list[Device], layouts: Iterable[Layout]) -> None:
         raise ConfigError(
             f"--num_processes={count}: no module has a rank in process {idle[0]}; use {len(busy)} processes, "
             f"or fewer devices in each"
-        )
-
-
-def _missing_flags() -> list[str]:
-    """The flags among ``DETERMINISTIC_FLAGS`` that the environment does not set, or sets and later overrides."""
-    last = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
-    return [flag for flag in DETERMINISTIC_FLAGS if last.get(flag.partition("=")[0]) != flag]
-
-
-def _check_deterministic() -> None:
-    if missing := _missing_flags():
-        raise ConfigError(
-            f"Train.deterministic=True: JAX started before mmjax and without {' '.join(missing)}; "
-            f"start Python with XLA_FLAGS='{' '.join(DETERMINISTIC_FLAGS)}' or build the World before using JAX"
         )
 
 

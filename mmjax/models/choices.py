@@ -17,5 +17,7 @@ ACTIVATION_OF = {
     "silu": "silu",
 }
 """Values of ``activation`` by their names in ``transformers``."""
-REMATS = ("none", "dots", "full")
+AUTO = "auto"
+"""The value of settings that are left to the devices; ``recipe.device_defaults`` resolves them."""
+REMATS = (AUTO, "none", "dots", "full")
 """Values of ``remat``: a layer's residuals are all intermediate results, results of products, or its input alone."""

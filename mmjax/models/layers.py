@@ -437,6 +437,7 @@ def _with_added(
 
 
 REMAT: Mapping[str, Any] = {
+    "auto": None,  # of modules that are in no run; in a run a recipe resolves it
     "none": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -82,9 +82,8 @@ def residual_bytes(
     ``measured_residuals`` measures the same.
 
     Args:
-      placed: the model on its devices, such as ``place_model(recipe, packer, tokenizer).placed``.
-      shapes: input shapes of each bucket combination, such as ``place_model(recipe, packer,
-        tokenizer).shapes.values()``.
+      placed: the model on its devices, such as ``place_model(...).placed``.
+      shapes: input shapes of each bucket combination, such as ``place_model(...).shapes.values()``.
       graph: the schedule's, ``Schedule.graph``; without it no backward is split.
     """
     traced = [placed.trace(inputs, graph).stages for inputs in shapes]
@@ -96,9 +95,9 @@ def deferred_bytes(placed: PlacedModel, shapes: Iterable[InputShapes], graph: St
     any.
 
     Args:
-      placed: the model on its devices, such as ``place_model(recipe, packer, tokenizer).placed``.
-      shapes: input shapes of each bucket combination, of which the largest counts, such as ``place_model(recipe,
-        packer, tokenizer).shapes.values()``.
+      placed: the model on its devices, such as ``place_model(...).placed``.
+      shapes: input shapes of each bucket combination, of which the largest counts, such as
+        ``place_model(...).shapes.values()``.
       graph: the schedule's, ``Schedule.graph``.
     """
     traced = [placed.trace(inputs, graph).stages for inputs in shapes]

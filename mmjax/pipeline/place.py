@@ -393,6 +393,10 @@ class PlacedModel:
 def _forward_work(stage: Stage, inputs: InputShapes) -> float:
     """2 · parameters · tokens / ranks of a copy; only matrices count, and tokens are segment ids with padding."""
     tokens = int(np.prod(inputs[stage.model.module]["segments"].shape))
-    leaves = jax.tree.leaves(stage.state.param_avals)
-    weights = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1)
+    single = {(part.module, run.name) for part in stage.model.slices for run in part.runs if not run.stacked}
+    weights = 0
+    for path, leaf in jax.tree.leaves_with_path(stage.state.param_avals):
+        # A vector of stacked layers is a matrix: one of a single layer counts too, so that both give the same costs.
+        is_single = tuple(key.key for key in path[:2]) in single
+        weights += math.prod(leaf.shape) if len(leaf.shape) + is_single > 1 else 0
     return 2.0 * weights * tokens / (len(stage.submesh.ranks) // stage.submesh.layout.copies)

@@ -133,12 +133,13 @@ def _plan_config(flags: Flags) -> int:
     recipe = with_steps(recipe, source)
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
-    choice = choose_plan(recipe, source, kinds, strategy=strategy, profile=profile)
+    lines = list[str]()
+    choice = choose_plan(recipe, source, kinds, strategy=strategy, profile=profile, say=lines.append)
     written = list(_written(flags, choice, recipe, source))
     if flags.values["json"]:
         print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
     else:
-        print("\n".join([*planned.table(choice), *written]))
+        print("\n".join([*lines, *planned.table(choice), *written]))
     return 0
 
 

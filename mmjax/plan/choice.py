@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmjax.assembly.epochs import with_steps
@@ -15,11 +15,13 @@ from mmjax.planner.candidates import MODES
 from mmjax.planner.choose import PlanChoice, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.clock import AnalyticClock, Clock
+from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.profile_file import Profile
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe
+from mmjax.recipe.device_defaults import open_remat, remat_text, with_remat
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def choose_plan(
     *,
     strategy: Sequence[str] = MODES,
     profile: Profile | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> PlanChoice:
     """Estimates the layouts of a recipe on some devices; the best is the `best` of the result, an `Estimate`.
 
@@ -77,11 +80,44 @@ def choose_plan(
         coupled modules.
       profile: measured times in place of a datasheet's, as `read_profile(path)` gives them; of no effect with several
         kinds.
+      say: called with a line where the recipe leaves `remat` to the devices, such as `print`.
 
     Raises:
       ConfigError: a kind is unknown, or a setting does not fit the data.
       DoesNotFit: no layout fits the devices' memory.
     """
+    resolved, *leaner = _with_remat(recipe, profile if len(kinds) == 1 else None)
+    try:
+        choice = _choose(resolved, source, kinds, strategy, profile)
+    except DoesNotFit:
+        if not leaner:
+            raise
+        (resolved,) = leaner
+        choice = _choose(resolved, source, kinds, strategy, profile)
+    if names := open_remat(recipe):
+        say(f"planned with {remat_text(resolved, names)}; a run chooses 'auto' by its own memory")
+    return choice
+
+
+def _with_remat(recipe: Recipe, profile: Profile | None) -> list[Recipe]:
+    """The recipes to try in turn, in which `remat` is not left to the devices.
+
+    It is what was profiled, or else what keeps products, which costs a plan nothing; and then what recomputes all.
+    """
+    names = open_remat(recipe)
+    if not names:
+        return [recipe]
+    if profile:
+        for name in names:
+            recipe = with_remat(recipe, [name], profile.model[name].get("remat", "none"))
+        return [recipe]
+    return [with_remat(recipe, names, remat) for remat in ("dots", "full")]
+
+
+def _choose(
+    recipe: Recipe, source: Source, kinds: Mapping[str, int], strategy: Sequence[str], profile: Profile | None
+) -> PlanChoice:
+    """`choose_plan` of a recipe that leaves no `remat` to the devices."""
     work, rows_of = read_work(recipe, source), planned.rows_by_candidate(recipe, source)
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
@@ -93,7 +129,7 @@ def choose_plan(
             name: DeviceKind(
                 clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
                 devices=kinds[name],
-                memory=chip.memory,
+                memory=chip.usable,
             )
             for name, chip in accelerators.items()
         }

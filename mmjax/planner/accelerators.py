@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mmjax.configurable import ConfigError, suggest
+from mmjax.mesh.gpu import memory_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,11 @@ class Accelerator:
     network: float
     host: float
     source: str
+
+    @property
+    def usable(self) -> float:
+        """Bytes of the memory that a run may take; see ``gpu.memory_share``."""
+        return self.memory * memory_share()
 
 
 A100 = Accelerator(

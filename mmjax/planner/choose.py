@@ -345,12 +345,15 @@ def _misses(fleet: Fleet, estimate: Estimate) -> str:
     by_stage = estimate.device_bytes
     stage, need = max(by_stage.items(), key=lambda item: item[1].total - _room(fleet, estimate, item[0]))
     over, room = missing(fleet, estimate), _room(fleet, estimate, stage)
+    remedies = ["more devices", f"devices of {(over + room) / 1e9:.3g} GB"]
+    if any(module.backward.layer and not module.recompute.layer for module in estimate.work.modules.values()):
+        remedies.append("remat='full'")
     return (
         f"{stage.rpartition('.')[0]} misses by {over / 1e9:.3g} GB a device: {stage} needs "
         f"{need.total / 1e9:.3g} GB (weights {need.weights / 1e9:.3g}, gradients {need.gradients / 1e9:.3g}, "
         f"activations {need.activations / 1e9:.3g}, temporaries {need.temporaries / 1e9:.3g}) in the leanest layout "
-        f"({estimate.candidate.describe()}) and a device has {room / 1e9:.3g} GB; what would make it fit: more "
-        f"devices, devices of {(over + room) / 1e9:.3g} GB, or remat='full'"
+        f"({estimate.candidate.describe()}) and a device has {room / 1e9:.3g} GB; what would make it fit: "
+        f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
     )
 
 

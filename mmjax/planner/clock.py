@@ -58,7 +58,7 @@ class Clock(Clocks, Protocol):
 
     @property
     def memory(self) -> float:
-        """Bytes of a device."""
+        """Bytes of a device that a run may take."""
         ...
 
     @property
@@ -178,8 +178,8 @@ class AnalyticClock:
 
     @property
     def memory(self) -> float:
-        """Bytes of a device."""
-        return self.accelerator.memory
+        """Bytes of a device that a run may take."""
+        return self.accelerator.usable
 
     @property
     def node(self) -> int:

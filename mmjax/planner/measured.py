@@ -118,7 +118,7 @@ class MeasuredClock:
 
     @property
     def memory(self) -> float:
-        """Bytes of a device."""
+        """Bytes of a device that a run may take, as JAX told them."""
         return self.profile.device.memory
 
     @property

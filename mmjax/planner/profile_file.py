@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmjax.configurable import ConfigError
 from mmjax.data.lengths import FIGURES
+from mmjax.models.choices import AUTO
 from mmjax.models.config import LLM
 from mmjax.planner.json_values import fields, number, read_json, shown, whole_number
 from mmjax.planner.work import StagePart
@@ -395,6 +396,7 @@ def require_same_model(profile: Profile, recipe: Recipe, where: str = "the profi
     for name, sizes in model.items():
         for key in (*sizes, *profile.model[name]):
             profiled, configured = profile.model[name].get(key), sizes.get(key)
-            if profiled != configured:
+            is_open = key == "remat" and configured == AUTO  # the plan takes what was profiled
+            if profiled != configured and not is_open:
                 difference = f"{name} has {key}={shown(profiled)} in it, {shown(configured)} in this run"
                 raise ConfigError(f"{where}: is of another model: {difference}; {remedy}")

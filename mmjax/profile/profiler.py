@@ -27,6 +27,7 @@ from mmjax.profile.links import QUICK, SIZES, copies, gathers, moves, ranks_here
 from mmjax.profile.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
 from mmjax.progress import Progress
 from mmjax.recipe import Recipe
+from mmjax.recipe.device_defaults import GPU, open_remat, with_remat, with_unroll
 
 VIRTUAL = 8
 """CPU devices of a profile that names no number."""
@@ -53,6 +54,9 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
     recipe = with_buckets(with_steps(recipe, source), source)
     data = sampled(recipe, source, _FEW if quick else _SAMPLES)
     world = world_for(recipe)
+    # A profile is of no layout, so that nobody knows what fits: keeping products costs a plan nothing.
+    remat = "dots" if world.platform == GPU else "none"
+    recipe = with_remat(with_unroll(recipe, world.platform), open_remat(recipe), remat)
     tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     tried = points(packer, recipe.train.global_batch // recipe.train.microbatches, quick=quick)

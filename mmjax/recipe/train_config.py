@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mmjax.attention.settings import DTYPES
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
+from mmjax.models.choices import AUTO
 from mmjax.schedule.schedules import INNER, NESTING, ONE_F_ONE_B, SCHEDULES, WINDOWED
 
 LOWERINGS = ("auto", "ops", "single")
@@ -32,7 +33,7 @@ class TrainConfig:
       seed: of the parameters and of the data.
       dtype: dtype of the computation, float32 or bfloat16; trained parameters and their moments stay float32.
       unroll: compile layers one after another instead of as a loop over a stack: a loop copies every layer's weights
-        twice a microbatch on a GPU, and compiles faster. Checkpoints are the same.
+        twice a microbatch on a GPU, and compiles faster. Checkpoints are the same. 'auto' unrolls on GPUs alone.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       log_every: steps between lines on the terminal; metrics.jsonl has every step.
       eval_every: steps between evaluations; 0 evaluates at the end only.
@@ -58,7 +59,7 @@ class TrainConfig:
     lowering: str = "auto"
     seed: int = 0
     dtype: str = "float32"
-    unroll: bool = False
+    unroll: bool | str = AUTO
     clip_norm: float = 1.0
     log_every: int = 10
     eval_every: int = 0
@@ -89,6 +90,8 @@ class TrainConfig:
         fix = "Train.debug_nans checks op by op; set it to 'ops' or 'auto'"
         require(not (self.debug_nans and self.lowering == "single"), "Train.lowering", self.lowering, fix)
         one_of("Train.dtype", self.dtype, DTYPES)
+        fix = f"must be True, False or {AUTO!r}, which is True on GPUs"
+        require(isinstance(self.unroll, bool) or self.unroll == AUTO, "Train.unroll", self.unroll, fix)
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)
         self._check_profile_steps()

@@ -20,6 +20,7 @@ from mmjax.config.flags import (
 )
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
+from mmjax.mesh import gpu
 from mmjax.mesh.process_group import give_up, has_peers
 from mmjax.recipe import Recipe, advise
 from mmjax.recipe.targets import require_targets
@@ -100,6 +101,8 @@ def _train(recipe: Recipe, run_dir: str, *, from_scratch: bool) -> int:
     with opened as trainer:
         for name, layout in recipe.model.layouts.items():
             say(f"{name}: {layout.describe()}")
+        if trainer.parts.world.platform == "gpu":
+            say(gpu.describe())
         for line in (*advise(recipe), *trainer.data, *trainer.chosen):
             say(line)
         stages, programs = len(trainer.parts.placed.stages), len(trainer.programs())

@@ -21,6 +21,7 @@ from mmjax.data.source import Source
 from mmjax.data.split import busiest_over_mean
 from mmjax.eval.evaluator import Evaluator
 from mmjax.flags import counted
+from mmjax.mesh import gpu
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.memory import Memory, memory_by_stage, most_loaded
 from mmjax.pipeline.peak import Peak, fullest
@@ -28,6 +29,7 @@ from mmjax.pipeline.place import PlacedModel
 from mmjax.pipeline.single.executor import SingleExecutor
 from mmjax.recipe import Recipe
 from mmjax.recipe.advice import advise
+from mmjax.recipe.device_defaults import with_earlier_defaults
 from mmjax.schedule.dispatch import dispatch_table
 from mmjax.schedule.graph import show_ranks
 from mmjax.schedule.timeline import draw_timeline
@@ -54,7 +56,7 @@ class DryRun:
     """A forecast of a run.
 
     Attributes:
-      recipe: the run's configuration.
+      recipe: the run's configuration, with the devices' defaults that were chosen.
       parts: its parts, traced without devices.
       memory: memory of each of a stage's devices, by stage; for a program per op, or one that loops over microbatches.
       rank: the most loaded device.
@@ -93,7 +95,7 @@ class DryRun:
 
         By name: "devices", "layouts" and "buckets" by module, "stages" by stage, "in_flight", "most_loaded", "fullest"
         (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or ``None``), "schedule",
-        "planned_bubble", "cp_imbalance" and "advice".
+        "planned_bubble", "cp_imbalance", "choices" (lines about settings that were chosen for GPUs) and "advice".
         """
         stages, report = self.parts.placed.stages, self.parts.report
         return {
@@ -118,6 +120,7 @@ class DryRun:
             "schedule": self.parts.schedule.name,
             "planned_bubble": self.parts.planned.bubble,
             "cp_imbalance": dict(self.imbalance),
+            "choices": list(self.parts.choices),
             "advice": list(advise(self.recipe)),
         }
 
@@ -133,7 +136,15 @@ class DryRun:
     def describe(self) -> str:
         """Everything as text of several lines for a terminal."""
         lines = [f"{name}: {layout.describe()}" for name, layout in self.recipe.model.layouts.items()]
-        lines += [*advise(self.recipe), "", *layout_text(self.parts.placed, self.parts.world.size), ""]
+        if gpu.will_start(self.recipe.world.platform):
+            lines.append(gpu.describe_planned(deterministic=self.recipe.train.deterministic))
+        lines += [
+            *self.parts.choices,
+            *advise(self.recipe),
+            "",
+            *layout_text(self.parts.placed, self.parts.world.size),
+            "",
+        ]
         lines += [*self._table(), self._most_loaded(), ""]
         lines += [str(dispatch_table(self.parts.schedule)), "", self._programs(), self._bubble(), *self._shared()]
         return "\n".join(lines)
@@ -202,19 +213,22 @@ class DryRun:
         )
 
 
-def dry_run(recipe: Recipe) -> DryRun:
+def dry_run(recipe: Recipe, *, device_memory: float = 0.0) -> DryRun:
     """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
 
     The result has the `memory` of a device of each stage, numbers of `programs` by kind, and `str` gives a report.
 
-    recipe: the configuration, as `load_config(["run.gin"])` gives it.
+    Args:
+      recipe: the configuration, as `load_config(["run.gin"])` gives it.
+      device_memory: bytes of a GPU, for defaults that depend on it where the run would be on GPUs; 0 for an H100's.
 
     Raises:
       ConfigError: a part of the configuration does not fit another.
     """
     source = open_source(recipe, split="train")
     recipe = with_steps(recipe, source)
-    parts = plan(recipe, source)
+    parts = plan(recipe, source, device_memory=device_memory)
+    recipe = with_earlier_defaults(recipe, parts.recipe).recipe
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     if isinstance(parts.executor, SingleExecutor):
         rank, most = parts.schedule.graph.ranks[0], parts.executor.memory()

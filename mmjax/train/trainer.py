@@ -33,6 +33,7 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.finite import finite_ops
 from mmjax.progress import Progress
 from mmjax.recipe import Recipe, validate
+from mmjax.recipe.device_defaults import with_earlier_defaults
 from mmjax.train.best import BestEvaluation
 from mmjax.train.files import RunFiles, recorded
 from mmjax.train.following import Following
@@ -56,9 +57,9 @@ class Trainer:
     """One run in one directory. Use it as a context manager, or call ``close``. Scripts use ``mmjax.build`` instead.
 
     Attributes:
-      recipe: the configuration, with the buckets that were chosen.
+      recipe: the configuration, with the buckets and the devices' defaults that were chosen.
       chosen: lines about the buckets of each module for which a number of them is configured, if they were chosen now,
-        and about each bucket that had to be added.
+        about each bucket that had to be added, and about settings that were chosen for GPUs.
       data: lines about records that are left out, and about data that have changed since the last checkpoint.
       parts: model, data, schedule and executor.
       run_dir: where everything is written; ``None`` writes nothing.
@@ -132,9 +133,10 @@ class Trainer:
             self.recipe = recipe = with_steps(recipe, self._source)
             records = stored_records(self._source)
             self.data = (*describe_data(recipe, self._source), *describe_epochs(recipe, self._source))
-            self.recipe, self.chosen = self._with_buckets()
+            self.recipe, self.chosen = self._with_choices()
             self.parts = assemble(self.recipe, source=self._source)
-            self.chosen += tuple(added_buckets(self.recipe, self.parts.packer))
+            self.recipe = recipe = self.parts.recipe
+            self.chosen += (*self.parts.choices, *added_buckets(self.recipe, self.parts.packer))
             self.executor = self.parts.executor
             self._initializer = Initializer(recipe.world, self.parts.world, self.executor)
             self.scoring = Scoring(self.recipe, self.parts, self._files, self._report)
@@ -151,11 +153,17 @@ class Trainer:
             self._best, self._throughput = self._best_evaluation(), self._make_throughput()
             self._opened = opened.pop_all()
 
-    def _with_buckets(self) -> tuple[Recipe, tuple[str, ...]]:
-        """The configuration with buckets chosen where it asks for a number of them, and lines about these."""
+    def _with_choices(self) -> tuple[Recipe, tuple[str, ...]]:
+        """The configuration with the run's recorded choices, and with buckets if it asks for a number of them.
+
+        Returns:
+          The configuration, and lines about both.
+        """
         lines: list[str] = []
         before = recorded(self.run_dir, allow_code=self.recipe.allow_code) if self.run_dir else None
-        return with_buckets(self.recipe, self._source, say=lines.append, before=before), tuple(lines)
+        earlier = with_earlier_defaults(self.recipe, before)
+        recipe = with_buckets(earlier.recipe, self._source, say=lines.append, before=before)
+        return recipe, (*lines, *earlier.lines)
 
     def _best_evaluation(self) -> BestEvaluation:
         """The best evaluation up to the step of the state."""

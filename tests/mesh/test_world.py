@@ -231,12 +231,15 @@ def deterministic(platform):
 FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
-def test_deterministic_flags_precede_the_backend_where_it_may_be_a_gpu():
+def test_the_settings_of_gpus_precede_the_backend_where_it_may_be_a_gpu():
     """XLA ends a process that starts with a flag that it does not know: all are known here."""
-    assert printed(DETERMINISTIC + "deterministic('')") == [FLAGS]
-    mine = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=4"
-    missing = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    assert printed(DETERMINISTIC + "deterministic('')", XLA_FLAGS=mine) == [f"{mine} {missing}"]
+    known = "; jax.config.update('jax_platforms', 'cpu'); jax.jit(abs)(1.0)"
+    refusal, flags = printed(DETERMINISTIC + f"deterministic('cuda'){known}")
+    assert refusal.startswith("World.platform='cuda': ") and flags == FLAGS
+    share = "; print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
+    *_, flags, fraction = printed(CREATE + "create(1, platform='cuda'); print(os.environ['XLA_FLAGS'])" + share)
+    assert (flags, fraction) == ("--xla_gpu_enable_triton_gemm=false", "0.92")
+    assert printed(CREATE + "create(1)" + share)[1:] == ["None"], "a CPU"
 
 
 @pytest.mark.long
@@ -245,10 +248,16 @@ def test_a_cpu_is_deterministic_without_flags():
     assert printed(DETERMINISTIC + "jax.devices(); deterministic('')", NPROC="4") == ["None"]
 
 
-def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch):
-    """Its devices are stand-ins: what is tested is the question, not a GPU."""
+@pytest.fixture
+def started_gpu(monkeypatch):
+    """A GPU that JAX has started: its devices are stand-ins, what is tested is the question."""
     monkeypatch.setattr(world_module, "_devices", lambda config: [jax_compat.PlannedDevice(0, platform="gpu")])
     monkeypatch.setattr(World, "warm_up", lambda self: None)
+    for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch, started_gpu, caplog):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
     refused = (
         r"^Train\.deterministic=True: JAX started before mmjax and without --xla_gpu_deterministic_ops=true; start"
@@ -256,10 +265,22 @@ def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=refused):
         World.create(WorldConfig(), [Layout()], deterministic=True)
     monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert World.create(WorldConfig(), [Layout()], deterministic=True).platform == "gpu"
+    assert not caplog.records
     monkeypatch.setenv("XLA_FLAGS", f"{FLAGS} --xla_gpu_deterministic_ops=false")
     with pytest.raises(ConfigError, match=refused):
         World.create(WorldConfig(), [Layout()], deterministic=True)
+
+
+def test_a_gpu_that_was_started_without_the_settings_is_warned_of(started_gpu, caplog):
+    World.create(WorldConfig(), [Layout()])
+    assert [record.message for record in caplog.records] == [
+        "JAX started the GPU before mmjax: sums of gradients take memory passes and a quarter of the memory stays "
+        "unused; start Python with XLA_FLAGS='--xla_gpu_enable_triton_gemm=false' XLA_CLIENT_MEM_FRACTION='0.92' or "
+        "build the World before using JAX"
+    ]
+    assert "XLA_FLAGS" not in os.environ
 
 
 # ---- the thread pool -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.plan import __main__ as plan
+from mmjax.plan import choice as plan_choice
 from mmjax.plan.planned import gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import H100
@@ -21,6 +22,7 @@ from mmjax.planner.candidates import MODES, Candidate
 from mmjax.planner.choose import PlanChoice, choose
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.fit import DoesNotFit
 from mmjax.train.trainer import Trainer
 
 VLM = REPOSITORY / "configs" / "digits_vlm.gin"
@@ -220,3 +222,38 @@ def test_a_plan_trains_the_digits_model_to_the_same_loss(tmp_path: Path) -> None
     few = ("Train.steps=12", "Train.eval_samples=0", "Optimizer.warmup=2", "Checkpoint.every=0", "Data.workers=0")
     want, got = losses((VLM,), tmp_path / "a", *few), losses((VLM, out), tmp_path / "b", *few)
     assert got == pytest.approx(want, rel=2e-4) and len(want) == 12
+
+
+# ---- what the recipe leaves to the devices ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fitting", "bindings", "planned_with"),
+    [
+        (("dots", "dots"), (), "vision/ViT.remat='dots', llm/Decoder.remat='dots'"),
+        (("full", "full"), (), "vision/ViT.remat='full', llm/Decoder.remat='full'"),
+        (("full", "none"), ("llm/Decoder.remat=none",), "vision/ViT.remat='full'"),
+        (("dots", "none"), ("llm/Decoder.remat=none", "vision/ViT.remat=dots"), ""),
+    ],
+)
+def test_remat_is_planned_as_dots_and_else_as_full(
+    fitting: tuple[str, ...], bindings: tuple[str, ...], planned_with: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layouts are searched in vain with anything else than what fits."""
+    recipe, lines = load_config([], list(bindings)), list[str]()
+    source = open_source(recipe, split="train")
+
+    def choose_fitting(resolved, *_):
+        if tuple(node.settings.remat for node in resolved.model.nodes.values()) != fitting:
+            raise DoesNotFit("too large")
+        return "a plan"
+
+    monkeypatch.setattr(plan_choice, "_choose", choose_fitting)
+    assert (
+        plan_choice.choose_plan(recipe, open_source(recipe, split="train"), {"h100": 8}, say=lines.append) == "a plan"
+    )
+    said = f"planned with {planned_with}; a run chooses 'auto' by its own memory"
+    assert lines == ([said] if planned_with else [])
+    fitting = ("none", "none")
+    with pytest.raises(DoesNotFit, match="too large"):
+        plan_choice.choose_plan(recipe, source, {"h100": 8})

@@ -83,6 +83,16 @@ def test_memory_decides_and_a_misfit_says_what_misses() -> None:
         choose(work, clock(work), 8, memory=GIGA / 100)
 
 
+def test_a_misfit_proposes_to_recompute_only_where_something_does_not() -> None:
+    recomputed: dict = {"recompute": Shares(layer=TERA)}
+    for changes, advice in (({}, "GB, or remat='full'"), (recomputed, "more devices, or devices of ")):
+        vision = module("vision", 2, 0.2, **changes)
+        work = model(vision, module("llm", 4, 1.0, after=("vision",), **recomputed))
+        with pytest.raises(DoesNotFit, match=f"what would make it fit: .*{advice}") as refused:
+            choose(work, clock(work), 8, memory=GIGA / 100)
+        assert ("remat" in str(refused.value)) == (not changes)
+
+
 def test_a_heavy_frozen_encoder_that_overlaps_goes_apart_and_a_light_one_stays() -> None:
     frozen: dict = {"backward": Shares(), "trained": Shares()}
     heavy = model(module("vision", 2, 6.0, **frozen), module("llm", 4, 1.0, after=("vision",)), global_batch=16)

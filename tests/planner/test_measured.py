@@ -87,7 +87,7 @@ def profile(**changes: Any) -> Profile:
         device=Device(kind="cpu", platform="cpu", count=8, memory=1e9),
         jax="0.10.2",
         dtype="float32",
-        model=model_of(load_config([str(CONFIG)])),
+        model=model_of(load_config([str(CONFIG)], ["llm/Decoder.remat=none", "vision/ViT.remat=none"])),
         data={"llm": figures_of([3, 5, 4]) | {"per_sample": 1.0}},
         trials=timed,
         compiled=compiled(timed),

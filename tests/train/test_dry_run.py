@@ -97,10 +97,19 @@ def test_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "most loaded: rank 0 (llm.0) with " in out
     assert "fullest moment: " in out and " host" not in out
     assert "planned bubble: " in out and "programs (" in out and " s for CPU devices where nothing is cached (" in out
+    assert "GPUs: " not in out
     assert sorted(path.name for path in run.iterdir()) == ["layout.png", "timeline.png"]
     with Image.open(run / "layout.png") as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x29)} <= colours  # both modules'
+
+
+def test_on_gpus_one_line_has_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    recipe = load_config([write_tiny(tmp_path, World_platform="cuda", Train_eval_samples=0)])
+    line = "GPUs: 92 % of the memory, XLA_FLAGS=--xla_gpu_enable_triton_gemm=true"
+    assert line in dry_run(recipe).describe().splitlines()
 
 
 def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:

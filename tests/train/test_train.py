@@ -23,6 +23,7 @@ from mmjax.data.loader import StepMaker
 from mmjax.eval.__main__ import main as evaluation_command
 from mmjax.export.__main__ import main as export_command
 from mmjax.optimizer import learning_rate
+from mmjax.recipe.device_defaults import leaves_open, with_earlier_defaults
 from mmjax.train.__main__ import main
 from mmjax.train.metrics import COLUMNS, read_metrics
 from mmjax.train.trainer import Trainer
@@ -103,7 +104,21 @@ def test_files_of_a_run(tiny_run: Path) -> None:
 
 
 def test_config_gin_is_the_whole_configuration(tiny_run: Path) -> None:
-    assert load_config([tiny_run / "config.gin"]) == load_config([tiny_run.parent / "tiny.gin"])
+    stored, configured = load_config([tiny_run / "config.gin"]), load_config([tiny_run.parent / "tiny.gin"])
+    assert stored == with_earlier_defaults(configured, stored).recipe and not leaves_open(stored)
+    assert (stored.train.unroll, stored.model.llm.settings.remat) == (False, "none"), "a CPU's"
+
+
+def test_a_run_keeps_what_it_has_chosen_for_its_devices(tmp_path: Path) -> None:
+    """Also on other devices: what a GPU had chosen stays, and is said."""
+    run = tmp_path / "run"
+    chosen = {"Train_unroll": True, "llm/Decoder_remat": "dots"}
+    with Trainer(load_config([write_tiny(tmp_path, **chosen, Train_eval_samples=0)]), run) as trainer:
+        trainer.train(1)
+    with Trainer(load_config([write_tiny(tmp_path, Train_eval_samples=0)]), run) as trainer:
+        assert trainer.resumed and trainer.recipe.train.unroll is True
+        assert trainer.recipe.model.llm.settings.remat == "dots"
+        assert "Train.unroll=True, llm/Decoder.remat='dots': as the run so far" in trainer.chosen
 
 
 # ---- running again

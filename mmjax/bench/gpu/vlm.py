@@ -92,9 +92,11 @@ SMALL = Shape(
 )
 ALWAYS: dict[str, Any] = {
     "vision/Optimizer.frozen": True,
+    "vision/ViT.remat": "none",
     "Optimizer.learning_rate": 2e-5,
     "Train.clip_norm": 1.0,
     "Train.steps": 1000,
+    "Train.unroll": False,
     "World.devices": 1,
     "Data.workers": 0,
     "llm/Decoder.remat": "dots",

@@ -29,7 +29,8 @@ class DiTConfig(EqualHeads, SquarePatches):
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
-      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
     """
 
     medium: ClassVar[Medium] = "image"
@@ -51,7 +52,7 @@ class DiTConfig(EqualHeads, SquarePatches):
     steps: int = 20
     activation: str = "gelu"
     attention: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):

@@ -70,7 +70,8 @@ class DecoderConfig(ModuleSettings):
         (Chowdhery et al., "PaLM", §5); 0 leaves it out.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
-      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -171,7 +172,7 @@ class DecoderConfig(ModuleSettings):
     tied: bool = False
     z_loss: float = 0.0
     attention: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):

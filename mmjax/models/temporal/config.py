@@ -24,7 +24,8 @@ class TemporalConfig(EqualHeads):
       activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu`` or ``silu``.
       norm_eps: epsilon of norms.
       attention: the attention backend: ``blockwise`` (any device), ``dense`` (all pairs at once), or ``auto``.
-      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
     """
 
     medium: ClassVar[Medium] = "tokens"
@@ -40,7 +41,7 @@ class TemporalConfig(EqualHeads):
     activation: str = "gelu"
     norm_eps: float = 1e-6
     attention: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp"):

@@ -77,7 +77,8 @@ class ViTConfig(EqualHeads, SquarePatches):
       full_at: layers without windows, counted from 0.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
-      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
     """
 
     medium: ClassVar[Medium] = "image"
@@ -161,7 +162,7 @@ class ViTConfig(EqualHeads, SquarePatches):
     window: int = 0
     full_at: tuple[int, ...] = field(default=(), metadata={"example": (7, 15)})
     attention: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "grid", "frames", "rope_theta"):

@@ -34,7 +34,8 @@ class WhisperConfig(EqualHeads):
       norm_eps: epsilon of norms; OpenAI's models have 1e-5.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
-      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
       sample_rate: samples per second of a recording.
       window, hop: samples under the window of a frame, and from one frame to the next.
     """
@@ -79,7 +80,7 @@ class WhisperConfig(EqualHeads):
     activation: str = "gelu"
     norm_eps: float = 1e-6
     attention: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
     sample_rate: int = 8000
     window: int = 256
     hop: int = 80
