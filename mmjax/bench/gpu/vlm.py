@@ -96,7 +96,6 @@ ALWAYS: dict[str, Any] = {
     "Optimizer.learning_rate": 2e-5,
     "Train.clip_norm": 1.0,
     "Train.steps": 1000,
-    "Train.unroll": False,
     "World.devices": 1,
     "Data.workers": 0,
     "llm/Decoder.remat": "dots",
