@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 import jax
@@ -230,10 +232,18 @@ class ModuleSlice:
             seed = zlib.crc32((part.name or UNNAMED).encode()) & 0x7FFFFFFF
             values = _params_of(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
-        for run in self.runs:
-            keys = [jax.random.fold_in(key, index) for index in run.layers]
-            create_layer = partial(_create_params, run.create)
-            tree[run.name] = jax.vmap(create_layer)(jnp.stack(keys)) if run.stacked else create_layer(*keys)
+        for create, group in groupby(self.runs, key=attrgetter("create")):
+            runs = tuple(group)
+            layers = [index for run in runs for index in run.layers]
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.array(layers))
+            # Layers that are not stacked are created as a stack too, and a barrier stands before its slices: a GPU's
+            # compiler takes seconds for kernels of random numbers, and would make some for each layer.
+            stack = jax.vmap(partial(_create_params, create))(keys)
+            stack = stack if len(runs) == 1 else jax.tree.map(lax.optimization_barrier, stack)
+            for run in runs:
+                first = layers.index(run.layers[0])
+                place = slice(first, first + len(run.layers)) if run.stacked else first
+                tree[run.name] = jax.tree.map(itemgetter(place), stack)
         return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
 
 
