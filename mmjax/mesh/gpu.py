@@ -24,7 +24,9 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 """The variable of this share, and its deprecated name. JAX refuses to start if both are set."""
 TRITON = "--xla_gpu_enable_triton_gemm=false"
 """Products in cuBLASLt, which can add to an accumulator, and none in kernels of Triton."""
-FLAGS = (TRITON,)
+NO_MERGING = "--xla_gpu_dot_merger_threshold_mb=0"
+"""Products with one input stay separate: merging them concatenates their weights at every call."""
+FLAGS = (TRITON, NO_MERGING)
 """XLA's flags of every run on GPUs."""
 DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0", TRITON)
 """XLA's flags of a deterministic run on GPUs.
@@ -79,12 +81,17 @@ def missing_flags(variables: Mapping[str, str], *, deterministic: bool = False) 
 
     Args:
       variables: the environment.
-      deterministic: those of ``DETERMINISTIC_FLAGS`` that are not in force: a name's last value counts.
+      deterministic: puts those of ``DETERMINISTIC_FLAGS`` that are not in force before them.
     """
+    forced = _not_deterministic(variables) if deterministic else []
+    there = {name_of(flag) for flag in (*_flags_text(variables).split(), *forced)}
+    return [*forced, *(flag for flag in FLAGS if name_of(flag) not in there)]
+
+
+def _not_deterministic(variables: Mapping[str, str]) -> list[str]:
+    """Those of ``DETERMINISTIC_FLAGS`` that are not in force: a name's last value counts."""
     last = {name_of(flag): flag for flag in _flags_text(variables).split()}
-    if deterministic:
-        return [flag for flag in DETERMINISTIC_FLAGS if last.get(name_of(flag)) != flag]
-    return [flag for flag in FLAGS if name_of(flag) not in last]
+    return [flag for flag in DETERMINISTIC_FLAGS if last.get(name_of(flag)) != flag]
 
 
 def memory_share(variables: Mapping[str, str] | None = None) -> float:
@@ -102,7 +109,7 @@ def memory_share(variables: Mapping[str, str] | None = None) -> float:
 def describe(variables: Mapping[str, str] | None = None) -> str:
     """One line about the settings in force.
 
-    Such as "GPUs: 92 % of the memory, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false".
+    Such as "GPUs: 92 % of the memory, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false …".
 
     ``variables``: the environment in which JAX has started; this process's by default.
 
@@ -126,7 +133,7 @@ def require_deterministic() -> None:
     Raises:
       ConfigError: some of them are not in force.
     """
-    if missing := missing_flags(os.environ, deterministic=True):
+    if missing := _not_deterministic(os.environ):
         raise ConfigError(
             f"Train.deterministic=True: JAX started before mmjax and without {' '.join(missing)}; "
             f"start Python with XLA_FLAGS='{' '.join(DETERMINISTIC_FLAGS)}' or build the World before using JAX"

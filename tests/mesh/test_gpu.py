@@ -10,7 +10,8 @@ import pytest
 from mmjax.configurable import ConfigError
 from mmjax.mesh import gpu
 
-OFF = "--xla_gpu_enable_triton_gemm=false"
+TRITON, MERGER = "--xla_gpu_enable_triton_gemm=false", "--xla_gpu_dot_merger_threshold_mb=0"
+OFF = f"{TRITON} {MERGER}"
 FRACTION = {"XLA_CLIENT_MEM_FRACTION": "0.92"}
 
 
@@ -20,8 +21,15 @@ FRACTION = {"XLA_CLIENT_MEM_FRACTION": "0.92"}
         ({}, {"XLA_FLAGS": OFF, **FRACTION}),
         ({"XLA_FLAGS": "--xla_dump_to=/a --xla_b=1"}, {"XLA_FLAGS": f"--xla_dump_to=/a --xla_b=1 {OFF}", **FRACTION}),
         ({"XLA_FLAGS": OFF}, FRACTION),
-        ({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}, FRACTION),
-        ({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm"}, FRACTION),
+        ({"XLA_FLAGS": f"--xla_gpu_enable_triton_gemm=true {MERGER}"}, FRACTION),
+        (
+            {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm"},
+            {"XLA_FLAGS": f"--xla_gpu_enable_triton_gemm {MERGER}", **FRACTION},
+        ),
+        (
+            {"XLA_FLAGS": "--xla_gpu_dot_merger_threshold_mb=9"},
+            {"XLA_FLAGS": f"--xla_gpu_dot_merger_threshold_mb=9 {TRITON}", **FRACTION},
+        ),
         ({"XLA_CLIENT_MEM_FRACTION": ".5"}, {"XLA_FLAGS": OFF}),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, {"XLA_FLAGS": OFF}),
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {"XLA_FLAGS": OFF}),
@@ -77,7 +85,7 @@ def test_one_line_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     assert gpu.describe_planned() == f"GPUs: 92 % of the memory, XLA_FLAGS={OFF}"
-    assert gpu.describe_planned(deterministic=True).endswith("=" + " ".join(gpu.DETERMINISTIC_FLAGS))
+    assert gpu.describe_planned(deterministic=True).endswith("=" + " ".join((*gpu.DETERMINISTIC_FLAGS, MERGER)))
     assert "XLA_FLAGS" not in os.environ
 
 

@@ -229,16 +229,18 @@ def deterministic(platform):
 """
 )
 FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+MERGER = "--xla_gpu_dot_merger_threshold_mb=0"
 
 
 def test_the_settings_of_gpus_precede_the_backend_where_it_may_be_a_gpu():
     """XLA ends a process that starts with a flag that it does not know: all are known here."""
     known = "; jax.config.update('jax_platforms', 'cpu'); jax.jit(abs)(1.0)"
     refusal, flags = printed(DETERMINISTIC + f"deterministic('cuda'){known}")
-    assert refusal.startswith("World.platform='cuda': ") and flags == FLAGS
+    assert refusal.startswith("World.platform='cuda': ") and flags == f"{FLAGS} {MERGER}"
     share = "; print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
     *_, flags, fraction = printed(CREATE + "create(1, platform='cuda'); print(os.environ['XLA_FLAGS'])" + share)
-    assert (flags, fraction) == ("--xla_gpu_enable_triton_gemm=false", "0.92")
+    both = f"--xla_gpu_enable_triton_gemm=false {MERGER}"
+    assert (flags, fraction) == (both, "0.92")
     assert printed(CREATE + "create(1)" + share)[1:] == ["None"], "a CPU"
 
 
@@ -264,7 +266,7 @@ def test_a_gpu_that_was_started_without_the_flags_is_refused(monkeypatch, starte
     )
     with pytest.raises(ConfigError, match=refused):
         World.create(WorldConfig(), [Layout()], deterministic=True)
-    monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAGS} {MERGER}")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert World.create(WorldConfig(), [Layout()], deterministic=True).platform == "gpu"
     assert not caplog.records
@@ -277,8 +279,8 @@ def test_a_gpu_that_was_started_without_the_settings_is_warned_of(started_gpu, c
     World.create(WorldConfig(), [Layout()])
     assert [record.message for record in caplog.records] == [
         "JAX started the GPU before mmjax: sums of gradients take memory passes and a quarter of the memory stays "
-        "unused; start Python with XLA_FLAGS='--xla_gpu_enable_triton_gemm=false' XLA_CLIENT_MEM_FRACTION='0.92' or "
-        "build the World before using JAX"
+        "unused; start Python with XLA_FLAGS='--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0' "
+        "XLA_CLIENT_MEM_FRACTION='0.92' or build the World before using JAX"
     ]
     assert "XLA_FLAGS" not in os.environ
 

@@ -108,7 +108,8 @@ def test_on_gpus_one_line_has_their_settings(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     recipe = load_config([write_tiny(tmp_path, World_platform="cuda", Train_eval_samples=0)])
-    line = "GPUs: 92 % of the memory, XLA_FLAGS=--xla_gpu_enable_triton_gemm=true"
+    flags = "--xla_gpu_enable_triton_gemm=true --xla_gpu_dot_merger_threshold_mb=0"
+    line = f"GPUs: 92 % of the memory, XLA_FLAGS={flags}"
     assert line in dry_run(recipe).describe().splitlines()
 
 
