@@ -7,7 +7,7 @@ devices, and the parameters of one are offloaded while microbatches of another a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mmjax.pipeline.config import OffloadConfig
@@ -23,6 +23,9 @@ from mmjax.pipeline.stage_state import StageState
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import Op, Schedule
 
+Temporaries = Mapping[tuple[str, str], int]
+"""Bytes that a program needs while it runs, beside arguments and results, by kind of op and stage: ("B", "llm.0")."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
@@ -33,24 +36,27 @@ class Peak:
     bytes: int
 
 
-def fullest(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> Peak:
+def fullest(
+    placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes], temporaries: Temporaries | None = None
+) -> Peak:
     """The op during which a device holds the most bytes, with the first such rank, and these bytes.
 
     Args:
       placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
       schedule: the order of ops, as ``make_schedule`` gives it.
       shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
+      temporaries: those of compiled programs; without them F, B and W have estimates, and other ops none.
     """
     peaks = (
         Peak(rank=rank, op=op, bytes=size)
-        for op, ranks in bytes_by_op(placed, schedule, shapes)
+        for op, ranks in bytes_by_op(placed, schedule, shapes, temporaries)
         for rank, size in ranks.items()
     )
     return max(peaks, key=lambda peak: (peak.bytes, -peak.rank))
 
 
 def bytes_by_op(
-    placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
+    placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes], temporaries: Temporaries | None = None
 ) -> Iterator[tuple[Op, dict[int, int]]]:
     """Yields (op, bytes by rank) for each op of a stage, in order: the bytes during the op on each rank of its stage or
     lane.
@@ -61,9 +67,13 @@ def bytes_by_op(
       placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
       schedule: the order of ops, as ``make_schedule`` gives it.
       shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
+      temporaries: as for ``fullest``.
     """
     shapes = list(shapes)
-    flow, temporaries = largest_microbatch(placed, schedule, shapes), temporaries_by_stage(placed, schedule, shapes)
+    flow = largest_microbatch(placed, schedule, shapes)
+    if temporaries is None:
+        estimates = temporaries_by_stage(placed, schedule, shapes)
+        temporaries = {(kind, stage): size for stage, size in estimates.items() for kind in "FBW"}
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
     live = Counter(
@@ -77,7 +87,7 @@ def bytes_by_op(
         gained_state, lost_state = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
         lanes = graph.stage(op.stage).lane_names  # ops that change states span all of them
         live.update(gained + Counter(dict.fromkeys(lanes, gained_state)))
-        op_temporaries = temporaries[op.stage] if op.kind in ("F", "B", "W") else 0
+        op_temporaries = temporaries.get((op.kind, op.stage), 0)
         ranks = graph.stage(op.stage).ranks_of(op.microbatch)
         yield op, {rank: op_temporaries + sum(live[name] for name in sharing[rank]) for rank in ranks}
         live.subtract(lost + Counter(dict.fromkeys(lanes, lost_state)))
