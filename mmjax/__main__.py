@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "answers messages about images and sounds.",
     "export": "writes the parameters of a run, for Orbax or as a folder of Hugging Face.",
     "plan": "finds the best layouts of a configuration for a number of devices, simulated.",
+    "compile": "compiles the programs of a step for GPUs that are not here: memory, work and a predicted step.",
     "profile": "measures a configuration's layers, for plans.",
     "launch": "starts several processes on this host: mmjax launch -n 4 mmjax train …",
     "serve": "prepares batches on CPU hosts, for trainers with Data.servers.",

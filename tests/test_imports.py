@@ -51,7 +51,8 @@ STANDS_ON = {
     "generate": "train",
     "export": "train",
     "inspect": "eval",
-    "plan": "assembly planner",
+    "compile": "assembly planner",
+    "plan": "compile",
     "profile": "plan",
     "parity": "reference train",
     # Other commands. The first four never import JAX.

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mmjax.bench.rows import Row
+from mmjax.compile.programs import Compiled, Programs
+from mmjax.compile.rates import H100, Rates
+from mmjax.compile.roofline import Work, logit_arrays, pair_arrays
 from mmjax.config import load_config
 from mmjax.planner.accelerators import H100 as DATASHEET
-from studies.h100.compiled import Compiled, Programs
-from studies.h100.roofline import H100, Rates, Work, logit_arrays, pair_arrays
 
 GIN = "configs/llava15.gin"
 STACKED = ("Train.unroll=False", "vision/ViT.remat='none'")
@@ -81,8 +82,9 @@ CASES = (
 
 @cache
 def programs(bindings: tuple[str, ...]) -> Programs:
-    """The traced programs of ``GIN`` with other settings."""
-    return Programs(load_config([GIN], [*STACKED, *bindings]))
+    """The traced programs of ``GIN`` with other settings, one for each op also where one could be the step."""
+    recipe = load_config([GIN], [*STACKED, *bindings])
+    return Programs(replace(recipe, train=replace(recipe.train, lowering="ops")))
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def collectives(stage: Stage) -> Mapping[str, tuple[float, float]]:
     """Number and bytes of each kind of collective in forward and backward."""
     found: dict[str, tuple[float, float]] = {}
     for work in stage.both():
-        for kind, sent in work.sent.items():
+        for kind, sent in work.collectives.items():
             count, size = found.get(kind, (0.0, 0.0))
             found[kind] = count + sent.count, size + sent.bytes
     return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -17,11 +17,9 @@ from mmjax.attention.blockwise import attention
 from mmjax.attention.mask import Mask
 from mmjax.attention.reference import dense_attention
 from mmjax.attention.tokens import Tokens
-from mmjax.config import load_config
-from mmjax.configurable import ConfigError
-from studies.h100.compiled import Programs, devices
-from studies.h100.hlo import Module, Shape, shapes
-from studies.h100.roofline import Rates, Work, logit_arrays, pair_arrays, work_of
+from mmjax.compile.hlo import Module, Shape, shapes
+from mmjax.compile.rates import Rates
+from mmjax.compile.roofline import Work, logit_arrays, pair_arrays, work_of
 
 RATES = Rates(products=1e12, products32=1e12, forward=2e9, backward=1e9, memory=1e9, link=1e6, latency=0.5)
 
@@ -68,7 +66,7 @@ def test_collectives_by_kind_and_ranks() -> None:
 
     spmd = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec("tp"), out_specs=(PartitionSpec(), PartitionSpec("tp")))
     work = work_of(module(spmd, (4 * 1024,)), RATES)
-    sent = {kind: (one.count, one.bytes) for kind, one in work.sent.items()}
+    sent = {kind: (one.count, one.bytes) for kind, one in work.collectives.items()}
     assert sent == {"all-reduce": (1, 4096), "all-gather": (1, 4 * 4096), "reduce-scatter": (1, 4 * 4096)}
     moved = 4096 * 2 * 3 / 4 + 2 * 4 * 4096 * 3 / 4
     assert work.seconds["collectives"] == pytest.approx(moved / RATES.link + 3 * RATES.latency)
@@ -159,7 +157,7 @@ def test_groups_and_asynchronous_collectives() -> None:
         "  %p = f32[1024]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}",
     )
     work = work_of(Module.of(text(*lines)), RATES)
-    assert {kind: (one.count, one.bytes) for kind, one in work.sent.items()} == {
+    assert {kind: (one.count, one.bytes) for kind, one in work.collectives.items()} == {
         "all-reduce": (1, 4096),
         "collective-permute": (1, 4096),
     }
@@ -197,49 +195,50 @@ def test_types_with_indices_and_tuples() -> None:
     assert Shape("bf16", (1, 8)).bytes == 16
 
 
-@pytest.mark.long
-@pytest.mark.compiled
-@pytest.mark.parametrize(("way", "target"), [("auto", "__cudnn$fmhaSoftmax"), ("blockwise", ""), ("dense", "")])
-def test_a_configuration_compiled_for_h100s(way: str, target: str) -> None:
-    """A stage at tp 2: the way's kernels or none, arrays of all pairs in the oracle alone, reduce-scatters counted."""
-    sizes = ["llm/Decoder.layers=2", "llm/Decoder.width=256", "llm/Decoder.mlp=512", f"llm/Decoder.attention='{way}'"]
-    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=2", "vision/Layout.rank_offset=2"]
-    rows = ["Data.sequence_length=1120", "llm/Packing.buckets=()", "llm/Layout.tp=2"]
-    programs = Programs(load_config([], sizes + run + rows))
-    for name, runs in (("F llm.0", 2), ("B llm.0", 2)):
-        compiled = programs.compiled(name)
-        work = compiled.work()
-        found = {one.removesuffix("Backward"): times for one, times in work.targets.items() if "fmha" in one}
-        assert found == ({target: runs} if target else {})
-        assert bool(pair_arrays(compiled.module, 1120)) == (way == "dense")
-        assert work.sent["reduce-scatter"].count >= 2 * runs and work.total > work.hidden
-    assert 0 < programs.step(hidden=True) < programs.step()
+def product(name: str, beta: str, result: str = "f32") -> str:
+    config = (
+        f'{{"gemm_backend_config":{{"beta":{beta},"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}}}'
+    )
+    results = f"({result}[128,512]{{1,0}}, s8[4096]{{0}})"
+    return (
+        f'  %{name} = {results} custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", backend_config={config}'
+    )
 
 
-@pytest.mark.long
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("buckets", "mask"), [("()", "CAUSAL"), ("((2, 512),)", "PADDING_CAUSAL")], ids=["whole rows", "packed rows"]
-)
-def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
-    """XLA copies the index of a conditional to the host, and waits; F, B and W have none."""
-    sizes = [f"llm/Decoder.{name}" for name in ("layers=2", "width=256", "mlp=512", "remat='full'")]
-    sizes += ["vision/ViT.width=128", "vision/ViT.heads=2", "Data.sequence_length=512"]
-    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=8", "Train.schedule='zb-h1'"]
-    layouts = ["vision/Layout.rank_offset=2", "llm/Layout.pp=2"]
-    programs = Programs(load_config([], [*sizes, *run, *layouts, f"llm/Packing.buckets={buckets}"]))
-    assert {name[0] for name in programs.names} == {"F", "B", "W"}
-    for name in programs.names:
-        computations = programs.compiled(name).module.computations.values()
-        instructions = [one for computation in computations for one in computation.values()]
-        assert not any(one.branches for one in instructions), name
-        kernels = [one.text for one in instructions if "__cudnn$fmha" in one.text]
-        assert bool(kernels) == (name[0] != "W")
-        assert all(f'"mask_type": "{mask}"' in text for text in kernels if "llm" in name)
+def test_products_by_dtype_launches_and_what_adds_to_an_accumulator() -> None:
+    body = (
+        "%body (l: bf16[128,256]) -> bf16[128,512] {",
+        "  %l = bf16[128,256]{1,0} parameter(0)",
+        "  %r = bf16[256,512]{1,0} parameter(1)",
+        product("adds", "1"),
+        product("plain", "0", "bf16"),
+        "  %t = f32[128,512]{1,0} get-tuple-element(%adds), index=0",
+        "}",
+    )
+    loop = (
+        "  %y = bf16[128,256]{1,0} parameter(1)",
+        '  %w = f32[8]{0} while(%y), condition=%until, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
+    )
+    work = work_of(Module.of(text(*loop, more="\n".join(body))), RATES)
+    assert work.products == {"bf16 x bf16 -> f32": 3, "bf16 x bf16 -> bf16": 3}
+    assert (work.accumulating, work.kernels, work.launches, work.conditionals) == (3, 2, 6, 0)
 
 
-def test_without_a_compiler_for_cuda_it_says_what_to_install() -> None:
-    if find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"):
-        pytest.skip("it is here")
-    with pytest.raises(ConfigError, match=r"pip install 'jax\[cuda12\]'; no GPU is needed"):
-        devices(1)
+def test_the_host_waits_for_conditionals() -> None:
+    given = "  %q = bf16[2,64,4,16]{3,2,1,0} parameter(0)"
+    branch = ["%one (q: bf16[2,64,4,16]) -> bf16[2,64,4,16] {", given, "  %f = f32[8]{0} copy(%q)", "}"]
+    work = work_of(
+        Module.of(text("  %c = f32[8]{0} conditional(%q, %q), branch_computations={%one}", more="\n".join(branch)))
+    )
+    assert (work.conditionals, work.kernels, work.launches) == (1, 1, 1)
+
+
+def test_a_collective_between_nodes_goes_over_the_network() -> None:
+    lines = (
+        "  %x = f32[1024]{0} parameter(1)",
+        "  %near = f32[1024]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}",
+        "  %permuted = f32[1024]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}",
+    )
+    module, rates = Module.of(text(*lines)), replace(RATES, network=1e5)
+    near, far = (work_of(module, rates, ranks=ranks).seconds["collectives"] for ranks in ((0, 1, 2, 3), (7, 8, 9, 10)))
+    assert near == pytest.approx(2 * 4096 / 1e6 + 1) and far == pytest.approx(2 * 4096 / 1e5 + 1)

@@ -1,0 +1,294 @@
+"""Programs and steps of a configuration, compiled for CPUs that stand in for GPUs; the command; wrong flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mmjax.compile import __main__ as command
+from mmjax.compile import targets
+from mmjax.compile.executables import SUFFIX, Compiler
+from mmjax.compile.programs import STEP, Programs
+from mmjax.compile.report import misfit, step_figures
+from mmjax.compile.roofline import pair_arrays
+from mmjax.compile.step import Step
+from mmjax.compile.targets import TARGETS, Target, has_compiler, target
+from mmjax.config import load_config
+from mmjax.configurable import ConfigError
+from mmjax.models.flops import training_flops
+from mmjax.plan import __main__ as plan
+from mmjax.recipe import Recipe
+
+SETTINGS = (
+    *("llm/Decoder.layers=4", "llm/Decoder.width=64", "llm/Decoder.heads=2", "llm/Decoder.mlp=96"),
+    *("llm/Layout.pp=4", "vision/Layout.rank_offset=4", "vision/ViT.layers=1", "vision/ViT.width=32"),
+    *("vision/ViT.heads=2", "Train.microbatches=4", "Train.global_batch=4", "Train.steps=2", "Train.eval_samples=0"),
+    *("llm/Packing.buckets=()", "vision/Packing.buckets=1", "Train.unroll=False"),
+    *("llm/Decoder.remat='none'", "vision/ViT.remat='none'"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here(Target):
+    """CPUs in place of GPUs."""
+
+    def devices(self, count: int) -> list[Any]:
+        return jax.devices("cpu")[:count]
+
+
+HERE = Here(**vars(TARGETS["h100"]))
+
+
+def recipe_of(*settings: str) -> Recipe:
+    return load_config([], [*SETTINGS, *settings])
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(HERE)
+
+
+@pytest.fixture
+def programs(compiler: Compiler) -> Programs:
+    return Programs(recipe_of(), HERE, compiler=compiler)
+
+
+def test_equal_programs_are_compiled_once(programs: Programs) -> None:
+    distinct = programs.distinct()
+    assert programs.compiler.compiled <= len(distinct) < len(programs.names)
+    by_name = {name: compiled.names for compiled in distinct for name in compiled.names}
+    assert set(by_name) == set(programs.names)
+    assert {name.split()[0] for name in by_name} >= {"F", "B", "reduce", "update", "norm"}
+    kinds = {(use.kind, use.name, use.backward) for use in programs.uses}
+    assert {("F", "llm.1", False), ("B", "vision.0", False), ("update", "llm.3", False)} <= kinds
+
+
+def test_a_step_has_all_of_its_ops(programs: Programs) -> None:
+    """A step's seconds follow from the schedule: longer than any rank's work, shorter than all ranks' together."""
+    step = Step(programs)
+    timeline = step.timeline(HERE.rates)
+    assert timeline and 0 < timeline.bubble < 1 and step.seconds(HERE.rates) == timeline.makespan
+    assert step.seconds(HERE.fast_rates) < step.seconds(HERE.rates)
+    moves = [op for op in timeline.schedule.ops if op.kind == "move"]
+    assert moves and all(timeline.span(op)[1] > timeline.span(op)[0] for op in moves)
+    updates = [op for op in timeline.schedule.ops if op.kind == "update"]
+    assert all(timeline.span(op)[1] > timeline.span(op)[0] for op in updates)
+
+
+def test_model_flops_of_stages_are_the_models(programs: Programs) -> None:
+    """Rows of one segment and full width: the stages' FLOPs add up to those of the formula."""
+    model, shapes = programs.assembly.placed.model, next(iter(programs.assembly.shapes.values()))
+    lengths = {name: [inputs["segments"].shape[1]] * inputs["segments"].shape[0] for name, inputs in shapes.items()}
+    special = model.nodes["vision"].module.medium
+    assert special
+    lengths["vision"] = [length - special.special for length in lengths["vision"]]
+    counted = sum(
+        programs.of(use).model_flops.causal for use in programs.uses if use.kind in ("F", "B", "W") and use.signature
+    )
+    assert counted == pytest.approx(sum(training_flops(model, lengths).values()))
+    step = Step(programs)
+    assert 0 < step.flops.causal < step.flops.full
+
+
+def test_the_fullest_device_and_what_takes_most(programs: Programs) -> None:
+    figures = step_figures(programs, step := Step(programs))
+    memory = figures["memory"]
+    assert memory["fits"] and 0 < memory["bytes"] <= sum(memory["kinds"].values())
+    small = Programs(programs.recipe, replace(HERE, memory=10_000), compiler=programs.compiler)
+    fullest = Step(small).fullest
+    assert not fullest.fits and fullest.bytes == step.fullest.bytes
+    text = misfit(fullest)
+    assert f"rank {fullest.rank} holds" in text and fullest.blame.program in text and "\n" not in text
+    assert fullest.blame.kind in memory["kinds"]
+    assert max(memory["kinds"].values()) == fullest.blame.bytes
+
+
+@pytest.mark.long
+def test_a_step_of_one_program(compiler: Compiler) -> None:
+    one = ("llm/Layout.pp=1", "vision/Layout.rank_offset=0", "Train.schedule='gpipe'", "Train.lowering='single'")
+    programs = Programs(recipe_of(*one), HERE, compiler=compiler)
+    assert {use.kind for use in programs.uses} == {STEP}
+    step = Step(programs)
+    figures = step_figures(programs, step)
+    assert figures["bubble"] == 0 and figures["predicted_seconds"] > 0 and step.timeline(HERE.rates) is None
+    (compiled,) = programs.distinct()
+    assert compiled.executable.bytes == figures["memory"]["bytes"]
+    assert compiled.model_flops.causal >= step.flops.causal  # rows are padded
+
+
+def test_a_second_run_finds_the_programs(programs: Programs, tmp_path: Path) -> None:
+    use = next(use for use in programs.uses if use.kind == "reduce")
+    first = Compiler(HERE, tmp_path)
+    made = first(use.program)
+    second = Compiler(HERE, tmp_path)
+    assert second(use.program) == made and (first.compiled, second.compiled) == (1, 0)
+    (file,) = tmp_path.glob(f"*{SUFFIX}")
+    file.write_bytes(file.read_bytes()[:100])
+    third = Compiler(HERE, tmp_path)
+    assert third(use.program).text == made.text and third.compiled == 1
+    assert Compiler(replace(HERE, memory=1), tmp_path).key(use.program) != third.key(use.program)
+    assert made.arguments > 0 and made.aliased <= made.results
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(command, "target", lambda name: HERE)
+    monkeypatch.setattr(command, "require_compiler", lambda: None)
+    yield
+
+
+@pytest.mark.long
+def test_the_command_says_what_programs_need(
+    here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gin = tmp_path / "run.gin"
+    gin.write_text("\n".join(setting.replace("=", " = ", 1) for setting in SETTINGS), encoding="utf-8")
+    hlo = tmp_path / "hlo"
+    arguments = [f"--gin_file={gin}", f"--hlo={hlo}"]
+    assert command.main([*arguments, "--json"]) == 0
+    *found, step = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {"F vision.0", "B llm.0", "update llm.0"} <= {name for one in found for name in one["programs"]}
+    assert all(one["memory"]["total"] > 0 and one["launches"] > 0 for one in found)
+    assert step["program"] == "step" and step["devices"] == 5 and step["memory"]["fits"]
+    assert step["samples_per_second"] == pytest.approx(4 / step["predicted_seconds"])
+    assert 0 < step["mfu"] < step["mfu_full_attention"]
+    text = (hlo / "B_llm.0.hlo.txt").read_text()
+    assert text.startswith("HloModule") and len(list(hlo.glob("*.hlo.txt"))) == len(found)
+    monkeypatch.setattr(command, "target", lambda name: replace(HERE, memory=10_000))
+    assert command.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: rank " in out and "; most is " in out and "F llm.1" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--for=h10"], "error: --for=h10: nothing compiles for it; did you mean 'h100'?\n"),
+        (["--for=tpu"], "error: --for=tpu: nothing compiles for it; use 'h100' or 'h200' or 'a100'\n"),
+        ([], "error: --gin_file is missing: name a configuration, such as --gin_file=digits_vlm\n"),
+        (["--fr=h100"], "error: --fr=h100: no flag --fr; did you mean '--for'?\n"),
+        (["--hlo=setup.py"], "error: --hlo='setup.py': is a file; name a folder\n"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit) as end:
+        command.main(arguments)
+    assert end.value.code == 2 and capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compile_for=tpu"], "--compile_for=tpu: nothing compiles for it; use 'h100' or 'h200' or 'a100'"),
+        (
+            ["--compile_for=a100"],
+            "--compile_for=a100: the devices are h100; write --accelerator=a100",
+        ),
+        (["--compile_for=h100"], "jax has no compiler for CUDA here: pip install 'jax[cuda12]'; no GPU is needed"),
+    ],
+)
+def test_plans_are_compiled_for_the_devices_that_they_are_for(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "has_compiler", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        plan.main(["--gin_file=digits_vlm", "--devices=4", *arguments])
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_without_a_compiler_for_cuda_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "has_compiler", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--gin_file=digits_vlm"])
+    assert end.value.code == 2
+    assert "pip install 'jax[cuda12]'; no GPU is needed" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"jax has no compiler for CUDA here"):
+        target("H100").devices(1)
+
+
+# ---- for GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize(("way", "kernel"), [("auto", "__cudnn$fmhaSoftmax"), ("blockwise", ""), ("dense", "")])
+def test_a_configuration_compiled_for_h100s(way: str, kernel: str) -> None:
+    """A stage at tp 2: the way's kernels or none, arrays of all pairs in the oracle alone, reduce-scatters counted."""
+    sizes = ["llm/Decoder.layers=2", "llm/Decoder.width=256", "llm/Decoder.mlp=512", f"llm/Decoder.attention='{way}'"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=2", "vision/Layout.rank_offset=2"]
+    rows = ["Data.sequence_length=1120", "llm/Packing.buckets=()", "llm/Layout.tp=2", "llm/Decoder.remat='none'"]
+    programs = Programs(load_config([], [*sizes, *run, *rows, "Train.unroll=False"]))
+    for name, runs in (("F llm.0", 2), ("B llm.0", 2)):
+        compiled = programs.compiled(name)
+        work = compiled.work()
+        found = {one.removesuffix("Backward"): times for one, times in work.targets.items() if "fmha" in one}
+        assert found == ({kernel: runs} if kernel else {})
+        assert bool(pair_arrays(compiled.module, 1120)) == (way == "dense")
+        assert work.collectives["reduce-scatter"].count >= 2 * runs and work.total > work.hidden
+    step = Step(programs)
+    assert 0 < step.seconds(programs.target.rates, hidden=True) < step.seconds(programs.target.rates)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("buckets", "mask"), [("()", "CAUSAL"), ("((2, 512),)", "PADDING_CAUSAL")], ids=["whole rows", "packed rows"]
+)
+def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
+    """XLA copies the index of a conditional to the host, and waits; F, B and W have none."""
+    sizes = [f"llm/Decoder.{name}" for name in ("layers=2", "width=256", "mlp=512", "remat='full'")]
+    sizes += ["vision/ViT.width=128", "vision/ViT.heads=2", "Data.sequence_length=512"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=8", "Train.schedule='zb-h1'"]
+    layouts = ["vision/Layout.rank_offset=2", "llm/Layout.pp=2"]
+    programs = Programs(load_config([], [*sizes, *run, *layouts, f"llm/Packing.buckets={buckets}"]))
+    names = [name for name in programs.names if name[0] in "FBW"]
+    assert {name[0] for name in names} == set("FBW")
+    for name in names:
+        compiled = programs.compiled(name)
+        assert not compiled.work().conditionals, name
+        kernels = [one.text for one in compiled.module.instructions.values() if "__cudnn$fmha" in one.text]
+        assert bool(kernels) == (name[0] != "W")
+        assert all(f'"mask_type": "{mask}"' in text for text in kernels if "llm" in name)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_a_step_that_does_not_fit_names_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Embedding and head of 16 GiB in fp32, with moments, sums and copies: more than an H100 has."""
+    sizes = [f"--gin.llm/Decoder.{name}" for name in ("layers=1", "width=8192", "mlp=64", "heads=64", "vocab=262144")]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=2", "vision/Layout.rank_offset=1"]
+    arguments = ["--gin_file=digits_vlm", *sizes, *(f"--gin.{setting}" for setting in run), "--gin.llm/Layout.tp=1"]
+    rows = ["--gin.llm/Packing.buckets=()", "--gin.llm/Layout.pp=1", f"--cache={tmp_path}", "--for=H100"]
+    assert command.main([*arguments, *rows]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: rank 0 holds " in out and "most is optimizer of" in out and "['master']['llm']" in out
+    assert "at faster rates" in out and "add to an accumulator" in out and "mmjax/models/" in out
+    assert list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+@pytest.mark.compiled
+@pytest.mark.long
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_is_understood(name: str) -> None:
+    """XLA reads the description, and compiles a product."""
+    chosen = target(name)
+    (device,) = chosen.devices(1)
+    assert has_compiler() and device.device_kind == chosen.device_kind and device.platform == "gpu"
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    array = jax.ShapeDtypeStruct((256, 256), jax.numpy.bfloat16, sharding=sharding)
+    text = jax.jit(lambda x: x @ x).lower(array).compile().as_text()
+    assert text and "HloModule" in text
