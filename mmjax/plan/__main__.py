@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
+    from mmjax.compile.targets import Target
     from mmjax.data.source import Source
     from mmjax.planner.choose import PlanChoice
     from mmjax.recipe import Recipe
@@ -43,6 +44,11 @@ FLAGS = (
     Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
     Flag(name="slurm", doc="with --out: a Slurm batch file, such as plan.sh, that trains the plan."),
     Flag(name="jobset", doc="with --out: a Kubernetes JobSet, such as plan.yaml, that trains the plan."),
+    Flag(
+        name="compile_for",
+        doc="compiles the three best plans for GPUs that are not here, h100, h200 or a100; says whether they fit by the"
+        " compiler.",
+    ),
     Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(
         name="problem",
@@ -85,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem:
             _require_only(flags, "problem", ("problem", "strategy", "bound", "json"))
         elif flags.gin_files or flags.bindings:
-            _require_only(flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "json"))
+            _require_only(
+                flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "compile_for", "json")
+            )
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
         read_strategy(flags)
@@ -121,6 +129,7 @@ def _plan_config(flags: Flags) -> int:
     from mmjax.planner.profile_file import read_profile
 
     kinds, strategy = read_devices(flags), read_strategy(flags)
+    target = read_target(flags, kinds)
     _check_files(flags)
     recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), recipe) if flags.values["profile"] else None
@@ -129,6 +138,8 @@ def _plan_config(flags: Flags) -> int:
         from mmjax.assembly.samples import open_source
         from mmjax.plan import planned
         from mmjax.plan.choice import choose_plan
+        from mmjax.plan.compiled import compile_plans
+        from mmjax.plan.compiled import lines as compiled_lines
     source = open_source(recipe, split="train")
     recipe = with_steps(recipe, source)
     if sys.stderr.isatty():
@@ -136,11 +147,37 @@ def _plan_config(flags: Flags) -> int:
     lines = list[str]()
     choice = choose_plan(recipe, source, kinds, strategy=strategy, profile=profile, say=lines.append)
     written = list(_written(flags, choice, recipe, source))
+    plans = compile_plans(recipe, source, choice, target) if target else []
     if flags.values["json"]:
-        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice)}))
+        compiled = {"compiled": [plan.as_json() for plan in plans]} if target else {}
+        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice), **compiled}))
     else:
-        print("\n".join([*lines, *planned.table(choice), *written]))
+        print("\n".join([*lines, *planned.table(choice), *compiled_lines(plans), *written]))
     return 0
+
+
+def read_target(flags: Flags, kinds: Mapping[str, int]) -> Target | None:
+    """The GPU of --compile_for; None without the flag.
+
+    Args:
+      flags: the parsed command line, as `parse_flags(argv, FLAGS, USAGE, gin=True)` gives it.
+      kinds: the devices, as `read_devices(flags)` gives them.
+
+    Raises:
+      ConfigError: nothing compiles for it, the devices are others, or JAX has no CUDA compiler here.
+    """
+    from mmjax.compile.targets import require_compiler, target
+
+    name = str(flags.values["compile_for"])
+    if not name:
+        return None
+    chosen = target(name, "compile_for")
+    if list(kinds) != [chosen.name]:
+        raise ConfigError(
+            f"--compile_for={name}: the devices are {', '.join(kinds)}; write --accelerator={chosen.name}"
+        )
+    require_compiler()
+    return chosen
 
 
 def read_devices(flags: Flags) -> dict[str, int]:
