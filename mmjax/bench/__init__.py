@@ -136,6 +136,18 @@ BENCHES = {
         where="benchmarks.plan:bench_plan",
         doc="Planning MLLM-72B on 112 to 10,000 devices, and small problems: time and optimality.",
     ),
+    "peer": Bench(
+        where="benchmarks.peer.command:bench_peer",
+        doc="A training step beside PyTorch's and transformers', eager and compiled: the same weights, dialogues and "
+        "losses, and where the time goes.",
+        flags=(
+            Flag(name="small", doc="shapes for a CPU: tries the path, measures nothing.", default=False),
+            Flag(name="dtype", doc="of the computation, float32 or bfloat16.", default="float32"),
+            Flag(name="threads", doc="cores of each process.", default=2),
+            Flag(name="python", doc="a Python with torch and transformers; this one unless given."),
+        ),
+        on_request=True,
+    ),
     "gpu": Bench(
         where="mmjax.bench.gpu.command:bench_gpu",
         doc="What one GPU says, in under nine minutes: parity, a step of real shapes, attention, PyTorch beside it.",

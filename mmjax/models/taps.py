@@ -199,7 +199,9 @@ def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> lis
 
 def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
     if not sp:
-        return [_product(x, w) for w in weights]
+        # Of several dimensions of tokens, XLA for CPUs transposes the output's gradient, and what makes it, in memory.
+        results = [_product(x.reshape(-1, x.shape[-1]), w) for w in weights]
+        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
     arrays = [w.weight if isinstance(w, Tapped) else w for w in weights]
     if not any(isinstance(w, Handle) for w in arrays):
         return _sp_products(sp, x, arrays)

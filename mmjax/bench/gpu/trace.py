@@ -52,7 +52,7 @@ def kernels_of(events: Iterable[Mapping[str, Any]], hlo: str) -> dict[str, Any]:
     origin = origins(hlo)
     by_kernel = {name.replace(".", "_").replace("-", "_"): name for name in origin}  # as XLA names its own kernels
     total, tables = 0.0, {name: defaultdict[str, float](float) for name in ("by_kernel", "by_place", "by_op")}
-    for event in _on_device(list(events)):
+    for event in on_device(list(events)):
         seconds, arguments = event.get("dur", 0.0) / 1e6, event.get("args", {})
         instruction = str(arguments.get("hlo_op") or by_kernel.get(str(event["name"]), ""))
         source = origin.get(instruction, {})
@@ -68,7 +68,7 @@ def most(seconds: Mapping[str, float], count: int | None = None) -> dict[str, fl
     return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
 
-def _on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def on_device(events: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Events of kernels, without loops and calls, whose events contain those of the kernels inside."""
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and e.get("ph") == "M"}
     lines = {
