@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
-from jax._src.lib import xla_client
+from jaxlib import xla_client
 from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
 
@@ -135,6 +135,7 @@ def copies_on(arrays: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.A
 
 def shards_by_device(array: jax.Array) -> dict[Any, jax.Array]:
     """This process's shards of an array, as separate arrays, by device; {} if it has none."""
+    assert isinstance(array, ArrayImpl)
     return dict(zip(local_devices(array.sharding), array._arrays, strict=True))
 
 
@@ -152,7 +153,8 @@ def array_of_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, shards: S
       shape, dtype, sharding: global shape, dtype and sharding of the array.
       shards: the shard of each of the ``local_devices`` of the sharding.
     """
-    return ArrayImpl(_aval(shape, dtype), sharding, shards, committed=True, _skip_checks=True)
+    arrays: Any = shards
+    return ArrayImpl(_aval(shape, dtype), sharding, arrays, committed=True, _skip_checks=True)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from benchmarks.peer.protocol import Settings, serve
-from mmjax.assembly.batches import signed
 from mmjax.bench.gpu.trace import most, on_device, traced_events
 from mmjax.config import load_config
 from mmjax.data.types import Sample
@@ -71,7 +70,8 @@ def _batches(trainer: Trainer, values: Mapping[str, np.ndarray]) -> Iterator[tup
         for rows in values["tokens"]:
             tokens = np.where(rows == image, placeholder, rows).astype(np.int32)
             samples = [_sample(*row, learned, placeholder) for row in zip(tokens, values["images"], strict=True)]
-            yield signed(packer.microbatch(samples, len(rows))), float(len(rows) * learned.sum())
+            (microbatch,) = trainer.parts.runs.signed([packer.microbatch(samples, len(rows))])
+            yield microbatch, float(len(rows) * learned.sum())
 
 
 def _sample(tokens: np.ndarray, image: np.ndarray, learned: np.ndarray, placeholder: int) -> Sample:
