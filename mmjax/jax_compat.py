@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
-from jaxlib import xla_client
 from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
+from jaxlib import xla_client
 
 
 def backends_are_initialized() -> bool:
