@@ -5,9 +5,7 @@ Everything here has a test in ``tests/test_jax_compat.py`` that fails when JAX c
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -216,36 +214,6 @@ def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> j
     Must be called inside ``shard_map``. Each shard's size in this dimension is multiplied by the number of ranks.
     """
     return lax.all_gather(x, tuple(axes), axis=dimension, tiled=True, to="invarying")
-
-
-def replica_groups(line: str) -> list[list[int]]:
-    """The device groups of a collective in a line of compiled HLO, as flat indices into the program's mesh.
-
-    XLA prints them in three notations: ``{{0,1},{2,3}}``; ``[2,2]<=[2,2]T(1,0)``, an iota of that shape, transposed and
-    cut into rows; and, from jax 0.11 on, ``mesh['dp'=2,'tp'=2] {'tp'}``, the axes that a group spans.
-
-    Raises:
-      ValueError: the line has no groups in one of these notations.
-    """
-    if listed := re.search(r"replica_groups=\{\{([\d,{}]*)\}\}", line):
-        return [_numbers(group) for group in listed[1].split("},{")]
-    if counted := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, order = (_numbers(text or "") for text in counted.groups())
-        numbers = np.arange(math.prod(dims)).reshape(dims)
-        return numbers.transpose(order or None).reshape(shape).tolist()
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        along = re.findall(r"'(\w+)'(?=,|$)", named[2])
-        if set(along) <= set(sizes) and len(along) == len(named[2].split(",")):
-            axes, places = list(sizes), np.arange(math.prod(map(int, sizes.values())))
-            order = [*(i for i, axis in enumerate(axes) if axis not in along), *(axes.index(axis) for axis in along)]
-            rows = places.reshape([*map(int, sizes.values())]).transpose(order)
-            return rows.reshape(-1, math.prod(int(sizes[axis]) for axis in along)).tolist()
-    raise ValueError(f"no groups of devices in {line.strip()!r}")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def vjp_residuals(vjp: Callable[..., Any]) -> tuple[list[Any], Any]:

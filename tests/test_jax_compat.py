@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_mesh import ROWS, WHOLE, small_mesh, spmd
 
 from mmjax import jax_compat
+from mmjax.compile.hlo import replica_groups
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +118,13 @@ def test_all_gather_invariant(mesh, dimension):
 )
 def test_replica_groups(text, groups):
     line = f"  %x = f32[8]{{0}} all-gather(%p), channel_id=1, replica_groups={text}, dimensions={{0}}"
-    assert jax_compat.replica_groups(line) == groups
+    assert replica_groups(line) == groups
 
 
 @pytest.mark.parametrize("text", ["{}", "mesh['a'=4] {'a':(1)2}", "mesh['a'=4] {'c'}", "<@mesh>"])
 def test_replica_groups_of_other_notations_are_no_guess(text):
     with pytest.raises(ValueError, match="no groups of devices in"):
-        jax_compat.replica_groups(f"all-reduce(%p), replica_groups={text}, to_apply=%add")
+        replica_groups(f"all-reduce(%p), replica_groups={text}, to_apply=%add")
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
@@ -131,7 +132,7 @@ def test_replica_groups_of_this_jaxlib(mesh, axis):
     whole = spmd(mesh, PartitionSpec(axis), WHOLE)(lambda x: lax.psum(x, axis))
     hlo = jax.jit(whole).lower(jnp.zeros(2)).compile().as_text()
     (line,) = [line for line in (hlo or "").splitlines() if "replica_groups=" in line]
-    assert jax_compat.replica_groups(line) == ([[0, 2], [1, 3]] if axis == "dp" else [[0, 1], [2, 3]])
+    assert replica_groups(line) == ([[0, 2], [1, 3]] if axis == "dp" else [[0, 1], [2, 3]])
 
 
 def test_varying_axes_where_a_type_has_them_itself(monkeypatch):

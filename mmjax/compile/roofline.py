@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mmjax import jax_compat
-from mmjax.compile.hlo import Computation, Instruction, Module, Shape
+from mmjax.compile.hlo import Computation, Instruction, Module, Shape, replica_groups
 from mmjax.compile.rates import H100, Rates
 
 _FREE = frozenset(
@@ -324,7 +323,7 @@ def _group(text: str, ranks: Sequence[int]) -> Sequence[int]:
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
         group = [int(place) for place in pairs.groups()]
     elif re.search(r"replica_groups=(?!\{\})", text):
-        group = jax_compat.replica_groups(text)[0]
+        group = replica_groups(text)[0]
     else:  # none are printed where all devices are one
         return ranks[:1] or (0,)
     return [ranks[place] for place in group] if ranks else group

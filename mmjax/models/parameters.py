@@ -220,11 +220,16 @@ class ModuleSlice:
         stacked = padded if layers is None else (len(layers), *padded)
         return Leaf(self.module, path, layers, shape, stacked, dims, kv_heads=declaration.kv_heads)
 
-    def initialise(self, key: jax.Array) -> Tree:
+    def initialise(self, key: jax.Array, *, stack: bool = False) -> Tree:
         """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices, in the structure of
         ``leaves``.
 
         Traceable: under ``jit`` with output shardings no device holds more than its shard.
+
+        Args:
+          key: a ``jax.random.key``.
+          stack: whether equal layers are created as one stack and then taken apart, if they are not stacked. A GPU's
+            compiler takes seconds for kernels of random numbers, and makes some for each layer otherwise.
         """
         key = jax.random.fold_in(key, zlib.crc32(self.module.encode()) & 0x7FFFFFFF)
         tree: dict[str, Any] = {}
@@ -232,19 +237,29 @@ class ModuleSlice:
             seed = zlib.crc32((part.name or UNNAMED).encode()) & 0x7FFFFFFF
             values = _params_of(part.create(nnx.Rngs(jax.random.fold_in(key, seed))))
             tree.update({part.name: values} if part.name else values)
+        if stack:
+            tree |= self._taken_from_stacks(key)
+        for run in () if stack else self.runs:
+            keys = [jax.random.fold_in(key, index) for index in run.layers]
+            create_layer = partial(_create_params, run.create)
+            tree[run.name] = jax.vmap(create_layer)(jnp.stack(keys)) if run.stacked else create_layer(*keys)
+        return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
+
+    def _taken_from_stacks(self, key: jax.Array) -> dict[str, Tree]:
+        """The parameters of the layers by name of their run; equal layers are created together."""
+        tree: dict[str, Tree] = {}
         for create, group in groupby(self.runs, key=attrgetter("create")):
             runs = tuple(group)
             layers = [index for run in runs for index in run.layers]
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.array(layers))
-            # Layers that are not stacked are created as a stack too, and a barrier stands before its slices: a GPU's
-            # compiler takes seconds for kernels of random numbers, and would make some for each layer.
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.array(layers))  # in turn they make one large kernel
             stack = jax.vmap(partial(_create_params, create))(keys)
-            stack = stack if len(runs) == 1 else jax.tree.map(lax.optimization_barrier, stack)
+            # Without the barrier each slice would compute the numbers of its layer.
+            stack = jax.tree.map(lax.optimization_barrier, stack)
             for run in runs:
                 first = layers.index(run.layers[0])
                 place = slice(first, first + len(run.layers)) if run.stacked else first
                 tree[run.name] = jax.tree.map(itemgetter(place), stack)
-        return jax.tree.map(lambda leaf, value: _pad_to(value, leaf.shape), self.leaves(), tree)
+        return tree
 
 
 def head_of_rank(dimension: int, heads: int, stored: jax.Array) -> jax.Array:

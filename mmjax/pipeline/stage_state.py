@@ -225,7 +225,9 @@ class StageState(StateShapes):
         if len(masters) < len(self.owned):
             if key is None:
                 raise KeyError(f"no parameters of {', '.join(sorted(self.owned.keys() - masters))}, and no key")
-            fresh = {part.module: part.initialise(key) for part in self.model.slices if part.module not in masters}
+            stack = self.submesh.mesh.devices.flat[0].platform != "cpu"
+            slices = [part for part in self.model.slices if part.module not in masters]
+            fresh = {part.module: part.initialise(key, stack=stack) for part in slices}
             fresh = self._without_borrowed(fresh)
             masters |= {m: jax.tree.map(self._padded, self.owned[m], fresh[m]) for m in fresh}
         opts, updates = {}, jnp.asarray(count, jnp.int32)

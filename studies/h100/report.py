@@ -13,6 +13,7 @@ from mmjax.bench.rows import Row
 from mmjax.compile.programs import Compiled, Programs
 from mmjax.compile.rates import H100, Rates
 from mmjax.compile.roofline import Work, logit_arrays, pair_arrays
+from mmjax.compile.targets import TARGETS
 from mmjax.config import load_config
 from mmjax.planner.accelerators import H100 as DATASHEET
 
@@ -77,6 +78,31 @@ CASES = (
         _tensor_parallel("llama3-70b", 4, 8, 8064),
         *(8064, 128256 // 8, "llm.1", "llm.2"),
     ),
+)
+
+
+SETTINGS = {
+    "stacked, all recomputed": ("Train.unroll=False", "llm/Decoder.remat='full'"),
+    "stacked, products kept": ("Train.unroll=False", "llm/Decoder.remat='dots'"),
+    "unrolled, all recomputed": ("Train.unroll=True", "llm/Decoder.remat='full'"),
+    "unrolled, products kept": ("Train.unroll=True", "llm/Decoder.remat='dots'"),
+}
+"""How layers run and what is kept of them, by name; the last is what a run on GPUs chooses where it fits."""
+SETTING_CASES = (
+    CASES[0],
+    replace(
+        CASES[0],
+        name="Vicuna-7B, tp 1, four rows of 2,048 tokens",
+        bindings=(*CASES[0].bindings, "Train.global_batch=64", "Train.microbatches=16"),
+        rows=4,
+    ),
+    replace(
+        CASES[0],
+        name="Vicuna-7B, tp 1, 8,192 tokens",
+        bindings=("Data.sequence_length=8192", "llm/Packing.buckets=()"),
+        tokens=8192,
+    ),
+    CASES[1],
 )
 
 
@@ -196,7 +222,25 @@ def row_of(case: str, value: float, unit: str) -> Row:
 
 def tables() -> dict[str, str]:
     """The tables of docs/h100.md."""
-    return {case.name: _ways_table(case) for case in CASES} | {"StepCCL": _stepccl_table()}
+    ways = {case.name: _ways_table(case) for case in CASES}
+    return {"Settings": _settings_table(), **ways, "StepCCL": _stepccl_table()}
+
+
+def _settings_table() -> str:
+    """F and B by ``SETTINGS`` with cuDNN, at both sets of rates."""
+    lines = ["| | stage | layers | F + B, ms | MFU | at faster rates | collectives hidden | temporaries of B |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for case in SETTING_CASES:
+        for name, words in ((case.inner, "inner"), (case.last, "with head")):
+            for setting, bindings in SETTINGS.items():
+                stage = Stage.with_settings((*case.bindings, "llm/Decoder.attention='cudnn'", *bindings), name)
+                ideal, (added, beside) = stage.model_flops() / DATASHEET.flops, stage.seconds
+                faster = sum(work.ordered for work in stage.both(TARGETS["h100"].fast_rates))
+                values = [f"{added * 1e3:.1f}", *(f"{ideal / seconds:.1%}" for seconds in (added, faster, beside))]
+                held = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
+                lines.append("| " + " | ".join([case.name, words, setting, *values, held]) + " |")
+        programs.cache_clear()
+    return "\n".join(lines)
 
 
 def _ways_table(case: Case) -> str:

@@ -16,8 +16,8 @@ import parity
 import pytest
 import toy
 
-from mmjax import jax_compat
 from mmjax.checkpoint import CheckpointConfig, Checkpointer
+from mmjax.compile.hlo import replica_groups
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spmd import Program
 from mmjax.models.graph import multimodal
@@ -85,7 +85,7 @@ def collectives(program: Program) -> set[tuple[str, str]]:
     found = set()
     for line in program.compiled.as_text().splitlines():
         if match := re.search(r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", line):
-            groups = jax_compat.replica_groups(line)
+            groups = replica_groups(line)
             found.add((match[1], " ".join(",".join(map(str, group)) for group in groups)))
     return found
 
