@@ -106,7 +106,7 @@ class OptimizerConfig:
 
 
 def fit_warmup(warmup: int, steps: int, planned_steps: int) -> int:
-    """The warm-up of a run of ``steps`` steps, from that of a run of ``planned_steps``.
+    """The warm-up for ``steps`` steps, shortened from a warm-up that was meant for ``planned_steps``.
 
     It stays if it is below ``steps``; else it is the same share of them, or a tenth where it filled ``planned_steps``:
     50 of 800 becomes 1 of 20 steps.

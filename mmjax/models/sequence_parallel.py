@@ -124,7 +124,7 @@ def sp_scatter(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Arra
 
 
 def _halved_axis(x: Array, ranks: int) -> int | None:
-    """The dimension of ``x`` of which halves are exchanged one after the other: its rows, else its tokens.
+    """The dimension along which ``x`` is cut into two halves: 0 (rows) if possible, else 1 (tokens).
 
     ``None`` where neither can be halved, and for few tokens; ``ranks`` is the number of ranks whose tokens ``x`` has.
     """
