@@ -106,21 +106,24 @@ def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxpr, selected)[1])
 
 
-def named_reads(fn: Callable[..., Any], avals: Sequence[Any], names: Collection[str]) -> list[tuple[int, int]]:
-    """For each leaf of ``avals``, the number of its reads under a ``checkpoint_name`` of ``names``, and of other reads.
+def named_reads(
+    fn: Callable[..., Any], avals: Sequence[Any], names: Collection[str]
+) -> dict[str, list[tuple[int, int]]]:
+    """By name, for each leaf of ``avals``, the number of its reads under ``checkpoint_name`` with it, and of others.
 
     ``avals`` are the positional arguments of ``fn``, as trees of arrays or ``ShapeDtypeStruct``. A leaf that is a
     result of ``fn`` has another read for that. Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a
     scan, a scanned input counts as one read, and a constant as one read per iteration. A transpose or a change of
     varying axes is no read, but reads of its result are.
     """
-    return _reads(jax.make_jaxpr(fn)(*avals).jaxpr, names)
+    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
+    return {name: _reads(jaxpr, name) for name in names}
 
 
 _ALIASES = frozenset({"pvary", "pcast", "transpose"})
 
 
-def _reads(jaxpr: Any, names: Collection[str]) -> list[tuple[int, int]]:
+def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
     reads: dict[Any, tuple[int, int]] = {}
 
     def add(v: Any, named: int, unnamed: int) -> None:
@@ -132,14 +135,14 @@ def _reads(jaxpr: Any, names: Collection[str]) -> list[tuple[int, int]]:
         add(v, 0, 1)
     for eqn in reversed(jaxpr.eqns):
         primitive, counts = eqn.primitive.name, [(0, 1)] * len(eqn.invars)
-        if primitive == "name" and eqn.params["name"] in names:
+        if primitive == "name" and eqn.params["name"] == name:
             counts = [(1, 0)]
         elif primitive in _ALIASES:
             counts = [reads.get(v, (0, 0)) for v in eqn.outvars]
         elif not primitive.startswith("custom_"):
             bodies = list(_inner(eqn))
             if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
-                counts = _reads(bodies.pop(), names)
+                counts = _reads(bodies.pop(), name)
                 if primitive == "scan":
                     constants, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
                     counts[:constants] = [(named * turns, unnamed * turns) for named, unnamed in counts[:constants]]

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests that are marked `gpu` are skipped without one, and `compiled` ones without a compiler for CUDA."""
-    if item.get_closest_marker("compiled") and not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
+    from mmjax.compile.targets import has_compiler
+
+    if item.get_closest_marker("compiled") and not has_compiler():
         pytest.skip("jax has no compiler for CUDA here")
     if item.get_closest_marker("gpu"):
         import jax

@@ -114,7 +114,7 @@ def test_named_reads(mesh):
     square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     stacked = {"layers": jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)}
     p = dict.fromkeys(("both", "other", "turned", "twice", "unread"), square) | stacked
-    reads = jaxprs.named_reads(fn, (p, jax.ShapeDtypeStruct((4, 2), jnp.float32)), ("w",))
+    reads = jaxprs.named_reads(fn, (p, jax.ShapeDtypeStruct((4, 2), jnp.float32)), ("w",))["w"]
     found = dict(zip(sorted(p), reads, strict=False))
     want = {"both": (1, 1), "layers": (1, 0), "other": (0, 1), "turned": (1, 0), "twice": (2, 0), "unread": (0, 0)}
     assert found == want
@@ -134,8 +134,8 @@ def test_named_reads_of_results_aliases_and_several_readers(mesh):
 
     square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     p = dict.fromkeys(("result", "turned", "twice", "unread"), square)
-    assert jaxprs.named_reads(fn, (p,), ("w",)) == [(0, 1), (0, 2), (0, 2), (0, 0)]
-    assert jaxprs.named_reads(cast, (square, square), ("w",)) == [(1, 0), (0, 1)]
+    assert jaxprs.named_reads(fn, (p,), ("w",))["w"] == [(0, 1), (0, 2), (0, 2), (0, 0)]
+    assert jaxprs.named_reads(cast, (square, square), ("w",))["w"] == [(1, 0), (0, 1)]
 
 
 def test_named_reads_of_what_a_loop_uses_in_every_turn():
@@ -151,7 +151,7 @@ def test_named_reads_of_what_a_loop_uses_in_every_turn():
     square = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     p = dict.fromkeys(("behind", "constant", "plain"), square)
     p |= {"once": jax.ShapeDtypeStruct((1, 2, 2), jnp.float32), "rows": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
-    reads = jaxprs.named_reads(fn, (p, jax.ShapeDtypeStruct((2,), jnp.float32)), ("w",))
+    reads = jaxprs.named_reads(fn, (p, jax.ShapeDtypeStruct((2,), jnp.float32)), ("w",))["w"]
     found = dict(zip(sorted(p), reads, strict=False))
     assert found == {"behind": (1, 0), "constant": (6, 0), "plain": (0, 3), "once": (0, 3), "rows": (0, 2)}
 
@@ -161,7 +161,7 @@ def test_named_reads_of_literals_and_of_functions_with_their_own_derivative():
     own = jax.custom_jvp(lambda w: checkpoint_name(w, "w") * 2.0)
     own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
     avals = (jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert jaxprs.named_reads(lambda v, w: 3.0 * own(w) + v * v, avals, ("w",)) == [(0, 2), (0, 1)]
+    assert jaxprs.named_reads(lambda v, w: 3.0 * own(w) + v * v, avals, ("w",))["w"] == [(0, 2), (0, 1)]
 
 
 def test_temporary_bytes():

@@ -113,7 +113,7 @@ class Compiler:
 
     def __call__(self, program: Program) -> Executable:
         """The executable of a program, compiled at the first call."""
-        return self.all([program])[0]
+        return self._made.get(self.key(program)) or self.all([program])[0]
 
     def all(self, programs: Sequence[Program], report: Report | None = None, workers: int = 0) -> list[Executable]:
         """The executable of each program; they are traced one after another and compiled in parallel.

@@ -83,7 +83,7 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """Of a loop, how often its body runs; ``None`` where that is data."""
+        """The number of times that a loop's body runs; ``None`` where that is data."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.text)
         return int(match.group(1)) if match else None
 

@@ -48,8 +48,9 @@ def step_flops(recipe: Recipe, model: MultimodalModel, metas: Sequence[SampleMet
       metas: the samples of the step.
     """
     lengths = lengths_of(metas, [name for name in recipe.model if name != LLM])
-    frozen = frozen_modules(recipe, model)
-    causal, full = (flops.training_flops(model, lengths, frozen, pairs) for pairs in (None, _all(model, lengths)))
+    causal, full = (
+        flops.training_flops(model, lengths, recipe.model.frozen, pairs) for pairs in (None, _all(model, lengths))
+    )
     return ModelFlops(sum(causal.values()), sum(full.values()))
 
 
@@ -69,7 +70,7 @@ def stage_flops(recipe: Recipe, model: MultimodalModel, stage: Stage, inputs: In
     rows, width = inputs[module]["segments"].shape
     lengths = {module: [width - (node.medium.special if node.medium else 0)] * rows}
     causal, full = (flops.forward_flops(model, lengths, pairs) for pairs in (None, _all(model, lengths)))
-    factors = flops.training_factors(model, frozen_modules(recipe, model))
+    factors = flops.training_factors(model, recipe.model.frozen)
     result = dict.fromkeys("FBW", ModelFlops())
     for part in stage.model.slices:
         layers = sum(len(run.layers) for run in part.runs) / part.depth if part.depth else 1.0
@@ -82,11 +83,6 @@ def stage_flops(recipe: Recipe, model: MultimodalModel, stage: Stage, inputs: In
             result[letter] += forward.times(factor)
     devices = len(stage.submesh.ranks) // stage.submesh.layout.copies
     return {letter: counted.times(1 / devices) for letter, counted in result.items()}
-
-
-def frozen_modules(recipe: Recipe, model: MultimodalModel) -> set[str]:
-    """Names of the modules, projectors and adapters that do not train."""
-    return {module for module in model.modules if recipe.model.optimizers[module].frozen}
 
 
 def _all(model: MultimodalModel, lengths: Mapping[str, Sequence[int]]) -> dict[str, flops.Pairs]:

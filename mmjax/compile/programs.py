@@ -173,6 +173,10 @@ class Programs:
                 return self.of(use)
         raise KeyError(f"program {name!r}: there is none; use one of {', '.join(self.names)}")
 
+    def executable(self, use: Use) -> Executable:
+        """The executable of a use's program, compiled at the first call."""
+        return self.compiler(use.program)
+
     def of(self, use: Use) -> Compiled:
         """The program of a use; equal ones are compiled once."""
         return self._compiled([use])

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from mmjax.assembly.samples import open_source
+from mmjax.compile.buffers import KINDS as BUFFER_KINDS
 from mmjax.compile.buffers import Buffer
 from mmjax.compile.model_flops import ModelFlops, step_flops
 from mmjax.compile.programs import STEP, Programs, Use
@@ -198,7 +199,7 @@ class Step:
         temporaries: dict[tuple[str, str], int] = defaultdict(int)
         for use in self.programs.uses:
             key = use.kind, use.name
-            temporaries[key] = max(temporaries[key], self.programs.of(use).temporary_bytes)
+            temporaries[key] = max(temporaries[key], self.programs.executable(use).temporaries)
         placed, schedule, shapes = self._parts.placed, self._parts.schedule, list(self._parts.shapes.values())
         peak = fullest(placed, schedule, shapes, temporaries)
         kinds = Counter[str]()
@@ -218,7 +219,7 @@ class Step:
         buffers_by_program: list[tuple[str, Buffer]] = []
         for use in self.programs.uses:
             if use.kind == letter and use.name in stages and rank in stages[use.name].submesh.ranks:
-                buffers = self.programs.of(use).executable.buffers
+                buffers = self.programs.executable(use).buffers
                 buffers_by_program += [(use.program.name, buffer) for buffer in buffers if buffer.kind == role]
         program, buffer = max(
             buffers_by_program, key=lambda pair: pair[1].bytes, default=(f"{letter} on rank {rank}", None)
@@ -226,21 +227,18 @@ class Step:
         return Blame(kind=kind, bytes=counted[kind], program=program, buffer=buffer)
 
     def _one_program(self, limit: int) -> Fullest:
-        """Of a step that is one program: all devices hold the same."""
-        compiled = max(
-            (self.programs.of(use) for use in self.programs.uses), key=lambda compiled: compiled.executable.bytes
-        )
-        executable = compiled.executable
+        """The fullest device of a step in one program; all its devices hold equally much."""
+        use = max(self.programs.uses, key=lambda use: self.programs.executable(use).bytes)
+        executable = self.programs.executable(use)
         kinds = {
             "arguments": executable.arguments,
             "results": executable.results - executable.aliased,
             "temporaries": executable.temporaries,
         }
         kind = max(kinds, key=lambda kind: kinds[kind])
-        buffer = next(
-            (compiled for compiled in executable.buffers if f"{compiled.kind}s".replace("ys", "ies") == kind), None
-        )
-        blame = Blame(kind=kind, bytes=kinds[kind], program=compiled.names[0], buffer=buffer)
+        role = dict(zip(kinds, BUFFER_KINDS, strict=True))[kind]
+        buffer = next((buffer for buffer in executable.buffers if buffer.kind == role), None)
+        blame = Blame(kind=kind, bytes=kinds[kind], program=use.program.name, buffer=buffer)
         return Fullest(rank=0, op=STEP, bytes=executable.bytes, limit=limit, kinds=kinds, blame=blame)
 
 

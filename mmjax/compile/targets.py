@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from mmjax.compile.roofline import H100, Rates
+from mmjax.compile.rates import H100, Rates
 from mmjax.configurable import ConfigError, suggest
+from mmjax.mesh.gpu import CUDA_PLUGINS
 from mmjax.planner.accelerators import Accelerator, accelerator
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _LIMITS = """
   threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
   shared_memory_per_block: 49152  registers_per_block_limit: 65536  registers_per_core_limit: 65536
@@ -156,7 +156,7 @@ def target(name: str, setting: str = "for") -> Target:
 
 def has_compiler() -> bool:
     """Whether JAX can compile for CUDA here; no GPU is needed for that."""
-    return any(map(find_spec, PLUGINS))
+    return any(map(find_spec, CUDA_PLUGINS))
 
 
 def require_compiler() -> None:

@@ -34,7 +34,9 @@ DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_l
 The first refuses or replaces kernels whose result depends on the order of threads. The second switches off the choice
 by timing among kernels that round differently; products that nobody tunes are slow in Triton's default block sizes.
 """
-_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""JAX's plugins for NVIDIA's GPUs, by the names of their modules."""
+_PLUGINS = (*CUDA_PLUGINS, "jax_rocm7_plugin", "jax_rocm60_plugin")
 _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _GPU_PLATFORMS = ("cuda", "gpu", "rocm")
 _NO = ("false", "False", "0")

@@ -96,9 +96,7 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     """
     if not all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return local_shards(tree, shardings)
-    if isinstance(shardings, NamedSharding):
-        return jax.tree.map(lambda array: _put(array, shardings), tree)
-    return jax.tree.map(_put, tree, shardings)
+    return jax.tree.map(_put, tree, _for_each(shardings, tree))
 
 
 def _put(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -117,14 +115,17 @@ def local_shards(tree: Any, shardings: Any) -> Any:
     Returns:
       The tree of global arrays.
     """
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
 
     def put(array: Any, sharding: NamedSharding) -> jax.Array:
         array = array if hasattr(array, "shape") else np.asarray(array)  # it may hold only this process's shards
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(put, tree, shardings)
+    return jax.tree.map(put, tree, _for_each(shardings, tree))
+
+
+def _for_each(shardings: Any, tree: Any) -> Any:
+    """A tree of shardings like ``tree``, from such a tree or from one sharding for every array."""
+    return jax.tree.map(lambda _: shardings, tree) if isinstance(shardings, NamedSharding) else shardings
 
 
 class Stitcher:

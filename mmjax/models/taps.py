@@ -217,14 +217,18 @@ def _product(x: jax.Array, weight: Any) -> jax.Array:
     return x @ weight
 
 
+def _named(results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Results of products inside a custom_vjp with a name, since checkpoint policies do not see these products."""
+    return [checkpoint_name(y, RESIDUAL_NAME) for y in results]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sp_products(sp: SequenceParallel, x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
     return sp.forward(x, weights)
 
 
 def _sp_products_forward(sp: SequenceParallel, x: jax.Array, weights: list[jax.Array]) -> Any:
-    # Checkpoint policies do not see products inside a custom_vjp, so the results have a name.
-    return [checkpoint_name(y, RESIDUAL_NAME) for y in sp.forward(x, weights)], (x, weights)
+    return _named(sp.forward(x, weights)), (x, weights)
 
 
 def _sp_products_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
@@ -249,8 +253,7 @@ def _tapped(sp: SequenceParallel, x: jax.Array, weights: list[Any], x_tap: Any, 
 
 
 def _tapped_forward(sp: SequenceParallel, x: jax.Array, weights: list[Any], x_tap: Any, dy_taps: list[Any]) -> Any:
-    results = sp.forward(x, [opened(w) for w in weights])
-    return [checkpoint_name(y, RESIDUAL_NAME) for y in results], (x, weights)
+    return _named(sp.forward(x, [opened(w) for w in weights])), (x, weights)
 
 
 def _tapped_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
@@ -277,7 +280,7 @@ def _adding(
 def _adding_forward(
     sp: SequenceParallel, transposed: tuple[bool, ...], x: jax.Array, weights: list[Any], totals: list[jax.Array]
 ) -> Any:
-    return [checkpoint_name(y, RESIDUAL_NAME) for y in sp.forward(x, weights)], (x, weights, totals)
+    return _named(sp.forward(x, weights)), (x, weights, totals)
 
 
 def _adding_backward(sp: SequenceParallel, transposed: tuple[bool, ...], residuals: Any, dys: list[jax.Array]) -> Any:

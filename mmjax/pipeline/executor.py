@@ -366,9 +366,10 @@ class _Run(Walker):
             self.residuals.pop(key),
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
-        self.executor.sums[place] = with_leaves(sums, by_name(new)) if programs.weights else new
         if programs.weights:
+            new = with_leaves(sums, by_name(new))
             (self.deferred[key],) = deferred
+        self.executor.sums[place] = new
         self.send_back(op.stage, op.microbatch, grads)
 
     def weights(self, op: Op) -> None:

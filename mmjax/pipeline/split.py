@@ -59,8 +59,8 @@ class SplitFunctions(StageFunctions):
 
     def _plan(self) -> None:
         uses, params = Uses(), by_name(self._avals[0])
-        candidates = self._read_once([*self._trained], (PRODUCT,))
-        self._summed = self._read_once([name for name in self._summable if name not in candidates], (HEAD,))
+        candidates = [name for name in self._trained if self._single_uses.get(name) == PRODUCT]
+        self._summed = [name for name in self._summable if self._single_uses.get(name) == HEAD]
 
         def record(params: Tree, inputs: Tree, carry: Tree) -> Output:
             named = by_name(params)

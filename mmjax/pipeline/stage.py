@@ -8,7 +8,7 @@ these still exist when backward runs, and are passed to it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_sm
 from mmjax.pipeline.stage_params import add_gradients, with_handles
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, with_leaves
-from mmjax.pipeline.weight_uses import read_once, summable
+from mmjax.pipeline.weight_uses import single_uses, summable
 
 Tree = Any
 
@@ -125,19 +125,21 @@ class StageFunctions:
 
     def _plan(self) -> None:
         """Prepares the trace of the vjp: determines the weights whose products add gradients to sums."""
-        self._summed = self._read_once(self._summable, (PRODUCT, HEAD))
+        self._summed = [name for name in self._summable if name in self._single_uses]
 
     @property
     def _trained(self) -> dict[str, Any]:
         """Avals of the trained parameters by name."""
-        return {n: aval for n, aval in by_name(self._avals[0]).items() if n.partition("/")[0] in self.state.trainable}
+        named = by_name(self._avals[0])
+        return {name: aval for name, aval in named.items() if name.partition("/")[0] in self.state.trainable}
 
     @property
     def _summable(self) -> list[str]:
         return summable(self._trained, {*self.model.opens, *self.state.opens})
 
-    def _read_once(self, candidates: Sequence[str], marks: Sequence[str]) -> list[str]:
-        return read_once(self._spmd(self._plain, self._outputs), self._avals, candidates, marks)
+    @cached_property
+    def _single_uses(self) -> dict[str, str]:
+        return single_uses(self._spmd(self._plain, self._outputs), self._avals, (PRODUCT, HEAD))
 
     def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
         """Parameters as arguments of the vjp, those of ``_summed`` with their sums ``[1, ...]``, zeros by default."""

@@ -16,22 +16,18 @@ from mmjax.pipeline.trees import by_name
 Tree = Any
 
 
-def read_once(forward: Spmd, avals: Sequence[Any], candidates: Sequence[str], marks: Collection[str]) -> list[str]:
-    """Those of the candidates whose single use is of a kind of ``marks``.
+def single_uses(forward: Spmd, avals: Sequence[Any], marks: Collection[str]) -> dict[str, str]:
+    """The mark of the parameters with a single use, which is of a kind of ``marks``: {"llm/head": HEAD}.
 
     Args:
       forward: a function ``(params, inputs, carry) -> outputs`` of a stage, which is traced.
-      avals: avals of its arguments; the first is a tree by module, such as {"llm": {"embed": aval}}.
-      candidates: names of parameters, such as "llm/head"; the result has their order.
+      avals: avals of its arguments; the first is a tree by module, such as {"llm": {"head": aval}}.
       marks: checkpoint names of uses, such as ``(PRODUCT, HEAD)`` of ``mmjax.models.taps``.
     """
-    if not candidates:
-        return []
     names = by_name(jax.tree.map(lambda aval: aval, avals[0]))  # in the order of the tree's leaves
     with marked():
         reads = jaxprs.named_reads(forward, avals, marks)
-    once = {name for name, count in zip(names, reads, strict=False) if count == (1, 0)}
-    return [name for name in candidates if name in once]
+    return {name: mark for mark in marks for name, count in zip(names, reads[mark], strict=False) if count == (1, 0)}
 
 
 def summable(params: Mapping[str, Any], opened: Collection[str]) -> list[str]:

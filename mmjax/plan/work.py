@@ -146,7 +146,7 @@ def real_work(
         without them lengths decide.
     """
     media = [name for name in recipe.model if name != LLM]
-    lengths, frozen = lengths_of(metas, media), _frozen(recipe, model)
+    lengths, frozen = lengths_of(metas, media), recipe.model.frozen
     counted = flops.training_flops(model, lengths, frozen, pairs)
     return {
         name: Real(
@@ -192,10 +192,6 @@ def _looked_at(recipe: Recipe) -> list[int]:
     return [number * every // count for number in range(count)]
 
 
-def _frozen(recipe: Recipe, model: MultimodalModel) -> set[str]:
-    return {module for module in model.modules if recipe.model.optimizers[module].frozen}
-
-
 def module_work(
     recipe: Recipe, model: MultimodalModel, name: str, width: int, shares: Mapping[Mask, float] | None = None
 ) -> ModuleWork:
@@ -212,7 +208,7 @@ def module_work(
         determine them; None where they do.
     """
     node = model.nodes[name]
-    settings, frozen = node.config, _frozen(recipe, model)
+    settings, frozen = node.config, recipe.model.frozen
     factors = {n: f - 1.0 for n, f in flops.training_factors(model, frozen).items()}
     trains = {n: float(n not in frozen) for n in model.parts_of(name)}
     sizes = _sizes(model, name, width, shares or {})

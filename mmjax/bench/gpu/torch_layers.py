@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from mmjax.models.families import module_of
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import run_layers
 from mmjax.models.vit.config import ViTConfig
+from mmjax.pipeline.trees import nested
 
 Leaves = dict[str, Any]
 """Stacked weights by path, such as "attn/q"."""
@@ -181,7 +182,7 @@ def ours(case: Case) -> Any:
             positions = jnp.zeros((B, T, 2), jnp.int32)  # learned ones enter before the layers
         inputs = {"segments": jnp.ones((B, T), jnp.int32), "positions": positions}
         context = Context.of(submesh.axes, inputs, module.mask, Backend(max_runs=1))
-        return run_layers(module, {"layers": _nested(leaves)}, context, x_BTD)[0]
+        return run_layers(module, {"layers": nested(leaves)}, context, x_BTD)[0]
 
     def body(leaves: Leaves, x_BTD: jax.Array, cotangent_BTD: jax.Array) -> Any:
         y_BTD, back = jax.vjp(layers, leaves, x_BTD)
@@ -189,17 +190,6 @@ def ours(case: Case) -> Any:
 
     replicated = PartitionSpec()
     return jax.jit(Spmd(body, submesh.mesh, (replicated, replicated, replicated), (replicated, replicated, replicated)))
-
-
-def _nested(leaves: Leaves) -> Mapping[str, Any]:
-    result: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *heads, last = path.split("/")
-        inner = result
-        for head in heads:
-            inner = inner.setdefault(head, {})
-        inner[last] = leaf
-    return result
 
 
 def time_ours(case: Case) -> dict[str, float]:
