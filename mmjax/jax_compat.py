@@ -89,6 +89,19 @@ def coordinator_address() -> str:
     return _distributed().coordinator_address
 
 
+def transfer_server(host: str) -> Any:
+    """A server from which other processes pull this process's arrays (``jax.experimental.transfer``).
+
+    ``host`` is the IP address of this host that it listens at, on ports that are free.
+    """
+    from jax.experimental import transfer
+
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    client = jax.local_devices()[0].client
+    # Without an address for the bytes the server ends the process at the first large array (jaxlib 0.10).
+    return transfer.start_transfer_server(client, address, [address])
+
+
 def _distributed() -> Any:
     from jax._src import distributed
 

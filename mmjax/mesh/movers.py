@@ -11,12 +11,11 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mmjax import jax_compat
-from mmjax.configurable import ConfigError
 from mmjax.mesh.collectives import exchange
-from mmjax.mesh.layout import show_range
+from mmjax.mesh.pulls import process_pulls
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Program, Spmd, Stitcher, by_device
@@ -75,17 +74,50 @@ class Mover(ABC):
 
 
 class DevicePutMover(Mover):
-    """One copy of all pieces. The sender does not wait for its receiver. One process owns all devices."""
+    """Direct copies. The sender does not wait for its receiver.
+
+    Pieces for devices of this process are copied by one call. Pieces for another process's are offered, all at once,
+    and it pulls them (``Pulls``).
+    """
 
     kind = "async"
 
+    def __init__(self, routing: Routing, world: World):
+        super().__init__(routing, world)
+        self._copied: list[Route] = []
+        self._offered: dict[int, list[Route]] = {}
+        self._pulled: dict[int, list[Route]] = {}
+        me = jax_compat.process_index()
+        for route in routing.routes:
+            sender, receiver = (world.devices[rank].process_index for rank in (route.source, route.target))
+            if sender == me == receiver:
+                self._copied.append(route)
+            elif sender == me:
+                self._offered.setdefault(receiver, []).append(route)
+            elif receiver == me:
+                self._pulled.setdefault(sender, []).append(route)
+        if self._offered or self._pulled:
+            process_pulls()  # opens the socket before another process waits for it
+
     def carry(self, source_pieces: Pieces) -> Pieces:
-        """Starts all copies with one call; see ``Mover.carry``."""
-        devices, routes = self.world.devices, self.routing.routes
-        pieces = [source_pieces[route.source_piece, devices[route.source]] for route in routes]
-        copies = jax_compat.copies_on(pieces, [devices[route.target] for route in routes])
-        keys = [(route.target_piece, devices[route.target]) for route in routes]
-        return dict(zip(keys, copies, strict=True))
+        """Starts all copies; see ``Mover.carry``."""
+        devices, name = self.world.devices, self.routing.name
+
+        def sent(routes: Sequence[Route]) -> list[jax.Array]:
+            return [source_pieces[route.source_piece, devices[route.source]] for route in routes]
+
+        for receiver, routes in self._offered.items():
+            process_pulls().offer(name, receiver, sent(routes))
+        copies = jax_compat.copies_on(sent(self._copied), [devices[route.target] for route in self._copied])
+        routes = list(self._copied)
+        for sender, pulled in self._pulled.items():
+            copies += process_pulls().pull(name, sender, [self._piece_on(route.target) for route in pulled])
+            routes += pulled
+        return {(route.target_piece, devices[route.target]): copy for route, copy in zip(routes, copies, strict=True)}
+
+    def _piece_on(self, rank: int) -> jax.ShapeDtypeStruct:
+        sharding = SingleDeviceSharding(self.world.devices[rank])
+        return jax.ShapeDtypeStruct(self.routing.piece, self.routing.aval.dtype, sharding=sharding)
 
 
 class CollectiveMover(Mover):
@@ -142,21 +174,13 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
     """The class ``DevicePutMover`` or ``CollectiveMover``, by ``transport``: "device_put", "collective" or "auto".
 
-    "auto" takes "device_put" where one process owns the devices of both ends, and else "collective". ``source`` and
-    ``target`` are the devices of the two stages, such as ``Submesh.of(Layout(), (0,), devices)``.
+    "auto" takes "collective" between GPUs of several processes, and else "device_put". ``source`` and ``target`` are
+    the devices of the two stages, such as ``Submesh.of(Layout(), (0,), devices)``.
 
     The result is the same in every process, also in one that owns none of these devices.
-
-    Raises:
-      ConfigError: "device_put" between devices of several processes.
     """
-    crosses_processes = len(source.processes | target.processes) > 1
     if transport == "auto":
-        transport = "collective" if crosses_processes else "device_put"
-    if transport == "device_put" and crosses_processes:
-        source_ranks, target_ranks = (show_range(end.ranks[0], end.ranks[-1]) for end in (source, target))
-        raise ConfigError(
-            f"World.transport='device_put': {source_ranks} and {target_ranks} are on different "
-            "processes, which cannot copy to each other; set it to 'auto'"
-        )
+        crosses_processes = len(source.processes | target.processes) > 1
+        is_gpu = source.mesh.devices.flat[0].platform == "gpu"
+        transport = "collective" if crosses_processes and is_gpu else "device_put"
     return MOVERS[transport]

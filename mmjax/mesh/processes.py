@@ -124,6 +124,20 @@ def broadcast_text(value: str) -> str:
     return keys.get(name)
 
 
+def announce(key: str, value: str) -> None:
+    """Tells all other processes a text, once for each ``key``, such as "pulls/0"; waits for none."""
+    _Keys(jax_compat.coordination_client()).set(key, value)
+
+
+def await_announcement(key: str) -> str:
+    """The text that a process has announced under ``key``; waits until one has.
+
+    Raises:
+      ProcessTimeout: nobody announces it within an hour.
+    """
+    return _Keys(jax_compat.coordination_client()).get(key)
+
+
 def gather_texts(value: str) -> list[str]:
     """The ``value`` of each process, by its index; all have to call this, in the same order of calls."""
     return Exchange()(value)

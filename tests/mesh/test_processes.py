@@ -25,7 +25,7 @@ from mmjax.mesh.process_group import Processes, find_processes
 REPOSITORY = Path(__file__).parents[2]
 
 PROCESS = """
-import math, sys
+import itertools, math, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_platforms", "cpu")
@@ -53,13 +53,12 @@ def here(submesh):
 
 
 for one, other in PAIRS:
-    for route in ("leader", "sliced"):
+    for route, transport in itertools.product(("leader", "sliced"), ("collective", "device_put")):
         rows = math.lcm(one.dp, other.dp) * 5
         dense = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
         aval = jax.ShapeDtypeStruct(dense.shape, dense.dtype)
-        boundary = Boundary("a->b", world.submesh(one, 0), world.submesh(other, 0), aval, world, route=route)
-        inside = max(one.ranks + other.ranks) < 4  # of process 0, which copies directly; process 1 comes to the same
-        assert boundary.kind == ("async" if inside else "rendezvous")
+        boundary = Boundary("a->b", world.submesh(one, 0), world.submesh(other, 0), aval, world, transport, route)
+        assert boundary.kind == {"collective": "rendezvous", "device_put": "async"}[transport]
         for transfer in (boundary.forward, boundary.backward):
             if not (here(transfer.source) or here(transfer.target)):
                 assert not transfer.mover.programs(), "compiled for nobody"

@@ -1,0 +1,89 @@
+"""Copies to devices of other processes: the sender offers arrays, the receiver pulls them, and neither waits.
+
+``jax.experimental.transfer`` moves the bytes over sockets; from and to a GPU they go through the memory of its host.
+The sockets are open to everybody on the network on which the processes meet, as those of JAX and NCCL are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+
+from mmjax import jax_compat
+from mmjax.mesh.processes import announce, await_announcement
+
+
+class Pulls:
+    """The offers of this process, and its pulls from others.
+
+    Both processes count the copies of a name, so a name has one sender and one receiver that order its copies alike.
+    """
+
+    def __init__(self) -> None:
+        """For this process; `open` opens its socket."""
+        self._counts: Counter[tuple[str, int, int]] = Counter()
+        self._connections: dict[int, Any] = {}
+
+    def offer(self, name: str, receiver: int, arrays: Sequence[jax.Array]) -> None:
+        """Lets another process pull ``arrays`` once, when they are ready; returns at once.
+
+        Args:
+          name: name of the transfer, such as "vision.0->llm.0 forward".
+          receiver: index of the process that pulls them.
+          arrays: arrays on one device each. They live until they have been pulled.
+        """
+        self._server.await_pull(self._number(name, jax_compat.process_index(), receiver), list(arrays))
+
+    def pull(self, name: str, sender: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """The arrays that process ``sender`` offers under ``name``; returns at once, with arrays that are not ready.
+
+        ``avals`` are their shapes and dtypes, each with a ``SingleDeviceSharding`` on the device that it goes to.
+        """
+        if sender not in self._connections:
+            self._connections[sender] = self._server.connect(await_announcement(_key(sender)))
+        number = self._number(name, sender, jax_compat.process_index())
+        return self._connections[sender].pull(number, list(avals))
+
+    def open(self) -> None:
+        """Opens the socket that others pull from, and announces its address to them."""
+        _ = self._server
+
+    @cached_property
+    def _server(self) -> Any:
+        server = jax_compat.transfer_server(_host())
+        announce(_key(jax_compat.process_index()), server.address())
+        return server
+
+    def _number(self, name: str, sender: int, receiver: int) -> int:
+        """The number of the next copy, which is the same in both processes and used once."""
+        count = self._counts[name, sender, receiver]
+        self._counts[name, sender, receiver] += 1
+        digest = hashlib.blake2b(f"{name} {sender} {receiver} {count}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@cache
+def process_pulls() -> Pulls:
+    """The offers and pulls of this process, whose socket is open and announced."""
+    pulls = Pulls()
+    pulls.open()
+    return pulls
+
+
+def _key(process: int) -> str:
+    return f"pulls/{process}"
+
+
+def _host() -> str:
+    """The IP address by which the other processes reach this one: of the interface to the coordinator."""
+    host, _, port = jax_compat.coordinator_address().rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:  # no packet is sent
+        probe.connect(address)
+        return str(probe.getsockname()[0])
