@@ -11,7 +11,6 @@ from mmjax.data.reorder import ModuleCost, StepOrder, rows_of_ranks
 from mmjax.data.split import UNSPLIT
 from mmjax.models.config import LLM
 from mmjax.recipe import Recipe
-from mmjax.schedule.graph import EdgeNode, StageGraph
 
 
 def pair_costs(recipe: Recipe) -> dict[str, float]:
@@ -76,7 +75,7 @@ def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
         )
     return StepOrder(
         method=method,
-        graph=_with_asynchronous_moves(parts.placed.graph),
+        graph=parts.placed.graph.with_moves("async"),  # a data server knows nothing of this run's processes
         schedule=train.schedule,
         inner=train.inner,
         microbatches=train.microbatches,
@@ -86,12 +85,3 @@ def order_of(recipe: Recipe, parts: PlacedRun, method: str) -> StepOrder:
         modules=modules,
         rows=rows_of_ranks(train.global_batch // train.microbatches, packer.cells),
     )
-
-
-def _with_asynchronous_moves(graph: StageGraph) -> StageGraph:
-    """The graph with asynchronous moves in place of rendezvous: a data server knows nothing of this run's processes."""
-
-    def asynchronous(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
-        return tuple(replace(edge, kind="async") if edge.kind == "rendezvous" else edge for edge in edges)
-
-    return replace(graph, edges=asynchronous(graph.edges), ties=asynchronous(graph.ties))

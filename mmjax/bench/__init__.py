@@ -174,6 +174,13 @@ BENCHES = {
         ),
         on_request=True,
     ),
+    "sends": Bench(
+        where="benchmarks.sends:bench_sends",
+        doc="What it costs that senders wait for receivers: eight processes, simulated and replayed; and training over "
+        "processes on CPUs, by transport.",
+        flags=(Flag(name="processes", doc="Numbers of training's processes, with commas between.", default="2,4,8"),),
+        on_request=True,
+    ),
     "faults": Bench(
         where="mmjax.bench.faults:bench_faults",
         doc="Faults in runs of several processes: seconds until each is named, steps that it costs, and losses after "

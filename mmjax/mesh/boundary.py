@@ -50,13 +50,12 @@ class Boundary:
           source, target: the stage submeshes; their rank sets may be equal, disjoint or overlap.
           aval: global shape ``[rows, ...]`` and dtype of the tensor; rows divide by the lcm of both dp.
           world: the devices.
-          transport: ``device_put``, ``collective`` or ``auto`` (direct copies where one process owns both ends).
+          transport: ``device_put``, ``collective`` or ``auto``; see ``mover_of``.
           route: ``leader`` or ``sliced``: which ranks of a tp·cp group send and receive.
           placements: placement of the tensor at source and target; see ``Placement``.
 
         Raises:
           ValueError: for an unknown transport or route, or rows that do not divide.
-          ConfigError: for ``device_put`` between devices of several processes.
         """
         for field, value, legal in (("transport", transport, TRANSPORTS), ("route", route, ROUTES)):
             if value not in legal:
@@ -104,8 +103,5 @@ def boundary_kind(source: Submesh, target: Submesh, transport: str = "auto") -> 
       source, target: the devices of the sending and the receiving stage, such as ``Submesh.of(Layout(), (0,),
         devices)``.
       transport: "auto", "device_put" or "collective", as in ``World.transport``.
-
-    Raises:
-      ConfigError: "device_put" between devices of several processes.
     """
     return "local" if source.ranks == target.ranks else mover_of(transport, source, target).kind

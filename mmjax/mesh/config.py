@@ -27,7 +27,8 @@ class WorldConfig:
       platform: ``cpu``, ``cuda``, ``rocm``, ``tpu``, or empty for the accelerator if there is one and virtual CPU
         devices otherwise.
       transport: how activations cross between devices: ``device_put`` (direct copies, the sender does not wait),
-        ``collective`` (both sides take part) or ``auto`` (direct copies where one process owns both ends).
+        ``collective`` (both sides take part) or ``auto`` (``collective`` between GPUs of several processes, and else
+        ``device_put``).
       route: which ranks of a tp·cp group send and receive: ``leader`` (the first, and the destination broadcasts) or
         ``sliced`` (every rank carries a slice, and the destination all-gathers).
       compilation_cache: folder of compiled programs kept between runs; empty means ``mmjax/xla`` in the user's cache

@@ -8,12 +8,14 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmjax.configurable import ConfigError, suggest
+from mmjax.configurable import ConfigError, one_of, suggest
 from mmjax.flags import Flag, Flags, entry, help_text, importing, one_line_errors, parse_flags, run_plain
 from mmjax.planner.accelerators import ACCELERATORS, accelerator
+from mmjax.planner.cluster_files import DEVICE, NODE, PROCESSES_PER, ClusterJob, jobset_file, slurm_file, train_command
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
@@ -22,8 +24,8 @@ from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
     from mmjax.compile.targets import Target
-    from mmjax.data.source import Source
     from mmjax.planner.choose import PlanChoice
+    from mmjax.planner.node_processes import ProcessSeconds
     from mmjax.recipe import Recipe
 
 FLAGS = (
@@ -44,6 +46,11 @@ FLAGS = (
     Flag(name="out", doc="gin file for the plan, to give after the planned one; its timeline is drawn beside it."),
     Flag(name="slurm", doc="with --out: a Slurm batch file, such as plan.sh, that trains the plan."),
     Flag(name="jobset", doc="with --out: a Kubernetes JobSet, such as plan.yaml, that trains the plan."),
+    Flag(
+        name="processes",
+        doc="what has a process, node or device, in the plan and in its Slurm file: the one with the shorter step "
+        "unless given. Pods and nodes of several kinds have one process each.",
+    ),
     Flag(
         name="compile_for",
         doc="compiles the three best plans for GPUs that are not here, h100, h200 or a100; says whether they fit by the"
@@ -92,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _require_only(flags, "problem", ("problem", "strategy", "bound", "json"))
         elif flags.gin_files or flags.bindings:
             _require_only(
-                flags, "gin_file", ("devices", "accelerator", "profile", "strategy", *FILES, "compile_for", "json")
+                flags,
+                "gin_file",
+                ("devices", "accelerator", "profile", "strategy", "processes", *FILES, "compile_for", "json"),
             )
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
@@ -131,6 +140,7 @@ def _plan_config(flags: Flags) -> int:
     kinds, strategy = read_devices(flags), read_strategy(flags)
     target = read_target(flags, kinds)
     _check_files(flags)
+    processes = _read_processes(flags, kinds)
     recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), recipe) if flags.values["profile"] else None
     with importing():
@@ -140,19 +150,27 @@ def _plan_config(flags: Flags) -> int:
         from mmjax.plan.choice import choose_plan
         from mmjax.plan.compiled import compile_plans
         from mmjax.plan.compiled import lines as compiled_lines
+        from mmjax.planner.node_processes import seconds_by_process
     source = open_source(recipe, split="train")
     recipe = with_steps(recipe, source)
     if sys.stderr.isatty():
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
     lines = list[str]()
-    choice = choose_plan(recipe, source, kinds, strategy=strategy, profile=profile, say=lines.append)
-    written = list(_written(flags, choice, recipe, source))
+    choice = choose_plan(
+        recipe, source, kinds, strategy=strategy, profile=profile, processes=processes or NODE, say=lines.append
+    )
+    alternatives = seconds_by_process(choice.best, recipe.world.transport)
+    processes = processes or min(alternatives, key=lambda step: step.seconds).per if alternatives else NODE
+    written = list(_written(flags, choice, recipe, processes))
     plans = compile_plans(recipe, source, choice, target) if target else []
     if flags.values["json"]:
         compiled = {"compiled": [plan.as_json() for plan in plans]} if target else {}
-        print(json.dumps({"strategy": flags.values["strategy"], **planned.as_json(choice), **compiled}))
+        by_process = {"processes": processes, "processes_seconds": {step.per: asdict(step) for step in alternatives}}
+        figures = {"strategy": flags.values["strategy"], **planned.as_json(choice), **by_process, **compiled}
+        print(json.dumps(figures))
     else:
-        print("\n".join([*lines, *planned.table(choice), *compiled_lines(plans), *written]))
+        lines += [*planned.table(choice), *_processes_lines(alternatives, processes)]
+        print("\n".join([*lines, *compiled_lines(plans), *written]))
     return 0
 
 
@@ -241,6 +259,18 @@ def read_strategy(flags: Flags) -> tuple[str, ...]:
     return tuple(mode for mode in modes if mode in strategy.split(","))
 
 
+def _read_processes(flags: Flags, kinds: Mapping[str, int]) -> str:
+    """--processes, checked: "node", "device", or "" where the plan chooses."""
+    processes = str(flags.values["processes"])
+    if processes:
+        one_of("--processes", processes, PROCESSES_PER)
+    if processes == DEVICE and len(kinds) > 1:
+        raise ConfigError("--processes=device: nodes of several kinds of device have one process each; leave it out")
+    if processes == DEVICE and flags.values["jobset"]:
+        raise ConfigError("--processes=device: a pod has one process with all devices of its node; leave --jobset out")
+    return processes
+
+
 def _check_files(flags: Flags) -> None:
     """Raises ConfigError for files that cannot be written, before anything takes time."""
     for name, ending in FILES.items():
@@ -253,10 +283,14 @@ def _check_files(flags: Flags) -> None:
             raise ConfigError(f"--{name}: starts a run of the plan, which has to be written too; add --out=plan.gin")
 
 
-def _written(flags: Flags, choice: PlanChoice, recipe: Recipe, source: Source) -> Iterator[str]:
+def _processes_lines(alternatives: Sequence[ProcessSeconds], processes: str) -> Iterator[str]:
+    if alternatives:
+        yield f"processes: one a {processes}; a step takes {', '.join(map(str, alternatives))}"
+
+
+def _written(flags: Flags, choice: PlanChoice, recipe: Recipe, processes: str) -> Iterator[str]:
     """Writes the files that flags name; yields lines about them."""
     from mmjax.plan import planned
-    from mmjax.planner.cluster_files import ClusterJob, jobset_file, slurm_file, train_command
 
     if not flags.values["out"]:
         return
@@ -274,6 +308,7 @@ def _written(flags: Flags, choice: PlanChoice, recipe: Recipe, source: Source) -
             per_node=node,
             command=command,
             grace=recipe.checkpoint.grace_seconds,
+            process_per=processes,
         )
         for kind, ranks, node in planned.blocks(choice.best)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmjax.assembly.epochs import with_steps
 from mmjax.assembly.samples import open_source
@@ -14,10 +14,12 @@ from mmjax.planner.accelerators import Accelerator, accelerator
 from mmjax.planner.candidates import MODES
 from mmjax.planner.choose import PlanChoice, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
-from mmjax.planner.clock import AnalyticClock, Clock
+from mmjax.planner.clock import AnalyticClock
+from mmjax.planner.cluster_files import NODE
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.measured import MeasuredClock
+from mmjax.planner.node_processes import waiting_free
 from mmjax.planner.profile_file import Profile
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe
@@ -67,6 +69,7 @@ def choose_plan(
     *,
     strategy: Sequence[str] = MODES,
     profile: Profile | None = None,
+    processes: str = NODE,
     say: Callable[[str], None] = lambda line: None,
 ) -> PlanChoice:
     """Estimates the layouts of a recipe on some devices; the best is the `best` of the result, an `Estimate`.
@@ -80,6 +83,7 @@ def choose_plan(
         coupled modules.
       profile: measured times in place of a datasheet's, as `read_profile(path)` gives them; of no effect with several
         kinds.
+      processes: "node" or "device", which has a process; on several kinds of device it is the node.
       say: called with a line where the recipe leaves `remat` to the devices, such as `print`.
 
     Raises:
@@ -88,12 +92,12 @@ def choose_plan(
     """
     resolved, *leaner = _with_remat(recipe, profile if len(kinds) == 1 else None)
     try:
-        choice = _choose(resolved, source, kinds, strategy, profile)
+        choice = _choose(resolved, source, kinds, strategy, profile, processes)
     except DoesNotFit:
         if not leaner:
             raise
         (resolved,) = leaner
-        choice = _choose(resolved, source, kinds, strategy, profile)
+        choice = _choose(resolved, source, kinds, strategy, profile, processes)
     if names := open_remat(recipe):
         say(f"planned with {remat_text(resolved, names)}; a run chooses 'auto' by its own memory")
     return choice
@@ -115,19 +119,27 @@ def _with_remat(recipe: Recipe, profile: Profile | None) -> list[Recipe]:
 
 
 def _choose(
-    recipe: Recipe, source: Source, kinds: Mapping[str, int], strategy: Sequence[str], profile: Profile | None
+    recipe: Recipe,
+    source: Source,
+    kinds: Mapping[str, int],
+    strategy: Sequence[str],
+    profile: Profile | None,
+    processes: str,
 ) -> PlanChoice:
     """`choose_plan` of a recipe that leaves no `remat` to the devices."""
+    transport = recipe.world.transport
     work, rows_of = read_work(recipe, source), planned.rows_by_candidate(recipe, source)
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
         work, clock = _clock(work, accelerator(name), profile)
+        platform = profile.device.platform if profile else "gpu"
+        clock = replace(clock, process=waiting_free(transport, processes, clock.node, platform))
         fleet = {"": DeviceKind(clock=clock, devices=devices or recipe.devices, memory=clock.memory)}
     else:
         accelerators = {name: accelerator(name) for name in kinds}
         fleet = {
             name: DeviceKind(
-                clock=AnalyticClock(work=work, accelerator=chip, process=chip.node),
+                clock=AnalyticClock(work=work, accelerator=chip, process=waiting_free(transport, NODE, chip.node)),
                 devices=kinds[name],
                 memory=chip.usable,
             )
@@ -138,8 +150,8 @@ def _choose(
     return choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
 
 
-def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, Clock]:
+def _clock(work: Work, kind: Accelerator, profile: Profile | None) -> tuple[Work, AnalyticClock | MeasuredClock]:
     """The clock of a profile, or else of an accelerator, and the work with the tp degrees that the clock has."""
     if profile is None:
-        return work, AnalyticClock(work=work, accelerator=kind, process=kind.node)
+        return work, AnalyticClock(work=work, accelerator=kind)
     return work.limited(profile.tps), MeasuredClock(profile=profile)

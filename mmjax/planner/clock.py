@@ -68,10 +68,7 @@ class Clock(Clocks, Protocol):
 
     @property
     def process(self) -> int:
-        """Devices of a process; 0 where one process has all.
-
-        An activation moves between two processes when both have reached the move.
-        """
+        """Devices of a group in which no sender waits for its receiver; 0 where none waits. See `waiting_free`."""
         ...
 
     @property
@@ -159,7 +156,7 @@ class AnalyticClock:
       work: the work of all modules that are asked about.
       accelerator: the figures of the datasheet.
       efficiency: the shares of them that are reached.
-      process: devices of a process; 0 where one process has all.
+      process: as in `Clock`, such as 8 with a process for each node; 0 where no sender waits.
       op, shared: as in `Clocks`.
     """
 

@@ -1,13 +1,12 @@
 """Files that start a run on a cluster: a Slurm batch file and a Kubernetes JobSet. Pure text, nothing is submitted.
 
-Under Slurm every device has a task, which sees all devices of its node and takes the device with its local number: JAX
-reads Slurm's environment like this. On Kubernetes every node has a pod with one process, which has all devices of the
-node; the pods meet at the stable name of the first pod. In both, ranks fill one node after the other, so that the ranks
-of a tp group, which are neighbours, stay on one node.
+Every node has one process with all devices of the node: under Slurm a task, on Kubernetes a pod; the pods meet at the
+stable name of the first pod. Under Slurm every device may have a task instead, which sees all devices of its node and
+takes the device with its local number: JAX reads Slurm's environment like this. Ranks fill one node after the other, so
+that the ranks of a tp group, which are neighbours, stay on one node.
 
-A run on several kinds of device is a heterogeneous job of Slurm, and a JobSet with a replicated job for each kind. In
-both every node then has one process with all devices of the node, so the ranks of a kind must fill its nodes. Processes
-are numbered from one kind to the next.
+A run on several kinds of device is a heterogeneous job of Slurm, and a JobSet with a replicated job for each kind. The
+ranks of a kind must then fill its nodes. Processes are numbered from one kind to the next.
 
 Both schedulers send SIGTERM early enough for a checkpoint, and both files restart a run that has crashed.
 """
@@ -40,6 +39,9 @@ _STRAGGLE = 60
 """Seconds that Slurm gives the other tasks when one has ended; they end by themselves, each with its own status."""
 _SRUN = f"--cpu-bind=none --kill-on-bad-exit=0 --wait={_STRAGGLE}"
 """Options of every step. If Slurm killed the other tasks, their status would hide the status of the first to end."""
+NODE, DEVICE = "node", "device"
+PROCESSES_PER = (NODE, DEVICE)
+"""What has a process: a node, for all of its devices, or each device."""
 _SLURM, _DNS = r"[^A-Za-z0-9_.-]+", r"[^a-z0-9]+"
 
 
@@ -54,6 +56,7 @@ class ClusterJob:
       command: the command of every process, such as the result of ``train_command``.
       kind: kind of the devices if a run is on several kinds, with a job for each; else empty.
       grace: most seconds that a process takes to end after SIGTERM, ``Checkpoint.grace_seconds``.
+      process_per: "node" or, under Slurm alone and with devices of one kind, "device": what has a process.
 
     Raises:
       ConfigError: a number is below 1, or there is no command.
@@ -65,6 +68,7 @@ class ClusterJob:
     command: tuple[str, ...]
     kind: str = ""
     grace: float = GRACE
+    process_per: str = NODE
 
     def __post_init__(self) -> None:
         positive("devices", self.devices, 8)
@@ -140,8 +144,8 @@ def slurm_file(*jobs: ClusterJob) -> str:
       ConfigError: the ranks of a kind do not fill its nodes although another kind follows.
     """
     job, head = jobs[0], _slurm_head(jobs[0])
-    if len(jobs) > 1:
-        return head + _mixed_slurm(jobs)
+    if len(jobs) > 1 or job.process_per == NODE:
+        return head + _task_for_each_node(jobs)
     return f"""\
 {head}\
 #SBATCH --nodes={job.nodes}
@@ -200,8 +204,9 @@ done
 """
 
 
-def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
+def _task_for_each_node(jobs: Sequence[ClusterJob]) -> str:
     *_, processes = _starts(jobs)
+    groups = [f"--het-group={group} " for group in range(len(jobs))] if len(jobs) > 1 else [""]
     parts = "#SBATCH hetjob\n".join(
         f"#SBATCH --nodes={job.nodes}\n#SBATCH --ntasks-per-node=1\n"
         f"#SBATCH --gpus-per-node={job.gpus}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
@@ -209,17 +214,17 @@ def _mixed_slurm(jobs: Sequence[ClusterJob]) -> str:
     )
     # For an option that a component lacks, srun may use that of the first component; so each component has all.
     steps = " : \\\n".join(
-        f"  --het-group={group} --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
+        f"  {group}--nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 "
         f'--gpus-per-node={job.gpus} \\\n  {_SRUN} "${{run[@]}}"'
-        for group, job in enumerate(jobs)
+        for group, job in zip(groups, jobs, strict=True)
     )
     numbered = f'export {variable(NAMES[2])}=$SLURM_PROCID; exec "$@"'
     return f"""\
 {parts}
-# A task for each node, which has all of its devices. Slurm numbers the tasks of all kinds in the order above, and this
-# file runs on the first node of the first kind, where task 0 is. JAX's own reading of Slurm knows one kind alone, so
-# tasks are told where they meet, how many they are and which each is. When one ends badly all do, and the same file
-# continues from the last checkpoint.
+# A task for each node, which has all of its devices. Slurm numbers the tasks in the order above, and this file runs on
+# the first node, where task 0 is. JAX's own reading of Slurm gives a task one device, so tasks are told where they
+# meet, how many they are and which each is. When one ends badly all do, and the same file continues from the last
+# checkpoint.
 export {variable(NAMES[0])}="$(hostname):{PORT}" {variable(NAMES[1])}={processes}
 run=(bash -c {shlex.quote(numbered)} task {shlex.join(jobs[0].command)})
 train() {{

@@ -106,10 +106,12 @@ class MeasuredClock:
     Attributes:
       profile: the measurements.
       peak: FLOPs per second of a device; 0 where it is not known.
+      process: as in `Clock`; 0 where no sender waits.
     """
 
     profile: Profile
     peak: float = 0.0
+    process: int = 0
 
     @property
     def source(self) -> str:
@@ -125,11 +127,6 @@ class MeasuredClock:
     def node(self) -> int:
         """Devices of a node: the number of devices of the profile."""
         return self.profile.device.count
-
-    @property
-    def process(self) -> int:
-        """Devices of a process."""
-        return self.profile.device.count // self.profile.device.processes
 
     @property
     def op(self) -> float:

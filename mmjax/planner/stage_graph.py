@@ -16,7 +16,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
     Args:
       work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
       candidate: layouts and offloads of its modules, such as one of those that `homogeneous` yields.
-      clock: has the number of devices of a process; such as `AnalyticClock`, or `Fleet.clocks(candidate.kinds)`.
+      clock: has the devices among which no sender waits; such as `AnalyticClock`, or `Fleet.clocks(candidate.kinds)`.
       parts: by stage name, in order, the part of its module: {"llm.0": StagePart(layers=16, first=True), …}, as
         `Estimate.parts` has them.
     """

@@ -235,6 +235,14 @@ class StageGraph:
         """The same graph with the backward of every trained stage split into B and W."""
         return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
 
+    def with_moves(self, kind: Literal["async", "rendezvous"]) -> StageGraph:
+        """The same graph, all of whose edges and ties between different ranks are of this kind."""
+
+        def moved(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
+            return tuple(edge if edge.kind == "local" else replace(edge, kind=kind) for edge in edges)
+
+        return replace(self, edges=moved(self.edges), ties=moved(self.ties))
+
     def with_few_ranks(self) -> StageGraph:
         """The same graph with one rank in place of each run of ranks that have the same stages.
 

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 from sides import Side, assert_holds, distinct, place, rows_between, submesh_of, the_world
 
 from mmjax import jax_compat
-from mmjax.configurable import ConfigError
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout
@@ -489,30 +488,27 @@ def check_kind(source: Side, target: Side, transport: str, kind: str) -> None:
     assert boundary_kind(submesh_of(target), submesh_of(source), transport) == kind
 
 
-def test_a_process_copies_directly_inside_itself_unless_told_otherwise():
+@pytest.mark.parametrize(("platform", "between"), [("cpu", "async"), ("gpu", "rendezvous")])
+def test_who_copies_directly_unless_told_otherwise(platform, between):
     assert boundary_kind(submesh_of(Side(2)), submesh_of(Side(3, at=2))) == "async"
     # Ranks 0-3 are process 0's, 4-7 process 1's; every process has to come to the same answer, this one is number 0.
-    world = World([PlannedDevice(rank, process_index=rank // 4) for rank in range(8)])
+    world = World([PlannedDevice(rank, platform, process_index=rank // 4) for rank in range(8)])
     one, other, both = (world.submesh(Layout(dp=2, rank_offset=at), 0) for at in (0, 4, 3))
     for mine in (one, other):
         inside = world.submesh(Layout(dp=2, rank_offset=mine.ranks[0] + 2), 0)
         assert boundary_kind(mine, inside) == "async"
         assert boundary_kind(mine, inside, "collective") == "rendezvous"
-    aval = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     for pair in itertools.permutations((one, other, both), 2):
-        assert boundary_kind(*pair) == "rendezvous"
-        ranks = " and ".join(f"ranks {end.ranks[0]}-{end.ranks[-1]}" for end in pair)
-        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': {ranks} are on different"):
-            boundary_kind(*pair, "device_put")
-        with pytest.raises(ConfigError, match=rf"^World.transport='device_put': {ranks} are on different"):
-            Boundary("a->b", *pair, aval, world, "device_put")
+        assert boundary_kind(*pair) == between
+        assert boundary_kind(*pair, "device_put") == "async"
+        assert boundary_kind(*pair, "collective") == "rendezvous"
 
 
 def test_a_process_compiles_the_collectives_that_it_has_a_part_in():
     """Even ranks are process 0's, which this one is, odd ones are process 1's."""
     world = World([PlannedDevice(rank, process_index=rank % 2) for rank in range(4)])
     one, other = (world.submesh(Layout(dp=2, rank_offset=at), 0) for at in (0, 2))
-    boundary = Boundary("a->b", one, other, jax.ShapeDtypeStruct((2, 3), jnp.float32), world)
+    boundary = Boundary("a->b", one, other, jax.ShapeDtypeStruct((2, 3), jnp.float32), world, "collective")
     assert [program.name for program in boundary.forward.programs()] == ["a->b forward move 0-2"]
     assert [program.name for program in boundary.backward.programs()] == ["a->b backward move 0-2"]
 
