@@ -1,4 +1,4 @@
-"""The numbers of runs in rows for which attention is compiled, where the device's kernels differ by them.
+"""What attention is compiled for, where the device's programs differ: runs in rows, and sizes of cp transfers.
 
 A choice on the device makes the host wait. So the host chooses programs by the segments of a microbatch; every process
 has those of all rows.
@@ -16,6 +16,7 @@ import numpy as np
 from mmjax import jax_compat
 from mmjax.attention.kernels import AttentionCall
 from mmjax.attention.mask import Mask
+from mmjax.attention.reach import DISTANCES, REACH, distances, reach_of, reaches
 from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS, are_neighbours, includes, runs_of, widest_of
 from mmjax.data.packing import Packer
 from mmjax.data.possible_runs import possible_runs
@@ -31,15 +32,17 @@ Buckets = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledRuns:
-    """The values of ``max_runs`` (see ``attention.row_runs``) for which programs are compiled.
+    """The values of ``max_runs`` (see ``attention.row_runs``) and of ``reach`` for which programs are compiled.
 
     Attributes:
-      modules: by module and bucket; modules whose kernels take any rows are left out.
+      modules: ``max_runs`` by module and bucket; modules whose kernels take any rows are left out.
       causal: whether a module's mask is causal, by module.
       cells: cells of a microbatch.
       shared: whether all microbatches of a step take the same programs.
       neighbours: modules whose kernels compute only where the tokens of each medium are neighbours, with the setting
         that names the kernels.
+      transfers: modules that exchange needed blocks, with their ranks of cp; their programs are compiled for each of
+        ``attention.reach.reaches``.
     """
 
     modules: Mapping[str, Buckets]
@@ -47,21 +50,34 @@ class CompiledRuns:
     cells: int
     shared: bool
     neighbours: Mapping[str, str] = field(default_factory=dict)
+    transfers: Mapping[str, int] = field(default_factory=dict)
 
     def shapes(self, shapes: Mapping[Signature, InputShapes]) -> dict[Signature, InputShapes]:
-        """The shapes of each combination of buckets, for each combination of ``max_runs``, by signature.
+        """The shapes of each combination of buckets, for each combination of ``max_runs`` and reaches, by signature.
 
-        A signature has a pair such as ("llm.max_runs", 4) for each module with several values; where there is none, it
-        is that of the buckets.
+        A signature has a pair such as ("llm.max_runs", 4) for each module with several values, and one such as
+        ("llm.reach", 2) for each of ``transfers``; where there is none, it is that of the buckets.
         """
         result: dict[Signature, InputShapes] = {}
         for signature, inputs in shapes.items():
             numbers = {module: self._numbers(module, dict(signature)) for module in self.modules}
-            for chosen in itertools.product(*numbers.values()):
-                runs = dict(zip(numbers, chosen, strict=True))
-                known = {module: {**inputs[module], MAX_RUNS: number} for module, number in runs.items()}
-                result[self._signature(dict(signature), runs)] = {**inputs, **known}
+            for chosen in itertools.product(*numbers.values(), *map(reaches, self.transfers.values())):
+                runs = dict(zip(numbers, chosen, strict=False))
+                reach = dict(zip(self.transfers, chosen[len(numbers) :], strict=True))
+                result[self._signature(dict(signature), runs, reach)] = {
+                    module: {**arrays, **self._static(module, arrays, runs, reach)} for module, arrays in inputs.items()
+                }
         return result
+
+    def _static(
+        self, module: str, arrays: Mapping[str, Any], runs: Mapping[str, int], reach: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """What the attention of a module is compiled for, beside the shapes of its arrays."""
+        static: dict[str, Any] = {MAX_RUNS: runs[module]} if module in runs else {}
+        if module in reach:
+            backwards = self.causal[module] and "order" not in arrays
+            static[DISTANCES] = distances(reach[module], self.transfers[module], backwards=backwards)
+        return static
 
     def signed(self, microbatches: Sequence[Microbatch]) -> list[tuple[Signature, InputShapes]]:
         """The signature and the inputs of each microbatch of a step: pairs for ``Executor.step``.
@@ -73,13 +89,20 @@ class CompiledRuns:
         for microbatch in microbatches:
             self._require_neighbours(microbatch)
         runs = [{module: self._runs(module, microbatch) for module in self.modules} for microbatch in microbatches]
+        reach = [self._reach(microbatch) for microbatch in microbatches]
         if self.shared:
             together = {module: widest_of([numbers[module] for numbers in runs]) for module in self.modules}
-            runs = [together] * len(runs)
+            farthest = {module: max(of_part[module] for of_part in reach) for module in self.transfers}
+            runs, reach = [together] * len(runs), [farthest] * len(reach)
         return [
-            (self._signature(part.bucket, self._narrowest(part.bucket, numbers)), part.inputs)
-            for part, numbers in zip(microbatches, runs, strict=True)
+            (self._signature(part.bucket, self._narrowest(part.bucket, numbers), of_part), part.inputs)
+            for part, numbers, of_part in zip(microbatches, runs, reach, strict=True)
         ]
+
+    def _reach(self, microbatch: Microbatch) -> dict[str, int]:
+        """The least reach of each module's rows."""
+        segments = {module: np.asarray(microbatch.inputs[module]["segments"]) for module in self.transfers}
+        return {module: reach_of(segments[module], ranks) for module, ranks in self.transfers.items()}
 
     def _require_neighbours(self, microbatch: Microbatch) -> None:
         """Requires that tokens of each medium are neighbours in this process's rows, where a kernel relies on it."""
@@ -97,8 +120,9 @@ class CompiledRuns:
     def _numbers(self, module: str, buckets: Mapping[str, int]) -> tuple[int, ...]:
         return self.modules[module][buckets.get(module, 0)]
 
-    def _signature(self, buckets: Mapping[str, int], runs: Mapping[str, int]) -> Signature:
-        chosen = ((f"{m}.{MAX_RUNS}", number) for m, number in runs.items() if len(self._numbers(m, buckets)) > 1)
+    def _signature(self, buckets: Mapping[str, int], runs: Mapping[str, int], reach: Mapping[str, int]) -> Signature:
+        chosen = [(f"{m}.{MAX_RUNS}", number) for m, number in runs.items() if len(self._numbers(m, buckets)) > 1]
+        chosen += [(f"{module}.{REACH}", number) for module, number in reach.items()]
         return tuple(sorted((*buckets.items(), *chosen)))
 
     def _runs(self, module: str, microbatch: Microbatch) -> int:
@@ -128,7 +152,7 @@ def _local(array: Any) -> np.ndarray:
 
 
 NO_RUNS = CompiledRuns(modules={}, causal={}, cells=1, shared=False)
-"""For devices whose kernels take any rows."""
+"""For devices on which a choice costs nothing."""
 
 
 def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> CompiledRuns:
@@ -147,11 +171,15 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
     }
     first_stages = {stage.model.module: stage for stage in reversed(placed.stages.values())}
     modules, causal, per_cell = {}, dict[str, bool](), -(-samples // packer.cells)
+    transfers = dict[str, int]()
     for module, stage in first_stages.items():
         device = placed.world.devices[stage.submesh.ranks[0]]
         if jax_compat.device_kind(device)[0] != "gpu":
             continue
         causal[module] = placed.model.nodes[module].module.mask == "causal"
+        layout = stage.submesh.layout
+        if layout.cp > 1 and layout.cp_way == "need":
+            transfers[module] = layout.cp
         numbers = {}
         for index, bucket in enumerate(packer.buckets_of(module) or ((per_cell, packer.sequence_length),)):
             possible = possible_runs(packer, module, bucket, samples=per_cell, causal=causal[module])
@@ -159,7 +187,12 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
         if any(of_bucket != (ANY_RUNS,) for of_bucket in numbers.values()):
             modules[module] = numbers
     return CompiledRuns(
-        modules=modules, causal=causal, cells=packer.cells, shared=packer.one_bucket, neighbours=neighbours
+        modules=modules,
+        causal=causal,
+        cells=packer.cells,
+        shared=packer.one_bucket,
+        neighbours=neighbours,
+        transfers=transfers,
     )
 
 

@@ -45,11 +45,13 @@ class Backend:
       setting: the gin setting that holds the name, for messages, such as "llm/Decoder.attention".
       max_runs: the known bound on the number of runs in rows (see ``row_runs``). Without one, ``cudnn`` and ``auto``
         compute blockwise.
+      distances: the distances over which needed blocks travel; ``None`` where the device chooses (see ``reach``).
     """
 
     name: str = AUTO
     setting: str = "attention"
     max_runs: int = ANY_RUNS
+    distances: tuple[int, ...] | None = None
 
     def attend(
         self,
@@ -114,7 +116,16 @@ class Backend:
         name = self.resolve(call)
         kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
         return attend_across_ranks(
-            q_BTHK, k_BTGK, v_BTGK, tokens, keys, kernel=kernel, axes=axes, cp_way=cp_way, precomputed=precomputed
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            tokens,
+            keys,
+            kernel=kernel,
+            axes=axes,
+            cp_way=cp_way,
+            precomputed=precomputed,
+            distances=self.distances,
         )
 
     def precompute(self, mask: Mask, tokens: Tokens, keys: Tokens | None, cp_way: str) -> TokenInfo:

@@ -141,6 +141,7 @@ def attend_across_ranks(
     axes: tuple[str, ...],
     cp_way: str,
     precomputed: TokenInfo | None = None,
+    distances: tuple[int, ...] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Grouped-query attention within segments whose tokens are on several ranks; differentiable. Inside ``shard_map``.
 
@@ -153,6 +154,8 @@ def attend_across_ranks(
       axes: mesh axes that the tokens of rows are split over, such as ("cp",).
       cp_way: a key of ``EXCHANGES``: "gather", "need", "ring" or "all-to-all".
       precomputed: the kernel's arrays of the queries' tokens by name (see ``Backend.precompute``); ``None`` for none.
+      distances: the distances over which blocks of "need" travel, with all that these rows need; ``None`` where the
+        device chooses (see ``reach``).
 
     Raises:
       ValueError: with "all-to-all", the number of query heads is no multiple of the number of ranks.
@@ -161,7 +164,7 @@ def attend_across_ranks(
     query_tokens = token_info_with_order(tokens, kernel.mask) | (precomputed or {})
     key_tokens = token_info(keys, kernel.mask) | {name: keys.inputs[name] for name in exchange.PLAN_NAMES}
     q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, lax.axis_index(axes))
-    return attend(exchange(kernel.mask, kernel, CpGroup.over(axes)), q, k, v, query_tokens, key_tokens)
+    return attend(exchange(kernel.mask, kernel, CpGroup.over(axes), distances), q, k, v, query_tokens, key_tokens)
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,13 @@ class Exchange(AttentionVjp):
     Attributes:
       kernel: computes the attention of queries to keys that are on one rank.
       group: the ranks.
+      distances: the distances over which blocks of "need" travel; ``None`` where the device chooses (see ``reach``).
       PLAN_NAMES: names of the arrays of ``plan``.
     """
 
     kernel: AttentionVjp
     group: CpGroup
+    distances: tuple[int, ...] | None = None
     PLAN_NAMES: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -264,7 +269,8 @@ class _NeededBlocks(_Gather):
         return {"needed": needed_BRRN, "max_needed": max_by_distance(needed_BRRN)}
 
     def _collectives(self, key_tokens: TokenInfo) -> tuple[CpGroup | NeededBlocksExchange, TokenInfo]:
-        exchange = NeededBlocksExchange(self.group.axes, key_tokens["needed"], key_tokens["max_needed"])
+        needed_BRRN, max_R = key_tokens["needed"], key_tokens["max_needed"]
+        exchange = NeededBlocksExchange(self.group.axes, needed_BRRN, max_R, self.distances)
         return exchange, {name: x for name, x in key_tokens.items() if name not in self.PLAN_NAMES}
 
 

@@ -2,7 +2,8 @@
 
 There is one transfer for each distance between sender and receiver, since the number of needed blocks depends on the
 distance: packed rows and windows reach a neighbour or two. Shapes are static, so each transfer has a few possible
-sizes, and all ranks use the same one.
+sizes, and all ranks use the same one. The device chooses it; or the host, by the segments, the distances over which all
+blocks travel (see ``reach``).
 
 Shapes: B rows, R ranks, T tokens of a rank, N blocks of t tokens of a rank, M blocks of a transfer, G key/value heads,
 K head width (local to this rank's part of tp).
@@ -134,12 +135,14 @@ class NeededBlocksExchange:
     Attributes:
       axes: the mesh axes that number the ranks.
       needed_BRRN: the result of ``needed_blocks``, equal on all ranks.
-      max_R: the result of ``max_by_distance``.
+      max_R: the result of ``max_by_distance``, for sizes that the device chooses.
+      distances: the distances over which blocks travel, all of a rank's; ``None`` where the device chooses sizes.
     """
 
     axes: tuple[str, ...]
     needed_BRRN: NeededBlocks
     max_R: Int[Array, " R"]
+    distances: tuple[int, ...] | None = None
 
     def all_gather(self, tree: Any) -> Any:
         """Complete rows ``[B, R·T, ...]`` from each rank's ``[B, T, ...]``, for each array of a tree.
@@ -147,7 +150,7 @@ class NeededBlocksExchange:
         A block that this rank does not need may be 0.
         """
         collective = partial(lax.all_gather, axis_name=self.axes, axis=1, tiled=True)
-        return lax.cond(self._all_travel, collective, partial(jax.tree.map, self._gather), tree)
+        return self._whole_or_blocks(collective, partial(jax.tree.map, self._gather), tree)
 
     def reduce_scatter(self, tree: Any) -> Any:
         """This rank's tokens ``[B, T, ...]`` of the sum over the ranks of complete rows ``[B, R·T, ...]``, for each
@@ -156,7 +159,13 @@ class NeededBlocksExchange:
         The blocks that a rank does not need are 0 in its rows.
         """
         collective = partial(lax.psum_scatter, axis_name=self.axes, scatter_dimension=1, tiled=True)
-        return lax.cond(self._all_travel, collective, partial(jax.tree.map, self._reduce), tree)
+        return self._whole_or_blocks(collective, partial(jax.tree.map, self._reduce), tree)
+
+    def _whole_or_blocks(self, collective: Callable[[Any], Any], by_blocks: Callable[[Any], Any], tree: Any) -> Any:
+        """The result of ``collective`` if every transfer has all blocks, and otherwise that of ``by_blocks``."""
+        if self.distances is None:
+            return lax.cond(self._all_travel, collective, by_blocks, tree)
+        return collective(tree) if len(self.distances) == self._ranks - 1 else by_blocks(tree)
 
     @property
     def _ranks(self) -> int:
@@ -204,6 +213,10 @@ class NeededBlocksExchange:
 
     def _by_distance(self, step: Callable[[int, int, Array], Array], x: Array) -> Array:
         """Applies ``step(distance, size, x)`` for each distance with its transfer's size, unless that is 0."""
+        if self.distances is not None:
+            for distance in self.distances:
+                x = step(distance, self._blocks, x)
+            return x
         index_R = size_indices(self.max_R, self._blocks)
         for distance in range(1, self._ranks):
             steps = [partial(step, distance, size) if size else lambda x: x for size in transfer_sizes(self._blocks)]

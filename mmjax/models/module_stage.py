@@ -156,7 +156,7 @@ class ModuleStage(StageModel):
         config = self.node.config
         name = getattr(config, "attention", "")
         backend = Backend(name, f"{self.module}/{gin_name(type(config))}.attention") if name else AUTO_BACKEND
-        return replace(backend, max_runs=self.max_runs)
+        return replace(backend, max_runs=self.max_runs, distances=self.distances)
 
     def _hide_special(self, inputs: Inputs) -> Inputs:
         """The inputs with special tokens marked as padding: these are not sent to other modules."""

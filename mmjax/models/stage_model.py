@@ -45,6 +45,7 @@ class StageModel:
       send_list: the name of a host input that lists the tokens which each cp rank of the activation's only target
         needs; "" for no target or several. If the input is missing, all ranks receive complete rows.
       max_runs: the number of runs in rows for which its attention is compiled (see ``attention.row_runs``).
+      distances: the distances of cp transfers for which its attention is compiled (see ``attention.reach``).
     """
 
     name: str
@@ -61,6 +62,7 @@ class StageModel:
     last: bool = True
     send_list: str = ""
     max_runs: int = ANY_RUNS
+    distances: tuple[int, ...] | None = None
 
     def read(self, available: Collection[str]) -> tuple[str, ...]:
         """Names of the host inputs that it reads; the send list only if it is among the ``available`` inputs of its

@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from mmjax.attention.reach import DISTANCES
 from mmjax.attention.row_runs import MAX_RUNS
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
@@ -113,7 +114,9 @@ class _LanguageModelPrograms:
         """The programs by stage, from the shapes of the host inputs and the avals of the encoders' activations."""
         rows = inputs["segments"].shape[0]
         following: dict[str, Any] = {
-            name: _shaped(array, (rows, 1, *array.shape[2:])) for name, array in inputs.items() if name != MAX_RUNS
+            name: _shaped(array, (rows, 1, *array.shape[2:]))
+            for name, array in inputs.items()
+            if name not in (MAX_RUNS, DISTANCES)
         }
         following[ORDER] = jax.ShapeDtypeStruct((rows, 1), np.int32)
         choices = (np.int32, np.float32, np.float32, np.uint32, np.int32)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from mmjax.attention.reach import DISTANCES
 from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS
 from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
@@ -37,7 +38,8 @@ from mmjax.schedule.simulate import Costs
 InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows.
 
-Shapes for which programs are traced may have an int under ``row_runs.MAX_RUNS``, for which attention is compiled.
+Shapes for which programs are traced may have values under ``row_runs.MAX_RUNS`` and ``reach.DISTANCES``, for which
+attention is compiled.
 """
 
 
@@ -316,14 +318,15 @@ class PlacedModel:
         self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], *, split: bool
     ) -> StageFunctions:
         stage, max_runs = self.places[place], inputs.get(MAX_RUNS, ANY_RUNS)
+        distances = inputs.get(DISTANCES)
         avals = {name: self.input_aval(stage, name, inputs[name]) for name in stage.model.read(inputs)}
         arrays = ((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items()))
-        key = (place, split, max_runs, *arrays)
+        key = (place, split, max_runs, distances, *arrays)
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             functions_class = SplitFunctions if split else StageFunctions
             self._functions[key] = functions_class(
-                replace(stage.model, max_runs=max_runs) if max_runs else stage.model,
+                replace(stage.model, max_runs=max_runs, distances=distances),
                 stage.state,
                 avals,
                 carry,

@@ -19,6 +19,7 @@ from mmjax.assembly.assembly import assemble, place
 from mmjax.assembly.packers import bucket_shapes
 from mmjax.assembly.parts import PlacedRun
 from mmjax.assembly.samples import open_source
+from mmjax.attention.reach import DISTANCES
 from mmjax.attention.row_runs import ANY_RUNS, MAX_PACKED_RUNS, MAX_RUNS, are_neighbours, includes, runs_of, widest_of
 from mmjax.config import load_config
 from mmjax.data.loader import StepMaker
@@ -283,3 +284,29 @@ def test_devices_are_those_of_the_stage(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(jax_compat, "device_kind", lambda device: ("gpu", "NVIDIA A100-SXM4-80GB"))
     parts, _ = placed(tmp_path)
     assert parts.runs.modules == {"llm": {0: (1,)}}
+
+
+def test_needed_blocks_travel_as_far_as_the_host_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes choose alike, one program of a step takes the farthest, and on CPUs the device chooses."""
+    bindings = ("llm/Layout.cp=4", "llm/Layout.dp=1", "llm/Layout.tp=1", "llm/Layout.cp_way='need'")
+    bindings += ("llm/Layout.cp_tokens='contiguous'", "vision/Layout.rank_offset=4")
+    assert not placed(tmp_path, *bindings)[0].runs.transfers
+    stand_in(monkeypatch)
+    parts, make = placed(tmp_path, *bindings)
+    assert parts.runs.transfers == {"llm": 4}
+    one, other = make(0).microbatches[:2]
+    rows, width = one.inputs["llm"]["segments"].shape
+    quarters = np.repeat([[1, 2, 3, 4]], width // 4, axis=1) * np.ones((rows, 1), np.int32)  # a segment for each rank
+    apart = replace(one, inputs={**one.inputs, "llm": {**one.inputs["llm"], "segments": quarters}})
+    whole = replace(other, inputs={**other.inputs, "llm": {**other.inputs["llm"], "segments": quarters * 0 + 1}})
+    signatures = [signature for signature, _ in parts.runs.signed([apart, whole])]
+    assert [dict(signature)["llm.reach"] for signature in signatures] == [0, 3]
+    assert set(signatures) <= parts.shapes.keys()
+    compiled = {dict(signature)["llm.reach"]: shapes["llm"][DISTANCES] for signature, shapes in parts.shapes.items()}
+    assert compiled == {0: (), 1: (1,), 2: (1, 2), 3: (1, 2, 3)}
+    shared = replace(parts.runs, shared=True).signed([apart, whole])
+    assert [dict(signature)["llm.reach"] for signature, _ in shared] == [3, 3]
+    expected = [signature for signature, _ in parts.runs.signed(make(0).microbatches)]
+    for cells in ({}, {"llm": {"tokens": (0,)}}):
+        partial = replace(make, process_rows=ProcessRows(cells=cells))(0)
+        assert [signature for signature, _ in parts.runs.signed(partial.microbatches)] == expected

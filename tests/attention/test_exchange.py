@@ -41,7 +41,14 @@ def numbers(seed: int, heads: int, groups: int) -> list[np.ndarray]:
     return [rng.normal(size=(ROWS, TOKENS, n, WIDTH)).astype(np.float32) for n in (heads, groups, groups, heads)]
 
 
-def across_ranks(cp_way: str, ranks: int, mask: Mask, inputs: dict[str, Any], arrays: list[np.ndarray]) -> Any:
+def across_ranks(
+    cp_way: str,
+    ranks: int,
+    mask: Mask,
+    inputs: dict[str, Any],
+    arrays: list[np.ndarray],
+    distances: tuple[int, ...] | None = None,
+) -> Any:
     """Output and gradients with the tokens of rows on several ranks."""
     mesh, spec = Mesh(np.array(jax.devices()[:ranks]), ("cp",)), PartitionSpec(None, "cp")
 
@@ -51,7 +58,7 @@ def across_ranks(cp_way: str, ranks: int, mask: Mask, inputs: dict[str, Any], ar
         real = (inputs["segments"] > 0)[..., None, None]
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            backend = Backend("blockwise")
+            backend = Backend("blockwise", distances=distances)
             out = backend.attend_across_ranks(q, k, v, tokens, mask, keys, axes=("cp",), cp_way=cp_way)
             return jnp.where(real, out, 0)
 

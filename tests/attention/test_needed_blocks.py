@@ -18,6 +18,7 @@ from mmjax.attention.exchange import gather_tokens
 from mmjax.attention.language import Rules
 from mmjax.attention.mask import Mask
 from mmjax.attention.needed_blocks import block_size, max_by_distance, needed_blocks, received_blocks, transfer_sizes
+from mmjax.attention.reach import distances, reach_of
 from mmjax.attention.tokens import Tokens
 from mmjax.data.split import Split
 
@@ -69,6 +70,50 @@ CASES = {
 def test_attention_is_that_of_whole_rows(case: str) -> None:
     mask, inputs, _ = CASES[case]
     require_equal(across_ranks("need", RANKS, mask, inputs, arrays(1)), complete_rows(mask, inputs, arrays(1)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_that_of_whole_rows_where_the_host_chooses(case: str) -> None:
+    mask, inputs, _ = CASES[case]
+    backwards = mask.kind == "causal"
+    chosen = distances(reach_of(inputs["segments"], RANKS), RANKS, backwards=backwards)
+    require_equal(across_ranks("need", RANKS, mask, inputs, arrays(1), chosen), complete_rows(mask, inputs, arrays(1)))
+
+
+def test_too_short_a_reach_is_wrong() -> None:
+    mask, inputs, _ = CASES["one causal segment"]
+    got, wanted = across_ranks("need", RANKS, mask, inputs, arrays(1), (1,)), complete_rows(mask, inputs, arrays(1))
+    assert reach_of(inputs["segments"], RANKS) == 2 and np.abs(got[0] - wanted[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("chosen", [None, (), (1,), (1, 2)])
+def test_only_without_distances_the_device_chooses(chosen: tuple[int, ...] | None) -> None:
+    mask, inputs, _ = CASES["packed"]
+    arguments = arrays(1)
+
+    def attention(q: Any) -> Any:
+        return across_ranks("need", RANKS, mask, inputs, [q, *arguments[1:]], chosen)
+
+    assert ("cond[" in str(jax.make_jaxpr(attention)(arguments[0]))) == (chosen is None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.booleans(), st.booleans(), st.integers(0, 2**16))
+def test_a_reach_has_all_that_a_token_sees(causal: bool, shuffled: bool, seed: int) -> None:
+    rng, ranks = np.random.default_rng(seed), 6
+    inputs = rows(*(tuple(np.sort(rng.integers(1, TOKENS + 1, rng.integers(1, 9)))) for _ in range(ROWS)))
+    order = rng.permutation(TOKENS) if shuffled else np.arange(TOKENS)
+    segments, place = (inputs[name][:, order] for name in ("segments", "order"))
+    chosen = distances(reach_of(segments, ranks), ranks, backwards=causal and not shuffled)
+    sees = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, :, None]
+    if causal:
+        sees &= place[:, None, :] <= place[:, :, None]
+    rank = np.arange(TOKENS) // (TOKENS // ranks)
+    seen = set(np.unique(((rank[:, None] - rank) % ranks)[sees.any(axis=0)]).tolist()) - {0}
+    assert seen <= set(chosen)
+    short = reach_of(segments, ranks)
+    if short and not causal and not shuffled:
+        assert not seen <= set(distances(max(r for r in (0, 1, 2) if r < short), ranks, backwards=False))
 
 
 @pytest.mark.parametrize("case", CASES)

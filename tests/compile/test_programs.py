@@ -267,6 +267,26 @@ def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.compiled
+def test_needed_blocks_travel_without_a_branch() -> None:
+    """Each program has the transfers of its reach: two arrays over each distance, or none."""
+    sizes = ["llm/Decoder.layers=1", "llm/Decoder.width=256", "llm/Decoder.mlp=512", "llm/Decoder.remat='none'"]
+    layout = ["llm/Layout.cp=4", "llm/Layout.tp=1", "llm/Layout.cp_way='need'", "llm/Layout.cp_tokens='contiguous'"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=8", "Data.sequence_length=512"]
+    buckets = ["llm/Packing.buckets=((2, 512),)", "llm/Layout.dp=1", "llm/Layout.pp=1", "vision/Layout.rank_offset=4"]
+    programs = Programs(load_config([], [*sizes, *layout, *run, *buckets]))
+    transfers = dict[tuple[str, int], int]()
+    for use in programs.uses:
+        if use.program.name in ("F llm.0", "B llm.0"):
+            work = programs.of(use).work()
+            assert not work.conditionals, use
+            sent = work.collectives.get("collective-permute")
+            transfers[use.kind, dict(use.signature or ())["llm.reach"]] = sent.count if sent else 0
+    assert {reach for (_, reach), count in transfers.items() if not count} == {0, 3}  # 3: one all-gather
+    assert all(0 < transfers[kind, 1] < transfers[kind, 2] for kind in "FB"), transfers
+
+
+@pytest.mark.long
+@pytest.mark.compiled
 def test_a_step_that_does_not_fit_names_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Embedding and head of 16 GiB in fp32, with moments, sums and copies: more than an H100 has."""
     sizes = [f"--gin.llm/Decoder.{name}" for name in ("layers=1", "width=8192", "mlp=64", "heads=64", "vocab=262144")]
