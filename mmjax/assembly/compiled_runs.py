@@ -1,4 +1,4 @@
-"""What attention is compiled for, where the device's programs differ: runs in rows, and sizes of cp transfers.
+"""Variants of the programs of attention, where those of the device differ: runs in rows, distances of cp transfers.
 
 A choice on the device makes the host wait. So the host chooses programs by the segments of a microbatch; every process
 has those of all rows.
@@ -72,7 +72,7 @@ class CompiledRuns:
     def _static(
         self, module: str, arrays: Mapping[str, Any], runs: Mapping[str, int], reach: Mapping[str, int]
     ) -> dict[str, Any]:
-        """What the attention of a module is compiled for, beside the shapes of its arrays."""
+        """Static values for which the attention of a module is compiled, beside the shapes of its arrays."""
         static: dict[str, Any] = {MAX_RUNS: runs[module]} if module in runs else {}
         if module in reach:
             backwards = self.causal[module] and "order" not in arrays

@@ -162,7 +162,7 @@ class NeededBlocksExchange:
         return self._whole_or_blocks(collective, partial(jax.tree.map, self._reduce), tree)
 
     def _whole_or_blocks(self, collective: Callable[[Any], Any], by_blocks: Callable[[Any], Any], tree: Any) -> Any:
-        """The result of ``collective`` if every transfer has all blocks, and otherwise that of ``by_blocks``."""
+        """Applies ``collective`` to the tree if every transfer has all blocks, and otherwise ``by_blocks``."""
         if self.distances is None:
             return lax.cond(self._all_travel, collective, by_blocks, tree)
         return collective(tree) if len(self.distances) == self._ranks - 1 else by_blocks(tree)
