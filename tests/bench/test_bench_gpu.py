@@ -193,6 +193,15 @@ def test_attention_is_compared_and_what_is_not_here_is_noted(tmp_path, monkeypat
     assert dataclasses.replace(causal, window=2).flops == 4 * 2 * 3 * 5 * 2 * (1 + 5 * 2)
 
 
+def test_what_is_pulled_is_what_was_sent(tmp_path):
+    """In a process of its own, as `bench gpu` runs it: JAX keeps a server until the end."""
+    command = ["-m", "mmjax.bench.gpu.section_process", "mmjax.bench.gpu.pulls:run", "pulls.json", "60", "small"]
+    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=120)
+    found = json.loads((tmp_path / "pulls.json").read_text())
+    assert found["checks"] == {"float32 pulled": True, "bfloat16 pulled": True}
+    assert all(rate > 0 for rate in found["gb_per_s"].values())
+
+
 @pytest.mark.long
 def test_a_step_is_timed_and_profiled_beside_its_memory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)

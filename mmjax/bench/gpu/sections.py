@@ -75,7 +75,7 @@ SECTIONS = (
     Section(
         name="vlm_full",
         where=f"{HOME}.vlm:run_full",
-        seconds=45,
+        seconds=40,
         doc="The step of section vlm with as many layers as fit: time, MFU, memory.",
         environment={MEMORY: "0.92"},
     ),
@@ -88,7 +88,7 @@ SECTIONS = (
     Section(
         name="torch",
         where=f"{HOME}.torch_layers:run",
-        seconds=45,
+        seconds=40,
         doc="The same layers in PyTorch, compiled, and FlexAttention: values and times.",
         needs=("torch",),
         environment={MEMORY: "0.4"},
@@ -112,6 +112,12 @@ SECTIONS = (
         where=f"{HOME}.offload:run",
         seconds=20,
         doc="Arrays to pinned host memory and back, and training with the optimizer offloaded: bit for bit.",
+    ),
+    Section(
+        name="pulls",
+        where=f"{HOME}.pulls:run",
+        seconds=10,
+        doc="Copies as between processes, through the host's memory and a socket: bit for bit, and their rate.",
     ),
     Section(
         name="deterministic",
