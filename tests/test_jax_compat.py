@@ -34,6 +34,30 @@ def test_backends_are_initialized():
     assert done.stdout.split() == ["False", "False", "3", "True"]
 
 
+def test_arrays_are_pulled_whatever_comes_first():
+    """The pull before the offer, and the offer before the array; several arrays on other devices and of other types."""
+    script = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from mmjax import jax_compat
+server = jax_compat.transfer_server("127.0.0.1")
+connection = server.connect(server.address())
+first, second = jax.local_devices()
+def aval(x, device):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 500, lambda _, y: jnp.cos(y), x))
+x, y = jnp.arange(70000.0), jnp.arange(3, dtype=jnp.bfloat16)
+early = connection.pull(2**62, [aval(x, second), aval(y, first)])
+sent = [slow(x), y]
+server.await_pull(2**62, sent)
+assert all((a == b).all() for a, b in zip(map(jax.device_get, early), map(jax.device_get, sent), strict=True))
+assert [a.sharding.device_set for a in early] == [{second}, {first}]
+"""
+    subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+
+
 def test_varying_axes(mesh):
     seen = {}
 

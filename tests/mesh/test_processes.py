@@ -389,8 +389,8 @@ def test_a_stopped_process_is_named(stopped, tmp_path, monkeypatch):
     assert {line[:3] for line in said} == {f"[{other}]" for other in range(3) if other != stopped}, errors
 
 
-@pytest.mark.slow
-def test_collectives_carry_pieces_between_processes():
+@pytest.mark.long
+def test_pieces_cross_between_processes():
     port, environment = free_port(), {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = ["timeout", "-k", "5", "240", sys.executable, "-c", PROCESS]
     processes = [
