@@ -105,7 +105,7 @@ def target_of(world: World) -> TargetDevice:
     kind = world.devices[0].device_kind
     if memory := world.device_memory:
         return TargetDevice(world.platform, memory, kind, "what JAX takes of the GPU")
-    return replace(_supposed(), kind=kind) if world.platform == GPU else TargetDevice(world.platform, kind=kind)
+    return replace(supposed_gpu(), kind=kind) if world.platform == GPU else TargetDevice(world.platform, kind=kind)
 
 
 def planned_device(recipe: Recipe, memory: float = 0.0) -> TargetDevice:
@@ -115,13 +115,21 @@ def planned_device(recipe: Recipe, memory: float = 0.0) -> TargetDevice:
       recipe: the run's configuration.
       memory: bytes of the GPU; 0 for those of an H100.
     """
-    return _supposed(memory) if gpu.will_start(recipe.world.platform) else TargetDevice("cpu")
+    if not gpu.will_start(recipe.world.platform):
+        return TargetDevice("cpu")
+    return supposed_gpu(memory, owner="") if memory else supposed_gpu()
 
 
-def _supposed(memory: float = 0.0) -> TargetDevice:
-    """An H100, or one with other memory."""
-    share, memory, whose = gpu.memory_share(), memory or gpu.H100_MEMORY, "" if memory else "an H100's "
-    return TargetDevice(GPU, share * memory, gpu.H100, f"{100 * share:.3g} % of {whose}{memory / 1e9:.3g} GB")
+def supposed_gpu(memory: float = gpu.H100_MEMORY, kind: str = gpu.H100, owner: str = "an H100's ") -> TargetDevice:
+    """A GPU that is not here, of which a run takes its share of the memory.
+
+    Args:
+      memory: bytes that CUDA sees.
+      kind: the name that JAX gives it.
+      owner: whose memory it is, for the lines that tell a choice, such as "an H100's "; "" does not say.
+    """
+    share = gpu.memory_share()
+    return TargetDevice(GPU, share * memory, kind, f"{100 * share:.3g} % of {owner}{memory / 1e9:.3g} GB")
 
 
 def require_pipeline_in_one_process(recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mmjax.assembly.assembly import Assembly, assemble
+from mmjax.assembly.placing import supposed_gpu
 from mmjax.attention.blockwise import BLOCK
 from mmjax.compile.executables import Compiler, Executable, Report
 from mmjax.compile.hlo import Module
@@ -19,7 +20,6 @@ from mmjax.compile.rates import H100, Rates
 from mmjax.compile.roofline import Work, work_of
 from mmjax.compile.targets import TARGETS, Target
 from mmjax.data.source import Source
-from mmjax.mesh import gpu
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
@@ -27,7 +27,6 @@ from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
-from mmjax.recipe.device_defaults import GPU, TargetDevice
 
 STEP = "step"
 """Kind of a program that is a whole step."""
@@ -125,7 +124,8 @@ class Programs:
         self.target = target
         self._works: dict[tuple[str, Rates], Work] = {}
         self.compiler = compiler or Compiler(target, cache, deterministic=recipe.train.deterministic)
-        world, device = World(target.devices(recipe.devices)), _defaults_for(target)
+        world = World(target.devices(recipe.devices))
+        device = supposed_gpu(target.memory, target.device_kind, f"an {target.name.upper()}'s ")
         self.assembly: Assembly = assemble(recipe, world=world, source=source, device=device)
         self.recipe = self.assembly.recipe
 
@@ -231,13 +231,6 @@ class Programs:
             return step_flops.times(self.recipe.train.microbatches)
         flops, split = by_place[0], self.assembly.schedule.graph.stage(use.name).split
         return flops["B"] + flops["W"] if use.kind == "B" and not split else flops[use.kind]
-
-
-def _defaults_for(target: Target) -> TargetDevice:
-    """The device for which a run chooses the settings that its recipe leaves open."""
-    share = gpu.memory_share()
-    origin = f"{100 * share:.3g} % of the {target.memory / 1e9:.3g} GB of an {target.name.upper()}"
-    return TargetDevice(GPU, share * target.memory, target.device_kind, origin)
 
 
 def _transfer_uses(both: Boundary | Tie, edge: str, signature: Signature | None) -> Iterator[Use]:
