@@ -30,7 +30,8 @@ ALIGNED = 8
 """Positions of a rank's part of a long row are a multiple of this. XLA for GPUs copies factors and results of a bf16
 product, in every layer, where the number of tokens is no multiple of 8."""
 LEAST_ALIGNED = 16
-"""A row is long if it is at least so many times what it is rounded to: its padding is at most a sixteenth."""
+"""A row is long if it has at least so many times the positions of which its width becomes a multiple: this adds at most
+a sixteenth."""
 
 Arrays = dict[str, PartialArray]
 Row = Mapping[str, np.ndarray]
