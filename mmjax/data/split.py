@@ -9,6 +9,7 @@ Legend: R rows, T positions of a row, N blocks of positions, K ranks, C rows or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,12 @@ BLOCK = 512
 places in a block, attention could skip less of the pairs that a mask hides."""
 FEWEST = 8
 """The least blocks of a rank, if rows are long enough: with fewer, work is hard to balance."""
+ALIGNED = 8
+"""Positions of a rank's part of a long row are a multiple of this. XLA for GPUs copies factors and results of a bf16
+product, in every layer, where the number of tokens is no multiple of 8."""
+LEAST_ALIGNED = 16
+"""A row is long if it has at least so many times the positions of which its width becomes a multiple: this adds at most
+a sixteenth."""
 
 Arrays = dict[str, PartialArray]
 Row = Mapping[str, np.ndarray]
@@ -65,8 +72,10 @@ class Split:
         return block
 
     def rounded(self, width: int) -> int:
-        """The smallest width of rows that can be split and is at least `width`."""
-        multiple = self.ranks * (self.block(width) if self.permutes else self.unit)
+        """The smallest width of rows that is at least `width`, and can be split, and suits products (see `ALIGNED`)."""
+        part = self.block(width) if self.permutes else self.unit
+        aligned = math.lcm(part, ALIGNED)
+        multiple = self.ranks * (aligned if self.ranks * aligned <= width // LEAST_ALIGNED else part)
         return -(-width // multiple) * multiple
 
     @property

@@ -34,7 +34,7 @@ def from_parameters_alone(
     forward: Callable[..., Any], avals: Sequence[Any], residuals: Callable[[Any], Sequence[Any]]
 ) -> dict[int, list[str]]:
     """Names of the parameters of each residual that depends only on parameters, by the residual's position: {2:
-    ["llm/norm"]}.
+    ["llm/norm"]}; [] for a number that depends on nothing, such as the size of a mean.
 
     Args:
       forward: ``(params, inputs, carry) -> (out, residuals)``.
@@ -42,13 +42,14 @@ def from_parameters_alone(
       residuals: selects a flat sequence of residuals from ``forward``'s result, such as ``lambda result: result[1]``;
         they are numbered from 0.
     """
-    flags = jaxprs.dependencies(forward, avals)
-    result = jax.tree.structure(jax.eval_shape(forward, *avals))
+    flags, result = jaxprs.dependencies(forward, avals), jax.eval_shape(forward, *avals)
+    used = residuals(jax.tree.unflatten(jax.tree.structure(result), flags))
     names_by_position: dict[int, list[str]] = {}
-    for position, used in enumerate(residuals(jax.tree.unflatten(result, flags))):
-        params, *activations = jax.tree.unflatten(jax.tree.structure(tuple(avals)), used)
+    for position, (is_read, residual) in enumerate(zip(used, residuals(result), strict=True)):
+        params, *activations = jax.tree.unflatten(jax.tree.structure(tuple(avals)), is_read)
         names = [name for name, is_used in by_name(params).items() if is_used]
-        if names and not any(jax.tree.leaves(activations)):
+        is_number = math.prod(residual.shape[1:]) == 1
+        if (names or is_number) and not any(jax.tree.leaves(activations)):
             names_by_position[position] = names
     return names_by_position
 

@@ -408,9 +408,11 @@ class StageFunctions:
     ) -> Any:
         by_index = dict(zip(self._read_residuals, residuals, strict=True))
         if self._recomputed:
-            specs = [self._residuals[i].spec for i in self._recomputed]
-            recompute = Spmd(self._parameter_residuals, self.submesh.mesh, self._in_specs[:1], specs)
-            by_index |= zip(self._recomputed, recompute(params), strict=True)
+            # The trace of forward has them already; what does not lead to them is dropped.
+            recompute = self._forward_over(self._recomputed)
+            zeros = jax.tree.map(zeros_of, self._avals[1:])
+            values = jaxprs.without_dead_code(lambda params: recompute(params, *zeros)[1], params)
+            by_index |= zip(self._recomputed, values, strict=True)
         all_residuals = [
             by_index[i] if i in by_index else zeros_of(residual.aval) for i, residual in enumerate(self._residuals)
         ]

@@ -287,6 +287,29 @@ def test_needed_blocks_travel_without_a_branch() -> None:
 
 @pytest.mark.long
 @pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("tower", "of_layer", "beside"),
+    [
+        ((), 10, 21),
+        (
+            ("vision/ViT.preset='siglip-so400m-14-384'", "Digits.scale=(47.25, 47.25)", "Data.sequence_length=768"),
+            9,
+            20,
+        ),
+    ],
+    ids=["CLIP, 577 tokens", "SigLIP, 729 tokens"],
+)
+def test_a_frozen_tower_copies_nothing_around_its_products(tower: tuple[str, ...], of_layer: int, beside: int) -> None:
+    """A layer has six products, attention, two norms, and CLIP's activation, which cuBLASLt does not have."""
+    layers = 4
+    settings = [f"vision/ViT.layers={layers}", "llm/Decoder.layers=7"]
+    work = Programs(load_config(["llava15"], [*settings, *tower])).compiled("F vision.0").work()
+    assert sum(work.products.values()) == 6 * layers + 4  # patches, positions, and the projector's two
+    assert work.kernels == work.launches <= of_layer * layers + beside
+
+
+@pytest.mark.long
+@pytest.mark.compiled
 def test_a_step_that_does_not_fit_names_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Embedding and head of 16 GiB in fp32, with moments, sums and copies: more than an H100 has."""
     sizes = [f"--gin.llm/Decoder.{name}" for name in ("layers=1", "width=8192", "mlp=64", "heads=64", "vocab=262144")]

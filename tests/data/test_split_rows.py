@@ -67,6 +67,23 @@ def test_ranks_have_equally_many_tokens_in_whole_blocks(
     np.testing.assert_array_equal(starts[:, 0] % unit, 0)
 
 
+@pytest.mark.parametrize(
+    ("split", "width", "rounded"),
+    [
+        (Split(), 577, 584),  # CLIP-L at 336 pixels, with its class token
+        (Split(), 584, 584),
+        (Split(), 127, 127),  # a short row
+        (Split(), 129, 136),
+        (Split(ranks=2), 577, 592),
+        (Split(unit=4, token=4), 572, 576),
+        (Split(unit=9, token=9), 577, 585),  # multiples of 72 would be too much padding
+        (Split(unit=9, token=9), 1200, 1224),
+    ],
+)
+def test_long_rows_suit_products(split: Split, width: int, rounded: int) -> None:
+    assert split.rounded(width) == rounded
+
+
 def test_work_is_balanced_where_blocks_are_many() -> None:
     split = Split(ranks=4, method="lpt", masks=(CAUSAL,))
     row = {"segments": np.ones(4 * FEWEST * BLOCK, np.int32)}

@@ -136,15 +136,16 @@ FAST = {
 def test_no_residual_has_the_size_of_a_parameter(dtype: str, remat: str, tied: bool, frozen: tuple[str, ...]) -> None:
     placed, stages = traced(remat, tied, frozen, dtype)
     for name, functions in stages.items():
-        assert functions.has_backward and not functions._recomputed
+        recomputed = [functions._residuals[i].aval.shape for i in functions._recomputed]
+        assert functions.has_backward and all(math.prod(shape[1:]) == 1 for shape in recomputed)
         shapes, copies = parameter_shapes(placed, name), BOTH.size
         for aval in functions.residual_avals:
             stacked, *local = aval.shape
             assert copies % stacked == 0
             for shape in (local, local[1:]):
                 assert tuple(sorted(shape)) not in shapes, f"{name} keeps {aval.dtype}{aval.shape}"
-            count = math.prod(local)  # of one rank; scalars are constants of the layers
-            assert count == 1 or count % 7 == 0 or count % 11 == 0, f"{name} keeps {aval.dtype}{aval.shape}"
+            count = math.prod(local)  # of one rank; numbers of the layers are in backward too
+            assert count % 7 == 0 or count % 11 == 0, f"{name} keeps {aval.dtype}{aval.shape}"
 
 
 def leaks() -> dict[str, Callable[[Any], Any]]:
@@ -194,9 +195,9 @@ def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
 @pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
 def test_small_residuals_of_parameters_alone_are_computed_again(stage: str) -> None:
     functions = squared_last(place(), stage).trace(inputs()).stages[stage]
-    assert functions._recomputed and [a.shape for a in functions.residual_avals] == [
-        a.shape for a in trace()[stage].residual_avals
-    ]
+    before = trace()[stage]
+    assert len(functions._recomputed) > len(before._recomputed)
+    assert [a.shape for a in functions.residual_avals] == [a.shape for a in before.residual_avals]
 
 
 def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
