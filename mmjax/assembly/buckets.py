@@ -22,6 +22,10 @@ from mmjax.models.config import LLM
 from mmjax.recipe import Recipe
 
 Say = Callable[[str], None]
+ALIGNED = 8
+"""Products of bf16 on GPUs want a multiple of it as the tokens of a microbatch on a rank: XLA copies their operands to
+pad them to that in every layer. It follows from the recipe alone, since data servers choose the same buckets without a
+GPU."""
 
 
 def build_packer(
@@ -145,4 +149,7 @@ def _choose_buckets(recipe: Recipe, counts: Mapping[str, int], source: Source) -
         order = order_of(recipe, place_model(planned, packer, tokenizer, world), data.reorder)
     worst = completed_worst(source.worst_case(), packer.encoders)
     parts = plan_some_steps(packer, source.meta, train.global_batch, order)
-    return {name: choose(cells_for(packer, worst, parts, name), count) for name, count in counts.items()}
+    aligned = ALIGNED if train.dtype == "bfloat16" else 1
+    return {
+        name: choose(cells_for(packer, worst, parts, name, aligned=aligned), count) for name, count in counts.items()
+    }

@@ -32,6 +32,8 @@ _TIMES = (1, 2, 4)
 """Widths that hold this many of the largest segments are candidates."""
 _STEPS, _SAMPLES = (16, 64), 8_192
 """The data read to choose buckets: the least and the most steps, and about this many samples in between."""
+_ALIGNED_COST = 0.03
+"""The most padding, as a share of a row's width, for which a chosen width is rounded up to `Cells.aligned`."""
 _NEVER = np.iinfo(np.int64).max
 """The number of rows that stands for a segment wider than the row."""
 
@@ -214,6 +216,7 @@ class Cells:
       widest: the largest width of a row; 0 = any.
       split: how rows are split over ranks, which rounds widths up.
       pairs: see `compute`.
+      aligned: the number whose multiples are the best widths for kernels; 1 for any width.
     """
 
     sizes: Sequence[Sequence[Sequence[int]]]
@@ -222,6 +225,13 @@ class Cells:
     widest: int = 0
     split: Split = UNSPLIT
     pairs: float = 0.0
+    aligned: int = 1
+
+    def rounded(self, width: int) -> int:
+        """The width that rows of at least `width` positions have: whole parts for ranks, aligned if it pads little."""
+        multiple = self.aligned * self.split.ranks
+        aligned = -(-width // multiple) * multiple
+        return self.split.rounded(aligned if aligned - width <= _ALIGNED_COST * width else width)
 
     @property
     def real(self) -> float:
@@ -272,7 +282,14 @@ def cells_of(parts: Iterable[Sequence[MicrobatchPlan]], module: str, *, together
     return segments
 
 
-def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[MicrobatchPlan]], module: str) -> Cells:
+def cells_for(
+    packer: Packer,
+    worst: WorstCase,
+    parts: Sequence[Sequence[MicrobatchPlan]],
+    module: str,
+    *,
+    aligned: int = 1,
+) -> Cells:
     """The cells of `module` in the microbatches of some steps, and their bounds, for `choose`.
 
     Args:
@@ -280,6 +297,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
       worst: the source's worst case, `source.worst_case()`.
       parts: for each step, the plans of its microbatches, as `plan_some_steps` gives them.
       module: "llm", or the name of an encoder or generator.
+      aligned: the number whose multiples are the best widths of LLM rows for kernels; 1 for any width.
     """
     per_cell = max((part.samples_per_cell for step in parts for part in step), default=1)
     sizes, pairs = cells_of(parts, module, together=packer.one_bucket), packer.pairs.get(module, 0.0)
@@ -291,6 +309,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
             widest=packer.sequence_length,
             split=packer.splits.get(module, UNSPLIT),
             pairs=pairs,
+            aligned=aligned,
         )
     spec, media = packer.encoders[module], worst.media.get(module, 0)
     return Cells(
@@ -400,7 +419,7 @@ def _widths(cells: Cells) -> list[int]:
     segments = np.unique([n for of_microbatch in cells.sizes for cell in of_microbatch for n in cell])
     wholes = np.unique([max(map(sum, of_microbatch)) for of_microbatch in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
-    rounded, widest = cells.split.rounded, cells.widest or several[-1]
+    rounded, widest = cells.rounded, cells.widest or several[-1]
     candidates = [
         cells.split.unit,
         *_spread_over(segments, _WIDTHS),

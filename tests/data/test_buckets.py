@@ -134,3 +134,15 @@ def test_wrong_numbers_of_buckets():
         with pytest.raises(ConfigError, match=rf"Packing\.buckets={wrong}: must be 1 to 64, such as 4"):
             PackingConfig(buckets=wrong)
     assert PackingConfig(buckets=4).given == () and PackingConfig(buckets=((1, 2),)).given == ((1, 2),)
+
+
+def test_widths_are_aligned_where_that_pads_little() -> None:
+    cells = Cells(sizes=[[[602]]] * 4, largest=602, most=1, widest=640, aligned=8)
+    assert [cells.rounded(width) for width in (602, 608, 1204, 90)] == [608, 608, 1208, 90]
+    assert choose(cells, 2).buckets == ((1, 608),)
+    assert choose(replace(cells, aligned=1), 2).buckets == ((1, 602),)
+    assert choose(replace(cells, widest=604), 2).buckets == ((1, 604),)  # Data.sequence_length bounds a row
+    ranks = replace(cells, split=Split(ranks=2, unit=2))
+    assert [ranks.rounded(width) for width in (602, 90)] == [608, 92]
+    four = Cells(sizes=[[[602] * 4]] * 4, largest=602, most=4, widest=2560, aligned=8)
+    assert all(width % 8 == 0 for _, width in choose(four, 2).buckets)
