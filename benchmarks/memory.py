@@ -56,7 +56,7 @@ DIGITS, LLAVA = "digits_vlm.gin", "llava15.gin"
 REMAT = ("llm/Decoder.remat='full'", "vision/ViT.remat='full'")
 HALF = ("Train.dtype='bfloat16'",)
 SMALLER = (
-    *("llm/Decoder.layers=4", "vision/ViT.layers=2", "Train.microbatches=24"),
+    *("llm/Decoder.layers=4", "vision/ViT.layers=2", "Train.microbatches=24", "Train.schedule='1f1b'"),
     *("llm/Layout.pp=2", "llm/Layout.tp=2", "vision/Layout.dp=2", "vision/Layout.tp=2", "vision/Layout.rank_offset=4"),
 )
 """LLaVA-1.5 with few layers, so that compiling is cheap, in layouts that have tp too."""

@@ -21,13 +21,13 @@ from mmjax.recipe import Recipe
 # What mmjax.plan found on eight H100s; and microbatches, schedule, and how much of the devices' time a step has idle.
 LAYOUTS = {
     "llava15": {"vision": Layout(rank_offset=7), "llm": Layout(pp=7)},
-    "llava15_homogeneous": {"vision": Layout(dp=4), "llm": Layout(dp=4, pp=2, chunks=2)},
+    "llava15_homogeneous": {"vision": Layout(dp=4), "llm": Layout(dp=4, pp=2, chunks=4)},
     "llava15_colocated": {"vision": Layout(tp=2, dp=4), "llm": Layout(pp=2, dp=4)},
 }
 RUNS = {
-    "llava15": (96, "1f1b", 0.25),
-    "llava15_homogeneous": (24, "interleaved", 0.1),
-    "llava15_colocated": (24, "three-phase", 0.15),
+    "llava15": (48, "zb-h1", 0.25),
+    "llava15_homogeneous": (12, "interleaved", 0.12),
+    "llava15_colocated": (12, "three-phase", 0.17),
 }
 
 

@@ -16,14 +16,13 @@ from mmjax.planner.choose import PlanChoice, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cluster_files import NODE
-from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.node_processes import waiting_free
 from mmjax.planner.profile_file import Profile
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe
-from mmjax.recipe.device_defaults import open_remat, remat_text, with_remat
+from mmjax.recipe.device_defaults import open_remat, remat_text
 
 
 @dataclass(frozen=True)
@@ -84,38 +83,27 @@ def choose_plan(
       profile: measured times in place of a datasheet's, as `read_profile(path)` gives them; of no effect with several
         kinds.
       processes: "node" or "device", which has a process; on several kinds of device it is the node.
-      say: called with a line where the recipe leaves `remat` to the devices, such as `print`.
+      say: called with a line about the plan's `remat` where the recipe leaves it to the devices, such as `print`.
 
     Raises:
       ConfigError: a kind is unknown, or a setting does not fit the data.
       DoesNotFit: no layout fits the devices' memory.
     """
-    resolved, *leaner = _with_remat(recipe, profile if len(kinds) == 1 else None)
-    try:
-        choice = _choose(resolved, source, kinds, strategy, profile, processes)
-    except DoesNotFit:
-        if not leaner:
-            raise
-        (resolved,) = leaner
-        choice = _choose(resolved, source, kinds, strategy, profile, processes)
+    choice = _choose(recipe, source, kinds, strategy, profile if len(kinds) == 1 else None, processes)
     if names := open_remat(recipe):
-        say(f"planned with {remat_text(resolved, names)}; a run chooses 'auto' by its own memory")
+        best = choice.best.candidate.remat
+        say(f"the plan has {remat_text(planned.with_remats(recipe, best), names)}, chosen with the layouts")
     return choice
 
 
-def _with_remat(recipe: Recipe, profile: Profile | None) -> list[Recipe]:
-    """The recipes to try in turn, in which `remat` is not left to the devices.
+REMATS = ("dots", "full")
+"""Values of `remat` to choose from, the fastest first. 'none' saves no product beyond those of 'dots', and keeps more:
+by compiled programs it is no faster, so no plan has it."""
 
-    It is what was profiled, or else what keeps products, which costs a plan nothing; and then what recomputes all.
-    """
-    names = open_remat(recipe)
-    if not names:
-        return [recipe]
-    if profile:
-        for name in names:
-            recipe = with_remat(recipe, [name], profile.model[name].get("remat", "none"))
-        return [recipe]
-    return [with_remat(recipe, names, remat) for remat in ("dots", "full")]
+
+def _options(recipe: Recipe, profile: Profile | None) -> dict[str, tuple[str, ...]]:
+    """Values of `remat` to try, by module that leaves it to the devices: `REMATS`, or the value of the profile."""
+    return {name: (profile.model[name].get("remat", "none"),) if profile else REMATS for name in open_remat(recipe)}
 
 
 def _choose(
@@ -126,9 +114,10 @@ def _choose(
     profile: Profile | None,
     processes: str,
 ) -> PlanChoice:
-    """`choose_plan` of a recipe that leaves no `remat` to the devices."""
+    """`choose_plan` without a line about `remat`."""
     transport = recipe.world.transport
-    work, rows_of = read_work(recipe, source), planned.rows_by_candidate(recipe, source)
+    work = read_work(recipe, source, options=_options(recipe, profile))
+    rows_of = planned.rows_by_candidate(recipe, source)
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
         work, clock = _clock(work, accelerator(name), profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
@@ -10,16 +10,18 @@ from typing import Any
 
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.packers import one_bucket
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, setting_name
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.source import Source
 from mmjax.mesh.layout import cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.choose import PlanChoice, RowShapes, RowsOf
+from mmjax.planner.choose import PlanChoice
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import RowShapes, RowsOf
 from mmjax.recipe import Recipe, validate
+from mmjax.recipe.device_defaults import with_remat
 from mmjax.schedule.timeline import draw_timeline
 
 GIGA = 1e9
@@ -30,7 +32,7 @@ Known = dict[tuple[object, ...], RowShapes | ConfigError]
 
 
 def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
-    """`recipe` with the candidate's layouts, microbatches, schedule and offload.
+    """`recipe` with the candidate's layouts, microbatches, schedule, remat and offload.
 
     The rows of given buckets are scaled to the samples of the candidate's microbatches.
 
@@ -51,6 +53,7 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
         ),
         world=replace(recipe.world, devices=candidate.world if recipe.world.devices else 0),
     )
+    changed = with_remats(changed, candidate.remat)
     # The same samples in more microbatches.
     ratio = recipe.train.microbatches / candidate.microbatches
     given_buckets = {
@@ -63,6 +66,13 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
     changed = replace(changed, model=changed.model.with_packing(scaled))
     validate(changed)
     return changed
+
+
+def with_remats(recipe: Recipe, remats: Mapping[str, str]) -> Recipe:
+    """`recipe` with these values of `remat` by module: {"llm": "full"}."""
+    for name, remat in remats.items():
+        recipe = with_remat(recipe, [name], remat)
+    return recipe
 
 
 def exact_rows(recipe: Recipe, source: Source, known: Known | None = None) -> RowShapes:
@@ -126,7 +136,7 @@ def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
 def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
     """The text of a gin file of the plan `estimate`, to load after the files of `recipe`.
 
-    It has the plan's layouts, microbatches, schedule, buckets and offloads, in lines such as "llm/Layout.tp = 2".
+    It has the plan's layouts, microbatches, schedule, remat, buckets and offloads: lines such as "llm/Layout.tp = 2".
 
     Args:
       recipe: the configuration that was planned for.
@@ -141,6 +151,8 @@ def gin_text(recipe: Recipe, choice: PlanChoice, estimate: Estimate) -> str:
     ]
     for name, layout in changed.model.layouts.items():
         lines += [f"{name}/Layout.{field} = {value!r}" for field, value in asdict(layout).items()]
+    for name, remat in estimate.candidate.remat.items():
+        lines.append(f"{setting_name(name, changed.model[name].settings, 'remat')} = {remat!r}")
     for name, node in changed.model.nodes.items():
         if node.packing != recipe.model[name].packing:
             lines.append(f"{name}/Packing.buckets = {node.packing.buckets!r}")
@@ -241,6 +253,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "inner": candidate.inner,
         "window": candidate.window,
         "layouts": {name: asdict(layout) for name, layout in candidate.layouts.items()},
+        "remat": dict(candidate.remat),
         "offloads": {name: asdict(offload) for name, offload in candidate.offloads.items()},
         **({"kinds": _kinds(candidate)} if candidate.kinds else {}),
         "stages": {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -27,29 +27,26 @@ from mmjax.data.loader import tokenizer_of
 from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
 from mmjax.data.source import Source
-from mmjax.data.split import Split
 from mmjax.data.types import SampleMeta
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.world import World
 from mmjax.models import flops
 from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.module import Module
 from mmjax.models.parameters import ModuleSlice
-from mmjax.pipeline.memory import in_flight_bytes, shard_bytes, temporary_bytes
-from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
-from mmjax.pipeline.stage import StageFunctions
+from mmjax.plan.traced import TracedLater, positions_of, trace_memory
 from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
 from mmjax.recipe import Recipe
+from mmjax.recipe.device_defaults import with_remat
 
-ROWS = 4
-"""Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
 TPS = (1, 2, 4, 8)
 SAMPLES = 512
 """How many samples are read to find the share of positions that is no padding; fewer in shorter runs."""
 
 
-def read_work(recipe: Recipe, source: Source | None = None) -> Work:
+def read_work(
+    recipe: Recipe, source: Source | None = None, *, options: Mapping[str, Sequence[str]] | None = None
+) -> Work:
     """The work of each module, in FLOPs and bytes, for a sample of the data of `recipe`; a plan needs it.
 
     `Work.modules` has a `ModuleWork` by module name ("vision", "llm"), sources before users.
@@ -58,29 +55,54 @@ def read_work(recipe: Recipe, source: Source | None = None) -> Work:
       recipe: the run's configuration, as `load_config(["run.gin"])` gives it, with `Train.steps`; its layouts decide
         only how rows are packed.
       source: the run's training samples, as `open_source(recipe, split="train")` opens them; opened here if not given.
+      options: values of `remat` that a plan may choose, by module, the fastest first, such as {"llm": ("dots",
+        "full")}, for `Work.options`; in place of the recipe's `remat`. A module whose layers have no backward gets the
+        first alone. Bytes of the other values are traced when they are first read.
 
     Raises:
       ConfigError: a setting does not fit the data.
     """
+    options = options or {}
+    recipe = _with_option(recipe, options, 0)
     source = source or open_source(recipe, split="train")
     tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     model = build_model(recipe, tokenizer)
     padded = padded_rows(recipe, packer)
     tps = {name: legal_tps(recipe, name) for name in recipe.model}
-    memory = _traced(recipe, model, packer, tps, {name: width for name, (_, width) in padded.items()})
+    widths = {name: width for name, (_, width) in padded.items()}
+    gradients = {name: module_work(recipe, model, name, 1).trained.layer * _item(recipe) for name in model.nodes}
+    memory = trace_memory(recipe, model, packer, tps, widths, gradients)
     looked_at = _looked_at(recipe)
     metas = packer.completed([source.meta(index) for index in looked_at])
     pairs = mask_pairs(model, packer, source, looked_at)
     real = real_work(recipe, model, metas, pairs)
     causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
     shares = {mask: count / causal for mask, count in pairs.get(LLM, {}).items()}
-    modules = {}
-    for name in model.nodes:
+
+    def work_of(recipe: Recipe, model: MultimodalModel, name: str, memory: Mapping[int, StageMemory]) -> ModuleWork:
         rows, width = padded[name]
         work = module_work(recipe, model, name, width, shares if name == LLM else None)
-        modules[name] = replace(work, rows=rows / _samples(recipe), memory=memory[name], real=real[name])
-    return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe))
+        return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name])
+
+    modules = {name: work_of(recipe, model, name, memory[name]) for name in model.nodes}
+    works = {name: {values[0]: modules[name]} for name, values in options.items()}
+    for number in range(1, max(map(len, options.values()), default=0)):
+        leaner = _with_option(recipe, options, number)
+        leaner_model = build_model(leaner, tokenizer)
+        traced = cache(partial(trace_memory, leaner, leaner_model, packer, tps, widths, gradients))
+        for name, values in options.items():
+            if number < len(values) and modules[name].backward.layer:
+                traced_later = TracedLater(tps[name], lambda traced=traced, name=name: traced()[name])
+                works[name][values[number]] = work_of(leaner, leaner_model, name, traced_later)
+    return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe), options=works)
+
+
+def _with_option(recipe: Recipe, options: Mapping[str, Sequence[str]], number: int) -> Recipe:
+    """The recipe with each module's value of `remat` of this number, from 0, or its last."""
+    for name, values in options.items():
+        recipe = with_remat(recipe, [name], values[min(number, len(values) - 1)])
+    return recipe
 
 
 def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
@@ -92,7 +114,7 @@ def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:
       recipe: the run's configuration, which has the samples of a microbatch.
       packer: its packer, as `build_packer(recipe, tokenizer)` makes it.
     """
-    shapes = max(bucket_shapes(packer, _samples(recipe)).values(), key=_positions)
+    shapes = max(bucket_shapes(packer, _samples(recipe)).values(), key=positions_of)
     result: dict[str, tuple[float, int]] = {}
     for module, inputs in shapes.items():
         rows, width = inputs["segments"].shape
@@ -108,10 +130,6 @@ def _item(recipe: Recipe) -> int:
 def _samples(recipe: Recipe) -> int:
     """How many samples a microbatch has."""
     return recipe.train.global_batch // recipe.train.microbatches
-
-
-def _positions(inputs: InputShapes) -> int:
-    return sum(math.prod(arrays["segments"].shape) for arrays in inputs.values())
 
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
@@ -300,141 +318,3 @@ def _split(
     if node.projector:
         shares[projector] = Shares(last=counts_1[projector]) if node.ends else Shares(first=counts_1[projector])
     return shares
-
-
-# ---- bytes, from traces ----------------------------------------------------------------------------------------------
-
-
-def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
-    """Inputs of `rows` rows of every module, as wide as its largest bucket, rounded up for ranks of tp."""
-    shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=_positions)
-    result: dict[str, dict[str, Any]] = {}
-    for module, inputs in shapes.items():
-        split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
-        width = inputs["segments"].shape[1]
-        wider = split.rounded(width)  # some inputs have a place for a token of several patches
-        result[module] = {
-            name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
-            for name, array in inputs.items()
-        }
-    return result
-
-
-def _traced(
-    recipe: Recipe,
-    model: MultimodalModel,
-    packer: Packer,
-    tps: Mapping[str, tuple[int, ...]],
-    widths: Mapping[str, int],
-) -> dict[str, dict[int, StageMemory]]:
-    """Bytes that a row of a module, of its width, needs on a device, by module and tp.
-
-    Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
-    linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
-    """
-    rounds = [
-        {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
-        for number in range(max(map(len, tps.values())))
-    ]
-    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
-    shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
-    many = [_stages(recipe, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
-    memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
-    for name, lowest in rounds[0].items():
-        before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
-        fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
-        # Programs give the gradients of all their layers.
-        gradient = module_work(recipe, model, name, 1).trained.layer * _item(recipe)
-        for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
-            shrunk = lowest / round_tps[name]
-            rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
-            memory[name][round_tps[name]] = _Traced.of(stages, name).memory(
-                rows, [size * shrunk for size in fixed], gradient / round_tps[name]
-            )
-    return memory
-
-
-Stages = Mapping[str, StageFunctions]
-
-
-def _stages(
-    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
-) -> tuple[Stages, Stages]:
-    """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
-
-    Without `split` the second is the first once more.
-    """
-    layouts: dict[str, Layout] = {}
-    offset = 0
-    for name, tp in tps.items():
-        layouts[name] = Layout(pp=3, tp=tp, layers=(1, 2, 1), rank_offset=offset)
-        offset += layouts[name].size
-    small = model
-    for name in tps:
-        small = small.with_settings(name, layers=4).with_inject(name)
-    settings = Settings(
-        optimizers=recipe.model.optimizers,
-        total_steps=recipe.train.steps,
-        dtype=recipe.train.dtype,
-        transport="device_put",
-    )
-    placed = PlacedModel(small, layouts, World.planned(offset), settings)
-    plain = placed.trace(inputs).stages
-    return plain, placed.trace(inputs, placed.graph.with_split()).stages if split else plain
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """Bytes of a module's three stages, of one, two and one layers.
-
-    Attributes:
-      residuals: bytes from forward to backward.
-      deferred: inputs of a split backward's second half.
-      host_inputs: inputs from the host.
-      needed: temporaries of the programs.
-      needed_split: the same where backwards are split.
-    """
-
-    residuals: tuple[int, ...]
-    deferred: tuple[int, ...]
-    host_inputs: tuple[int, ...]
-    needed: tuple[int, ...]
-    needed_split: tuple[int, ...]
-
-    @classmethod
-    def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
-        plain, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
-        return cls(
-            residuals=tuple(in_flight_bytes(stage) for stage in plain),
-            deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
-            host_inputs=tuple(shard_bytes(stage.forward_avals[1]) for stage in plain),
-            needed=tuple(temporary_bytes(stage) for stage in plain),
-            needed_split=tuple(temporary_bytes(stage) for stage in split),
-        )
-
-    def memory(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
-        """Bytes of one row.
-
-        Args:
-          rows: rows that were traced, counted in rows of the module's width.
-          fixed: bytes of each stage's temporaries that do not depend on rows.
-          gradient: the part of `fixed` that each layer adds.
-        """
-        each = [max(0.0, needed - constant) / rows for needed, constant in zip(self.needed, fixed, strict=True)]
-        alone = (max(0.0, size - gradient * layers) for size, layers in zip(fixed, (1, 2, 1), strict=True))
-        return StageMemory(
-            residuals=_shares(self.residuals, rows),
-            deferred=_shares(self.deferred, rows),
-            inputs=Shares(first=(self.host_inputs[0] - self.host_inputs[1]) / rows, last=self.host_inputs[2] / rows),
-            temporary=Shares(*each),
-            fixed=Shares(*alone),
-            fixed_layer=gradient,
-            split=max(split / plain for split, plain in zip(self.needed_split, self.needed, strict=True)),
-        )
-
-
-def _shares(sizes: tuple[int, ...], rows: float) -> Shares:
-    """Bytes of a row in first end, layer and last end, from those of some in stages of one, two and one layers."""
-    first, middle, last = (size / rows for size in sizes)
-    layer = middle / 2
-    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))

@@ -34,7 +34,7 @@ MOST_STAGES = 64
 """The most stages of a module; a module with fewer layers has at most one for each."""
 FEW = 64
 """The most devices with which stages may have unequal numbers of layers."""
-SAMPLES = (1, 2, 4, 8, 16)
+SAMPLES = tuple(range(1, 17))
 """Numbers of samples of a microbatch on one replica of the LLM that are tried."""
 WINDOWS = (1, 2, 4)
 """Windows of three-phase schedules that are tried, in multiples of the LLM's pp, beside the whole step."""
@@ -60,6 +60,7 @@ class Candidate:
       inner: as `Train.inner`, the LLM's schedule inside a nested one.
       offloads: by module name, the arrays that are offloaded; a module that offloads nothing may be absent.
       kinds: by module name, the kind of its devices, such as "h100"; empty where there is one kind.
+      remat: by module name, the `remat` of the modules whose `remat` the plan chooses.
     """
 
     mode: str
@@ -70,6 +71,7 @@ class Candidate:
     inner: str = ONE_F_ONE_B
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
+    remat: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def span(self) -> int:
@@ -139,12 +141,34 @@ class Candidate:
         return min(self.layouts[name].rank_offset for name, kind in self.kinds.items() if kind == self.kinds[module])
 
     def describe(self) -> str:
-        """One line such as "vision dp=4 on ranks 0-3 (l20); llm tp=2 pp=2 on ranks 4-7 (h100), optimizer offloaded"."""
+        """One line such as "vision dp=4 on ranks 0-3 (l20); llm tp=2 pp=2 on ranks 4-7 (h100), optimizer offloaded".
+
+        It says which modules recompute all, and not which keep their products.
+        """
         notes = {name: f" ({kind})" for name, kind in self.kinds.items() if kind}
+        for name in (name for name, remat in self.remat.items() if remat == "full"):
+            notes[name] = notes.get(name, "") + ", all recomputed"
         for name, offload in self.offloads.items():
             arrays = " and ".join(array for array, on in vars(offload).items() if on)
             notes[name] = notes.get(name, "") + (f", {arrays} offloaded" if arrays else "")
         return "; ".join(f"{name} {layout.describe()}{notes.get(name, '')}" for name, layout in self.layouts.items())
+
+
+def leaner(work: Work, candidate: Candidate) -> Iterator[Candidate]:
+    """Yields the candidate with the next value of `remat`, which recomputes more, for one module.
+
+    From a candidate with the first value of each module, repeated, it reaches every combination once.
+
+    Args:
+      work: `Work`, whose `options` has the values of each module whose `remat` a plan chooses.
+      candidate: the layouts and the schedule, with a `remat` for each of these modules.
+    """
+    options = {name: list(values) for name, values in work.options.items()}
+    places = [values.index(candidate.remat[name]) for name, values in options.items()]
+    last_changed = max((number for number, place in enumerate(places) if place), default=0)
+    for (name, values), place in list(zip(options.items(), places, strict=True))[last_changed:]:
+        if place + 1 < len(values):
+            yield replace(candidate, remat={**candidate.remat, name: values[place + 1]})
 
 
 def _llm_layouts(work: Work, devices: int, node: int, tps: Sequence[int]) -> Iterator[tuple[Layout, int]]:

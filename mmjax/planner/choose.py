@@ -8,12 +8,10 @@ schedule that a run would have, communication included, and the shortest simulat
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mmjax.configurable import ConfigError
 from mmjax.models.config import LLM
 from mmjax.planner.candidates import (
     COLOCATED,
@@ -30,43 +28,22 @@ from mmjax.planner.candidates import (
     nested,
 )
 from mmjax.planner.clock import Clock
+from mmjax.planner.cost import Plan
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import TIE, RowsOf, exact, finalists, proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
-from mmjax.planner.variants import (
-    balanced,
-    everything_offloaded,
-    exchanged,
-    instanced,
-    interleaved,
-    offloaded,
-    rescheduled,
-    split_rows,
-)
+from mmjax.planner.variants import balanced, exchanged, instanced, interleaved, rescheduled, split_rows
 from mmjax.planner.work import ModuleWork, StagePart, Work
 
-RowShapes = Mapping[str, tuple[float, int]]
-"""By module name, rows of a microbatch, those of all ranks together and padding included, and positions of a row."""
-RowsOf = Callable[[Candidate], RowShapes]
-"""Gives the rows of a candidate's microbatches; raises `ConfigError` if a run would refuse the candidate."""
 SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
 """The modes in which modules share devices, and the functions that make their candidates."""
-FINALISTS = 4
-"""The number of candidates of a mode that are simulated."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the number of LLM stages to try if encoders keep activations for each stage."""
 VARIED = 1
 """The number of finalists of a mode that are also simulated interleaved, and with layers cut by time."""
-RELIEVED = 1
-"""The number of further candidates of a mode that are simulated because they are faster but fit only with offload."""
-FEW = 400
-"""With more layouts whose lower bound on memory is too large, these are not tried with offload if another one fits."""
-ALIKE = 2
-"""The most finalists with the same layouts, which differ only in microbatches or windows."""
-TIE = 0.005
-"""Relative difference up to which steps count as equal; among equal ones, fewer kinds, then fewer devices win."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,153 +185,27 @@ def _with_variants(work: Work, fleet: Fleet, candidates: Sequence[Candidate], ro
 
 
 def _further(work: Work, fleet: Fleet, estimates: Sequence[Estimate], rows_of: RowsOf) -> list[Estimate]:
-    """Estimates of promising variants of the best of all modes: other schedules, cp methods, optimizer instances."""
-    best = min(estimates, key=lambda estimate: estimate.seconds)
-    pipelined = [estimate for estimate in estimates if estimate.candidate.is_pipelined_1f1b]
+    """Estimates of promising variants: each mode's best with other schedules, the best of all with other settings.
+
+    The settings are cp methods and optimizer instances. Modes are compared with equal means, so each is tried with the
+    schedules that leave less idle time.
+    """
     variants: list[Estimate] = []
-    if pipelined:
-        for candidate in rescheduled(min(pipelined, key=lambda estimate: estimate.seconds), best.seconds):
+    best_by_mode: dict[str, float] = {}
+    pipelined: dict[str, Estimate] = {}
+    for estimate in sorted(estimates, key=lambda estimate: estimate.seconds):
+        best_by_mode.setdefault(estimate.candidate.label, estimate.seconds)
+        if estimate.candidate.is_pipelined_1f1b:
+            pipelined.setdefault(estimate.candidate.label, estimate)
+    for label, estimate in pipelined.items():
+        for candidate in rescheduled(estimate, best_by_mode[label]):
             variants += exact(work, fleet, candidate, rows_of)
+    best = min(estimates, key=lambda estimate: estimate.seconds)
     for variant in (exchanged, instanced):
         best = min((best, *variants), key=lambda estimate: estimate.seconds)
         if candidate := variant(best):
             variants += exact(work, fleet, candidate, rows_of)
     return variants
-
-
-def exact(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> list[Estimate]:
-    """The estimate of a candidate as a list of one; [] if `rows_of` refuses it, or if it does not fit into memory.
-
-    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
-    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields.
-    """
-    try:
-        estimate = estimated(work, fleet, candidate, rows_of)
-    except ConfigError:
-        return []
-    return [estimate] if missing(fleet, estimate) <= 0 else []
-
-
-def estimated(work: Work, fleet: Fleet, candidate: Candidate, rows_of: RowsOf) -> Estimate:
-    """The estimate of a candidate in seconds and bytes, with the times of its devices, whether or not it fits.
-
-    work, fleet, rows_of: such as `read_work(recipe)`, `Fleet(kinds={"": kind})` and `proportional(work)`.
-    candidate: the layouts and the schedule, such as one of those that `homogeneous` yields. Raises `ConfigError` if
-      `rows_of` refuses it.
-    """
-    return Estimate(work=work, clock=fleet.clocks(candidate.kinds), candidate=candidate, rows=rows_of(candidate))
-
-
-def missing(fleet: Fleet, estimate: Estimate) -> float:
-    """Bytes that the device with the largest lack is short of; zero or negative if all devices have enough.
-
-    fleet, estimate: the devices with their memory, and an estimate on them, as `estimated` gives it.
-    """
-    rooms = {node.ranks[0]: _room(fleet, estimate, node.name) for node in estimate.graph.stages}
-    return max(size - rooms[rank] for rank, size in estimate.memory.items())
-
-
-def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
-    """Bytes of memory of a stage's devices."""
-    return fleet.kind(estimate.candidate.kinds, stage.rpartition(".")[0]).memory
-
-
-def proportional(work: Work) -> RowsOf:
-    """A function from a candidate to its rows, in proportion to the samples of a microbatch; it refuses no candidate.
-
-    It returns (rows on all ranks, positions of a row) by module: {"llm": (7.5, 4096)}; rows are not always whole. The
-    work is that of a model on its data, as `read_work(recipe)` gives it.
-    """
-
-    def rows_of(candidate: Candidate) -> RowShapes:
-        samples = work.global_batch // candidate.microbatches
-        return {name: (module.rows * samples, module.width) for name, module in work.modules.items()}
-
-    return rows_of
-
-
-def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest candidates, by closed form, that fit into memory: up to `FINALISTS`, the fastest first.
-
-    Behind them are up to `RELIEVED` that fit only with offload, have as little of it as they need, and are no slower
-    than the first (`TIE`). If none fits without offload, the result is up to `FINALISTS` that fit with it. Rows are
-    `proportional`.
-
-    work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
-    candidates: candidates in any order, such as `homogeneous(work, 16, 8)`.
-
-    Raises:
-      DoesNotFit: none fits; the message names a module of the candidate that lacks least.
-    """
-    rows_of = proportional(work)
-    distinct = {(c.describe(), c.microbatches, c.schedule, c.window): c for c in candidates}
-    estimates = [estimated(work, fleet, c, rows_of) for c in distinct.values()]
-    largest_memory = max(kind.memory for kind in fleet.kinds.values())
-    may_fit = [estimate for estimate in estimates if estimate.least <= largest_memory]
-    too_large = [estimate for estimate in estimates if estimate.least > largest_memory]
-    fitting, unfitting = _first(fleet, may_fit, FINALISTS)
-    limit = fitting[0].quick * (1 + TIE) if fitting else math.inf
-    to_offload = [*unfitting, *too_large] if len(too_large) <= FEW or not fitting else unfitting
-    offloaded_estimates = _offloaded(to_offload, largest_memory, limit)
-    fitting_offloaded, unfitting_offloaded = _first(fleet, offloaded_estimates, RELIEVED if fitting else FINALISTS)
-    if fitting or fitting_offloaded:
-        reduced = [offloaded(estimate, lambda e: missing(fleet, e) <= 0) for estimate in fitting_offloaded]
-        return [*(estimate.candidate for estimate in fitting), *(candidate for candidate in reduced if candidate)]
-    leanest = min((*unfitting, *unfitting_offloaded), key=lambda estimate: missing(fleet, estimate), default=None)
-    leanest = leanest or min(estimates, key=lambda estimate: estimate.least, default=None)
-    if leanest is None:
-        raise DoesNotFit("there is none on so many devices that divides the batch, the layers and all sizes")
-    raise DoesNotFit(_misses(fleet, leanest))
-
-
-def _first(fleet: Fleet, estimates: Iterable[Estimate], count: int) -> tuple[list[Estimate], list[Estimate]]:
-    """The `count` fastest in closed form that fit into memory, and the faster ones that do not.
-
-    At most `ALIKE` of the fitting ones have the same layouts.
-    """
-    fitting, missed = list[Estimate](), list[Estimate]()
-    alike = Counter[str]()
-    for estimate in sorted(estimates, key=_order):
-        layouts = estimate.candidate.describe()
-        if alike[layouts] == ALIKE:
-            continue
-        if missing(fleet, estimate) <= 0:
-            fitting.append(estimate)
-            alike[layouts] += 1
-        else:
-            missed.append(estimate)
-        if len(fitting) == count:
-            break
-    return fitting, missed
-
-
-def _order(estimate: Estimate) -> tuple[float, int, int, int]:
-    """Sort key: the fastest in closed form first; of equal ones, fewer microbatches, fewer lanes and less cp."""
-    layouts = estimate.candidate.layouts.values()
-    lanes, cp = max(layout.lanes for layout in layouts), max(layout.cp for layout in layouts)
-    return float(f"{estimate.quick:.3g}"), estimate.candidate.microbatches, lanes, cp
-
-
-def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:
-    """Estimates with all possible offload that may fit and take at most `limit` seconds in closed form."""
-    everything = (everything_offloaded(estimate) for estimate in estimates if estimate.lightest <= memory)
-    return [estimate for estimate in everything if estimate.candidate.offloads and estimate.quick <= limit]
-
-
-def _misses(fleet: Fleet, estimate: Estimate) -> str:
-    by_stage = estimate.device_bytes
-    stage, need = max(by_stage.items(), key=lambda item: item[1].total - _room(fleet, estimate, item[0]))
-    over, room = missing(fleet, estimate), _room(fleet, estimate, stage)
-    remedies = ["more devices", f"devices of {(over + room) / 1e9:.3g} GB"]
-    if any(module.backward.layer and not module.recompute.layer for module in estimate.work.modules.values()):
-        remedies.append("remat='full'")
-    return (
-        f"{stage.rpartition('.')[0]} misses by {over / 1e9:.3g} GB a device: {stage} needs "
-        f"{need.total / 1e9:.3g} GB (weights {need.weights / 1e9:.3g}, gradients {need.gradients / 1e9:.3g}, "
-        f"activations {need.activations / 1e9:.3g}, temporaries {need.temporaries / 1e9:.3g}) in the leanest layout "
-        f"({estimate.candidate.describe()}) and a device has {room / 1e9:.3g} GB; what would make it fit: "
-        f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
-    )
 
 
 def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tuple[str, list[Candidate]]]:
@@ -373,16 +224,35 @@ def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tu
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
     """The plans of Eq. 1 and 2, and the same plans with cp, which the equations do not have.
 
+    Plans with more recompute are those with a shorter step, which have what memory allows them.
+
     least: the least number of kinds of device in use.
     """
-    for problem in problems(work, fleet):
-        for plan in best_plans(problem, kinds=least):
-            candidate = apart(work, plan, fleet)
+    best = math.inf
+    for remat in work.remat_choices:
+        recomputing = work.with_remat(remat)
+        clocks = fleet.computing(recomputing)
+        relaxed = {name for name, value in remat.items() if value != work.fastest_remat[name]}
+        if relaxed and not any(_shorter(recomputing, clocks, best, kinds=least, free=relaxed)):
+            continue
+        plans = list(_shorter(recomputing, clocks, best, kinds=least))
+        for plan in plans:
+            candidate = replace(apart(recomputing, plan, fleet), remat=remat)
             yield candidate
-            yield from split_rows(work, candidate)
+            yield from split_rows(recomputing, candidate)
+        best = min([best, *(plan.objective for plan in plans)])
 
 
-def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
+def _shorter(work: Work, fleet: Fleet, best: float, *, kinds: int, free: Collection[str] = ()) -> Iterator[Plan]:
+    """The best plans of Eq. 1 and 2 with steps shorter than `best` seconds.
+
+    free: names of modules whose activations take no memory, for a bound that needs no trace of them.
+    """
+    for problem in problems(work, fleet, free=free):
+        yield from (plan for plan in best_plans(problem, kinds=kinds, below=best) if plan.objective < best)
+
+
+def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterator[MixedProblem]:
     """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
 
     Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.
@@ -391,17 +261,21 @@ def problems(work: Work, fleet: Fleet) -> Iterator[MixedProblem]:
     leaves encoders more memory.
 
     work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
+    free: names of modules whose activations are taken to need no memory.
     """
     pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
     most = sorted({max(pp for pp in pps if pp <= limit) for limit in STAGES}) if keeps else [pps[-1]]
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
-            kinds = {name: as_problem(work, kind, samples=samples, stages=stages) for name, kind in fleet.kinds.items()}
+            kinds = {
+                name: as_problem(work, kind, samples=samples, stages=stages, free=free)
+                for name, kind in fleet.kinds.items()
+            }
             yield MixedProblem(names=tuple(work.modules), kinds=kinds)
 
 
-def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Problem:
+def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int, free: Collection[str] = ()) -> Problem:
     """The problem of Eq. 1 and 2 (`mmjax.planner.cost`) on devices of one kind.
 
     Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
@@ -409,11 +283,13 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Pr
 
     work, kind: such as `read_work(recipe)` and `DeviceKind(clock=clock, devices=16, memory=80e9)`.
     samples, stages: samples of a microbatch of one LLM replica, and the most LLM stages.
+    free: names of modules whose activations are taken to need no memory.
     """
     modules = {}
     for name, module in work.modules.items():
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
         pps = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
+        in_flight = 0 if name in free else in_flight
         modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
     return Problem(
         devices=kind.devices,
@@ -428,12 +304,16 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int) -> Pr
 def _costs(
     work: Work, module: ModuleWork, clock: Clock, *, samples: int, in_flight: int, stages: tuple[int, ...]
 ) -> ModuleCosts:
+    """The costs of a module; with none in flight its activations and temporaries take no memory."""
     forward, backward, activations = {}, {}, {}
     rows = module.rows * samples
-    for tp, memory in module.memory.items():
+    for tp in module.memory:
         seconds = clock.stage(module.name, module.whole, rows=rows, width=module.width, tp=tp)
         forward[tp], backward[tp] = seconds.forward / samples, seconds.backward / samples
-        residuals = memory.residuals.of(module.whole) if module.has_backward else 0.0
+        activations[tp] = 0.0
+        if not in_flight:
+            continue
+        residuals = module.memory[tp].residuals.of(module.whole) if module.has_backward else 0.0
         least = StagePart(layers=1, first=True, last=True)
         temporaries = clock.temporaries(module.name, least, rows=rows, width=module.width, tp=tp)
         activations[tp] = rows * residuals * in_flight + temporaries

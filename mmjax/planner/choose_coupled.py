@@ -6,8 +6,9 @@ from collections import defaultdict
 
 from mmjax.models.config import LLM
 from mmjax.planner.candidates import Candidate, apart
-from mmjax.planner.choose import PlanChoice, RowsOf, exact, finalists, problems, proportional, ranked
+from mmjax.planner.choose import PlanChoice, problems, ranked
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import RowsOf, exact, finalists, proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet
 from mmjax.planner.loosely_coupled import coupled_plans

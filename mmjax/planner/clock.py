@@ -7,11 +7,11 @@ them from a profile. Every plan names its clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mmjax.planner.accelerators import Accelerator
-from mmjax.planner.work import StagePart, Work
+from mmjax.planner.work import ModuleWork, StagePart, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,17 @@ class Clocks(Protocol):
         """The times of the devices of a module, such as "llm"."""
         ...
 
+    def computing(self, work: Work) -> Clocks:
+        """The times of other work of the same modules, which recomputes more or less."""
+        ...
+
 
 class Clock(Clocks, Protocol):
     """Seconds of all parts of a step, and temporaries of its programs, on devices of one kind."""
+
+    def computing(self, work: Work) -> Clock:
+        """The times of other work of the same modules, which recomputes more or less."""
+        ...
 
     @property
     def memory(self) -> float:
@@ -136,11 +144,13 @@ class Efficiency:
 
     Attributes:
       compute: share of the FLOPs per second.
+      memory: share of the bandwidth of a device's memory.
       link: share of the bandwidths within a node, the one to the host included.
       network: share of the bandwidth between nodes.
     """
 
     compute: float = 0.5
+    memory: float = 0.8
     link: float = 0.8
     network: float = 0.8
 
@@ -151,6 +161,7 @@ class AnalyticClock:
 
     A layer has two all-reduces of its activations over the tp group in forward and two in backward (Shoeybi et al.,
     "Megatron-LM", §3), each of 2·(tp - 1)/tp of the bytes over the link. The host costs nothing: its work is hidden.
+    A weight's gradient takes at least as long as its sum is read and written, so microbatches of few tokens cost more.
 
     Attributes:
       work: the work of all modules that are asked about.
@@ -192,6 +203,10 @@ class AnalyticClock:
         """This clock, for every module."""
         return self
 
+    def computing(self, work: Work) -> AnalyticClock:
+        """The times of other work of the same modules."""
+        return self if work is self.work else replace(self, work=work)
+
     def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         """Seconds of a microbatch in a stage; arguments as for `Clock.stage`."""
         work = self.work.modules[module]
@@ -201,10 +216,21 @@ class AnalyticClock:
         size = work.width * work.model_width * self.work.item * scale
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
         forward_sums, backward_sums = (sums * part.layers * once for sums in work.sums)
+        waits = self._waits_for_sums(work, part, scale=scale, tp=tp)
         return PassSeconds(
             forward=forward / rate + forward_sums,
-            backward=backward / rate + backward_sums if backward else 0.0,
+            backward=backward / rate + waits + backward_sums if backward else 0.0,
         )
+
+    def _waits_for_sums(self, work: ModuleWork, part: StagePart, *, scale: float, tp: int) -> float:
+        """Seconds by which a stage's sums of gradients are read and written longer than their products take.
+
+        scale: rows of the microbatch on one dp rank, counted in rows of the module's width.
+        """
+        flops, device, shares = work.weight_gradients.of(part), self.accelerator, self.efficiency
+        weights = flops / (2 * work.width)
+        passes = 2 * self.work.gradient * weights / (device.bandwidth * shares.memory)
+        return max(0.0, passes - flops * scale / (device.flops * shares.compute)) / tp
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         """Bytes that the largest program of a stage needs on a device while it runs, from its trace.

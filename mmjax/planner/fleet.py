@@ -7,10 +7,11 @@ one kind, so modules on different kinds share no ranks, and data between them cr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmjax.planner.clock import Clock, Clocks
+from mmjax.planner.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,10 @@ class MixedClock:
         """The times of the devices of a module, such as "llm"."""
         return self.clocks[module]
 
+    def computing(self, work: Work) -> MixedClock:
+        """The times of other work of the same modules."""
+        return MixedClock(clocks={module: clock.computing(work) for module, clock in self.clocks.items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
@@ -77,6 +82,10 @@ class Fleet:
     def alone(self) -> dict[str, Fleet]:
         """The devices of each kind as a fleet of their own, by kind."""
         return {name: Fleet(kinds={name: kind}) for name, kind in self.kinds.items()}
+
+    def computing(self, work: Work) -> Fleet:
+        """The same devices, with the times of other work of the same modules."""
+        return Fleet(kinds={name: replace(kind, clock=kind.clock.computing(work)) for name, kind in self.kinds.items()})
 
     def kind(self, kinds: Mapping[str, str], module: str) -> DeviceKind:
         """The devices of a module's kind. kinds: name of the kind by module; if empty, there must be one kind."""

@@ -107,7 +107,9 @@ def best_plan(problem: Problem | MixedProblem) -> Plan:
     return _smallest(problem, search)
 
 
-def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1) -> list[Plan]:
+def best_plans(
+    problem: Problem | MixedProblem, within: float = 0.25, kinds: int = 1, below: float = math.inf
+) -> list[Plan]:
     """The best plan for each dp of the LLM and each assignment of modules to kinds of device, the shortest step first.
 
     The result is [] if no plan fits.
@@ -116,10 +118,11 @@ def best_plans(problem: Problem | MixedProblem, within: float = 0.25, kinds: int
       problem: as `read_problem` or `choose.problems` gives it.
       within: plans whose step is certainly longer than the best by more than this share of it are left out.
       kinds: the least number of kinds of device in use.
+      below: seconds; plans whose step is certainly longer may be left out.
     """
     plans, best = [], math.inf
     for space in sorted(spaces(problem, kinds=kinds), key=lambda space: space.bound):
-        if space.bound > best * (1 + within):
+        if space.bound > min(best * (1 + within), below):
             break
         search = _Search(spaces=[space])
         search.run()

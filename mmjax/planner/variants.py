@@ -63,7 +63,7 @@ def exchanged(estimate: Estimate) -> Candidate | None:
     The time of a ring depends on the fullest rank of each round, which an estimate does not have. None if another
     method gains less than `CP_METHOD_GAIN`.
 
-    estimate: a candidate in seconds and bytes, as `choose.estimated` gives it or `PlanChoice` has it.
+    estimate: a candidate in seconds and bytes, as `finalists.estimated` gives it or `PlanChoice` has it.
     """
     candidate, layouts = estimate.candidate, dict(estimate.candidate.layouts)
     for name, layout in candidate.layouts.items():
@@ -107,7 +107,7 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
     nothing unless the LLM of the estimate runs 1F1B in several stages.
 
     Args:
-      estimate: the candidate in seconds, as `choose.estimated` gives it.
+      estimate: the candidate in seconds, as `finalists.estimated` gives it.
       best: seconds of the shortest step so far.
     """
     candidate, limit = estimate.candidate, best * (1 - SCHEDULE_GAIN)
@@ -123,7 +123,7 @@ def gains(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step that each schedule may save over 1F1B if all stages take as long as the longest, by schedule.
 
     The keys are "zb-h1", "eager-1f1b" and "interleaved", with `MORE_CHUNKS` chunks; a gain may be negative. The
-    estimate, as `choose.estimated` gives it, is of a candidate with 1F1B.
+    estimate, as `finalists.estimated` gives it, is of a candidate with 1F1B.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
     every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
@@ -220,7 +220,7 @@ def instanced(estimate: Estimate) -> Candidate | None:
     Only modules whose stages span nodes have several (Karnati et al., "Heterogeneous Parallelism for Multimodal Large
     Language Model Training", appendix A). None if the gain is below the share `INSTANCES_GAIN` of a step.
 
-    estimate: a candidate in seconds and bytes, as `choose.estimated` gives it or `PlanChoice` has it.
+    estimate: a candidate in seconds and bytes, as `finalists.estimated` gives it or `PlanChoice` has it.
     """
     candidate = estimate.candidate
     layouts = dict(candidate.layouts)
@@ -250,7 +250,7 @@ def offloaded(estimate: Estimate, fits: Callable[[Estimate], bool]) -> Candidate
     None if no offload makes it fit.
 
     Args:
-      estimate: of the candidate without offload, as `choose.estimated` gives it.
+      estimate: of the candidate without offload, as `finalists.estimated` gives it.
       fits: whether an estimate, which has some offload, fits into memory: `lambda e: missing(fleet, e) <= 0`.
     """
     most = everything_offloaded(estimate)
@@ -270,7 +270,7 @@ def everything_offloaded(estimate: Estimate) -> Estimate:
 
     Masters and moments of all are offloaded, and compute parameters of encoders that have phases of their own.
 
-    estimate: of a candidate, as `choose.estimated` gives it; offload that it has already is replaced.
+    estimate: of a candidate, as `finalists.estimated` gives it; offload that it has already is replaced.
     """
     candidate = estimate.candidate
     phased = candidate.phases(estimate.work)

@@ -7,6 +7,7 @@ every quantity of a module (`Shares`). A row is padded to `width` positions, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -207,12 +208,32 @@ class Work:
       global_batch: samples of a step.
       item: bytes of a number in computation, 2 or 4. With 4, masters that are not sharded are the compute parameters.
       gradient: bytes of a number in the sums of gradients.
+      options: the work of each module whose `remat` a plan chooses, by module and value of `remat`, in ascending order
+        of FLOPs: {"llm": {"dots": …, "full": …}}. `modules` has one of them, the first unless `with_remat` chose.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
     global_batch: int
     item: int = 2
     gradient: int = 4
+    options: Mapping[str, Mapping[str, ModuleWork]] = field(default_factory=dict, hash=False)
+
+    @property
+    def fastest_remat(self) -> dict[str, str]:
+        """The value of `remat` with the fewest FLOPs, of each module whose `remat` a plan chooses."""
+        return {name: next(iter(options)) for name, options in self.options.items()}
+
+    @property
+    def remat_choices(self) -> list[dict[str, str]]:
+        """Every combination of values of `remat`, by module, the first value of each module first; [{}] without any."""
+        return [dict(zip(self.options, values, strict=True)) for values in itertools.product(*self.options.values())]
+
+    def with_remat(self, remat: Mapping[str, str]) -> Work:
+        """The work with these values of `remat`, by module; modules without `options` stay as they are."""
+        chosen = {name: self.options[name][value] for name, value in remat.items() if name in self.options}
+        if all(self.modules[name] is module for name, module in chosen.items()):
+            return self
+        return replace(self, modules={**self.modules, **chosen})
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -238,11 +259,17 @@ class Work:
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:
         """The same work, in which module `name` may only have the tp in `tps(name)`."""
-        modules = {
-            name: replace(module, memory={tp: memory for tp, memory in module.memory.items() if tp in tps(name)})
-            for name, module in self.modules.items()
+
+        def limit(name: str, module: ModuleWork) -> ModuleWork:
+            return replace(module, memory={tp: memory for tp, memory in module.memory.items() if tp in tps(name)})
+
+        options = {
+            name: {value: limit(name, module) for value, module in by_value.items()}
+            for name, by_value in self.options.items()
         }
-        return replace(self, modules=modules)
+        modules = {name: limit(name, module) for name, module in self.modules.items()}
+        modules |= {name: options[name][value] for name, value in self.fastest_remat.items()}
+        return replace(self, modules=modules, options=options)
 
     @property
     def flops(self) -> float:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from planner.models import clock, model, module
 from trial_runs import REPOSITORY, write_tiny
 
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
+from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
 from mmjax.parity.engine import check
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.plan import __main__ as plan
 from mmjax.plan import choice as plan_choice
-from mmjax.plan.planned import gin_text, planned, rows_by_candidate
+from mmjax.plan import work as plan_work
+from mmjax.plan.planned import as_json, gin_text, planned, rows_by_candidate, table
+from mmjax.plan.traced import trace_memory
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import MODES, Candidate
 from mmjax.planner.choose import PlanChoice, choose
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.finalists import proportional
+from mmjax.planner.work import StageMemory, Work
+from mmjax.recipe import Recipe
 from mmjax.train.trainer import Trainer
 
 VLM = REPOSITORY / "configs" / "digits_vlm.gin"
@@ -228,32 +235,72 @@ def test_a_plan_trains_the_digits_model_to_the_same_loss(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("fitting", "bindings", "planned_with"),
+    ("bindings", "options", "said"),
     [
-        (("dots", "dots"), (), "vision/ViT.remat='dots', llm/Decoder.remat='dots'"),
-        (("full", "full"), (), "vision/ViT.remat='full', llm/Decoder.remat='full'"),
-        (("full", "none"), ("llm/Decoder.remat=none",), "vision/ViT.remat='full'"),
-        (("dots", "none"), ("llm/Decoder.remat=none", "vision/ViT.remat=dots"), ""),
+        (
+            (),
+            {"vision": ("dots", "full"), "llm": ("dots", "full")},
+            "vision/ViT.remat='dots', llm/Decoder.remat='full'",
+        ),
+        (("llm/Decoder.remat=none",), {"vision": ("dots", "full")}, "vision/ViT.remat='dots'"),
+        (("llm/Decoder.remat=none", "vision/ViT.remat=dots"), {}, ""),
     ],
 )
-def test_remat_is_planned_as_dots_and_else_as_full(
-    fitting: tuple[str, ...], bindings: tuple[str, ...], planned_with: str, monkeypatch: pytest.MonkeyPatch
+def test_remat_is_chosen_where_the_recipe_leaves_it_open(
+    bindings: tuple[str, ...], options: dict[str, tuple[str, ...]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layouts are searched in vain with anything else than what fits."""
-    recipe, lines = load_config([], list(bindings)), list[str]()
+    recipe, lines, tried = load_config([], list(bindings)), list[str](), []
+    chosen = {name: values[name == "llm"] for name, values in options.items()}
+
+    def read_options(_recipe: Recipe, _source: Source, *, options: dict[str, tuple[str, ...]]) -> Work:
+        tried.append(options)
+        return WORK
+
+    monkeypatch.setattr(plan_choice, "read_work", read_options)
+    monkeypatch.setattr(plan_choice, "choose_on", lambda *_, **__: choice_with(chosen))
     source = open_source(recipe, split="train")
+    choice = plan_choice.choose_plan(recipe, source, {"h100": 8}, say=lines.append)
+    assert tried == [options] and choice.best.candidate.remat == chosen
+    assert lines == ([f"the plan has {said}, chosen with the layouts"] if said else [])
 
-    def choose_fitting(resolved, *_):
-        if tuple(node.settings.remat for node in resolved.model.nodes.values()) != fitting:
-            raise DoesNotFit("too large")
-        return "a plan"
 
-    monkeypatch.setattr(plan_choice, "_choose", choose_fitting)
-    assert (
-        plan_choice.choose_plan(recipe, open_source(recipe, split="train"), {"h100": 8}, say=lines.append) == "a plan"
+WORK = model(module("vision", 2, 0.1), module("llm", 2, 1.0, after=("vision",)), global_batch=8)
+
+
+def choice_with(remat: dict[str, str]) -> PlanChoice:
+    """A plan on one device."""
+    candidate = Candidate(
+        mode="homogeneous", layouts={"vision": Layout(), "llm": Layout()}, microbatches=2, remat=remat
     )
-    said = f"planned with {planned_with}; a run chooses 'auto' by its own memory"
-    assert lines == ([said] if planned_with else [])
-    fitting = ("none", "none")
-    with pytest.raises(DoesNotFit, match="too large"):
-        plan_choice.choose_plan(recipe, source, {"h100": 8})
+    estimate = Estimate(work=WORK, clock=clock(WORK), candidate=candidate, rows=proportional(WORK)(candidate))
+    return PlanChoice(devices=1, estimates=[estimate])
+
+
+def test_the_remat_of_a_plan_is_in_its_file(tmp_path: Path) -> None:
+    tiny, out = write_tiny(tmp_path), tmp_path / "plan.gin"
+    choice = choice_with({"vision": "dots", "llm": "full"})
+    out.write_text(gin_text(load_config((str(tiny),), ()), choice, choice.best))
+    again = load_config((str(tiny), str(out)), ())
+    assert [again.model[name].settings.remat for name in ("vision", "llm")] == ["dots", "full"]
+    assert as_json(choice)["plan"]["remat"] == {"vision": "dots", "llm": "full"}
+    assert any("llm one device on rank 0, all recomputed" in line for line in table(choice))
+
+
+@pytest.mark.slow
+def test_bytes_with_recompute_are_traced_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_config((str(write_tiny(tmp_path)),), ())
+    traced = list[str]()
+
+    def trace(recipe: Recipe, *arguments: Any) -> dict[str, dict[int, StageMemory]]:
+        traced.append(recipe.model["llm"].settings.remat)
+        return trace_memory(recipe, *arguments)
+
+    monkeypatch.setattr(plan_work, "trace_memory", trace)
+    work = read_work(recipe, options={"vision": ("dots", "full"), "llm": ("dots", "full")})
+    dots, full = work.options["llm"].values()
+    assert work.modules["llm"] is dots and full.computed > dots.computed and traced == ["dots"]
+    for name, options in work.options.items():
+        first, second = (options[value].memory[1] for value in ("dots", "full"))
+        assert second.residuals.layer < first.residuals.layer, name
+    assert traced == ["dots", "full"]
+    assert read_work(recipe, options={"llm": ("full",)}).modules["llm"].memory[1] == full.memory[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from mmjax.planner.accelerators import Accelerator
@@ -27,7 +28,8 @@ PLAIN = Accelerator(
 """A second of it is a TFLOP; what it sends takes next to nothing."""
 SIMPLE = tuple(mode for mode in MODES if mode != NESTED)
 """The modes whose schedules are quickly made."""
-WHOLE = Efficiency(compute=1.0, link=1.0, network=1.0)
+WHOLE = Efficiency(compute=1.0, memory=math.inf, link=1.0, network=1.0)
+"""All of an accelerator's figures, and memory that nothing waits for."""
 
 
 def module(name: str, layers: int, seconds: float, **fields: Any) -> ModuleWork:
@@ -49,7 +51,7 @@ def model(*modules: ModuleWork, global_batch: int = 16) -> Work:
 
 
 def clock(work: Work, accelerator: Accelerator = PLAIN) -> AnalyticClock:
-    """All of an accelerator's figures."""
+    """The times of an accelerator that reaches all of its figures."""
     return AnalyticClock(work=work, accelerator=accelerator, efficiency=WHOLE)
 
 

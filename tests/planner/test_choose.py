@@ -14,9 +14,10 @@ from planner.models import GIGA, PLAIN, SIMPLE, TERA, clock, model, module
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import MODES, Candidate, colocated, homogeneous
-from mmjax.planner.choose import TIE, choose, longer, proportional
+from mmjax.planner.choose import choose, longer
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import TIE, proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.variants import (
     balanced,

@@ -16,9 +16,10 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.candidates import NON_COLOCATED, Candidate, apart
-from mmjax.planner.choose import choose, choose_on, missing, proportional
+from mmjax.planner.choose import choose, choose_on
 from mmjax.planner.cost import Degrees, Plan
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import missing, proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, Problem

@@ -11,9 +11,10 @@ from planner.models import model
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import COLOCATED, LEAST_TOKENS, NON_COLOCATED, Candidate, colocated, contexts, homogeneous
-from mmjax.planner.choose import PlanChoice, choose, estimated, proportional
+from mmjax.planner.choose import PlanChoice, choose
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import estimated, proportional
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.variants import exchanged, split_rows
 from mmjax.planner.work import ModuleWork, Shares, StageMemory, Work

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from planner.models import WHOLE
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.accelerators import H100
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import AnalyticClock, Efficiency
+from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.traffic import exchanged_bytes
 from mmjax.planner.work import ModuleWork, Shares, StageMemory, Work
@@ -36,7 +37,7 @@ LLM = ModuleWork(
 
 def estimated(layout: Layout, module: ModuleWork = LLM, *, rows: float = 1.0, gradient: int = 4) -> Estimate:
     work = Work(modules={"llm": module}, global_batch=8, gradient=gradient)
-    clock = AnalyticClock(work=work, accelerator=H100, efficiency=Efficiency(compute=1.0, link=1.0, network=1.0))
+    clock = AnalyticClock(work=work, accelerator=H100, efficiency=WHOLE)
     candidate = Candidate(mode="homogeneous", layouts={"llm": layout}, microbatches=8)
     return Estimate(work=work, clock=clock, candidate=candidate, rows={"llm": (rows, module.width)})
 
@@ -104,7 +105,7 @@ def test_whole_rows_between_modules_are_gathered_and_their_gradients_summed() ->
     vision = replace(LLM, name="vision", output_bytes=output, ring=1e-9)
     llm = replace(LLM, after=("vision",), ring=1e-9)
     work = Work(modules={"vision": vision, "llm": llm}, global_batch=8)
-    clock = AnalyticClock(work=work, accelerator=H100, efficiency=Efficiency(compute=1.0, link=1.0, network=1.0))
+    clock = AnalyticClock(work=work, accelerator=H100, efficiency=WHOLE)
 
     def seconds(vision_cp: int, llm_cp: int) -> dict:
         layouts = {"vision": Layout(cp=vision_cp, rank_offset=llm_cp), "llm": Layout(cp=llm_cp)}

@@ -30,6 +30,9 @@ class Steady:
     def of(self, module: str) -> Steady:
         return self
 
+    def computing(self, work: Work) -> Steady:
+        return self
+
     def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
         return PassSeconds(forward=F * part.layers * rows, backward=B * part.layers * rows)
 

@@ -14,8 +14,9 @@ from planner.models import GIGA, PLAIN, TERA, clock, model, module
 
 from mmjax.mesh.layout import Layout
 from mmjax.planner.candidates import NESTED, Candidate, nested
-from mmjax.planner.choose import choose, proportional
+from mmjax.planner.choose import choose
 from mmjax.planner.estimate import Estimate
+from mmjax.planner.finalists import proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.variants import instanced, interleaved, rescheduled
 from mmjax.planner.work import Shares, StageMemory, Work

@@ -1,0 +1,194 @@
+"""The bytes that stages of each module need on a device, counted in traced programs; the devices need not be here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from mmjax.assembly.packers import bucket_shapes
+from mmjax.data.packing import Packer
+from mmjax.data.split import Split
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
+from mmjax.models.graph import MultimodalModel
+from mmjax.pipeline.memory import in_flight_bytes, shard_bytes, temporary_bytes
+from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
+from mmjax.pipeline.stage import StageFunctions
+from mmjax.planner.work import Shares, StageMemory
+from mmjax.recipe import Recipe
+
+ROWS = 4
+"""Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
+
+
+class TracedLater(Mapping[int, StageMemory]):
+    """Bytes by tp that are traced when one is first read; its keys, the tp, are known before.
+
+    tps: every tp. trace: gives the bytes of each.
+    """
+
+    def __init__(self, tps: Sequence[int], trace: Callable[[], Mapping[int, StageMemory]]) -> None:
+        self._tps, self._trace = tuple(tps), trace
+
+    def __getitem__(self, tp: int) -> StageMemory:
+        if tp not in self._tps:
+            raise KeyError(tp)
+        return self._trace()[tp]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tps)
+
+    def __len__(self) -> int:
+        return len(self._tps)
+
+
+def positions_of(inputs: InputShapes) -> int:
+    """Positions of all rows of a microbatch, of all modules together. inputs: by module and name."""
+    return sum(math.prod(arrays["segments"].shape) for arrays in inputs.values())
+
+
+def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str, int]) -> InputShapes:
+    """Inputs of `rows` rows of every module, as wide as its largest bucket, rounded up for ranks of tp."""
+    shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=positions_of)
+    result: dict[str, dict[str, Any]] = {}
+    for module, inputs in shapes.items():
+        split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
+        width = inputs["segments"].shape[1]
+        wider = split.rounded(width)  # some inputs have a place for a token of several patches
+        result[module] = {
+            name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
+            for name, array in inputs.items()
+        }
+    return result
+
+
+def trace_memory(
+    recipe: Recipe,
+    model: MultimodalModel,
+    packer: Packer,
+    tps: Mapping[str, tuple[int, ...]],
+    widths: Mapping[str, int],
+    gradients: Mapping[str, float],
+) -> dict[str, dict[int, StageMemory]]:
+    """Bytes that a row of a module, of its width, needs on a device, by module and tp.
+
+    Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
+    linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
+
+    Args:
+      recipe: the run's configuration, in which no `remat` is "auto".
+      model: its model, as `build_model(recipe, tokenizer)` makes it.
+      packer: its packer, as `build_packer(recipe, tokenizer)` makes it.
+      tps: the tp to trace, by module, ascending.
+      widths: positions of a row, by module.
+      gradients: bytes of the gradients of a layer that a program gives, by module.
+    """
+    rounds = [
+        {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
+        for number in range(max(map(len, tps.values())))
+    ]
+    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
+    shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
+    many = [_stages(recipe, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
+    memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
+    for name, lowest in rounds[0].items():
+        before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
+        fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
+        gradient = gradients[name]  # programs give the gradients of all their layers
+        for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
+            shrunk = lowest / round_tps[name]
+            rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
+            memory[name][round_tps[name]] = _Traced.of(stages, name).memory(
+                rows, [size * shrunk for size in fixed], gradient / round_tps[name]
+            )
+    return memory
+
+
+Stages = Mapping[str, StageFunctions]
+
+
+def _stages(
+    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
+) -> tuple[Stages, Stages]:
+    """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
+
+    Without `split` the second is the first once more.
+    """
+    layouts: dict[str, Layout] = {}
+    offset = 0
+    for name, tp in tps.items():
+        layouts[name] = Layout(pp=3, tp=tp, layers=(1, 2, 1), rank_offset=offset)
+        offset += layouts[name].size
+    small = model
+    for name in tps:
+        small = small.with_settings(name, layers=4).with_inject(name)
+    settings = Settings(
+        optimizers=recipe.model.optimizers,
+        total_steps=recipe.train.steps,
+        dtype=recipe.train.dtype,
+        transport="device_put",
+    )
+    placed = PlacedModel(small, layouts, World.planned(offset), settings)
+    plain = placed.trace(inputs).stages
+    return plain, placed.trace(inputs, placed.graph.with_split()).stages if split else plain
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Bytes of a module's three stages, of one, two and one layers.
+
+    Attributes:
+      residuals: bytes from forward to backward.
+      deferred: inputs of a split backward's second half.
+      host_inputs: inputs from the host.
+      needed: temporaries of the programs.
+      needed_split: the same where backwards are split.
+    """
+
+    residuals: tuple[int, ...]
+    deferred: tuple[int, ...]
+    host_inputs: tuple[int, ...]
+    needed: tuple[int, ...]
+    needed_split: tuple[int, ...]
+
+    @classmethod
+    def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
+        plain, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
+        return cls(
+            residuals=tuple(in_flight_bytes(stage) for stage in plain),
+            deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
+            host_inputs=tuple(shard_bytes(stage.forward_avals[1]) for stage in plain),
+            needed=tuple(temporary_bytes(stage) for stage in plain),
+            needed_split=tuple(temporary_bytes(stage) for stage in split),
+        )
+
+    def memory(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
+        """Bytes of one row.
+
+        Args:
+          rows: rows that were traced, counted in rows of the module's width.
+          fixed: bytes of each stage's temporaries that do not depend on rows.
+          gradient: the part of `fixed` that each layer adds.
+        """
+        each = [max(0.0, needed - constant) / rows for needed, constant in zip(self.needed, fixed, strict=True)]
+        alone = (max(0.0, size - gradient * layers) for size, layers in zip(fixed, (1, 2, 1), strict=True))
+        return StageMemory(
+            residuals=_shares(self.residuals, rows),
+            deferred=_shares(self.deferred, rows),
+            inputs=Shares(first=(self.host_inputs[0] - self.host_inputs[1]) / rows, last=self.host_inputs[2] / rows),
+            temporary=Shares(*each),
+            fixed=Shares(*alone),
+            fixed_layer=gradient,
+            split=max(split / plain for split, plain in zip(self.needed_split, self.needed, strict=True)),
+        )
+
+
+def _shares(sizes: tuple[int, ...], rows: float) -> Shares:
+    """Bytes of a row in first end, layer and last end, from those of some in stages of one, two and one layers."""
+    first, middle, last = (size / rows for size in sizes)
+    layer = middle / 2
+    return Shares(first=max(0.0, first - layer), layer=layer, last=max(0.0, last - layer))
