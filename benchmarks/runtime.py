@@ -8,7 +8,10 @@ runtime's. Three kinds of step are taken in turn, so that a noisy machine moves 
   is waited for. Its time is the op's compute. It includes the call and the return, which a step hides behind other ops,
   so a step may even be shorter than its ops. A move's time is its copies and the work to start them; it counts in the
   boundary's share, and not as compute;
-* *host*: the CPU time of the dispatching thread, which never waits, by the kind of its work.
+* *host*: the processor time of the dispatching thread, which never waits, by the kind of its work. What the clock
+  takes is measured too, and subtracted. The *frees* of JAX's runtime lie between the lines of Python, where an array
+  loses its last reference. They are the difference between a step and one that keeps the arguments of all programs and
+  copies until it has ended.
 
 Ratios and differences are taken within a round; the median over rounds counts. The same ratio of processor time, over
 all threads, leaves out both the time of other processes on a busy machine and the moments in which the core idles.
@@ -20,13 +23,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
 
 from benchmarks.one_core import cores, run_on_one_core
 from benchmarks.steps import Stepper
+from mmjax import jax_compat
 from mmjax.bench.rows import Row, at_most
 from mmjax.mesh.spmd import Program
 from mmjax.pipeline.awaiting import Awaiting
@@ -43,7 +47,12 @@ MOST_OVERHEAD = 1.10
 """Limit on the time of a step over the compute of its ops."""
 MOST_BOUNDARY = 5.0
 """Limit on the percent of all ops' time that pack, move and unpack take."""
-HOST_PARTS = ("program calls", "device_put of inputs", "device_put of moves", "make_array", "walker and waiting")
+MOST_HOST = 60.0
+"""Limit on the microseconds of the host's own work for an op."""
+CALLS, INPUTS, MOVES, WAITING = "program calls", "copies of inputs", "copies of moves", "waiting"
+FREES, OWN = "frees", "own"
+HOST_PARTS = (CALLS, INPUTS, MOVES, WAITING, FREES, OWN)
+"""Kinds of the host's work: the first five are JAX's, and waiting is what polling takes while the step ends."""
 
 
 def bench_runtime(rounds: int) -> Iterator[Row]:
@@ -89,8 +98,12 @@ def _rows(case: str, step: Stepper, rounds: int) -> Iterator[Row]:
     per_op = 1e6 / ops
     yield row("overhead per op", [(a - b) * per_op for a, b in zip(steps, compute, strict=True)], "µs")
     yield row("host time per op", [sum(times.values()) * per_op for times in host], "µs")
+    yield row(
+        "host time per op, outside of calls", [(sum(t.values()) - t[CALLS] - t[WAITING]) * per_op for t in host], "µs"
+    )
     for part in HOST_PARTS:
-        yield row(f"host time per op, {part}", [times.get(part, 0.0) * per_op for times in host], "µs")
+        most = MOST_HOST if part == OWN else None
+        yield row(f"host time per op, {part}", [times.get(part, 0.0) * per_op for times in host], "µs", most)
     waits = [(a - sum(times.values())) * per_op for a, times in zip(steps, host, strict=True)]
     yield row("waiting for compute per op", waits, "µs")
     for stage, (live, promised) in residuals(step).items():
@@ -144,40 +157,84 @@ def alone_seconds(step: Callable[[], None], clock: Callable[[], float] = time.pe
 
 
 def host_seconds(step: Callable[[], None]) -> dict[str, float]:
-    """CPU seconds of the dispatching thread during a step, by ``HOST_PARTS``; each second counts in one part."""
-    seconds: dict[str, float] = defaultdict(float)
-    inner, kinds = [0.0], ["prepare"]
+    """Processor seconds of the dispatching thread in a step, by ``HOST_PARTS``; each second counts in one part.
 
-    def timed(part: str | Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+    Takes two steps.
+    """
+    clock_seconds = _clock_seconds()
+    seconds, keeping = _Host(clock_seconds), _Host(clock_seconds, kept=[])
+    for host in (seconds, keeping):
+        host.measure(step)
+    frees = seconds.parts[OWN] - keeping.parts[OWN]
+    return {**seconds.parts, FREES: frees, OWN: keeping.parts[OWN]}
+
+
+def _clock_seconds() -> tuple[float, float]:
+    """The seconds of the clock in a timed call itself, and in the one around it."""
+    calls, host = 1000, _Host((0.0, 0.0))
+    nothing = host.timed(CALLS, _nothing)
+
+    def call_often() -> None:
+        for _ in range(calls):
+            nothing()
+
+    host.timed(OWN, call_often)()
+    return host.parts[CALLS] / calls, host.parts[OWN] / calls
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Host:
+    """Measures the host's work in a step.
+
+    Attributes:
+      parts: seconds by kind of work.
+    """
+
+    def __init__(self, clock_seconds: tuple[float, float], kept: list[Any] | None = None):
+        """``clock_seconds`` are of ``_clock_seconds``; a list ``kept`` gets all arguments, so that none is freed."""
+        self.parts: dict[str, float] = defaultdict(float)
+        self._clock_seconds, self._kept = clock_seconds, kept
+        self._inner, self._kind = [0.0], ""
+
+    def measure(self, step: Callable[[], None]) -> None:
+        """Runs a step, and adds its seconds to ``parts``."""
+        copies = [(jax, "device_put"), *((jax_compat, name) for name in ("host_array_on", "copies_on", "copy_on"))]
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(Walker, "walk", lambda walker, *args: self._walk(walker, *args)))
+            stack.enter_context(_replaced(Program, "__call__", self.timed(CALLS, Program.__call__)))
+            stack.enter_context(_replaced(jax, "block_until_ready", self.timed(WAITING, jax.block_until_ready)))
+            for owner, name in copies:
+                stack.enter_context(_replaced(owner, name, self.timed(self._copies, getattr(owner, name))))
+            self.timed(OWN, step)()
+
+    def timed(self, part: str | Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which adds its seconds to a part, without those of timed functions that it calls."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            inner.append(0.0)
+            if self._kept is not None:
+                self._kept.append((args, kwargs))
+            self._inner.append(0.0)
             start = time.thread_time()
             out = function(*args, **kwargs)
             spent = time.thread_time() - start
-            seconds[part if isinstance(part, str) else part()] += spent - inner.pop()
-            inner[-1] += spent
+            inside, around = self._clock_seconds
+            self.parts[part if isinstance(part, str) else part()] += spent - self._inner.pop() - inside
+            self._inner[-1] += spent + around
             return out
 
         return call
 
-    def walk(walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
+    def _walk(self, walker: Walker, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         for op in ops:
-            kinds[-1] = op.kind
+            self._kind = op.kind
             walker.handlers[op.kind](op)
-        kinds[-1] = ""
+        self._kind = ""
 
-    def put() -> str:
-        return "device_put of moves" if kinds[-1] in EDGE_KINDS else "device_put of inputs"
-
-    make_array = "make_array_from_single_device_arrays"
-    with (
-        _replaced(Program, "__call__", timed("program calls", Program.__call__)),
-        _replaced(Walker, "walk", walk),
-        _replaced(jax, "device_put", timed(put, jax.device_put)),
-        _replaced(jax, make_array, timed("make_array", getattr(jax, make_array))),
-    ):
-        timed("walker and waiting", step)()
-    return seconds
+    def _copies(self) -> str:
+        return MOVES if self._kind in EDGE_KINDS else INPUTS
 
 
 @contextmanager

@@ -273,6 +273,24 @@ def test_planned_devices_serve_meshes_and_traces():
     assert jax.eval_shape(total, aval).shape == (2, 16)
 
 
+def test_arrays_are_put_taken_apart_copied_and_joined(mesh):
+    """What ``jax.device_put`` and ``jax.make_array_from_single_device_arrays`` do, on the same devices."""
+    rows, devices = NamedSharding(mesh, ROWS), list(mesh.devices.flat)
+    turned = NamedSharding(Mesh(np.array(devices[::-1]).reshape(mesh.devices.shape), mesh.axis_names), ROWS)
+    host = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    put = jax_compat.host_array_on(host, rows)
+    assert put.sharding == rows and put.tolist() == host.tolist()
+    copy = jax_compat.copy_on(put, turned)
+    assert copy.sharding == turned and copy.tolist() == host.tolist() and copy.committed
+    apart = jax_compat.shards(put)
+    assert [next(iter(shard.devices())) for shard in apart] == list(jax_compat.local_devices(rows)) == devices
+    copies = jax_compat.copies_on(apart, devices[::-1])
+    assert [next(iter(shard.devices())) for shard in copies] == devices[::-1]
+    joined = jax_compat.array_of_shards(host.shape, host.dtype, turned, copies)
+    assert joined.sharding == turned and joined.tolist() == host.tolist()
+    assert (joined + copy).tolist() == (2 * host).tolist()
+
+
 def test_manual_axes(mesh):
     seen = []
     names = mesh.axis_names

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import numpy as np
@@ -73,17 +73,59 @@ class Mover(ABC):
         return tuple(self._stitcher(local_pieces, aval.shape, aval.sharding) for local_pieces, aval in arrays)
 
 
+class LocalCopies:
+    """``Mover.move`` between devices of this process, by one copy. Which shard goes where is found out once."""
+
+    def __init__(self, routing: Routing, world: World, stitcher: Stitcher):
+        """For the pieces and routes of ``routing``, whose ranks number the devices of ``world``.
+
+        ``stitcher`` has the zeros of devices that no route leads to.
+        """
+        first, second = ({rank: n for n, rank in enumerate(end.ranks)} for end in (routing.source, routing.target))
+        self._aval, self._stitcher, routes = routing.received_aval, stitcher, routing.routes
+        self._sent = [(route.source_piece, first[route.source]) for route in routes]
+        self._receivers = [world.devices[route.target] for route in routes]
+        copies = {(route.target_piece, route.target): number for number, route in enumerate(routes)}
+        joined = [[(piece, rank) for rank in second] for piece in range(routing.target_pieces)]
+        empty = [key for keys in joined for key in keys if key not in copies]
+        self._empty = [world.devices[rank] for _, rank in empty]
+        numbers = copies | {key: number for number, key in enumerate(empty, len(routes))}
+        self._joined = [[numbers[key] for key in keys] for keys in joined]
+        # Each shard has its counterpart, as between stages of one module.
+        each = list(range(len(first)))
+        self._is_whole = self._sent == [(0, n) for n in each] and self._joined == [each]
+
+    def __call__(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The array of each piece of the target, from those of the source."""
+        aval = self._aval
+        if self._is_whole:
+            return (jax_compat.copy_on(packed[0], aval.sharding),)
+        shards = [jax_compat.shards(array) for array in packed]
+        copies = jax_compat.copies_on([shards[piece][n] for piece, n in self._sent], self._receivers)
+        parts = [*copies, *self._zeros]
+        return tuple(
+            jax_compat.array_of_shards(aval.shape, aval.dtype, aval.sharding, [parts[number] for number in numbers])
+            for numbers in self._joined
+        )
+
+    @cached_property
+    def _zeros(self) -> list[jax.Array]:
+        return [self._stitcher.zeros(device) for device in self._empty]
+
+
 class DevicePutMover(Mover):
     """Direct copies. The sender does not wait for its receiver.
 
-    Pieces for devices of this process are copied by one call. Pieces for another process's are offered, all at once,
-    and it pulls them (``Pulls``).
+    One process that owns all devices copies everything by one call (``LocalCopies``). Otherwise pieces for another
+    process's devices are offered, all at once, and it pulls them (``Pulls``).
     """
 
     kind = "async"
 
     def __init__(self, routing: Routing, world: World):
         super().__init__(routing, world)
+        in_one_process = len(routing.source.processes | routing.target.processes) == 1
+        self._local_copies = LocalCopies(routing, world, self._stitcher) if in_one_process else None
         self._copied: list[Route] = []
         self._offered: dict[int, list[Route]] = {}
         self._pulled: dict[int, list[Route]] = {}
@@ -98,6 +140,10 @@ class DevicePutMover(Mover):
                 self._pulled.setdefault(sender, []).append(route)
         if self._offered or self._pulled:
             process_pulls()  # opens the socket before another process waits for it
+
+    def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Starts all copies; see ``Mover.move``."""
+        return self._local_copies(packed) if self._local_copies else super().move(packed)
 
     def carry(self, source_pieces: Pieces) -> Pieces:
         """Starts all copies; see ``Mover.carry``."""

@@ -94,12 +94,14 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     Returns:
       The tree of global arrays.
     """
-    if not all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
-        return local_shards(tree, shardings)
+    if isinstance(tree, np.ndarray):
+        return _put(tree, shardings)
     return jax.tree.map(_put, tree, _for_each(shardings, tree))
 
 
 def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+    if not sharding.is_fully_addressable:
+        return local_shards(array, sharding)
     is_narrow = isinstance(array, np.ndarray) and array.dtype.itemsize <= 4
     return jax_compat.host_array_on(array, sharding) if is_narrow else jax.device_put(array, sharding)
 
@@ -141,10 +143,11 @@ class Stitcher:
 
     def __call__(self, pieces: Mapping[Any, jax.Array], shape: tuple[int, ...], sharding: Any) -> jax.Array:
         """The array of this global shape and sharding with ``pieces``, by device, as its shards."""
-        shards = [pieces[d] if d in pieces else self._zero(d) for d in jax_compat.local_devices(sharding)]
+        shards = [pieces[d] if d in pieces else self.zeros(d) for d in jax_compat.local_devices(sharding)]
         return jax_compat.array_of_shards(shape, self._dtype, sharding, shards)
 
-    def _zero(self, device: Any) -> jax.Array:
+    def zeros(self, device: Any) -> jax.Array:
+        """The zeros on a device of this process."""
         if device not in self._zeros:
             self._zeros[device] = jax.device_put(np.zeros(self._piece, self._dtype), device)
         return self._zeros[device]
@@ -281,6 +284,6 @@ class Program:
         Compiles first if need be. ``args`` have the structure, shapes, dtypes and shardings of ``avals``; donated ones
         must not be used afterwards.
         """
-        result, Program.newest_end = self.compiled(*args)
+        result, Program.newest_end = (self._compiled or self.compiled)(*args)
         Program.dispatches += 1
         return result

@@ -28,7 +28,7 @@ from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.trees import by_name, with_leaves
-from mmjax.pipeline.walker import Signature, Walker
+from mmjax.pipeline.walker import OpKeys, Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.graph import WORLD
 from mmjax.schedule.ops import ONCE, Op, Schedule
@@ -244,6 +244,8 @@ class Executor:
           stage: name of the stage.
           sums: sums over all lanes of the stage; each lane's part is stored for its place.
         """
+        if not sums:  # the other program of the two has stored them all
+            return
         has_lanes = self.placed.graph.stage(stage).lanes > 1
         for place, lane in self.placed.local_places(stage).items():
             lane_sums = on_lane(sums, lane.state.sums_avals) if has_lanes else sums
@@ -320,27 +322,23 @@ class _Run(Walker):
 
     def end(self, op: Op) -> Any:
         """Arrays that are ready when an F, B, W, stash or edge op, just dispatched, has ended."""
-        key, carried = (op.stage, op.microbatch), (op.edge, op.microbatch, op.backward)
+        keys = self.keys(op)
+        key = keys.stage
         if op.kind == "stash":  # a copy for every array and shard
             return self.residuals[key], self.carry.get(key)
         if op.kind == "unpack":
-            return completion_marker(
-                self.cotangents[key] if op.backward else self.carry[key][self.graph.edge(op.edge).src]
-            )
+            return completion_marker(self.cotangents[key] if op.backward else self.carry[key][keys.source])
         if op.edge:
-            return completion_marker(self.in_transit.get(carried))
+            return completion_marker(self.in_transit.get(keys.carried))
         if op.kind == "F":
-            carried_arrays = [
-                self.in_transit[edge.name, op.microbatch, False] for edge in self.graph.out_edges(op.stage)
-            ]
-            return completion_marker((carried_arrays or self.losses[self.place(op)][-1], self.residuals.get(key)))
-        edges = self.graph.in_edges(op.stage) if op.kind == "B" else ()
-        carried_arrays = [self.in_transit[edge.name, op.microbatch, True] for edge in edges if edge.gradient]
-        return completion_marker((carried_arrays, self.executor.sums.get(self.place(op))))
+            activations = [self.in_transit[carried] for carried in keys.activations]
+            return completion_marker((activations or self.losses[keys.place][-1], self.residuals.get(key)))
+        gradients = [self.in_transit[carried] for _, carried in keys.gradients] if op.kind == "B" else []
+        return completion_marker((gradients, self.executor.sums.get(keys.place)))
 
     def forward(self, op: Op) -> None:
-        key, place = (op.stage, op.microbatch), self.place(op)
-        programs = self._programs(op)
+        keys = self.keys(op)
+        key, place, programs = keys.stage, keys.place, self._programs(keys)
         out, residuals = programs.forward(self.params[place], self.inputs[key], self.carry.get(key, {}))
         if programs.backward:
             self.residuals[key] = residuals
@@ -351,11 +349,11 @@ class _Run(Walker):
             self.carry.pop(key, None)
         if out.result is not None:
             self.losses[place].append(out.result)
-        self.send(op.stage, op.microbatch, out.activation)
+        self.send(op, out.activation)
 
     def backward(self, op: Op) -> None:
-        key, place = (op.stage, op.microbatch), self.place(op)
-        programs = self._programs(op)
+        keys = self.keys(op)
+        key, place, programs = keys.stage, keys.place, self._programs(keys)
         assert programs.backward is not None
         sums = self.executor.take_sums(place)
         new, grads, *deferred = programs.backward(
@@ -367,18 +365,18 @@ class _Run(Walker):
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
         if programs.weights:
-            new = with_leaves(sums, by_name(new))
             (self.deferred[key],) = deferred
-        self.executor.sums[place] = new
-        self.send_back(op.stage, op.microbatch, grads)
+        self.executor.sums[place] = programs.functions.with_backward_part(sums, new)
+        self.send_back(op, grads)
 
     def weights(self, op: Op) -> None:
-        programs, place = self._programs(op), self.place(op)
+        keys = self.keys(op)
+        programs = self._programs(keys)
         if not programs.weights:  # no trained weight is tapped
             return
-        sums = self.executor.take_sums(place)
-        new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop((op.stage, op.microbatch)))
-        self.executor.sums[place] = with_leaves(sums, by_name(new))
+        sums = self.executor.take_sums(keys.place)
+        new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop(keys.stage))
+        self.executor.sums[keys.place] = programs.functions.with_weights_part(sums, new)
 
     def prepare(self, op: Op) -> None:
         super().prepare(op)
@@ -440,8 +438,9 @@ class _Run(Walker):
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 
-    def _programs(self, op: Op) -> StagePrograms:
-        return self.executor.stage_programs[self.place(op), self.signatures[op.microbatch]]
+    def _programs(self, keys: OpKeys) -> StagePrograms:
+        _, microbatch = keys.stage
+        return self.executor.stage_programs[keys.place, self.signatures[microbatch]]
 
 
 def _zeros(avals: Any) -> Any:

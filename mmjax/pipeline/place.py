@@ -35,6 +35,7 @@ from mmjax.pipeline.world_gather import WorldGather
 from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, lane_name
 from mmjax.schedule.simulate import Costs
 
+NO_OFFLOAD = OffloadConfig()
 InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows.
 
@@ -156,7 +157,7 @@ class PlacedModel:
 
     def offload(self, stage: str) -> OffloadConfig:
         """Offload configuration of the module of a stage such as "llm.0"; without one, nothing is offloaded."""
-        return self.settings.offloads.get(self.stages[stage].model.module, OffloadConfig())
+        return self.settings.offloads.get(self.stages[stage].model.module, NO_OFFLOAD)
 
     def _require_host_memory(self) -> None:
         for module, offload in self.settings.offloads.items():
@@ -166,7 +167,7 @@ class PlacedModel:
     @property
     def offloads(self) -> bool:
         """Whether any arrays are offloaded during a step."""
-        return any(offload != OffloadConfig() for offload in self.settings.offloads.values())
+        return any(offload != NO_OFFLOAD for offload in self.settings.offloads.values())
 
     @property
     def straight_line(self) -> bool:
@@ -175,8 +176,14 @@ class PlacedModel:
 
     def local_places(self, stage: str) -> dict[str, Stage]:
         """The lanes of a stage on this process's devices, by place; without lanes, the stage itself if it is there."""
-        places = ((name, self.places[name]) for name in self.graph.stage(stage).lane_names)
-        return {name: place for name, place in places if place.submesh.local}
+        return self._local_places[stage]
+
+    @cached_property
+    def _local_places(self) -> dict[str, dict[str, Stage]]:
+        return {
+            node.name: {name: self.places[name] for name in node.lane_names if self.places[name].submesh.local}
+            for node in self.graph.stages
+        }
 
     @cached_property
     def local_stages(self) -> dict[str, Stage]:

@@ -343,8 +343,8 @@ class Predictor(Walker):
         self.carry, self.inputs, self._results, self._caches, self.in_transit = {}, {}, {}, {}, {}
 
     def _forward(self, op: Op) -> None:
-        key = (op.stage, op.microbatch)
-        place = self.place(op)
+        keys = self.keys(op)
+        key, place = keys.stage, keys.place
         program = self._pass.programs[place, self.signatures[op.microbatch]]
         cache = [self._caches.pop(key)] if key in self._caches else []
         returned = program(self.params[place], self.inputs.pop(key), self.carry.pop(key, {}), *cache)
@@ -353,7 +353,7 @@ class Predictor(Walker):
             _, self._caches[key] = returned
         if out.result is not None:
             self._results.setdefault(self.graph.stage(op.stage).module, {})[op.microbatch] = out.result
-        self.send(op.stage, op.microbatch, out.activation)
+        self.send(op, out.activation)
 
 
 def _output_of(returned: Any) -> Output:

@@ -22,7 +22,7 @@ from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gr
 from mmjax.pipeline.residuals import Residual
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_params import add_gradients
-from mmjax.pipeline.trees import by_name, nested, with_leaves
+from mmjax.pipeline.trees import Part, by_name, nested, with_leaves
 
 Tree = Any
 
@@ -125,11 +125,27 @@ class SplitFunctions(StageFunctions):
 
     def backward_part(self, sums: Tree) -> Tree:
         """The leaves of a tree like ``sums_avals`` that ``backward`` adds to: all but the tapped weights."""
-        return nested({name: total for name, total in by_name(sums).items() if name not in self._taps})
+        return self._untapped.select(sums)
+
+    def with_backward_part(self, sums: Tree, part: Tree) -> Tree:
+        """A tree like ``sums_avals`` with another ``backward_part``."""
+        return self._untapped.put(sums, part)
 
     def weights_part(self, sums: Tree) -> Tree:
         """The leaves of a tree like ``sums_avals`` that ``weights`` adds to: the tapped weights."""
-        return nested({name: total for name, total in by_name(sums).items() if name in self._taps})
+        return self._tapped.select(sums)
+
+    def with_weights_part(self, sums: Tree, part: Tree) -> Tree:
+        """A tree like ``sums_avals`` with another ``weights_part``."""
+        return self._tapped.put(sums, part)
+
+    @cached_property
+    def _untapped(self) -> Part:
+        return Part.of(self.state.sums_avals, lambda name: name not in self._taps)
+
+    @cached_property
+    def _tapped(self) -> Part:
+        return Part.of(self.state.sums_avals, lambda name: name in self._taps)
 
     def _deferred_specs(self) -> tuple[Any, ...]:
         return ([residual.spec for residual in self._deferred],)

@@ -322,6 +322,10 @@ class StageFunctions:
         """The leaves of a tree like ``sums_avals`` that ``backward`` adds to: all, where the backward is not split."""
         return sums
 
+    def with_backward_part(self, sums: Tree, part: Tree) -> Tree:
+        """A tree like ``sums_avals`` with another ``backward_part``: the part itself, where it is the whole."""
+        return part
+
     @property
     def forward_avals(self) -> tuple[Any, ...]:
         """Avals of the arguments of ``forward`` and ``infer``: parameters, host inputs, activations by source stage."""
@@ -352,6 +356,10 @@ class StageFunctions:
     def weights_part(self, sums: Tree) -> Tree:
         """The leaves of a tree like ``sums_avals`` that ``weights`` adds to: none, where the backward is not split."""
         return {}
+
+    def with_weights_part(self, sums: Tree, part: Tree) -> Tree:
+        """A tree like ``sums_avals`` with another ``weights_part``: the sums, where it is empty."""
+        return sums
 
     @property
     def deferred_avals(self) -> list[Any]:

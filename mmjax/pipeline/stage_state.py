@@ -67,7 +67,8 @@ class StageState(StateShapes):
           borrowed: borrowed leaves by name.
           prepare: the function that makes copies; by default ``prepare_program``. Inside a trace, pass ``prepare``.
         """
-        direct = with_leaves(*self.direct_weights(masters, borrowed))
+        direct, leaves = self.direct_weights(masters, borrowed)
+        direct = with_leaves(direct, leaves) if leaves else direct
         make = prepare or self.prepare_program
         if not (make and self.prepared_avals):
             return direct

@@ -243,7 +243,7 @@ class StateShapes:
         """Whether all masters are used directly as compute parameters, so that nothing is prepared."""
         return not self.prepared_avals
 
-    @property
+    @cached_property
     def prepared_avals(self) -> dict[str, Tree]:
         """Avals of the compute parameters that ``prepare`` makes: those of all modules but the ``direct_modules``."""
         return {m: avals for m, avals in self.param_avals.items() if m not in self.direct_modules}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import to_devices
@@ -15,15 +17,59 @@ from mmjax.pipeline.awaiting import Awaiting
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.lane_views import on_lane
 from mmjax.pipeline.offload import DEVICE, moved
-from mmjax.pipeline.place import InputShapes, PlacedModel
+from mmjax.pipeline.place import InputShapes, PlacedModel, Stage
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.ties import TieTransfer
 from mmjax.pipeline.trees import by_name
 from mmjax.schedule.graph import WORLD, StageGraph, edge_name
-from mmjax.schedule.ops import ONCE, Op, participating_ranks
+from mmjax.schedule.ops import EDGE_KINDS, ONCE, Op, participating_ranks
 
 Signature = tuple[tuple[str, int], ...]
 """The bucket of each encoder's input of a microbatch, sorted by encoder: ``(("audio", 0), ("vision", 2))``."""
+
+
+InTransit = tuple[str, int, bool]
+"""Key of an array that an edge carries: (edge, microbatch, backward)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpKeys:
+    """The keys under which a walker finds and stores the arrays of an op, made once for each op.
+
+    Attributes:
+      stage: (stage, microbatch).
+      place: the place that runs it: its stage, or a lane of the stage; "" for a world op.
+      carried: key of the array that an edge's op carries.
+      between: the two places that an edge's op joins, by the name of their edge; "" for other ops and for ties.
+      source: the stage that an edge leads from, in forward; "" for other ops.
+      activations: keys of the activation, for each edge that leaves the stage.
+      gradients: (source stage, key) of the gradients, for each edge that enters the stage and carries them.
+    """
+
+    stage: tuple[str, int]
+    place: str
+    carried: InTransit
+    between: str
+    source: str
+    activations: tuple[InTransit, ...]
+    gradients: tuple[tuple[str, InTransit], ...]
+
+    @classmethod
+    def of(cls, graph: StageGraph, op: Op) -> OpKeys:
+        """The keys of an op of a schedule of ``graph``."""
+        edge = graph.edge(op.edge) if op.kind in EDGE_KINDS else None
+        is_world = op.stage == WORLD
+        return cls(
+            stage=(op.stage, op.microbatch),
+            place="" if is_world else graph.stage(op.stage).lane_name(op.microbatch),
+            carried=(op.edge, op.microbatch, op.backward),
+            between=edge_name(*graph.ends(edge, op.microbatch)) if edge and op.microbatch != ONCE else "",
+            source=edge.src if edge else "",
+            activations=() if is_world else tuple((e.name, op.microbatch, False) for e in graph.out_edges(op.stage)),
+            gradients=()
+            if is_world
+            else tuple((e.src, (e.name, op.microbatch, True)) for e in graph.in_edges(op.stage) if e.gradient),
+        )
 
 
 class Walker:
@@ -52,13 +98,15 @@ class Walker:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.carry: dict[tuple[str, int], dict[str, jax.Array]] = {}
         self.cotangents: dict[tuple[str, int], jax.Array] = {}
-        self.in_transit: dict[tuple[str, int, bool], Any] = {}
+        self.in_transit: dict[InTransit, Any] = {}
         self.signatures: list[Signature] = []
         self.handlers: dict[str, Callable[[Op], None]] = {"pack": self.pack, "move": self.move, "unpack": self.unpack}
         self.handlers["prepare"] = self.prepare
         self.in_order = False
         self.ends: Ends | None = None
         self._local: dict[Op, bool] = {}
+        self._keys: dict[Op, OpKeys] = {}
+        self._input_shardings: dict[Any, NamedSharding] = {}
 
     def walk(self, ops: Iterable[Op], awaiting: Awaiting | None = None) -> None:
         """Dispatches the ops that touch this process's devices, in order.
@@ -66,9 +114,9 @@ class Walker:
         All processes walk the same order, so that the devices of a program run it at the same turn. Returns when all
         ops are dispatched, not when they have ended. ``awaiting`` defers ops that await an op that has not ended.
         """
-        run = awaiting or self.dispatch
+        run, has_all_devices = awaiting or self.dispatch, self.placed.world.processes == 1
         for op in ops:
-            if self.is_local(op):
+            if has_all_devices or self.is_local(op):
                 run(op)
         if awaiting:
             awaiting.finish()
@@ -90,9 +138,16 @@ class Walker:
             self._local[op] = not self.placed.world.local_ranks.isdisjoint(participating_ranks(self.graph, op))
         return self._local[op]
 
+    def keys(self, op: Op) -> OpKeys:
+        """The keys of the op's arrays."""
+        keys = self._keys.get(op)
+        if keys is None:
+            keys = self._keys[op] = OpKeys.of(self.graph, op)
+        return keys
+
     def place(self, op: Op) -> str:
         """The place that runs an op of a microbatch: its stage, or a lane of the stage."""
-        return self.graph.stage(op.stage).lane_name(op.microbatch)
+        return self.keys(op).place
 
     def lend(self, states: Mapping[str, State]) -> None:
         """Sets the states, by stage, whose parameters ``prepare`` prepares, and puts tied weights in transit."""
@@ -135,56 +190,60 @@ class Walker:
                 if place := places.get(stage.lane_name(index)):
                     module_inputs = inputs[stage.module]
                     read = names[name] if names and name in names else place.model.read(module_inputs)
-                    stage_inputs = {key: module_inputs[key] for key in read}
-                    shardings = {key: place.input_sharding(key, whole_rows=name in whole_rows) for key in read}
-                    # An input may be a tree, such as ``SamplingParams``.
-                    each = {key: jax.tree.map(lambda _, s=shardings[key]: s, stage_inputs[key]) for key in read}
-                    self.inputs[name, index] = to_devices(stage_inputs, each)
+                    shardings = {key: self._input_sharding(place, key, whole_rows=name in whole_rows) for key in read}
+                    self.inputs[name, index] = {key: to_devices(module_inputs[key], shardings[key]) for key in read}
 
-    def send(self, stage: str, microbatch: int, out: jax.Array) -> None:
-        """Puts an activation in transit on the edges that leave ``stage``."""
-        for edge in self.graph.out_edges(stage):
-            self.in_transit[edge.name, microbatch, False] = out
+    def _input_sharding(self, place: Stage, name: str, *, whole_rows: bool) -> NamedSharding:
+        """``Stage.input_sharding``, made once for each input of a place."""
+        key = (place.name, place.submesh.ranks, name, whole_rows)
+        if key not in self._input_shardings:
+            self._input_shardings[key] = place.input_sharding(name, whole_rows=whole_rows)
+        return self._input_shardings[key]
 
-    def send_back(self, stage: str, microbatch: int, grads: Mapping[str, jax.Array]) -> None:
-        """Puts gradients, by source stage, in transit on the edges that enter ``stage`` and carry gradients."""
-        for edge in self.graph.in_edges(stage):
-            if edge.gradient:
-                self.in_transit[edge.name, microbatch, True] = grads[edge.src]
+    def send(self, op: Op, activation: jax.Array) -> None:
+        """Puts the activation of an F in transit on the edges that leave its stage."""
+        for key in self.keys(op).activations:
+            self.in_transit[key] = activation
+
+    def send_back(self, op: Op, grads: Mapping[str, jax.Array]) -> None:
+        """Puts the gradients of a B, by source stage, in transit on the edges that enter its stage and carry them."""
+        for source, key in self.keys(op).gradients:
+            self.in_transit[key] = grads[source]
 
     def pack(self, op: Op) -> None:
         """Cuts the array that is in transit on the op's edge into pieces, on the sender."""
-        key = (op.edge, op.microbatch, op.backward)
-        self.in_transit[key] = self._transfer(op).pack(self.in_transit[key])
+        keys = self.keys(op)
+        self.in_transit[keys.carried] = self._transfer(op, keys).pack(self.in_transit[keys.carried])
 
     def move(self, op: Op) -> None:
         """Carries the packed pieces to the receiver's devices."""
-        key, transfer = (op.edge, op.microbatch, op.backward), self._transfer(op)
-        moved = transfer.move(self.in_transit.pop(key, ()))  # a process without the source's devices has sent nothing
+        keys = self.keys(op)
+        transfer = self._transfer(op, keys)
+        # A process without the source's devices has sent nothing.
+        moved = transfer.move(self.in_transit.pop(keys.carried, ()))
         if transfer.target.local:
-            self.in_transit[key] = moved
+            self.in_transit[keys.carried] = moved
 
     def unpack(self, op: Op) -> None:
         """Joins the pieces in the receiver's layout, and stores the result for the receiver.
 
         It goes to ``carry``, is added to ``cotangents``, or, of a tie, goes to ``borrowed`` or ``returned``.
         """
-        arrived = self._transfer(op).unpack(self.in_transit.pop((op.edge, op.microbatch, op.backward)))
-        key = (op.stage, op.microbatch)
+        keys = self.keys(op)
+        arrived = self._transfer(op, keys).unpack(self.in_transit.pop(keys.carried))
         if op.microbatch == ONCE:
             received = self.returned if op.backward else self.borrowed
             received.setdefault(op.stage, {})[op.edge] = arrived
         elif not op.backward:
-            self.carry.setdefault(key, {})[self.graph.edge(op.edge).src] = arrived
-        elif key in self.cotangents:
-            self.cotangents[key] = jnp.add(self.cotangents[key], arrived)
+            self.carry.setdefault(keys.stage, {})[keys.source] = arrived
+        elif keys.stage in self.cotangents:
+            self.cotangents[keys.stage] = jnp.add(self.cotangents[keys.stage], arrived)
         else:
-            self.cotangents[key] = arrived
+            self.cotangents[keys.stage] = arrived
 
-    def _transfer(self, op: Op) -> Transfer | TieTransfer:
+    def _transfer(self, op: Op, keys: OpKeys) -> Transfer | TieTransfer:
         if op.microbatch == ONCE:
-            tie = self.placed.ties[op.edge]
-            return tie.backward if op.backward else tie.forward
-        ends = self.graph.ends(self.graph.edge(op.edge), op.microbatch)
-        boundary = self.boundaries[edge_name(*ends), self.signatures[op.microbatch]]
-        return boundary.backward if op.backward else boundary.forward
+            both_ways = self.placed.ties[op.edge]
+        else:
+            both_ways = self.boundaries[keys.between, self.signatures[op.microbatch]]
+        return both_ways.backward if op.backward else both_ways.forward

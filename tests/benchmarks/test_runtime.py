@@ -116,10 +116,41 @@ def test_host_time_is_of_the_thread_that_dispatches_and_counts_once(monkeypatch)
     walker = Ops(Machine(monkeypatch))
     assert runtime.host_seconds(walker.step) == {
         "program calls": 6 * HOST,
-        "device_put of inputs": COPY + HOST,
-        "device_put of moves": COPY + HOST,
-        "walker and waiting": WORK + HOST,
+        "copies of inputs": COPY + HOST,
+        "copies of moves": COPY + HOST,
+        "waiting": 0.0,
+        "frees": 0.0,
+        "own": WORK + HOST,
     }
+
+
+def test_the_clock_and_frees_are_taken_apart(monkeypatch):
+    """On a machine whose clock takes a second, and where the last reference to a program's argument takes ten."""
+    machine = Machine(monkeypatch)
+
+    class Argument:
+        def __del__(self) -> None:
+            machine.work(10.0)
+
+    def thread_time() -> float:
+        machine.work(0.5)
+        machine.work(0.5)
+        return machine.host
+
+    monkeypatch.setattr(runtime.time, "thread_time", thread_time)
+    walker = Ops(machine)
+    program = walker.program
+    monkeypatch.setattr(Program, "__call__", lambda program, *args: machine.work(HOST))
+
+    def step() -> None:
+        for _ in range(3):
+            program(Argument())
+        machine.work(WORK)
+
+    seconds = runtime.host_seconds(step)
+    assert seconds[runtime.CALLS] == pytest.approx(3 * HOST)
+    assert seconds[runtime.FREES] == pytest.approx(30.0)
+    assert seconds[runtime.OWN] == pytest.approx(WORK, rel=1e-4)
 
 
 def test_everything_is_put_back():
@@ -177,6 +208,7 @@ def test_the_runtime_is_measured_from_any_directory(tmp_path):
         assert rows[f"{case}: share of boundary ops"]["value"] > 0
         parts = [rows[f"{case}: host time per op, {part}"]["value"] for part in runtime.HOST_PARTS]
         assert all(part > 0 for part in parts)
+        assert rows[f"{case}: host time per op, own"]["target"] == runtime.MOST_HOST
         whole = rows[f"{case}: host time per op"]["value"]
         assert sum(parts) == pytest.approx(whole, rel=0.3), "medians of parts and of their sum"
     assert "core" in done.stderr

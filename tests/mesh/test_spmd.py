@@ -184,10 +184,12 @@ def test_host_arrays_lie_as_their_shardings_say(mesh, put):
 
 def test_what_others_have_devices_for_is_given_shard_by_shard():
     """`device_put` would ask every process for the whole array."""
-    tree, here, elsewhere = {"a": 1}, SimpleNamespace(is_fully_addressable=True), SimpleNamespace()
-    elsewhere.is_fully_addressable = False
-    with mock.patch("mmjax.mesh.spmd.local_shards", lambda *given: given):
-        assert to_devices(tree, {"a": here, "b": elsewhere}) == (tree, {"a": here, "b": elsewhere})
+    here, elsewhere = (SimpleNamespace(is_fully_addressable=whole) for whole in (True, False))
+    with (
+        mock.patch("mmjax.mesh.spmd.local_shards", lambda *arguments: arguments),
+        mock.patch.object(jax, "device_put", lambda array, _: array),
+    ):
+        assert to_devices({"a": 1, "b": 2}, {"a": here, "b": elsewhere}) == {"a": 1, "b": (2, elsewhere)}
 
 
 def test_what_lies_on_this_process_s_devices_alone_is_put_there_at_once(mesh):

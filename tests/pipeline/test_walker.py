@@ -74,6 +74,20 @@ def test_where_one_process_has_all_the_graph_is_not_asked() -> None:
         assert ranks.call_count == asked  # once for an op, however often it is walked
 
 
+def test_keys_of_an_op_are_made_once() -> None:
+    made, _ = walker(0, 0, 0)
+    keys = made.keys(MOVE)
+    assert made.keys(MOVE) is keys
+    assert (keys.stage, keys.place, keys.source) == (("llm.0", 0), "llm.0", "vision.0")
+    assert (keys.carried, keys.between) == ((EDGE, 0, False), EDGE)
+    middle = made.keys(Op("B", "llm.0", 3))
+    ahead = GRAPH.out_edges("llm.0")[0].name
+    assert middle.activations == ((ahead, 3, False),) and middle.gradients == (("vision.0", (EDGE, 3, True)),)
+    assert (middle.between, middle.source) == ("", "")
+    ending = made.keys(ENDING)
+    assert (ending.place, ending.activations, ending.gradients) == ("", (), ())
+
+
 @pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])
 def test_only_a_process_with_the_receiver_keeps_what_was_moved(source: bool, target: bool) -> None:
     made, _ = walker(0, 1, 1)

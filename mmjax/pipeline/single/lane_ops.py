@@ -20,7 +20,7 @@ from mmjax.pipeline.single.lanes import LaneBlock, Lanes, assign, zeros
 from mmjax.pipeline.single.slots import Across, Key, Place, Register, Send, SlotOp, SlotPlan, plan
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import StageState
-from mmjax.pipeline.trees import by_name, with_leaves
+from mmjax.pipeline.trees import by_name
 from mmjax.schedule.graph import EdgeNode, edge_name
 from mmjax.schedule.ops import ONCE, Op, Schedule
 
@@ -329,7 +329,7 @@ class LaneOps:
         new, grads, *deferred = self._call(op.stage, "backward")(params, part, inputs, carry, residuals, cotangent)
         writes: dict[Key, list[jax.Array]] = {}
         if state.trainable:
-            writes[key] = jax.tree.leaves(with_leaves(sums, by_name(new)))
+            writes[key] = jax.tree.leaves(functions.with_backward_part(sums, new))
         if functions.deferred_avals:
             writes["deferred", op.stage, op.microbatch] = deferred[0]
         return writes, [[grads[edge.src]] for edge in self._returning(op.stage)]
@@ -341,7 +341,7 @@ class LaneOps:
         sums = jax.tree.unflatten(_structure(self._state(op.stage).sums_avals), values[key])
         deferred = values["deferred", op.stage, op.microbatch]
         new = self._call(op.stage, "weights")(functions.weights_part(sums), deferred)
-        return {key: jax.tree.leaves(with_leaves(sums, by_name(new)))}, []
+        return {key: jax.tree.leaves(functions.with_weights_part(sums, new))}, []
 
     def _run_reduce(self, item: SlotOp, values: Values) -> OpResults:
         name, state = item.op.stage, self._state(item.op.stage)

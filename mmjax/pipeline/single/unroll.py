@@ -28,7 +28,6 @@ from mmjax.pipeline.single.lane_ops import LaneOps
 from mmjax.pipeline.single.lanes import PP, Lanes, typed, zeros
 from mmjax.pipeline.single.slots import Across, Key, Register, Segment, Slot
 from mmjax.pipeline.stage import Output
-from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.pipeline.world_norm import traced_total
 from mmjax.schedule.ops import Op
 
@@ -264,7 +263,7 @@ class _SpanningStages:
         inputs, residuals = self.inputs[op.stage][op.microbatch], self._residuals.pop(place)
         part = functions.backward_part(sums)
         new, grads, *deferred = functions.backward(self._params[op.stage], part, inputs, carry, residuals, cotangent)
-        self._sums[op.stage] = with_leaves(sums, by_name(new))
+        self._sums[op.stage] = functions.with_backward_part(sums, new)
         if functions.deferred_avals:
             (self._deferred[place],) = deferred
         for edge in self.ops.graph.in_edges(op.stage):
@@ -275,7 +274,7 @@ class _SpanningStages:
         functions, sums = self.ops.traced.stages[op.stage], self._sums[op.stage]
         if functions.deferred_avals:
             new = functions.weights(functions.weights_part(sums), self._deferred.pop((op.stage, op.microbatch)))
-            self._sums[op.stage] = with_leaves(sums, by_name(new))
+            self._sums[op.stage] = functions.with_weights_part(sums, new)
 
     def _received(self, key: Key, arrived: dict[Key, jax.Array]) -> jax.Array:
         if key in arrived:
