@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from mmjax.models.layers import column_parallel as column_parallel
     from mmjax.models.layers import linear as linear
     from mmjax.models.layers import residual_init as residual_init
-    from mmjax.models.layers import rms_norm as rms_norm
     from mmjax.models.layers import rotate_2d as rotate_2d
     from mmjax.models.layers import row_parallel as row_parallel
     from mmjax.models.llama.config import DecoderConfig as DecoderConfig
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from mmjax.models.module import Module as Module
     from mmjax.models.nodes import Edge as Edge
     from mmjax.models.nodes import Node as Node
+    from mmjax.models.norms import rms_norm as rms_norm
     from mmjax.models.parameters import Part as Part
     from mmjax.models.projector.config import ProjectorConfig as ProjectorConfig
     from mmjax.models.settings import EqualHeads as EqualHeads
@@ -235,11 +235,12 @@ _NAMES_OF = {
     "mmjax.models.dit.config": ("DiTConfig",),
     "mmjax.models.flops": ("parameter_count",),
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
-    "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rms_norm", "rotate_2d", "row_parallel"),
+    "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rotate_2d", "row_parallel"),
     "mmjax.models.llama.config": ("DecoderConfig",),
     "mmjax.models.lora.config": ("LoraConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
     "mmjax.models.nodes": ("Edge", "Node"),
+    "mmjax.models.norms": ("rms_norm",),
     "mmjax.models.parameters": ("Part",),
     "mmjax.models.projector.config": ("ProjectorConfig",),
     "mmjax.models.settings": ("EqualHeads", "ModuleSettings", "SquarePatches"),

@@ -31,12 +31,12 @@ from mmjax.mesh.submesh import Submesh
 from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.flops import parameter_count
 from mmjax.models.graph import MultimodalModel, multimodal
-from mmjax.models.layers import cross_entropy
 from mmjax.models.llama.layers import logits
 from mmjax.models.parameters import join_logical
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.stage_model import StageModel
+from mmjax.models.vocabulary import cross_entropy
 from mmjax.parity.engine import check
 from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits

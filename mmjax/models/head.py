@@ -1,7 +1,8 @@
-"""Losses of a language model's tokens by chunks, so that the logits of all tokens are never in memory at once.
+"""Losses of a language model's tokens by chunks, so that the fp32 logits of all tokens are never in memory at once.
 
 The residual of forward is one number a token, the logarithm of its softmax's denominator. Backward recomputes the
-logits of a chunk, their gradient, and the chunk's contribution to the gradients. ADR 76 has the reasons.
+logits of a chunk, their gradient, and the chunk's contribution to the gradients. ADR 76 has the reasons. 16-bit logits
+may be kept in place of it (ADR 113).
 
 Shapes: B rows, T tokens of a row, C chunks of N tokens each, D width, V vocabulary local to this rank. The head is
 ``[D, V]``, or ``[V, D]`` where it is a tied table.
@@ -22,9 +23,9 @@ from jaxtyping import Array, Float, Int
 from mmjax import jax_compat
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
-from mmjax.models.layers import PADDED
 from mmjax.models.sequence_parallel import sp_gather
 from mmjax.models.taps import HEAD, Summed, Value, with_mark
+from mmjax.models.vocabulary import PADDED
 
 MIN_CHUNK_TOKENS = 1024
 """The minimal number of tokens of a chunk. For each chunk backward reads the head twice and adds to its gradient in
@@ -35,7 +36,8 @@ MIN_CHUNK_BYTES = 32 * 2**20
 TILE = 64
 """Larger chunks have a multiple of this many tokens, for matrix units."""
 _LOG_SUM = "logarithm of this rank's part of the softmax's denominator"
-_keep = jax.checkpoint_policies.save_only_these_names(_LOG_SUM)
+_LOGITS = "logits of this rank's part of the vocabulary"
+_keep = jax.checkpoint_policies.save_only_these_names(_LOG_SUM, _LOGITS)
 
 
 class TokenLosses(NamedTuple):
@@ -68,6 +70,7 @@ def token_losses(
     *,
     tied: bool = False,
     chunk: int = 0,
+    keep_logits: bool = False,
 ) -> TokenLosses:
     """Losses of tokens, with the vocabulary split over tp; padding entries have no probability and no gradient.
 
@@ -82,22 +85,25 @@ def token_losses(
       vocabulary: the size of the complete vocabulary, without padding.
       tied: whether the head is an embedding table ``[V, D]``.
       chunk: the maximal number of tokens of a chunk; 0 stands for ``chunk_tokens``.
+      keep_logits: whether backward reads the logits of forward; of fp32 hidden states it computes them again in any
+        case. All tokens are one chunk then.
 
     Returns:
       ``cross_entropy`` and ``log_sum``, the logarithm of the softmax's denominator, in nats, each ``[B, T]``.
     """
 
     weight, total = (head.weight, head.total) if isinstance(head, Summed) else (head, None)
+    keep_logits = keep_logits and x_BTD.dtype.itemsize == 2
 
     @partial(jax.checkpoint, policy=_keep)  # the opened head and the gathered states are no residuals
     def losses(x_BTD: Array, weight: Any, total: Array | None, targets_BT: Array) -> TokenLosses:
         weight, x_BTD = opened(with_mark(weight, HEAD)), sp_gather(x_BTD, axes.sp)
         size = weight.shape[0 if tied else 1]
         start = lax.axis_index(axes.tp) * size
-        x_CND = _chunks(x_BTD, chunk or chunk_tokens(size))
-        target_CN = _chunks(targets_BT - start, chunk or chunk_tokens(size))
+        max_tokens = targets_BT.size if keep_logits else chunk or chunk_tokens(size)
+        x_CND, target_CN = _chunks(x_BTD, max_tokens), _chunks(targets_BT - start, max_tokens)
         alike = jax_compat.alike(x_CND, weight, target_CN, vocabulary - start)
-        sums_and_logits: Any = _local_losses(tied, *alike, total)
+        sums_and_logits: Any = _local_losses(tied, keep_logits, *alike, total)
         sums_BT, target_logit_BT = (
             y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in sums_and_logits
         )
@@ -121,16 +127,16 @@ def _chunks(values: Array, max_tokens: int) -> Array:
     return flat.reshape(count, size, *values.shape[2:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _local_losses(
-    tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+    tied: bool, keep_logits: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
 ) -> tuple[Array, Array]:
     """For every token, the logarithm of this rank's part of the denominator, and its target's logit.
 
     The logit is 0 for targets in another rank's part of the vocabulary.
 
     Args:
-      tied: see ``token_losses``.
+      tied, keep_logits: see ``token_losses``; logits that are kept are of one chunk.
       x_CND: hidden states.
       head: this rank's part of the head.
       target_CN: targets as indices in this rank's part of the vocabulary, out of range for targets of other ranks.
@@ -140,12 +146,7 @@ def _local_losses(
     """
 
     def of_chunk(x_ND: Array, target_N: Array) -> tuple[Array, Array]:
-        logits_NV = _logits(tied, x_ND, head, valid)
-        top_N = jnp.max(logits_NV, axis=-1)
-        sums_N = jnp.log(jnp.sum(jnp.exp(logits_NV - top_N[:, None]), axis=-1)) + top_N
-        last = logits_NV.shape[1] - 1
-        target_logit_N = jnp.take_along_axis(logits_NV, jnp.clip(target_N, 0, last)[:, None], axis=1)[:, 0]
-        return sums_N, jnp.where((target_N >= 0) & (target_N <= last), target_logit_N, 0.0)
+        return _sum_and_target(_logits(tied, x_ND, head), target_N, valid)
 
     if len(x_CND) == 1:
         sums_N, target_logit_N = of_chunk(x_CND[0], target_CN[0])
@@ -154,21 +155,27 @@ def _local_losses(
 
 
 def _forward(
-    tied: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+    tied: bool, keep_logits: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
 ) -> tuple[tuple[Array, Array], Any]:
-    sums_and_logits: Any = _local_losses(tied, x_CND, head, target_CN, valid, total)
-    sums_CN, target_logit_CN = checkpoint_name(sums_and_logits[0], _LOG_SUM), sums_and_logits[1]
-    return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, total, sums_CN)
+    logits_NV: Any = None
+    if keep_logits:
+        logits_NV = checkpoint_name(_logits(tied, x_CND[0], head), _LOGITS)
+        sums_CN, target_logit_CN = (y_N[None] for y_N in _sum_and_target(logits_NV, target_CN[0], valid))
+    else:
+        sums_and_logits: Any = _local_losses(tied, keep_logits, x_CND, head, target_CN, valid, total)
+        sums_CN, target_logit_CN = sums_and_logits
+    sums_CN = checkpoint_name(sums_CN, _LOG_SUM)
+    return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, total, sums_CN, logits_NV)
 
 
-def _backward(tied: bool, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    x_CND, head, target_CN, valid, total, sums_CN = residuals
+def _backward(tied: bool, keep_logits: bool, residuals: tuple[Any, ...], cotangents: tuple[Array, Array]) -> Any:
+    x_CND, head, target_CN, valid, total, sums_CN, kept_logits_NV = residuals
 
     def of_chunk(
         dtype: Any, x_ND: Array, target_N: Array, sums_N: Array, d_sums_N: Array, d_target_logit_N: Array
     ) -> Any:
         """Gradients of the chunk's hidden states and, in ``dtype``, of the head."""
-        logits_NV = _logits(tied, x_ND, head, valid)
+        logits_NV = _masked(kept_logits_NV if keep_logits else _logits(tied, x_ND, head), valid)
         target_NV = jnp.arange(logits_NV.shape[1]) == target_N[:, None]
         d_logits_NV = jnp.exp(logits_NV - sums_N[:, None]) * d_sums_N[:, None]
         d_logits_NV = (d_logits_NV + jnp.where(target_NV, d_target_logit_N[:, None], 0.0)).astype(x_ND.dtype)
@@ -199,7 +206,21 @@ def _backward(tied: bool, residuals: tuple[Array, ...], cotangents: tuple[Array,
 _local_losses.defvjp(_forward, _backward)
 
 
-def _logits(tied: bool, x_ND: Array, head: Array, valid: Array) -> Float[Array, "N V"]:
-    """fp32 logits of a chunk, ``PADDED`` for padding entries of the vocabulary."""
-    logits_NV = lax.dot_general(x_ND, head, (((1,), (1 if tied else 0,)), ((), ())))
+def _logits(tied: bool, x_ND: Array, head: Array) -> Float[Array, "N V"]:
+    """Logits of a chunk in the dtype of its hidden states."""
+    return lax.dot_general(x_ND, head, (((1,), (1 if tied else 0,)), ((), ())))
+
+
+def _masked(logits_NV: Array, valid: Array) -> Float[Array, "N V"]:
+    """Logits in fp32, ``PADDED`` for padding entries of the vocabulary."""
     return jnp.where(jnp.arange(logits_NV.shape[1]) < valid, logits_NV.astype(jnp.float32), PADDED)
+
+
+def _sum_and_target(logits_NV: Array, target_N: Array, valid: Array) -> tuple[Array, Array]:
+    """Of each token, the logarithm of the denominator, and the target's logit or 0; see ``_local_losses``."""
+    masked_NV, last = _masked(logits_NV, valid), logits_NV.shape[1] - 1
+    top_N = jnp.max(masked_NV, axis=-1)
+    sums_N = jnp.log(jnp.sum(jnp.exp(masked_NV - top_N[:, None]), axis=-1)) + top_N
+    target_logit_N = jnp.take_along_axis(logits_NV, jnp.clip(target_N, 0, last)[:, None], axis=1)[:, 0]
+    is_here_N = (target_N >= 0) & (target_N <= last)
+    return sums_N, jnp.where(is_here_N, target_logit_N.astype(jnp.float32), 0.0)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jaxtyping import Array, Float, Int
 
@@ -25,8 +26,9 @@ from mmjax.attention.cache import Cache
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
-from mmjax.models.sequence_parallel import SequenceParallel, sp_scatter
-from mmjax.models.taps import Value, products, summed
+from mmjax.models.norms import repeated
+from mmjax.models.sequence_parallel import NO_SP, SequenceParallel, sp_scatter
+from mmjax.models.taps import Computed, Value, products, products_of_parts, summed
 
 Params = Mapping[str, Any]
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -36,8 +38,6 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
 }
 """Activation functions by the values of ``activation``, see ``choices.ACTIVATIONS``."""
-PADDED = np.float32(-1e30)
-"""The logit of padding entries of the vocabulary: a finite stand-in for minus infinity."""
 
 
 def linear(
@@ -63,65 +63,49 @@ def column_parallel(x_BTD: Array, weights: list[tuple[Array, Array | None]], axe
       weights: this rank's columns ``[D, F]`` of each weight, and of its bias ``[F]`` or ``None``.
       axes: mesh axes by role, such as ``Axes()``.
     """
-    sp = SequenceParallel(gather=axes.sp, ring=axes.overlap)
-    results = products(jax_compat.to_varying(x_BTD, axes.tp), [w for w, _ in weights], sp)
-    return [y if bias is None else y + repeated(bias, y) for y, (_, bias) in zip(results, weights, strict=True)]
+    return [y for (y,) in column_parallel_of_parts([x_BTD], weights, axes)]
 
 
-def row_parallel(x_BTF: Array, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
+def column_parallel_of_parts(
+    parts: Sequence[Array], weights: list[tuple[Array, Array | None]], axes: Axes
+) -> list[list[Array]]:
+    """``column_parallel`` of each of a layer's parts of tokens (see ``TokenParts``): by weight, then by part."""
+    sp = SequenceParallel(gather=axes.sp, ring=axes.overlap, halves=len(parts) == 1)
+    inputs = [jax_compat.to_varying(x, axes.tp) for x in parts]
+    results = products_of_parts(inputs, [w for w, _ in weights], sp)
+    return [
+        [y if bias is None else y + repeated(bias, y) for y in by_part]
+        for by_part, (_, bias) in zip(results, weights, strict=True)
+    ]
+
+
+def row_parallel(x_BTF: Array | Computed, w_FD: Array, axes: Axes, bias: Array | None = None) -> Array:
     """Product ``[B, T, D]`` with a weight that is split by rows over tp; the bias is added once, after the sum.
 
     Args:
-      x_BTF: this rank's hidden units of all tokens.
+      x_BTF: this rank's hidden units of all tokens, or a function of arrays that gives them.
       w_FD: this rank's rows.
       axes: mesh axes by role, such as ``Axes()``; under sequence parallelism the result has this rank's tokens, else it
         is equal on all tp ranks.
       bias: the complete bias ``[D]``.
     """
-    if axes.sp:
-        (y,) = products(x_BTF, [w_FD], SequenceParallel(scatter=axes.sp, ring=axes.overlap))
-    else:
-        y = lax.psum(linear(x_BTF, w_FD), axes.tp)
-    return y if bias is None else y + repeated(bias, y)
+    return row_parallel_of_parts([x_BTF], w_FD, axes, bias)[0]
 
 
-def repeated(p_D: Array, x_BTD: Array) -> Array:
-    """A feature parameter ``[D]`` broadcast to the shape of ``x``; its gradient, a sum over all tokens, is summed in
-    fp32.
-    """
-    p_D = opened(p_D)
-    return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
+def row_parallel_of_parts(
+    parts: Sequence[Array | Computed], w_FD: Array, axes: Axes, bias: Array | None = None
+) -> list[Array]:
+    """``row_parallel`` of each of a layer's parts of tokens (see ``TokenParts``)."""
+    sp = SequenceParallel(scatter=axes.sp, ring=axes.overlap, halves=len(parts) == 1) if axes.sp else NO_SP
+    (results,) = products_of_parts(parts, [w_FD], sp)
+    if not axes.sp:
+        results = [lax.psum(y, axes.tp) for y in results]
+    return [y if bias is None else y + repeated(bias, y) for y in results]
 
 
-def rms_norm(x_BTD: Array, scale_D: Array, eps: float) -> Array:
-    """RMSNorm with the scale ``[D]``; statistics in fp32. The scale is not cast: the cast copy would be a residual."""
-    x32 = x_BTD.astype(jnp.float32)
-    y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return scaled(y.astype(x_BTD.dtype), scale_D)
-
-
-def layer_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm over D; statistics in fp32. ``p`` has "scale" and "bias" ``[D]``, which keep their dtype."""
-    y = scaled(normalise(x_BTD, eps), p["scale"])
-    return y + repeated(p["bias"], y)
-
-
-def any_norm(x_BTD: Array, p: Params, eps: float = 1e-6) -> Array:
-    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. "scale" is ``[D]``, in the dtype of ``x``."""
-    return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
-
-
-def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
-    """LayerNorm without scale and bias, in the dtype of ``x_BTD``; statistics in fp32."""
-    x32 = x_BTD.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    return (centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
-
-
-@jax.checkpoint
-def scaled(x_BTD: Array, scale_D: Array) -> Array:
-    """``x · scale``. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
-    return x_BTD * repeated(scale_D, x_BTD)
+def saved(x: Array) -> Array:
+    """``x`` by a name that ``remat='dots'`` keeps: products that backward needs for nothing else are not kept then."""
+    return checkpoint_name(x, RESIDUAL_NAME)
 
 
 def rotate(x_BTHK: Array, positions_BT: Int[Array, "B T"], theta: float) -> Array:
@@ -234,57 +218,6 @@ def embed_tokens(tokens_BT: Int[Array, "B T"], table_VD: Array, axes: Axes) -> F
 
     local_BTD = local_rows(tokens_BT, table_VD)
     return sp_scatter(local_BTD, axes.sp) if axes.sp else lax.psum(local_BTD, axes.tp)
-
-
-def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
-    """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``, -1e30.
-
-    Args:
-      x_BTD: hidden states; under sequence parallelism those of this rank's tokens, and the logits are of all tp ranks'
-        tokens.
-      head_DV: this rank's columns of the head.
-      axes: mesh axes by role, such as ``Axes()``.
-      vocab: the size of the complete vocabulary, without padding.
-    """
-    (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
-    index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
-    return jnp.where(index_V < vocab, logits.astype(jnp.float32), PADDED)
-
-
-def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:
-    """Logarithm of the softmax's denominator of each token, from fp32 logits of this rank's part of the vocabulary.
-
-    The result is equal on all tp ranks; ``axes`` are such as ``Axes()``.
-    """
-    top_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), axes.tp)
-    return jnp.log(lax.psum(jnp.sum(jnp.exp(logits_BTV - top_BT[..., None]), axis=-1), axes.tp)) + top_BT
-
-
-def cross_entropy(logits_BTV: Array, targets_BT: Int[Array, "B T"], axes: Axes) -> Float[Array, "B T"]:
-    """Negative log likelihood in nats, from fp32 logits of this rank's part of the vocabulary; no rank ever has all
-    logits.
-
-    ``targets_BT`` are indices in the complete vocabulary. The result is equal on all tp ranks.
-    """
-    log_sum_BT = log_sum_exp(logits_BTV, axes)
-    local = targets_BT - lax.axis_index(axes.tp) * logits_BTV.shape[-1]
-    is_local = (local >= 0) & (local < logits_BTV.shape[-1])
-    target_logit = jnp.take_along_axis(logits_BTV, jnp.clip(local, 0, logits_BTV.shape[-1] - 1)[..., None], axis=-1)[
-        ..., 0
-    ]
-    return log_sum_BT - lax.psum(jnp.where(is_local, target_logit, 0.0), axes.tp)
-
-
-def best_token(logits_BTV: Array, axes: Axes) -> Int[Array, "B T"]:
-    """Index of the largest logit over the complete vocabulary, int32; the lowest index among equals.
-
-    ``logits_BTV`` are of this rank's part of the vocabulary. The result is equal on all tp ranks.
-    """
-    best = jnp.argmax(logits_BTV, axis=-1)
-    value = jnp.take_along_axis(logits_BTV, best[..., None], axis=-1)[..., 0]
-    top = lax.pmax(value, axes.tp)
-    index = (best + lax.axis_index(axes.tp) * logits_BTV.shape[-1]).astype(jnp.int32)
-    return lax.pmin(jnp.where(value == top, index, jnp.iinfo(jnp.int32).max), axes.tp)
 
 
 def residual_init(layers: int) -> Initializer:

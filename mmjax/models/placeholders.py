@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mmjax.data.tiles import NEWLINE
-from mmjax.models.layers import lookup, repeated
+from mmjax.models.layers import lookup
+from mmjax.models.norms import repeated
 
 
 def merge_modality_tokens(

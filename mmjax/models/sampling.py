@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from mmjax import jax_compat
 from mmjax.mesh.spread import Axes
-from mmjax.models.layers import best_token, cross_entropy
+from mmjax.models.vocabulary import best_token, cross_entropy
 
 _BITS = 32
 

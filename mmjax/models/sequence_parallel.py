@@ -32,11 +32,13 @@ class SequenceParallel:
       gather: axes that the input's tokens are split over; they are gathered before the product.
       scatter: axes over which outputs are partial sums; they are summed and scattered over tokens.
       ring: whether chunks go round a ring while products are computed, instead of one collective.
+      halves: whether forward may exchange the tokens in two halves; not where they are a half already.
     """
 
     gather: tuple[str, ...] = ()
     scatter: tuple[str, ...] = ()
     ring: bool = False
+    halves: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.gather or self.scatter)
@@ -46,7 +48,7 @@ class SequenceParallel:
 
         With ``gather``, x has this rank's tokens and the results those of all ranks; with ``scatter`` the reverse.
         """
-        is_halved = bool(self) and not self.ring
+        is_halved = bool(self) and not self.ring and self.halves
         if self.gather:
             if is_halved and (axis := _halved_axis(x, 1)) is not None:
                 return _gather_halves_and_multiply(self.gather, x, weights, axis)
@@ -54,6 +56,12 @@ class SequenceParallel:
         if is_halved and (axis := _halved_axis(x, lax.axis_size(self.scatter))) is not None:
             return [_multiply_halves_and_scatter(self.scatter, x, w, axis) for w in weights]
         return [_multiply_and_scatter(self.scatter, [x], [w], ring=self.ring) for w in weights]
+
+    def forward_parts(self, parts: Sequence[Array], weights: Sequence[Array]) -> list[list[Array]]:
+        """``forward`` of each part of the tokens, at most two: a list by weight of lists by part."""
+        if len(parts) == 1 or not self.scatter:
+            return [list(results) for results in zip(*(self.forward(x, weights) for x in parts), strict=True)]
+        return [_multiply_and_scatter_each(self.scatter, parts, w) for w in weights]
 
     def input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> Float[Array, "B _ D"]:
         """The gradient of the input, in its shape, from the gradients ``dys`` of the outputs of all ``weights``."""
@@ -88,7 +96,7 @@ class SequenceParallel:
     def _input_gradient(self, dys: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, list[Array]]:
         """The gradient of the input, and the output gradients of all tokens."""
         transposed = [w.T for w in weights]
-        if self.gather:
+        if not self.scatter:
             return _multiply_and_scatter(self.gather, dys, transposed, ring=self.ring), list(dys)
         results = [
             _gather_and_multiply(self.scatter, dy, [w], ring=self.ring) for dy, w in zip(dys, transposed, strict=True)
@@ -118,6 +126,72 @@ def sp_scatter(x: Float[Array, "*L B T D"], axes: tuple[str, ...]) -> Float[Arra
     ``shard_map``.
     """
     return lax.psum_scatter(x, axes, scatter_dimension=x.ndim - 2, tiled=True) if axes else x
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+NARROW = 512
+"""Columns of a 16-bit weight below which its input's gradient takes as long as the gradient's bytes."""
+
+
+def _sum_of_products(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
+    """The sum of ``x @ w`` over pairs.
+
+    A product is the first term of each addition: XLA makes a GPU begin it with the second term, and does not look for a
+    product among second terms.
+    """
+    narrow = [place for place, w in enumerate(weights) if w.dtype.itemsize == 2 and w.shape[0] < NARROW]
+    narrow = narrow if len(narrow) > 1 else []  # those are multiplied as one
+    pairs = [(x, w) for place, (x, w) in enumerate(zip(xs, weights, strict=True)) if place not in narrow]
+    if narrow:
+        joined = jnp.concatenate([xs[place] for place in narrow], axis=-1)
+        pairs.append((joined, jnp.concatenate([weights[place] for place in narrow])))
+    return reduce(lambda total, product: product + total, (x @ w for x, w in pairs))
+
+
+# ---- two parts of a layer --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenParts:
+    """The parts of tokens that a layer computes one after the other, so that exchanges of one lie beside the other.
+
+    They are two halves, of rows or of each rank's tokens, or all tokens. What is computed of a token alone, such as an
+    mlp, stays in parts: tokens that were gathered in halves need a copy to be in order.
+
+    Attributes:
+      axes: the axes over which tokens are split, such as ("tp",).
+      dimension: the dimension that is halved, 0 (rows) or 1 (tokens); ``None`` for one part.
+    """
+
+    axes: tuple[str, ...]
+    dimension: int | None
+
+    @classmethod
+    def of(cls, x: Array, axes: tuple[str, ...], *, divisible: bool) -> TokenParts:
+        """The parts of ``x``, ``[B, t, D]`` with this rank's tokens where there are axes.
+
+        One part where there are none, unless ``divisible``, and for few tokens.
+        """
+        return cls(axes, _halved_axis(x, 1) if axes and divisible else None)
+
+    def split(self, x_BTD: Array) -> list[Array]:
+        """The parts of this rank's tokens."""
+        return [x_BTD] if self.dimension is None else jnp.split(x_BTD, 2, axis=self.dimension)
+
+    def join(self, parts: Sequence[Array]) -> Float[Array, "B T D"]:
+        """The inverse of ``split``."""
+        return parts[0] if self.dimension is None else jnp.concatenate(parts, axis=self.dimension)
+
+    def split_gathered(self, x_BTF: Array) -> list[Array]:
+        """The parts of the tokens of all ranks."""
+        if self.dimension is None:
+            return self.split(x_BTF)
+        return list(jnp.split(x_BTF, 2) if self.dimension == 0 else _token_halves(x_BTF, lax.axis_size(self.axes)))
+
+    def join_gathered(self, parts: Sequence[Array]) -> Float[Array, "B T F"]:
+        """The inverse of ``split_gathered``."""
+        return _joined_halves(parts, lax.axis_size(self.axes)) if self.dimension == 1 else self.join(parts)
 
 
 # ---- two halves ------------------------------------------------------------------------------------------------------
@@ -150,12 +224,18 @@ def _gather_halves_and_multiply(
 def _multiply_halves_and_scatter(
     axes: tuple[str, ...], x: Float[Array, "B T D"], weight: Array, axis: int
 ) -> Float[Array, "B t F"]:
-    """This rank's tokens of the sum over ranks; the first half is scattered beside the product of the second."""
-    first, second = jnp.split(x, 2) if axis == 0 else _token_halves(x, lax.axis_size(axes))
+    """This rank's tokens of the sum over ranks, in two halves."""
+    halves = jnp.split(x, 2) if axis == 0 else _token_halves(x, lax.axis_size(axes))
+    return jnp.concatenate(_multiply_and_scatter_each(axes, halves, weight), axis=axis)
+
+
+def _multiply_and_scatter_each(axes: tuple[str, ...], halves: Sequence[Array], weight: Array) -> list[Array]:
+    """This rank's tokens of each half; the first half is scattered beside the product of the second."""
+    first, second = halves
     scattered, product = sp_scatter(first @ weight, axes), second @ weight
     # The second collective waits for the first one, else XLA would make one of both behind the products.
     scattered, product = lax.optimization_barrier((scattered, product))
-    return jnp.concatenate([scattered, sp_scatter(product, axes)], axis=axis)
+    return [scattered, sp_scatter(product, axes)]
 
 
 def _token_halves(x_BTD: Array, ranks: int) -> tuple[Array, Array]:
@@ -197,7 +277,7 @@ def _gather_and_multiply(
 def _multiply_and_scatter(axes: tuple[str, ...], xs: Sequence[Array], weights: Sequence[Array], *, ring: bool) -> Array:
     """This rank's tokens of the sum, over ranks and pairs, of ``x @ w``."""
     if not ring:
-        return sp_scatter(reduce(add, (x @ w for x, w in zip(xs, weights, strict=True))), axes)
+        return sp_scatter(_sum_of_products(xs, weights), axes)
     size, this_rank = lax.axis_size(axes), lax.axis_index(axes)
     length = xs[0].shape[-2] // size
 
@@ -206,7 +286,7 @@ def _multiply_and_scatter(axes: tuple[str, ...], xs: Sequence[Array], weights: S
         rank = (this_rank + 1 + step) % size
         chunks = [lax.dynamic_slice_in_dim(x, rank * length, length, x.ndim - 2) for x in xs]
         ready = lax.optimization_barrier((*previous, *chunks)) if previous else chunks
-        chunk_product = reduce(add, (x @ w for x, w in zip(ready[len(previous) :], weights, strict=True)))
+        chunk_product = _sum_of_products(ready[len(previous) :], weights)
         return *ready[: len(previous)], chunk_product
 
     (total,) = product(0)  # the sum of a rank's chunk starts at the rank before it, and arrives last

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,31 @@ class Summed(LikeItsWeight):
         return replace(self, weight=self.weight.T, transposed=not self.transposed)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """An input of products that is a function of arrays, as an activation is of the products before it.
+
+    Where gradients are added to sums, the arrays are the residuals. Backward computes the input again beside the
+    gradients of the arrays, which is one pass over memory.
+
+    Attributes:
+      function: the function; equal functions make equal programs, so no lambda.
+      arrays: its arguments.
+    """
+
+    function: Callable[..., jax.Array]
+    arrays: tuple[jax.Array, ...]
+
+    @property
+    def value(self) -> jax.Array:
+        """The input."""
+        return self.function(*self.arrays)
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
 class Uses:
     """A record of products, ``by_name`` of the weight. It equals only itself, so it may be part of a tree structure."""
 
@@ -161,15 +186,20 @@ def with_mark(weight: Any, name: str) -> Any:
     return checkpoint_name(weight, name) if _marking.get() else weight
 
 
-def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP) -> list[jax.Array]:
+def products(x: jax.Array | Computed, weights: Sequence[Any], sp: SequenceParallel = NO_SP) -> list[jax.Array]:
     """``x @ w`` for every weight, in order.
 
     Args:
-      x: the input, ``[B, T, D]``, for results ``[B, T, F]``; any leading dimensions without sequence parallelism.
+      x: the input, ``[B, T, D]``, for results ``[B, T, F]``; any leading dimensions without sequence parallelism. It
+        may be a function of arrays.
       weights: arrays ``[D, F]``, handles, tapped or summed weights, or weights with an adapter.
       sp: the collectives of sequence parallelism, such as ``SequenceParallel(gather=("tp",))``; by default none. The
         residual is this rank's tokens; backward gathers them again.
     """
+    if isinstance(x, Computed):
+        if all(isinstance(w, Summed) for w in weights):
+            return [y for (y,) in _summed_products_of_parts([x], weights, sp)]
+        x = x.value
     adapted = [w for w in weights if isinstance(w, Adapted)]
     plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
     # Adapters and weights are multiplied together, so that all share one tap of the input.
@@ -179,6 +209,35 @@ def products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel = NO_SP)
         y + _products(next(inner) * w.scale, [w.b], NO_SP)[0] if isinstance(w, Adapted) else y
         for w, y in zip(weights, results, strict=False)
     ]
+
+
+def products_of_parts(
+    parts: Sequence[jax.Array | Computed], weights: Sequence[Any], sp: SequenceParallel = NO_SP
+) -> list[list[jax.Array]]:
+    """``x @ w`` for every weight and every part ``x`` of the tokens: a list by weight of lists by part.
+
+    It is one use of each weight. Several parts are for weights of which ``divisible`` is true.
+
+    Args:
+      parts, weights, sp: see ``products``; the parts have one function if they are ``Computed``.
+    """
+    if len(parts) == 1:
+        return [[y] for y in products(parts[0], weights, sp)]
+    if all(isinstance(w, Summed) for w in weights):
+        return _summed_products_of_parts(parts, weights, sp)
+    xs = [x.value if isinstance(x, Computed) else x for x in parts]
+    for x in xs:
+        for weight in weights:
+            record_product(x, weight)
+    weights = [with_mark(w, PRODUCT) for w in weights]
+    by_part = [_plain_products(x, weights, sp) for x in xs]
+    return [list(results) for results in zip(*by_part, strict=True)]
+
+
+def divisible(params: Any) -> bool:
+    """Whether all parameters in a tree are arrays or summed weights, whose products may be of parts of the tokens."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Handle | LikeItsWeight))
+    return not any(isinstance(leaf, Handle | Tapped | Adapted) for leaf in leaves)
 
 
 def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
@@ -266,32 +325,58 @@ _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
 def _summed_products(x: jax.Array, weights: Sequence[Summed], sp: SequenceParallel) -> list[jax.Array]:
-    transposed = tuple(w.transposed for w in weights)
-    return _adding(sp, transposed, x, [w.weight for w in weights], [w.total for w in weights])
+    return [y for (y,) in _summed_products_of_parts([x], weights, sp)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed_products_of_parts(
+    parts: Sequence[jax.Array | Computed], weights: Sequence[Summed], sp: SequenceParallel
+) -> list[list[jax.Array]]:
+    inputs = [x if isinstance(x, Computed) else Computed(_identity, (x,)) for x in parts]
+    (function,) = {x.function for x in inputs}
+    static = _Static(sp, tuple(w.transposed for w in weights), function)
+    return _adding(static, [x.arrays for x in inputs], [w.weight for w in weights], [w.total for w in weights])
+
+
+class _Static(NamedTuple):
+    """Settings of products with summed weights: ``transposed`` by weight, and ``Computed.function``."""
+
+    sp: SequenceParallel
+    transposed: tuple[bool, ...]
+    function: Callable[..., jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _adding(
-    sp: SequenceParallel, transposed: tuple[bool, ...], x: jax.Array, weights: list[Any], totals: list[jax.Array]
-) -> list[jax.Array]:
-    return sp.forward(x, weights)
+    static: _Static, parts: list[tuple[jax.Array, ...]], weights: list[Any], totals: list[jax.Array]
+) -> list[list[jax.Array]]:
+    return static.sp.forward_parts([static.function(*arrays) for arrays in parts], weights)
 
 
 def _adding_forward(
-    sp: SequenceParallel, transposed: tuple[bool, ...], x: jax.Array, weights: list[Any], totals: list[jax.Array]
+    static: _Static, parts: list[tuple[jax.Array, ...]], weights: list[Any], totals: list[jax.Array]
 ) -> Any:
-    return _named(sp.forward(x, weights)), (x, weights, totals)
+    results: Any = _adding(static, parts, weights, totals)
+    return [_named(by_part) for by_part in results], (parts, weights, totals)
 
 
-def _adding_backward(sp: SequenceParallel, transposed: tuple[bool, ...], residuals: Any, dys: list[jax.Array]) -> Any:
-    x, weights, totals = residuals
-    dx, factors = sp.gradients(x, dys, weights)
-    new_totals = [
-        _added(total, *pair, transposed=is_transposed)
-        for total, pair, is_transposed in zip(totals, factors, transposed, strict=True)
-    ]
-    dx, *new_totals = _computed_together(summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), *new_totals)
-    return dx, None, new_totals
+def _adding_backward(static: _Static, residuals: Any, dys: list[list[jax.Array]]) -> Any:
+    parts, weights, totals = residuals
+    d_parts = list[tuple[jax.Array, ...]]()
+    for arrays, *part_dys in zip(parts, *dys, strict=True):
+        if d_parts and static.sp.gather:  # else XLA would make one reduce-scatter of those of both parts
+            waited = _computed_together([*part_dys, *totals])
+            part_dys, totals = waited[: len(part_dys)], waited[len(part_dys) :]
+        x, gradients_of_arrays = jax.vjp(static.function, *arrays)
+        dx, factors = static.sp.gradients(x, part_dys, weights)
+        totals = [
+            _added(total, *pair, transposed=is_transposed)
+            for total, pair, is_transposed in zip(totals, factors, static.transposed, strict=True)
+        ]
+        d_arrays = gradients_of_arrays(summed(dx.astype(x.dtype), jax_compat.varying_axes(x)))
+        values = _computed_together([*d_arrays, *totals])
+        d_parts.append(tuple(values[: len(d_arrays)]))
+        totals = values[len(d_arrays) :]
+    return d_parts, None, totals
 
 
 _adding.defvjp(_adding_forward, _adding_backward)
@@ -303,13 +388,14 @@ def _added(total: jax.Array, x: jax.Array, dy: jax.Array, *, transposed: bool) -
     return total + summed(gradient, jax_compat.varying_axes(total))
 
 
-def _computed_together(dx: jax.Array, *totals: jax.Array) -> list[jax.Array]:
-    """The arguments; whoever reads ``dx`` waits for the sums that vary over the same mesh axes.
+def _computed_together(values: list[jax.Array]) -> list[jax.Array]:
+    """The values, gradients of inputs and sums; whoever reads one waits for all that vary over the mesh axes of the
+    first.
 
     Otherwise XLA computes the sums of all layers last. They would lie beside no reduce-scatter of ``dx``, and the
     inputs and gradients of all products would be kept until then.
     """
-    axes, values = jax_compat.varying_axes(dx), [dx, *totals]
+    axes = jax_compat.varying_axes(values[0])
     places = [place for place, value in enumerate(values) if jax_compat.varying_axes(value) == axes]
     for place, value in zip(places, lax.optimization_barrier([values[place] for place in places]), strict=True):
         values[place] = value

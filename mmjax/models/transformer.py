@@ -20,14 +20,13 @@ from mmjax.models.context import Context
 from mmjax.models.layers import (
     ACTIVATIONS,
     Params,
-    any_norm,
     column_parallel,
     residual_init,
     row_parallel,
-    scaled,
     split_heads,
 )
 from mmjax.models.module import Block
+from mmjax.models.norms import any_norm, scaled
 
 
 class LayerSizes(Protocol):

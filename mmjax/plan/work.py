@@ -236,12 +236,12 @@ def module_work(
         for by_module, factor in zip(sizes, (factors, trains), strict=True)
     )
     has_logits = not node.medium or node.medium.codes > 0
+    item = _item(recipe)
+    keeps_logits = settings.remat in ("none", "dots") and item == 2  # as `models.head` does
     recompute = Shares(
         layer=forward.layer if settings.remat == "full" and factors[name] else 0.0,
-        # Logits are never kept, whatever remat says.
-        last=forward.last if node.module.losses and has_logits and factors[name] else 0.0,
+        last=forward.last if node.module.losses and has_logits and factors[name] and not keeps_logits else 0.0,
     )
-    item = _item(recipe)
     levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
     carried = (1 + levels) * width * settings.width * item
     output_bytes = carried

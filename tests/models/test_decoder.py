@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from spmd_runs import AXES, context, on_tp, slice_of
 
-from mmjax.models.layers import embed_tokens, rms_norm
+from mmjax.models.layers import embed_tokens
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.module import run_layers
+from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.models.placeholders import merge_modality_tokens
 from mmjax.reference import decoder as reference_decoder

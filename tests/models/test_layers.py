@@ -14,7 +14,8 @@ from spmd_runs import AXES, on_tp
 from mmjax.attention.blockwise import attention
 from mmjax.attention.mask import Mask
 from mmjax.attention.tokens import Tokens
-from mmjax.models import layers
+from mmjax.models import layers, norms, vocabulary
+from mmjax.models.handles import Handle
 
 TP = pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long), 4])
 VOCAB, PADDED = 13, 16
@@ -51,13 +52,32 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 def test_rms_norm() -> None:
     x, scale = normal(2, 3, 8), normal(8, seed=1)
     want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
-    np.testing.assert_allclose(layers.rms_norm(jnp.asarray(x), jnp.asarray(scale), 0.5), want, rtol=1e-5)
+    np.testing.assert_allclose(norms.rms_norm(jnp.asarray(x), jnp.asarray(scale), 0.5), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("handle", [False, True])
+def test_gradients_of_rms_norm(handle: bool) -> None:
+    """Those of fp64, of heads too; of a handle the gradient is of what is stored."""
+
+    def norm(x: Any, scale: Any) -> Any:
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
+
+    x, scale, dy = normal(2, 3, 2, 8), normal(8, seed=1), normal(2, 3, 2, 8, seed=2)
+    with jax.enable_x64(True):
+        want = [np.asarray(d) for d in jax.vjp(norm, *map(jnp.float64, (x, scale)))[1](jnp.float64(dy))]
+
+    def by_layers(x: Any, stored: Any) -> Any:
+        return norms.rms_norm(x, Handle(stored=stored, open=lambda s: 2 * s) if handle else stored, 0.5)
+
+    _, back = jax.vjp(by_layers, jnp.asarray(x), jnp.asarray(scale / (2 if handle else 1)))
+    for got, wanted, factor in zip(back(jnp.asarray(dy)), want, (1, 2 if handle else 1), strict=True):
+        np.testing.assert_allclose(got, factor * wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_layer_norm() -> None:
     x, p = normal(2, 3, 8) + 3, {"scale": normal(8, seed=1), "bias": normal(8, seed=2)}
     want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.5) * p["scale"] + p["bias"]
-    got = layers.layer_norm(jnp.asarray(x), jax.tree.map(jnp.asarray, p), eps=0.5)
+    got = norms.layer_norm(jnp.asarray(x), jax.tree.map(jnp.asarray, p), eps=0.5)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -66,7 +86,7 @@ def test_norms_of_bf16_take_their_statistics_in_fp32(norm: str) -> None:
     """Rounded once, at the end: statistics in bf16 would move a good part of the elements."""
     x, ones = jnp.asarray(normal(1, 8, 64) + (norm == "layer"), jnp.bfloat16), jnp.ones(64, jnp.bfloat16)
     p = {"scale": ones, "bias": ones * 0}
-    got = layers.rms_norm(x, ones, 1e-6) if norm == "rms" else layers.layer_norm(x, p)
+    got = norms.rms_norm(x, ones, 1e-6) if norm == "rms" else norms.layer_norm(x, p)
     exact = np.asarray(x, np.float64)
     exact = exact - exact.mean(-1, keepdims=True) * (norm == "layer")
     want = jnp.asarray(exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6), jnp.bfloat16)
@@ -152,7 +172,9 @@ def test_cross_entropy_of_a_split_and_padded_vocabulary(tp: int) -> None:
 
     def split(x: Any, head: Any) -> jax.Array:
         def body(x: Any, head: Any) -> jax.Array:
-            return layers.cross_entropy(layers.vocabulary_logits(x, head, AXES, VOCAB), jnp.asarray(targets), AXES)
+            return vocabulary.cross_entropy(
+                vocabulary.vocabulary_logits(x, head, AXES, VOCAB), jnp.asarray(targets), AXES
+            )
 
         return on_tp(tp, body, x, head, specs=(P(), P(None, "tp")))
 
@@ -170,7 +192,7 @@ def test_cross_entropy_of_a_split_and_padded_vocabulary(tp: int) -> None:
 
 def test_cross_entropy_of_large_logits_is_finite() -> None:
     logits = jnp.array([[[3e4, -3e4, 0.0, 0.0]]])
-    got = on_tp(2, lambda z: layers.cross_entropy(z, jnp.array([[1]]), AXES), logits, specs=(P(None, None, "tp"),))
+    got = on_tp(2, lambda z: vocabulary.cross_entropy(z, jnp.array([[1]]), AXES), logits, specs=(P(None, None, "tp"),))
     assert float(got[0, 0]) == 6e4
 
 
@@ -180,7 +202,7 @@ def test_the_best_token_is_the_lowest_of_the_largest(tp: int) -> None:
     logits[0, 0, [3, 9]] = 2
     logits[0, 1, [15]] = 2
     logits[0, 2, [5, 6, 7]] = 2
-    got = on_tp(tp, lambda z: layers.best_token(z, AXES), logits, specs=(P(None, None, "tp"),))
+    got = on_tp(tp, lambda z: vocabulary.best_token(z, AXES), logits, specs=(P(None, None, "tp"),))
     assert np.asarray(got).tolist() == [[3, 15, 5, 0]]
 
 

@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 from spmd_runs import AXES, context, on_tp, slice_of
 
-from mmjax.models.layers import cross_entropy
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.weights import rows, settings, to_hf_config, unused
 from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
+from mmjax.models.vocabulary import cross_entropy
 from mmjax.reference import decoder as reference_decoder
 from mmjax.weights.table import SAME, assemble, expand, match
 

@@ -20,9 +20,15 @@ from mmjax.jax_compat import tree_to_varying
 from mmjax.mesh.spread import Axes
 from mmjax.models import sequence_parallel
 from mmjax.models.handles import Adapted, Handle
-from mmjax.models.layers import REMAT, column_parallel, row_parallel
-from mmjax.models.sequence_parallel import SequenceParallel
-from mmjax.models.taps import Tapped, Value, products, weight_gradient
+from mmjax.models.layers import (
+    REMAT,
+    column_parallel,
+    column_parallel_of_parts,
+    row_parallel,
+    row_parallel_of_parts,
+)
+from mmjax.models.sequence_parallel import SequenceParallel, TokenParts
+from mmjax.models.taps import Computed, Summed, Tapped, Value, divisible, products, weight_gradient
 
 B, T, D, F, R = 2, 12, 6, 24, 3
 STREAM, WHOLE, COLUMNS, LINES = P(None, "tp"), P(), P(None, "tp"), P("tp")
@@ -177,3 +183,49 @@ def test_halves_of_rows_or_tokens_are_exchanged_one_after_the_other(rows: int, m
         for got, wanted in zip(jax.jit(run)(x, h, up, down), want, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
         run = jax.shard_map(lambda *args: body(*args), mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_layer_in_two_parts_adds_both_to_its_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of tokens, or of rows: values and gradients of all tokens at once, and each sum counts a weight once."""
+    monkeypatch.setattr(sequence_parallel, "HALF_TOKENS", 1)
+    tp, tokens = 2, 12
+    rng = np.random.default_rng(7)
+    x, dy = (rng.normal(size=(rows, tokens, D)).astype(np.float32) for _ in range(2))
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in ((D, F), (D, F), (F, D))]
+    totals = [rng.normal(size=w.shape).astype(np.float32) for w in weights]
+
+    def run(x: Any, weights: Any, totals: Any) -> Any:
+        up, gate, down = list[Any](Summed(weight=w, total=total) for w, total in zip(weights, totals, strict=True))
+        assert divisible([up, gate, down])
+        parts = TokenParts.of(x, ("tp",), divisible=True)
+        assert parts.dimension == (0 if rows == 2 else 1)
+        ups, gates = column_parallel_of_parts(parts.split(x), [(up, None), (gate, None)], axes(ring=False))
+        in_order_BTF = parts.join_gathered(ups)
+        inner = [Computed(gated, arrays) for arrays in zip(parts.split_gathered(in_order_BTF), gates, strict=True)]
+        return parts.join(row_parallel_of_parts(inner, down, axes(ring=False))), in_order_BTF
+
+    def body(x: Any, dy: Any, weights: Any, totals: Any) -> Any:
+        weights, totals = tree_to_varying((weights, totals), ("tp",))
+        (y, in_order), back = jax.vjp(lambda x, totals: run(x, weights, totals), x, totals)
+        return y, in_order, *back((dy, jnp.zeros_like(in_order)))
+
+    split = [COLUMNS, COLUMNS, LINES]
+    specs, outs = (STREAM, STREAM, split, split), (STREAM, P(None, None, "tp"), STREAM, split)
+    sharded = jax.shard_map(body, mesh=submesh(tp).mesh, in_specs=specs, out_specs=outs)
+    y, in_order, dx, new_totals = jax.jit(sharded)(x, dy, weights, totals)
+
+    def whole_mlp(x: Any, weights: Any) -> Any:
+        return gated(x @ weights[0], x @ weights[1]) @ weights[2]
+
+    want, back = jax.vjp(whole_mlp, x, weights)
+    want_dx, want_weights = back(dy)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(in_order, x @ weights[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-4, atol=1e-3)
+    for got, total, wanted in zip(new_totals, totals, want_weights, strict=True):
+        np.testing.assert_allclose(got, total + wanted, rtol=1e-4, atol=1e-3)
+
+
+def gated(up: Any, gate: Any) -> Any:
+    return jnp.tanh(up) * gate

@@ -23,8 +23,9 @@ from jaxtyping import Array, Float
 
 from mmjax.models.context import Context
 from mmjax.models.dit.config import DiTConfig
-from mmjax.models.layers import Params, linear, normalise, rotate_2d
+from mmjax.models.layers import Params, linear, rotate_2d
 from mmjax.models.module import Block
+from mmjax.models.norms import normalise
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import Affine, Attention, Mlp, attend, feed_forward
 

@@ -19,16 +19,20 @@ from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     Params,
     column_parallel,
+    column_parallel_of_parts,
     residual_init,
-    rms_norm,
-    row_parallel,
+    row_parallel_of_parts,
+    saved,
     split_heads,
-    vocabulary_logits,
 )
 from mmjax.models.llama import rope
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Block
+from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
+from mmjax.models.sequence_parallel import TokenParts
+from mmjax.models.taps import Computed, divisible
+from mmjax.models.vocabulary import vocabulary_logits
 
 
 class _Attention(nnx.Module):
@@ -116,19 +120,31 @@ def block(c: DecoderConfig, context: Context) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> Array:
         a: Any = p["attn"]
-        h_BTD = rms_norm(x_BTD, p["attn_norm"], c.norm_eps)
-        qkv = column_parallel(h_BTD, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
-        q, k, v = (split_heads(y, c.head_width) for y in qkv)
+        # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
+        x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
+        h = rms_norm(x, p["attn_norm"], c.norm_eps)
+        qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
+        q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), c.head_width) for y in qkv)
         if c.qk_norm:
             q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
-        y_BTHK = context.attend(rope.rotate(c, q, positions), rope.rotate(c, k, positions), v)
-        x_BTD = x_BTD + row_parallel(y_BTHK.reshape(*y_BTHK.shape[:2], -1), a["o"], axes, a.get("o_bias"))
+        q, k = (rope.rotate(c, y, positions) for y in (q, k))
+        if not c.qk_norm:  # whose backward reads the products, which are saved
+            q, k = saved(q), saved(k)
+        parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
+        ys = parts.split_gathered(context.attend(q, k, v).reshape(*qkv[0].shape[:-1], -1))
+        x = saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
         m: Any = p["mlp"]
-        h_BTD = rms_norm(x_BTD, p["mlp_norm"], c.norm_eps)
-        gate, up = column_parallel(h_BTD, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
-        return x_BTD + row_parallel(jax.nn.silu(gate) * up, m["down"], axes, m.get("down_bias"))
+        hs = parts.split(rms_norm(x, p["mlp_norm"], c.norm_eps))
+        gates, ups = column_parallel_of_parts(hs, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
+        inner = [Computed(_gated, arrays) for arrays in zip(gates, ups, strict=True)]
+        y = parts.join(row_parallel_of_parts(inner, m["down"], axes, m.get("down_bias")))
+        return (x + y).reshape(x_BTD.shape)
 
     return layer
+
+
+def _gated(gate_BTF: Array, up_BTF: Array) -> Array:
+    return jax.nn.silu(gate_BTF) * up_BTF
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -160,13 +176,20 @@ def losses(
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
       weights_BT: weights of the targets; 0 for tokens that do not count.
     """
-    by_token = token_losses_of(p, c, axes, x_BTD, targets_BT)
+    # 'auto' is of modules that are in no run
+    by_token = token_losses_of(p, c, axes, x_BTD, targets_BT, keep_logits=c.remat in ("none", "dots"))
     by_name = {"loss": by_token.cross_entropy} | ({"z_loss": by_token.log_sum**2} if c.z_loss else {})
     return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in by_name.items()}
 
 
 def token_losses_of(
-    p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]
+    p: Params,
+    c: DecoderConfig,
+    axes: Axes,
+    x_BTD: Float[Array, "B T D"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    keep_logits: bool = False,
 ) -> TokenLosses:
     """Losses in nats of each token, from hidden states after the final norm.
 
@@ -178,5 +201,7 @@ def token_losses_of(
       axes: mesh axes by role, such as ``Axes()``.
       x_BTD: hidden states, equal on all tp ranks; this rank's tokens under sequence parallelism.
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
+      keep_logits: see ``head.token_losses``.
     """
-    return token_losses(x_BTD, p["embed" if c.tied else "head"], targets_BT, axes, c.vocab, tied=c.tied)
+    head = p["embed" if c.tied else "head"]
+    return token_losses(x_BTD, head, targets_BT, axes, c.vocab, tied=c.tied, keep_logits=keep_logits)

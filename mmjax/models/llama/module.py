@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mmjax.attention.language import WORDS, MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, embed_tokens, rms_norm
+from mmjax.models.layers import Params, embed_tokens
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.module import Block, LayerGroup, Loss, Module
+from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
 
 
@@ -71,8 +71,7 @@ class Llama(Module):
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
         output of the last layer.
         """
-        # Checkpointed, since an fp32 copy would be a residual of each microbatch in flight.
-        return jax.checkpoint(partial(rms_norm, eps=self.config.norm_eps))(x, p["norm"])
+        return rms_norm(x, p["norm"], self.config.norm_eps)
 
     @property
     def losses(self) -> Mapping[str, Loss]:

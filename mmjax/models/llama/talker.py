@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, best_token
+from mmjax.models.layers import Params
 from mmjax.models.llama import layers
 from mmjax.models.llama.module import Llama
+from mmjax.models.vocabulary import best_token
 
 
 @dataclass(frozen=True)

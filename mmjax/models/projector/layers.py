@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
-from mmjax.models.layers import ACTIVATIONS, Params, any_norm, column_parallel, linear, row_parallel
+from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
+from mmjax.models.norms import any_norm
 from mmjax.models.transformer import Norm
 
 

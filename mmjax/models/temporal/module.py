@@ -19,8 +19,9 @@ from mmjax.attention.language import WORDS
 from mmjax.data.derived import MEDIA_RULES
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, layer_norm, rotate
+from mmjax.models.layers import Params, rotate
 from mmjax.models.module import Block, LayerGroup, Module
+from mmjax.models.norms import layer_norm
 from mmjax.models.parameters import Part
 from mmjax.models.temporal.config import TemporalConfig
 from mmjax.models.transformer import (

@@ -15,8 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, any_norm, linear, repeated, rotate_2d, rotate_axial
+from mmjax.models.layers import Params, linear, rotate_2d, rotate_axial
 from mmjax.models.module import Block
+from mmjax.models.norms import any_norm, repeated
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import Affine, EncoderLayer, Norm, encoder_block
 from mmjax.models.vit.config import ViTConfig

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, any_norm
+from mmjax.models.layers import Params
 from mmjax.models.module import Block, LayerGroup, Module
+from mmjax.models.norms import any_norm
 from mmjax.models.parameters import Part
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig

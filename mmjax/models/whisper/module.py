@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from mmjax.data.log_mel import LogMel
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, layer_norm
+from mmjax.models.layers import Params
 from mmjax.models.module import Block, LayerGroup, Module
+from mmjax.models.norms import layer_norm
 from mmjax.models.parameters import Part
 from mmjax.models.transformer import EncoderLayer, encoder_block
 from mmjax.models.whisper import layers
