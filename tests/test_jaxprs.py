@@ -223,5 +223,5 @@ def test_temporary_bytes_counts_a_loop_once_and_local_shapes(mesh):
 def test_constants_and_carried_values_of_a_scan():
     """In the parameters of JAX 0.10 and in those of 0.11."""
     parts = SimpleNamespace(unpack=lambda: (("a", "b"), ("c", "d", "e"), ("f",)))
-    assert jaxprs._constants_and_carried({"ft_in": parts, "num_consts": 7, "num_carry": 7}) == (2, 3)
-    assert jaxprs._constants_and_carried({"num_consts": 4, "num_carry": 5}) == (4, 5)
+    assert jaxprs.constants_and_carried({"ft_in": parts, "num_consts": 7, "num_carry": 7}) == (2, 3)
+    assert jaxprs.constants_and_carried({"num_consts": 4, "num_carry": 5}) == (4, 5)
