@@ -3,8 +3,9 @@
 A value has memory of its own only where a kernel begins or ends: products, attention, collectives and loops read and
 write arrays. Elementwise operations, casts and broadcasts in between are parts of the kernels that read their results,
 and a reduction is the end of the kernel that makes what it adds up. What such a value is made of is kept until then.
-A product is written to where it is added to, and a result to where an argument of its size was that nobody reads any
-more. Nothing is reordered: XLA's order of layers is that of the trace, and inside of a layer it is as good.
+
+A product is written to where it is added to. What is made of an array that is not read any more lies in its memory, and
+a result has room for others until it is written. Nothing is reordered: XLA's order of layers is that of the trace.
 
 Relies on JAX beyond its public, stable API, as ``jaxprs`` does.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,10 @@ class _Value:
     counted: bool = True
     made_at: int = -1
     readers: list[int] = field(default_factory=list)
+
+
+_Span = tuple[int, int, int]
+"""Numbers of the first and the last operation that need an array, and its bytes."""
 
 
 @dataclass(eq=False)
@@ -170,16 +175,43 @@ class _Program:
         last_read = self._last_reads(arrays)
         made: dict[int, int] = defaultdict(int)
         ended: dict[int, int] = defaultdict(int)
-        for value in arrays - self._overwriting(arrays, last_read):
-            start = value.readers[0] if value in self.slices else value.made_at
-            made[start] += value.size
-            ended[last_read.get(value, start)] += value.size
+        spans = [
+            (start, last_read.get(value, start), value.size)
+            for value in arrays - self._overwriting(arrays, last_read)
+            for start in [value.readers[0] if value in self.slices else value.made_at]
+        ]
+        for start, end, size in self._outside_of_results(spans):
+            made[start] += size
+            ended[end] += size
         live, most = 0, 0
         for number, operation in enumerate(self.operations):
             live += made[number]
             most = max(most, live + operation.inside)
             live -= ended[number]
         return most
+
+    def _outside_of_results(self, spans: Sequence[_Span]) -> Iterator[_Span]:
+        """The arrays that lie in no result: one that is written later has room for those that are not read any more.
+
+        Results that are made of an argument of their size lie in that.
+        """
+        rooms = [
+            [value.size, value.made_at, 0]
+            for value in {*self.results}
+            if value.made_at >= 0 and not self._in_argument(value)
+        ]
+        rooms.sort()
+        for start, end, size in sorted(spans):
+            room = next((room for room in rooms if room[0] >= size and room[1] > end and room[2] <= start), None)
+            if room is None:
+                yield start, end, size
+            else:
+                room[2] = end + 1
+
+    def _in_argument(self, result: _Value) -> bool:
+        """Whether a result is an argument of its size and something, as the new sum of gradients is."""
+        operation = self.operations[result.made_at]
+        return operation.name in _SUMS and any(v.made_at < 0 and v.size == result.size for v in operation.inputs)
 
     def _arrays(self) -> set[_Value]:
         """The temporaries that have memory of their own."""
@@ -229,20 +261,22 @@ class _Program:
 
     def _overwriting(self, arrays: set[_Value], last_read: dict[_Value, int]) -> set[_Value]:
         """The arrays that lie in the memory of another one, whose ``last_read`` is then theirs, or of a result."""
-        merged: set[_Value] = set()
+        owners: dict[_Value, _Value] = {}  # the array in whose memory another one lies
+        in_results: set[_Value] = set()
         for number, operation in enumerate(self.operations):
             if operation.name not in _FUSED | _WRITES:
                 continue
-            (output,) = operation.outputs[:1]
+            output = operation.outputs[0]
             over = next((v for v in operation.inputs if self._ends_in(v, output, number, arrays, last_read)), None)
-            if over is None or over in merged:
+            if over is None:
                 continue
+            owner = owners.get(over, over)
             if output in arrays:
-                last_read[over] = last_read.get(output, number)
-                merged.add(output)
-            elif not output.counted and (operation.name in _WRITES or self._is_added(operation, over)):
-                merged.add(over)
-        return merged
+                last_read[owner] = last_read.get(output, number)
+                owners[output] = owner
+            elif not output.counted and (self._is_added(operation, over) or not self._in_argument(output)):
+                in_results.add(owner)
+        return {*owners, *in_results}
 
     def _ends_in(
         self, value: _Value, output: _Value, number: int, arrays: set[_Value], last_read: dict[_Value, int]
