@@ -1,4 +1,4 @@
-"""Temporaries of a traced program, estimated by what XLA for GPUs makes of it: kernels of fused operations.
+"""An estimate of a traced program's temporaries, for kernels as XLA fuses them on GPUs.
 
 A value has memory of its own only where a kernel begins or ends: products, attention, collectives and loops read and
 write arrays. Elementwise operations, casts and broadcasts in between are parts of the kernels that read their results,
@@ -143,7 +143,7 @@ class _Program:
         return [of(v) for v in jaxpr.outvars]
 
     def _inside(self, eqn: Any, bodies: Sequence[Any]) -> int:
-        """Bytes that the bodies of an operation need, of which one runs at a time."""
+        """Most bytes that a body of an operation needs; one runs at a time."""
         sliced: Collection[int] = ()
         if eqn.primitive.name == "scan":
             sliced = range(sum(jaxprs.constants_and_carried(eqn.params)), len(eqn.invars))
@@ -232,9 +232,10 @@ class _Program:
         return self.operations[number].name
 
     def _is_written(self, value: _Value, made_of: int, kernels: set[_Value]) -> bool:
-        """Whether the result of a fused operation is an array: a kernel reads it, or several of which one does later.
+        """Whether the result of a fused operation is an array.
 
-        In the second case only if it is no larger than what it is made of.
+        It is if a kernel reads it. It also is if several operations read it, a kernel reads one of their results, and
+        it is no larger than the arrays that it is computed from.
         """
         names = [self._name(reader) for reader in value.readers]
         if any(name not in _FUSED and name not in _REDUCTIONS for name in names):

@@ -1,4 +1,4 @@
-"""The memory of a compiled program beside what a dry run counts for it."""
+"""Memory of compiled programs, as compiled and as a dry run counts it."""
 
 from __future__ import annotations
 
