@@ -1,4 +1,4 @@
-"""Facts about traced functions from their jaxprs: inputs that results depend on, dead code and temporaries.
+"""Facts about traced functions from their jaxprs: inputs that results depend on, and dead code.
 
 Relies on JAX beyond its public, stable API, as ``jax_compat`` does.
 
@@ -7,7 +7,6 @@ Everything here has a test in ``tests/test_jaxprs.py`` that fails when JAX chang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -68,7 +67,7 @@ def _sources(jaxpr: Any, input_sources: Sequence[int]) -> list[int]:
         return 0 if isinstance(v, Literal) else sources_of.get(v, 0)
 
     for eqn in jaxpr.eqns:
-        sources, bodies = [of(v) for v in eqn.invars], list(_inner(eqn))
+        sources, bodies = [of(v) for v in eqn.invars], list(inner_jaxprs(eqn))
         if [(len(body.invars), len(body.outvars)) for body in bodies] != [(len(eqn.invars), len(eqn.outvars))]:
             results = [reduce(or_, sources, 0)] * len(eqn.outvars)
         elif eqn.primitive.name == "scan":
@@ -81,7 +80,7 @@ def _sources(jaxpr: Any, input_sources: Sequence[int]) -> list[int]:
 
 def _sources_of_scan(eqn: Any, body: Any, input_sources: Sequence[int]) -> list[int]:
     """``_sources`` of a scan: repeats the body until the carried values depend on no further inputs."""
-    sources, first, carried = list(input_sources), *_constants_and_carried(eqn.params)
+    sources, first, carried = list(input_sources), *constants_and_carried(eqn.params)
     while True:
         results = _sources(body, sources)
         before = sources[first : first + carried]
@@ -91,7 +90,7 @@ def _sources_of_scan(eqn: Any, body: Any, input_sources: Sequence[int]) -> list[
         sources[first : first + carried] = after
 
 
-def _constants_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
+def constants_and_carried(scan: dict[str, Any]) -> tuple[int, int]:
     """Numbers of constants and of carried values, the first operands of a scan."""
     if "ft_in" not in scan:  # before jax 0.11
         return scan["num_consts"], scan["num_carry"]
@@ -140,71 +139,19 @@ def _reads(jaxpr: Any, name: str) -> list[tuple[int, int]]:
         elif primitive in _ALIASES:
             counts = [reads.get(v, (0, 0)) for v in eqn.outvars]
         elif not primitive.startswith("custom_"):
-            bodies = list(_inner(eqn))
+            bodies = list(inner_jaxprs(eqn))
             if [len(body.invars) for body in bodies] == [len(eqn.invars)]:
                 counts = _reads(bodies.pop(), name)
                 if primitive == "scan":
-                    constants, turns = _constants_and_carried(eqn.params)[0], eqn.params["length"]
+                    constants, turns = constants_and_carried(eqn.params)[0], eqn.params["length"]
                     counts[:constants] = [(named * turns, unnamed * turns) for named, unnamed in counts[:constants]]
         for v, count in zip(eqn.invars, counts, strict=True):
             add(v, *count)
     return [reads.get(v, (0, 0)) for v in jaxpr.invars]
 
 
-def temporary_bytes(fn: Callable[..., Any], avals: Sequence[Any]) -> int:
-    """Estimates the peak bytes of ``fn(*avals)`` on a device, beside its arguments and results.
-
-    ``avals`` are the positional arguments, as trees of arrays or ``ShapeDtypeStruct``. The estimate follows the order
-    of the traced operations and the last use of each value. Reshapes take nothing. Fusion, copies and reordering by a
-    compiler are ignored. Inside a ``shard_map``, and for its results, local shapes count. Operations that no result
-    needs are left out, as compilers do.
-    """
-    jaxpr = jax.make_jaxpr(fn)(*avals).jaxpr
-    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return _temporaries(needed)
-
-
-_SAME_BUFFER = frozenset({"reshape", "squeeze", "expand_dims", "pvary", "pcast", "copy", "stop_gradient"})
-
-
-def _temporaries(jaxpr: Any) -> int:
-    """``temporary_bytes`` of a jaxpr; a loop counts as its body once, a conditional as its larger branch."""
-    root: dict[Any, Any] = {}  # variables that share a buffer, by the first of them
-    last_use: dict[Any, int] = {}
-    inputs = {*jaxpr.invars, *jaxpr.constvars}
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = [root.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
-        last_use.update(dict.fromkeys(operands, i))
-        if operands and (eqn.primitive.name in _SAME_BUFFER or _only_adds_ones(eqn) or _writes_into(eqn, inputs)):
-            root.update(dict.fromkeys(eqn.outvars, operands[0]))
-    results = {root.get(v, v) for v in jaxpr.outvars if not isinstance(v, Literal)}
-    live: dict[Any, int] = {}
-    peak = 0
-    for i, eqn in enumerate(jaxpr.eqns):
-        inside = max((_temporaries(inner) for inner in _inner(eqn)), default=0)
-        new = [v for v in eqn.outvars if v not in root and v not in results and v in last_use]
-        local = dict(zip(eqn.outvars, eqn.params["jaxpr"].outvars, strict=True)) if _is_shard_map(eqn) else {}
-        avals = {v: local.get(v, v).aval for v in new}
-        live |= {v: math.prod(a.shape) * a.dtype.itemsize for v, a in avals.items() if hasattr(a, "dtype")}
-        peak = max(peak, sum(live.values()) + inside)
-        live = {v: size for v, size in live.items() if last_use[v] > i}
-    return peak
-
-
-def _is_shard_map(eqn: Any) -> bool:
-    return eqn.primitive.name == "shard_map"
-
-
-def _writes_into(eqn: Any, inputs: set[Any]) -> bool:
-    """Whether the operation adds in place to an array that is not one of the inputs."""
-    return eqn.primitive.name == "scatter-add" and eqn.invars[0] not in inputs
-
-
-def _only_adds_ones(eqn: Any) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, such as the body of a loop."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(item, "jaxpr", item)

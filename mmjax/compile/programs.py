@@ -63,6 +63,7 @@ class Compiled:
       rows: positions of its longest row, for the loops of blockwise attention; 0 for a program without rows.
       ranks: ranks of its devices.
       model_flops: what the model needs of it, on a device.
+      use: its first use.
     """
 
     names: tuple[str, ...]
@@ -70,6 +71,7 @@ class Compiled:
     rows: int = 0
     ranks: tuple[int, ...] = ()
     model_flops: ModelFlops = field(default_factory=ModelFlops)
+    use: Use | None = None
 
     @property
     def module(self) -> Module:
@@ -201,7 +203,7 @@ class Programs:
         names = tuple(dict.fromkeys(use.program.name for use in uses))
         ranks = self._ranks_of(first.program)
         rows = self._rows(first)
-        return Compiled(names, self.compiler(first.program), rows, ranks, self._model_flops(first))
+        return Compiled(names, self.compiler(first.program), rows, ranks, self._model_flops(first), first)
 
     def _ranks_of(self, program: Program) -> tuple[int, ...]:
         """Ranks of a program's devices, in its order."""

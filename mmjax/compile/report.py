@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.compile.buffers import by_source
+from mmjax.compile.forecast import forecast
 from mmjax.compile.programs import Compiled, Programs
 from mmjax.compile.roofline import Work
 from mmjax.compile.step import Fullest, Step
@@ -24,7 +25,8 @@ RATES = ("rates", "fast_rates")
 def program_figures(programs: Programs, compiled: Compiled) -> dict[str, Any]:
     """A program in numbers: bytes, FLOPs and seconds of one run on a device.
 
-    "program" is its name, "programs" the names of all equal ones. Times are predicted: "predicted_seconds" at the
+    "program" is its name, "programs" the names of all equal ones. "dry_run" of its "memory" is what a dry run counts
+    for it, None for what it does not count by program. Times are predicted: "predicted_seconds" at the
     target's rates and in "fast" at the faster ones.
 
     Args:
@@ -33,7 +35,7 @@ def program_figures(programs: Programs, compiled: Compiled) -> dict[str, Any]:
     """
     target, executable = programs.target, compiled.executable
     work, fast = (compiled.work(rates) for rates in (target.rates, target.fast_rates))
-    ideal = compiled.model_flops.causal / target.datasheet.flops
+    ideal, counted = compiled.model_flops.causal / target.datasheet.flops, forecast(programs, compiled.use)
     return {
         "program": compiled.names[0],
         "programs": list(compiled.names),
@@ -43,6 +45,7 @@ def program_figures(programs: Programs, compiled: Compiled) -> dict[str, Any]:
             "aliased": executable.aliased,
             "temporaries": executable.temporaries,
             "total": executable.bytes,
+            "dry_run": counted and counted.counted,
         },
         "temporary_bytes": executable.temporaries,
         "flops": {kind: flops for kind, flops in work.flops.items() if flops},
@@ -130,9 +133,10 @@ def program_lines(programs: Programs, compiled: Compiled) -> Iterator[str]:
         flops += f"the model's {figures['model_flops']['causal'] / TERA:.2f}, "
     yield f"  {flops}{work.bytes / GIGA:.2f} GB; predicted {_times(figures)}, at faster rates {_times(fast)}"
     aliased = f" ({_gib(memory['aliased'])} of them in arguments)" if memory["aliased"] else ""
+    counted = f"; a dry run counts {_gib(memory['dry_run'])}" if memory["dry_run"] else ""
     yield (
         f"  memory {_gib(memory['total'])}: arguments {_gib(memory['arguments'])}, results {_gib(memory['results'])}"
-        f"{aliased}, temporaries {_gib(memory['temporaries'])}"
+        f"{aliased}, temporaries {_gib(memory['temporaries'])}{counted}"
     )
     if largest := list(_lines_of_source(figures["temporaries_by_line"])):
         yield f"  largest temporaries: {', '.join(largest)}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax import jax_compat, jaxprs
+from mmjax import jax_compat, jaxprs, temporaries
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +181,7 @@ class Program:
       name: shown in progress and errors.
       avals: arguments, as ``ShapeDtypeStruct`` with shardings.
       outputs: results, likewise.
+      donated: numbers of the arguments whose buffers a call may reuse.
       compiling: names of the programs that this process is compiling at the moment.
       newest_end: an empty array that is ready on each device when the program that was dispatched last has ended.
       dispatches: how many programs this process has dispatched.
@@ -209,15 +210,15 @@ class Program:
           donate: numbers of the arguments whose buffers a call may reuse.
           out_shardings: shardings of the result, as for ``jax.jit``; ``None`` leaves them to JAX.
         """
-        self.name, self.avals, self.outputs = name, tuple(avals), outputs
+        self.name, self.avals, self.outputs, self.donated = name, tuple(avals), outputs, tuple(donate)
         self._fn, options = fn, jax_compat.compiler_options(_platform(self.avals))
 
         # The empty array costs no memory, and waiting for it keeps no result alive.
         def with_end(*args: Any) -> Any:
             return fn(*args), jnp.zeros((0,), bool)
 
-        donated, pinned = tuple(donate), (out_shardings, None)
-        self._jitted = jax.jit(with_end, donate_argnums=donated, out_shardings=pinned, compiler_options=options)
+        pinned = (out_shardings, None)
+        self._jitted = jax.jit(with_end, donate_argnums=self.donated, out_shardings=pinned, compiler_options=options)
         self._lowered: Any = None
         self._compiled: Any = None
 
@@ -244,7 +245,12 @@ class Program:
 
     def temporary_bytes(self) -> int:
         """Bytes that it needs on a device while it runs, beside arguments and results: an estimate from its trace."""
-        return jaxprs.temporary_bytes(self._fn, self.avals)  # inside a trace no compiler takes options
+        # Of the function and not of the program: inside a trace no compiler takes options.
+        return temporaries.temporary_bytes(self._fn, self.avals)
+
+    def reads(self) -> list[bool]:
+        """For each array of the arguments, in order, whether a result depends on it; JAX leaves out the others."""
+        return jaxprs.used_inputs(self._fn, self.avals)
 
     def compiled_temporary_bytes(self) -> int:
         """Bytes that it needs on a device while it runs, beside arguments and results, as the compiler plans them."""

@@ -21,13 +21,12 @@ from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, completion_marker
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
-from mmjax.pipeline.lane_views import on_lane, over_lanes
+from mmjax.pipeline.lane_views import over_lanes
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
-from mmjax.pipeline.overwriting import reduce_program, update_program
+from mmjax.pipeline.overwriting import owned, reduce_program, update_program
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_state import State
-from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.pipeline.walker import OpKeys, Signature, Walker
 from mmjax.pipeline.world_norm import WorldNorm
 from mmjax.schedule.graph import WORLD
@@ -186,6 +185,7 @@ class Executor:
             for place, microbatches in self._microbatches_of_losses()
         }
         self.sums: dict[str, Any] = {}
+        self._zeros: dict[str, Callable[[], Any]] = {}
         self._run = _Run(self)
 
     def _loss_aval(self, place: str) -> Any:
@@ -228,29 +228,17 @@ class Executor:
 
         They are a tree like ``sums_avals``; zeros if none are stored.
         """
-        sums = self.sums.pop(place, None)
-        return _zeros(self.placed.places[place].state.sums_avals) if sums is None else sums
+        if place in self.sums:
+            return self.sums.pop(place)
+        if place not in self._zeros:
+            self._zeros[place] = _making_zeros(self.placed.places[place].state.sums_avals)
+        return self._zeros[place]()
 
     def take_stage_sums(self, stage: str) -> Any:
         """``take_sums`` of all lanes of a stage, as arrays over all of its lanes."""
         lanes = [self.take_sums(place) for place in self.placed.local_places(stage)]
         has_lanes = self.placed.graph.stage(stage).lanes > 1
         return over_lanes(lanes, self.placed.stages[stage].state.sums_avals) if has_lanes else lanes[0]
-
-    def store_stage_sums(self, stage: str, sums: Any) -> None:
-        """Stores the gradient sums of a stage, or some of their leaves.
-
-        Args:
-          stage: name of the stage.
-          sums: sums over all lanes of the stage; each lane's part is stored for its place.
-        """
-        if not sums:  # the other program of the two has stored them all
-            return
-        has_lanes = self.placed.graph.stage(stage).lanes > 1
-        for place, lane in self.placed.local_places(stage).items():
-            lane_sums = on_lane(sums, lane.state.sums_avals) if has_lanes else sums
-            stored = self.sums.get(place)
-            self.sums[place] = with_leaves(stored, by_name(lane_sums)) if stored else lane_sums
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -419,8 +407,8 @@ class _Run(Walker):
         states[op.stage] = self.on_devices(op.stage, states[op.stage])  # the copy back overlaps with the reduction
         program = self.executor.reduce_programs[op.stage]
         out = program(self.executor.take_stage_sums(op.stage), self.returned.pop(op.stage, {}))
-        self.reduced[op.stage], tied_grads, self.rows[op.stage], zeroed = out
-        self.executor.store_stage_sums(op.stage, zeroed)
+        grads, tied_grads, self.rows[op.stage] = out
+        self.reduced[op.stage] = owned(self.placed.stages[op.stage].state, grads)
         for tie, gradient in tied_grads.items():
             self.in_transit[tie, ONCE, True] = gradient
 
@@ -432,9 +420,7 @@ class _Run(Walker):
         update, states = self.executor.update_programs[op.stage], self.executor.states
         for place in self.placed.local_places(op.stage):
             self.params.pop(place)  # they may be the masters themselves, which are about to be overwritten
-        new, zeroed = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
-        states[op.stage] = new
-        self.executor.store_stage_sums(op.stage, zeroed)
+        states[op.stage] = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}
 
@@ -443,7 +429,7 @@ class _Run(Walker):
         return self.executor.stage_programs[keys.place, self.signatures[microbatch]]
 
 
-def _zeros(avals: Any) -> Any:
-    """Zero arrays in given shardings, made on the devices."""
+def _making_zeros(avals: Any) -> Callable[[], Any]:
+    """A function that makes zero arrays in given shardings on the devices, by one program."""
     shardings = jax.tree.map(lambda a: a.sharding, avals)
-    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals), out_shardings=shardings)()
+    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals), out_shardings=shardings)

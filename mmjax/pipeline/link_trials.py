@@ -27,7 +27,6 @@ from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.one_program import OneProgramExecutor
 from mmjax.pipeline.place import Stage
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.pipeline.trees import by_name, with_leaves
 
 MOST_BYTES = 1 << 26
 """Largest sum that replaces other collectives, in bytes: enough to measure a bandwidth."""
@@ -206,23 +205,15 @@ def _gather(executor: Executor, stage: Stage, program: Program) -> LinkTrial:
 
 
 def _reduce(executor: Executor, stage: Stage) -> LinkTrial:
-    """The trial of reducing gradient sums over dp: zeros, which remain for the first step."""
+    """The trial of reducing gradient sums over dp: zeros."""
     name, state, program = stage.name, stage.state, executor.reduce_programs[stage.name]
-
-    def send(arguments: Any) -> Any:
-        out = program(*arguments)
-        grads, _, _, zeroed = out
-        # Gradients that were written over the sums are zeros too, and become the sums.
-        executor.store_stage_sums(name, with_leaves(zeroed, by_name(grads)) if state.has_whole_masters else zeroed)
-        return out
-
     return LinkTrial(
         name=f"{name} reduce",
         kind="reduce",
         bytes=shard_bytes(state.sums_avals),
         ends=(stage.submesh.ranks,),
         make=lambda: (executor.take_stage_sums(name), _zeros(state.reduce_avals[1])),
-        send=send,
+        send=lambda arguments: program(*arguments),
         programs=(program,),
     )
 

@@ -1,7 +1,8 @@
 """Memory of a placed model, counted from shapes and shardings alone: nothing is compiled or allocated.
 
 Every array of the executor is counted exactly. The temporaries inside a program, known only when it is compiled, are
-estimated from its trace.
+estimated from its trace (``mmjax.temporaries``). A dry run, the choice of ``remat`` and the planner count by what is
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 
-from mmjax import jaxprs
+from mmjax import temporaries
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
@@ -117,13 +118,13 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
     """
     shapes = list(shapes)
     peaks, _ = _replay(schedule, largest_microbatch(placed, schedule, shapes))
-    temporaries = temporaries_by_stage(placed, schedule, shapes)
+    needed = temporaries_by_stage(placed, schedule, shapes)
     result = {}
     for name, stage in placed.stages.items():
         lanes = schedule.graph.stage(name).lane_names
         kinds = ("residuals", "received", "inputs", "boundaries", "host")
         by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
-        by_kind["temporaries"] = temporaries[name]
+        by_kind["temporaries"] = needed[name]
         states = count_state_bytes(stage.state)
         result[name] = Memory(
             parameters=states.copies + states.frozen,
@@ -147,7 +148,21 @@ def largest_microbatch(placed: PlacedModel, schedule: Schedule, shapes: Iterable
 
 
 def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]) -> dict[str, int]:
-    """Estimated bytes that a stage's largest program needs while it runs, by stage, such as {"llm.0": 4096}.
+    """The temporaries of a stage's largest program of a microbatch, by stage, such as {"llm.0": 4096}.
+
+    Arguments as for ``temporaries_by_program``.
+    """
+    by_program = temporaries_by_program(placed, schedule, shapes)
+    return {name: max(by_program.get((kind, name), 0) for kind in "FBW") for name in placed.stages}
+
+
+def temporaries_by_program(
+    placed: PlacedModel, schedule: Schedule, shapes: Iterable[InputShapes]
+) -> dict[tuple[str, str], int]:
+    """Estimated bytes that a program needs while it runs, beside arguments and results.
+
+    They are by kind of op and stage, such as {("F", "llm.0"): 4096}, for "F", "B", "W" and "reduce". ``update`` needs
+    none: it is elementwise, and writes over its arguments.
 
     Args:
       placed: the model on its devices, such as ``place_model(...).placed``.
@@ -155,8 +170,16 @@ def temporaries_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterab
       shapes: input shapes of every bucket combination, of which the largest counts, such as
         ``place_model(...).shapes.values()``.
     """
-    traced = [placed.trace(inputs, schedule.graph).stages for inputs in shapes]
-    return {name: max(map(temporary_bytes, {id(t[name]): t[name] for t in traced}.values())) for name in placed.stages}
+    known: dict[int, dict[str, int]] = {}
+    result: dict[tuple[str, str], int] = {}
+    for traced in [placed.trace(inputs, schedule.graph).stages for inputs in shapes]:
+        for name in placed.stages:
+            functions = traced[name]
+            if id(functions) not in known:  # equal buckets share them, and they are kept
+                known[id(functions)] = temporaries_by_kind(functions)
+            for kind, size in known[id(functions)].items():
+                result[kind, name] = max(size, result.get((kind, name), 0))
+    return result | {("reduce", name): reduce_temporaries(stage.state) for name, stage in placed.stages.items()}
 
 
 def most_loaded(placed: PlacedModel, stages: Mapping[str, Memory]) -> tuple[int, Memory]:
@@ -208,11 +231,34 @@ def temporary_bytes(functions: StageFunctions) -> int:
 
     ``functions`` are such as ``placed.trace(shapes).stages["llm.0"]``.
     """
-    forward = jaxprs.temporary_bytes(functions.forward, functions.forward_avals)
-    if not functions.has_backward:
-        return forward
-    later = jaxprs.temporary_bytes(functions.weights, functions.weights_avals) if functions.deferred_avals else 0
-    return max(forward, jaxprs.temporary_bytes(functions.backward, functions.backward_avals), later)
+    return max(temporaries_by_kind(functions).values())
+
+
+def temporaries_by_kind(functions: StageFunctions) -> dict[str, int]:
+    """``temporary_bytes`` of each of a stage's programs of a microbatch: "F", "B", and "W" if the backward is split."""
+    result = {"F": temporaries.temporary_bytes(functions.forward, functions.forward_avals)}
+    if functions.has_backward:
+        result["B"] = temporaries.temporary_bytes(functions.backward, functions.backward_avals)
+    if functions.deferred_avals:
+        result["W"] = temporaries.temporary_bytes(functions.weights, functions.weights_avals)
+    return result
+
+
+def reduce_temporaries(state: StageState) -> int:
+    """Bytes that a stage's ``reduce`` needs while it runs, beside arguments and results.
+
+    XLA scatters what comes first in memory. Of an array that is scattered along another dimension, as a stack of layers
+    is, it makes a copy, and while that is sent, the copy of the next.
+    """
+    if state.has_whole_masters or not state.trainable:
+        return 0
+    zeros = jax.tree.leaves({m: state.zero[m] for m in state.trainable})
+    sizes = sorted(
+        shard_bytes(aval)
+        for zero, aval in zip(zeros, jax.tree.leaves(state.sums_avals), strict=True)
+        if zero.dimension and math.prod(zero.shape[: zero.dimension]) > 1
+    )
+    return sum(sizes[-2:]) + sum(sizes[-1:]) // state.submesh.layout.optimizer_shards
 
 
 class MicrobatchBytes:

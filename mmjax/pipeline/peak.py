@@ -16,7 +16,7 @@ from mmjax.pipeline.memory import (
     count_state_bytes,
     input_bytes,
     largest_microbatch,
-    temporaries_by_stage,
+    temporaries_by_program,
 )
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage_state import StageState
@@ -45,7 +45,7 @@ def fullest(
       placed: the model on its devices, which may be planned devices, such as ``place_model(...).placed``.
       schedule: the order of ops, as ``make_schedule`` gives it.
       shapes: input shapes of every bucket combination that may occur, such as ``place_model(...).shapes.values()``.
-      temporaries: those of compiled programs; without them F, B and W have estimates, and other ops none.
+      temporaries: those of compiled programs; without them they are estimates.
     """
     peaks = (
         Peak(rank=rank, op=op, bytes=size)
@@ -72,8 +72,7 @@ def bytes_by_op(
     shapes = list(shapes)
     flow = largest_microbatch(placed, schedule, shapes)
     if temporaries is None:
-        estimates = temporaries_by_stage(placed, schedule, shapes)
-        temporaries = {(kind, stage): size for stage, size in estimates.items() for kind in "FBW"}
+        temporaries = temporaries_by_program(placed, schedule, shapes)
     states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
     live = Counter(
@@ -125,7 +124,9 @@ class _State:
             case "reload":
                 return counted.parameters, 0
             case "reduce":
-                return counted.reduced + self._moments + self._masters, 0
+                # Where gradients are shards, sums are dropped here; else gradients lie in them until the update.
+                return counted.reduced + self._moments + self._masters, counted.sums if counted.reduced else 0
             case "update":
-                return 0, counted.reduced + self._moments + counted.copies
+                sums = 0 if counted.reduced else counted.sums
+                return 0, counted.reduced + sums + self._moments + counted.copies
         return 0, 0

@@ -76,7 +76,7 @@ class StageState(StateShapes):
 
     @cached_property
     def reduce(self) -> Spmd:
-        """``(sums, returned) -> (gradient shards, borrowed gradients, norm rows, zeroed sums)``.
+        """``(sums, returned) -> (gradient shards, borrowed gradients, norm rows)``.
 
         ``sums`` are as ``sums_avals``, gradient shards as ``grad_avals``, norm rows ``[ranks, modules]``. ``returned``
         are gradient shards of lent leaves, by name, from the stage that borrows them, and are added to the gradient.
@@ -85,16 +85,16 @@ class StageState(StateShapes):
         axes = self.submesh.axes
         lent, borrowed = (self.shared_specs(self._trained(shared)) for shared in (self.lent, self.borrowed))
 
-        def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array, Tree]:
+        def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array]:
             zero = {m: self.zero[m] for m in sums}
             grads = jax.tree.map(lambda z, g: z.reduce(g.squeeze(0), axes), zero, sums)
             named = by_name(grads)
             borrowed_grads = {name: named[name] for name in borrowed}
             grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
             rows = jnp.stack([self._squared_norm(m, grads) for m in self.modules])
-            return grads, borrowed_grads, rows[None], jax.tree.map(jnp.zeros_like, sums)
+            return grads, borrowed_grads, rows[None]
 
-        outs = (self.grad_specs, borrowed, self.rows_spec, self.sums_specs)
+        outs = (self.grad_specs, borrowed, self.rows_spec)
         return Spmd(body, self.submesh.mesh, (self.sums_specs, lent), outs)
 
     def _squared_norm(self, module: str, grads: Tree) -> jax.Array:

@@ -130,7 +130,7 @@ class StraightExecutor(OneProgramExecutor):
         new = dict(states)
         for op in self._tail_ops:
             if op.kind == "reduce":
-                reduced[op.stage], _, rows[op.stage], _ = stages[op.stage].state.reduce(sums[op.stage], {})
+                reduced[op.stage], _, rows[op.stage] = stages[op.stage].state.reduce(sums[op.stage], {})
             elif op.kind == "norm":
                 totals = self._norm.trace(rows)
             else:

@@ -98,7 +98,8 @@ def trace_memory(
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
-        gradient = gradients[name]  # programs give the gradients of all their layers
+        # Programs may give the gradients of all their layers, where products do not add to the sums.
+        gradient = min(fixed[1] / 2, gradients[name])
         for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
             shrunk = lowest / round_tps[name]
             rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]

@@ -14,6 +14,7 @@ import pytest
 from mmjax.compile import __main__ as command
 from mmjax.compile import targets
 from mmjax.compile.executables import SUFFIX, Compiler
+from mmjax.compile.forecast import forecast
 from mmjax.compile.programs import STEP, Programs
 from mmjax.compile.report import misfit, step_figures
 from mmjax.compile.roofline import pair_arrays
@@ -22,6 +23,7 @@ from mmjax.compile.targets import TARGETS, Target, has_compiler, target
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.models.flops import training_flops
+from mmjax.pipeline.memory import shard_bytes
 from mmjax.plan import __main__ as plan
 from mmjax.recipe import Recipe
 
@@ -335,3 +337,28 @@ def test_every_target_is_understood(name: str) -> None:
     array = jax.ShapeDtypeStruct((256, 256), jax.numpy.bfloat16, sharding=sharding)
     text = jax.jit(lambda x: x @ x).lower(array).compile().as_text()
     assert text and "HloModule" in text
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("llm/Layout.pp=2", "llm/Layout.dp=2", "vision/Layout.rank_offset=4", "llm/Decoder.remat='none'"),
+        ("llm/Layout.tp=2", "vision/Layout.rank_offset=2", "llm/Decoder.remat='dots'", "vision/Layout.dp=2"),
+    ],
+    ids=["dp 2, all kept", "tp 2, products kept"],
+)
+def test_a_dry_run_counts_what_programs_take(settings: tuple[str, ...]) -> None:
+    """Within 10 %; and no argument lies in another one's memory, which `memory_analysis` would leave out."""
+    sizes = [f"llm/Decoder.{name}" for name in ("layers=4", "width=2048", "heads=16", "kv_heads=16", "mlp=5504")]
+    sizes += ["vision/ViT.width=1024", "vision/ViT.heads=16", "Data.sequence_length=1024", "llm/Packing.buckets=()"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=16", "Train.unroll=True"]
+    programs = Programs(load_config([], [*sizes, *run, *settings]))
+    found = {use.program.name: (use, memory) for use in programs.uses if (memory := forecast(programs, use))}
+    assert {name.split()[0] for name in found} == {"F", "B", "reduce", "update"}
+    for name, (use, memory) in found.items():
+        assert abs(memory.error) < 0.1, (name, memory)
+        read = zip(jax.tree.leaves(use.program.avals), use.program.reads(), strict=True)
+        counted = shard_bytes([aval for aval, is_read in read if is_read])
+        assert programs.executable(use).arguments == pytest.approx(counted, rel=1e-4), name

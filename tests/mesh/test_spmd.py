@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax import jax_compat, jaxprs
+from mmjax import jax_compat
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.spmd import (
     Program,
@@ -142,7 +142,7 @@ def test_a_program_compiles_at_its_first_call(mesh):
     x = on(mesh, ROWS, np.arange(4.0))
     program = Program.of("late", Spmd(lambda x: 2 * x, mesh, ROWS, ROWS), avals(x))
     assert program.name == "late"
-    assert program.temporary_bytes() == jaxprs.temporary_bytes(program._jitted, program.avals)
+    assert program.temporary_bytes() == 0 and program.reads() == [True]
     assert np.asarray(program(x)).tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
@@ -265,7 +265,7 @@ def test_an_estimate_needs_no_compiler_and_so_no_options(mesh, monkeypatch):
     """Elsewhere than in tests, programs for CPUs have options, which nothing inside a trace may have."""
     monkeypatch.setattr(jax_compat, "compiler_options", lambda platform: {"xla_backend_optimization_level": 2})
     aval = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, ROWS))
-    program = Program.of("twice", Spmd(lambda x: jnp.sin(2 * x) + x, mesh, (ROWS,), ROWS), [aval])
+    program = Program.of("twice", Spmd(lambda x: jnp.sin(2 * x) @ x.T, mesh, (ROWS,), ROWS), [aval])
     assert program.temporary_bytes() > 0
 
 

@@ -95,16 +95,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 LEFT_OUT: dict[str, frozenset[str]] = {
     "mmjax/jax_compat.py": frozenset(("PlannedDevice",)),
-    "mmjax/jaxprs.py": frozenset(
-        (
-            "temporary_bytes",
-            "_SAME_BUFFER",
-            "_temporaries",
-            "_writes_into",
-            "_only_adds_ones",
-            "_inner",
-        )
-    ),
 }
 """Definitions in these files that are neither boundary nor stage code: estimates for dry runs."""
 

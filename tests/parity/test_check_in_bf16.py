@@ -31,7 +31,7 @@ SUMS = {"reduce_sum", "scatter-add", "scatter_add", "cumsum", "reduce_window_sum
 def equations(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jaxprs._inner(eqn):
+        for inner in jaxprs.inner_jaxprs(eqn):
             yield from equations(inner)
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import toy
@@ -59,7 +58,7 @@ def test_nothing_is_changed(executor: toy.Run) -> None:
     run(executor)
     after = toy.logical(executor.placed, executor.states)
     assert all(np.array_equal(after[name], leaf) for name, leaf in before.items())
-    assert executor.sums and not any(np.asarray(x).any() for x in jax.tree.leaves(executor.sums))
+    assert executor.sums == {}
 
 
 def test_what_has_no_gradient_is_not_sent_back() -> None:

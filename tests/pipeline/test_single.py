@@ -95,7 +95,7 @@ def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, t
     """Every equation with the names of those around it."""
     for eqn in jaxpr.eqns:
         yield eqn, inside
-        for inner in jaxprs._inner(eqn):
+        for inner in jaxprs.inner_jaxprs(eqn):
             yield from equations(inner, (*inside, eqn.primitive.name))
 
 

@@ -347,7 +347,7 @@ class LaneOps:
         name, state = item.op.stage, self._state(item.op.stage)
         sums = jax.tree.unflatten(_structure(state.sums_avals), values["sums", name])
         returned = {key[2]: values[key][0] for key in item.reads if key[0] == "returned"}
-        grads, borrowed_grads, rows, _ = self._call(name, "reduce")(sums, returned)
+        grads, borrowed_grads, rows = self._call(name, "reduce")(sums, returned)
         sends = [[rows], *([borrowed_grads[send.key[2]]] for send in item.sends[1:])]
         return {("reduced", name): jax.tree.leaves(grads)}, sends
 

@@ -233,7 +233,7 @@ class _SpanningStages:
         if op.kind == "prepare":
             self._params[name] = state.compute_params(self.states[name]["master"], {}, state.prepare)
         elif op.kind == "reduce":
-            self._reduced[name], _, self._rows[name], _ = state.reduce(self._sums.pop(name), {})
+            self._reduced[name], _, self._rows[name] = state.reduce(self._sums.pop(name), {})
         else:
             assert op.kind == "update" and totals is not None
             rows = jnp.broadcast_to(totals, (len(self.ops.placed.stages[name].submesh.ranks), *totals.shape))
