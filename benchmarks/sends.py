@@ -15,10 +15,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.simulate import MOST_ERROR, MOST_REPEATS, error, shortest
 from mmjax.bench.rows import Row, at_most
@@ -35,7 +35,7 @@ MODULES = TimedModule(name="vision", layers=12, seconds=LAYER), TimedModule(name
 MICROBATCHES = 8
 SCHEDULES = {"1f1b": 1, "eager-1f1b": 1, "zb-h1": 1, "interleaved": 2}
 """Chunks of every schedule."""
-TRANSPORTS = {"device_put": "async", "collective": "rendezvous"}
+TRANSPORTS: Mapping[str, Literal["async", "rendezvous"]] = {"device_put": "async", "collective": "rendezvous"}
 """Kinds of edges by transport."""
 STEPS, WARM = 30, 10
 """Steps of a run, and the first ones that do not count."""

@@ -152,12 +152,12 @@ class _Program:
         return max((program.peak() for program in programs), default=0)
 
     def _drop_dead(self) -> None:
-        live, kept = set(self.results), list[_Operation]()
+        live, reversed_operations = set(self.results), list[_Operation]()
         for operation in reversed(self.operations):
             if not live.isdisjoint(operation.outputs):
                 live.update(operation.inputs)
-                kept.append(operation)
-        self.operations = kept[::-1]
+                reversed_operations.append(operation)
+        self.operations = reversed_operations[::-1]
         self.has_products |= any(operation.name in _PRODUCTS for operation in self.operations)
         for number, operation in enumerate(self.operations):
             for value in operation.inputs:
@@ -173,7 +173,7 @@ class _Program:
         """Most bytes of temporaries at a time."""
         arrays = self._arrays()
         last_read = self._last_reads(arrays)
-        made: dict[int, int] = defaultdict(int)
+        started: dict[int, int] = defaultdict(int)
         ended: dict[int, int] = defaultdict(int)
         spans = [
             (start, last_read.get(value, start), value.size)
@@ -181,11 +181,11 @@ class _Program:
             for start in [value.readers[0] if value in self.slices else value.made_at]
         ]
         for start, end, size in self._outside_of_results(spans):
-            made[start] += size
+            started[start] += size
             ended[end] += size
         live, most = 0, 0
         for number, operation in enumerate(self.operations):
-            live += made[number]
+            live += started[number]
             most = max(most, live + operation.inside)
             live -= ended[number]
         return most

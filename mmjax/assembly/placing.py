@@ -121,7 +121,7 @@ def planned_device(recipe: Recipe, memory: float = 0.0) -> TargetDevice:
 
 
 def supposed_gpu(memory: float = gpu.H100_MEMORY, kind: str = gpu.H100, owner: str = "an H100's ") -> TargetDevice:
-    """A GPU that is not here, of which a run takes its share of the memory.
+    """A GPU that is not present, with the memory that a run would take.
 
     Args:
       memory: bytes that CUDA sees.

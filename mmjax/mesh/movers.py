@@ -149,12 +149,12 @@ class DevicePutMover(Mover):
         """Starts all copies; see ``Mover.carry``."""
         devices, name = self.world.devices, self.routing.name
 
-        def sent(routes: Sequence[Route]) -> list[jax.Array]:
+        def sources(routes: Sequence[Route]) -> list[jax.Array]:
             return [source_pieces[route.source_piece, devices[route.source]] for route in routes]
 
         for receiver, routes in self._offered.items():
-            process_pulls().offer(name, receiver, sent(routes))
-        copies = jax_compat.copies_on(sent(self._copied), [devices[route.target] for route in self._copied])
+            process_pulls().offer(name, receiver, sources(routes))
+        copies = jax_compat.copies_on(sources(self._copied), [devices[route.target] for route in self._copied])
         routes = list(self._copied)
         for sender, pulled in self._pulled.items():
             copies += process_pulls().pull(name, sender, [self._piece_on(route.target) for route in pulled])

@@ -58,8 +58,8 @@ def update_program(state: StageState) -> Program:
 
     states, _, totals = spmd.in_specs
     specs = (states, owned(state, state.sums_specs), totals)
-    whole = Spmd(body, spmd.mesh, specs, spmd.out_specs, spmd.check_vma)
-    return Program.of(name, whole, (state.state_avals, owned(state, state.sums_avals), state.rows_aval), donate=(0,))
+    stacked = Spmd(body, spmd.mesh, specs, spmd.out_specs, spmd.check_vma)
+    return Program.of(name, stacked, (state.state_avals, owned(state, state.sums_avals), state.rows_aval), donate=(0,))
 
 
 def owned(state: StageState, tree: Tree) -> Tree:

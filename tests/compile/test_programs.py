@@ -276,7 +276,7 @@ def test_needed_blocks_travel_without_a_branch() -> None:
     run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=8", "Data.sequence_length=512"]
     buckets = ["llm/Packing.buckets=((2, 512),)", "llm/Layout.dp=1", "llm/Layout.pp=1", "vision/Layout.rank_offset=4"]
     programs = Programs(load_config([], [*sizes, *layout, *run, *buckets]))
-    transfers = dict[tuple[str, int], int]()
+    transfers = dict[tuple[str, int], float]()
     for use in programs.uses:
         if use.program.name in ("F llm.0", "B llm.0"):
             work = programs.of(use).work()
