@@ -13,7 +13,7 @@ from mmjax.assembly.packers import one_bucket
 from mmjax.configurable import ConfigError, setting_name
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import tokenizer_of
-from mmjax.data.source import Source
+from mmjax.data.source import RememberedMeta, Source
 from mmjax.mesh.layout import cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
@@ -127,6 +127,7 @@ def rows_by_candidate(recipe: Recipe, source: Source) -> RowsOf:
       source: its training samples, as `open_source(recipe, split="train")` opens them.
     """
     known: Known = {}
+    source = RememberedMeta(source)
     return lambda candidate: exact_rows(planned(recipe, candidate), source, known)
 
 

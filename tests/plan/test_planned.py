@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,3 +100,15 @@ def test_rows_and_gin_files_of_a_plan_with_cp(tmp_path: Path, monkeypatch: pytes
     assert "llm/Layout.cp = 2" in out.read_text() and "llm/Layout.cp_way = 'ring'" in out.read_text()
     again = load_config((str(tmp_path / "tiny.gin"), str(out)), ("Data.sequence_length=51",))
     assert again.model.layouts == spread.layouts
+
+
+def test_the_metadata_of_a_sample_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where candidates are packed differently: long texts and many images take time."""
+    config, source, packers = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2")
+    read = Counter[int]()
+    meta = source.meta
+    monkeypatch.setattr(source, "meta", lambda index: (read.update([index]), meta(index))[1])
+    rows_of = rows_by_candidate(config, source)
+    for microbatches in (1, 2, 4):
+        rows_of(candidate(Layout(), Layout(rank_offset=1), microbatches))
+    assert len(packers) == 3 and read and set(read.values()) == {1}
