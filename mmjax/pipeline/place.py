@@ -332,8 +332,11 @@ class PlacedModel:
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             functions_class = SplitFunctions if split else StageFunctions
+            model = stage.model
+            if max_runs or distances is not None:
+                model = replace(model, max_runs=max_runs, distances=distances)
             self._functions[key] = functions_class(
-                replace(stage.model, max_runs=max_runs, distances=distances),
+                model,
                 stage.state,
                 avals,
                 carry,
