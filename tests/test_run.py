@@ -192,7 +192,9 @@ def test_a_plan_is_a_recipe(tmp_path: Path) -> None:
     recipe = mm.load_config([write_tiny(tmp_path)])
     planned = mm.build(recipe).plan("h100", devices=2)
     assert planned.recipe.devices <= 2 and str(planned).count("\n") > 2
-    assert planned.recipe.model["llm"].settings == recipe.model["llm"].settings
+    settings = planned.recipe.model["llm"].settings
+    assert settings.remat == planned.choice.best.candidate.remat["llm"]
+    assert replace(settings, remat=recipe.model["llm"].settings.remat) == recipe.model["llm"].settings
     mm.build(planned.recipe)
 
 

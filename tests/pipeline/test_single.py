@@ -74,13 +74,14 @@ def test_one_program_equals_a_program_per_op_and_itself_and_takes_over_states() 
 
 
 def assert_memory_is_foretold(executor: SingleExecutor) -> None:
-    """What the compiled program takes is near what was estimated of its trace."""
+    """What the compiled program takes is what was estimated of its trace, but for temporaries, which are as on GPUs: CPUs
+    keep more of so small a program."""
     program = executor.programs()[-1]  # of the larger bucket
     said, told = program.compiled.memory_analysis(), executor.memory()
     held = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
     tables = held - told.optimizer - told.inputs // 2  # of pointers
     assert 0 <= tables < 1000
-    assert 0.7 < said.temp_size_in_bytes / told.temporaries < 1.25
+    assert 1 < said.temp_size_in_bytes / told.temporaries < 4
 
 
 @pytest.fixture(scope="module")

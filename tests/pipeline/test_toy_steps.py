@@ -378,7 +378,7 @@ def assert_nothing_is_left(executor: Executor) -> None:
     held = (run.inputs, run.carry, run.cotangents, run.in_transit, run.residuals, run.deferred)
     held += (run.reduced, run.rows, run.params)
     assert held == ({},) * len(held) and not run.losses and not run.totals
-    assert executor.sums == {}
+    assert not any(executor.sums.values())  # of a frozen stage there are none
 
 
 @ALL_RUNS

@@ -176,7 +176,7 @@ def losses(
       targets_BT: targets of all tokens, as indices in the complete vocabulary.
       weights_BT: weights of the targets; 0 for tokens that do not count.
     """
-    # 'auto' is of modules that are in no run
+    # 'auto' is the value of modules outside of runs, which compute logits again.
     by_token = token_losses_of(p, c, axes, x_BTD, targets_BT, keep_logits=c.remat in ("none", "dots"))
     by_name = {"loss": by_token.cross_entropy} | ({"z_loss": by_token.log_sum**2} if c.z_loss else {})
     return {name: jnp.sum(losses_BT * weights_BT) for name, losses_BT in by_name.items()}
