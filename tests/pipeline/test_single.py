@@ -74,8 +74,8 @@ def test_one_program_equals_a_program_per_op_and_itself_and_takes_over_states() 
 
 
 def assert_memory_is_foretold(executor: SingleExecutor) -> None:
-    """What the compiled program takes is what was estimated of its trace, but for temporaries, which are as on GPUs: CPUs
-    keep more of so small a program."""
+    """What the compiled program takes is what was estimated of its trace, but for temporaries: they are estimated as on
+    GPUs, and CPUs keep more of so small a program."""
     program = executor.programs()[-1]  # of the larger bucket
     said, told = program.compiled.memory_analysis(), executor.memory()
     held = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
