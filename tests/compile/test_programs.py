@@ -292,11 +292,11 @@ def test_needed_blocks_travel_without_a_branch() -> None:
 @pytest.mark.parametrize(
     ("tower", "of_layer", "beside"),
     [
-        ((), 10, 21),
+        ((), 10, 22),
         (
             ("vision/ViT.preset='siglip-so400m-14-384'", "Digits.scale=(47.25, 47.25)", "Data.sequence_length=768"),
             9,
-            20,
+            21,
         ),
     ],
     ids=["CLIP, 577 tokens", "SigLIP, 729 tokens"],
