@@ -276,6 +276,8 @@ def test_a_launch_starts_again_after_deaths(undisturbed: Path, tmp_path: Path) -
             command.wait_for(
                 lambda n=step, k=since: f"training {n}/" in command.text().split("starting again")[k:][0], 400
             )
+            if since:  # a checkpoint is written beside the steps
+                command.wait_for(lambda: (run / "commits.jsonl").exists(), 60)
             os.kill(process_of(command, dead), signal.SIGKILL)
             command.wait_for(lambda n=dead: command.text().count("starting again") > n, 60)
         assert command.end(400) == 0, command.text()
@@ -369,7 +371,7 @@ def test_a_hang_is_noticed(how: str, state: str, tmp_path: Path, monkeypatch: py
     assert str(run / "stacks-*.txt") in errors[0] and "Traceback" not in command.text()
     stacks = [(run / f"stacks-{process}.txt").read_text() for process in range(2)]
     assert "stuck_train.py" in stacks[1], stacks[1]
-    assert "in walk\n" in stacks[0] and "in _watch\n" in stacks[0], stacks[0]
+    assert "in _watch\n" in stacks[0], stacks[0]  # it may have dispatched all: senders do not wait
 
 
 @pytest.mark.slow
