@@ -30,7 +30,7 @@ def test_the_table_of_numbers_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_the_table_of_a_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    (shown,) = (text for text in blocks() if text.startswith("times: "))
+    (shown,) = (text for text in blocks() if text.startswith("the plan has "))
     command = blocks()[blocks().index(shown) - 1]
     assert main(shlex.split(command.removeprefix("python -m mmjax.plan "))) == 0
     assert capsys.readouterr().out.startswith(shown)
