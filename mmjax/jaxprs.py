@@ -108,7 +108,7 @@ def _live(jaxpr: Any, selected: list[bool]) -> list[bool]:
 def named_reads(
     fn: Callable[..., Any], avals: Sequence[Any], names: Collection[str]
 ) -> dict[str, list[tuple[int, int]]]:
-    """By name, for each leaf of ``avals``, the number of its reads under ``checkpoint_name`` with it, and of others.
+    """Counts, by name and for each leaf of ``avals``, reads under ``checkpoint_name`` with the name, and other reads.
 
     ``avals`` are the positional arguments of ``fn``, as trees of arrays or ``ShapeDtypeStruct``. A leaf that is a
     result of ``fn`` has another read for that. Looks into calls, checkpointed and ``shard_map`` bodies, and scans. In a

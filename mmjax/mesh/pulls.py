@@ -10,7 +10,7 @@ import hashlib
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,9 +26,11 @@ class Pulls:
     """
 
     def __init__(self) -> None:
-        """For this process; `open` opens its socket."""
+        """Opens the socket that others pull from, and announces its address to them."""
         self._counts: Counter[tuple[str, int, int]] = Counter()
         self._connections: dict[int, Any] = {}
+        self._server = jax_compat.transfer_server(_host())
+        announce(_key(jax_compat.process_index()), self._server.address())
 
     def offer(self, name: str, receiver: int, arrays: Sequence[jax.Array]) -> None:
         """Lets another process pull ``arrays`` once, when they are ready; returns at once.
@@ -50,16 +52,6 @@ class Pulls:
         number = self._number(name, sender, jax_compat.process_index())
         return self._connections[sender].pull(number, list(avals))
 
-    def open(self) -> None:
-        """Opens the socket that others pull from, and announces its address to them."""
-        _ = self._server
-
-    @cached_property
-    def _server(self) -> Any:
-        server = jax_compat.transfer_server(_host())
-        announce(_key(jax_compat.process_index()), server.address())
-        return server
-
     def _number(self, name: str, sender: int, receiver: int) -> int:
         """The number of the next copy, which is the same in both processes and used once."""
         count = self._counts[name, sender, receiver]
@@ -70,10 +62,8 @@ class Pulls:
 
 @cache
 def process_pulls() -> Pulls:
-    """The offers and pulls of this process, whose socket is open and announced."""
-    pulls = Pulls()
-    pulls.open()
-    return pulls
+    """The offers and pulls of this process."""
+    return Pulls()
 
 
 def _key(process: int) -> str:

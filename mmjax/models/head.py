@@ -217,7 +217,7 @@ def _masked(logits_NV: Array, valid: Array) -> Float[Array, "N V"]:
 
 
 def _sum_and_target(logits_NV: Array, target_N: Array, valid: Array) -> tuple[Array, Array]:
-    """Of each token, the logarithm of the denominator, and the target's logit or 0; see ``_local_losses``."""
+    """The logarithm of the denominator, and the target's logit or 0, of each token; see ``_local_losses``."""
     masked_NV, last = _masked(logits_NV, valid), logits_NV.shape[1] - 1
     top_N = jnp.max(masked_NV, axis=-1)
     sums_N = jnp.log(jnp.sum(jnp.exp(masked_NV - top_N[:, None]), axis=-1)) + top_N

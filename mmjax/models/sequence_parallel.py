@@ -189,10 +189,6 @@ class TokenParts:
             return self.split(x_BTF)
         return list(jnp.split(x_BTF, 2) if self.dimension == 0 else _token_halves(x_BTF, lax.axis_size(self.axes)))
 
-    def join_gathered(self, parts: Sequence[Array]) -> Float[Array, "B T F"]:
-        """The inverse of ``split_gathered``."""
-        return _joined_halves(parts, lax.axis_size(self.axes)) if self.dimension == 1 else self.join(parts)
-
 
 # ---- two halves ------------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ def products(x: jax.Array | Computed, weights: Sequence[Any], sp: SequenceParall
     """
     if isinstance(x, Computed):
         if all(isinstance(w, Summed) for w in weights):
-            return [y for (y,) in _summed_products_of_parts([x], weights, sp)]
+            return _summed_products(x, weights, sp)
         x = x.value
     adapted = [w for w in weights if isinstance(w, Adapted)]
     plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
@@ -324,7 +324,7 @@ def _tapped_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array])
 _tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-def _summed_products(x: jax.Array, weights: Sequence[Summed], sp: SequenceParallel) -> list[jax.Array]:
+def _summed_products(x: jax.Array | Computed, weights: Sequence[Summed], sp: SequenceParallel) -> list[jax.Array]:
     return [y for (y,) in _summed_products_of_parts([x], weights, sp)]
 
 

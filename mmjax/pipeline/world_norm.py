@@ -61,7 +61,7 @@ class WorldNorm:
         self._rows, self._totals = self._places()
 
     def _places(self) -> tuple[list[list[tuple[str, int]]], dict[str, tuple[jax.ShapeDtypeStruct, list[int]]]]:
-        """Where the shards of rows and totals are, so that no step has to look them up.
+        """Finds the places of the shards of rows and totals, so that no step has to look them up.
 
         Returns:
           For each layer and local device the stage that its row is of, and the place of the row among this process's

@@ -121,8 +121,7 @@ def _choose(
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
         work, clock = _clock(work, accelerator(name), profile)
-        platform = profile.device.platform if profile else "gpu"
-        clock = replace(clock, process=waiting_free(transport, processes, clock.node, platform))
+        clock = replace(clock, process=waiting_free(transport, processes, clock.node, clock.platform))
         fleet = {"": DeviceKind(clock=clock, devices=devices or recipe.devices, memory=clock.memory)}
     else:
         accelerators = {name: accelerator(name) for name in kinds}

@@ -195,6 +195,11 @@ class AnalyticClock:
         return self.accelerator.node
 
     @property
+    def platform(self) -> str:
+        """Platform of the devices; datasheets are of GPUs."""
+        return "gpu"
+
+    @property
     def peak(self) -> float:
         """FLOPs per second of a device."""
         return self.accelerator.flops

@@ -129,6 +129,11 @@ class MeasuredClock:
         return self.profile.device.memory
 
     @property
+    def platform(self) -> str:
+        """Platform of the devices, such as "cpu"."""
+        return self.profile.device.platform
+
+    @property
     def node(self) -> int:
         """Devices of a node: the number of devices of the profile."""
         return self.profile.device.count

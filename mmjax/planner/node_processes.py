@@ -74,7 +74,7 @@ def seconds_by_process(estimate: Estimate, transport: str) -> tuple[ProcessSecon
     op = clock.op or OP_SECONDS
     result = []
     for per in PROCESSES_PER:
-        group = waiting_free(transport, per, clock.node)
+        group = waiting_free(transport, per, clock.node, clock.platform)
         step = replace(estimate, clock=replace(clock, process=group)).seconds
         host = most_ops(estimate, clock.node if per == NODE else 1) * op
         result.append(ProcessSeconds(per=per, simulated=step, host=host))

@@ -201,7 +201,7 @@ def test_a_layer_in_two_parts_adds_both_to_its_sums(rows: int, monkeypatch: pyte
         parts = TokenParts.of(x, ("tp",), divisible=True)
         assert parts.dimension == (0 if rows == 2 else 1)
         ups, gates = column_parallel_of_parts(parts.split(x), [(up, None), (gate, None)], axes(ring=False))
-        in_order_BTF = parts.join_gathered(ups)
+        in_order_BTF = sequence_parallel._joined_halves(ups, tp) if parts.dimension == 1 else parts.join(ups)
         inner = [Computed(gated, arrays) for arrays in zip(parts.split_gathered(in_order_BTF), gates, strict=True)]
         return parts.join(row_parallel_of_parts(inner, down, axes(ring=False))), in_order_BTF
 

@@ -21,6 +21,7 @@ from mmjax.config import load_config
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.mesh.world import World
 from mmjax.planner.measured import MeasuredClock
+from mmjax.planner.node_processes import waiting_free
 from mmjax.planner.profile_file import read_profile
 from mmjax.planner.work import StagePart
 from mmjax.profile import __main__ as command
@@ -138,7 +139,9 @@ def test_two_processes_make_one_profile_of_both_their_devices(tmp_path: Path) ->
     (small, least), (large, most) = profile.moves[0], profile.moves[-1]
     assert least > 0 and most > (large - small) / 100e9, "no wire between processes is so fast"
     assert set(profile.gathers) == set(profile.reduces) == {2}
-    assert MeasuredClock(profile=profile).process == 1
+    clock = MeasuredClock(profile=profile)
+    assert waiting_free("collective", "node", clock.node, clock.platform) == 1
+    assert waiting_free("auto", "node", clock.node, clock.platform) == 0, "between CPUs no sender waits"
 
 
 @pytest.mark.slow
