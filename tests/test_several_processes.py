@@ -277,7 +277,7 @@ def test_a_launch_starts_again_after_deaths(undisturbed: Path, tmp_path: Path) -
                 lambda n=step, k=since: f"training {n}/" in command.text().split("starting again")[k:][0], 400
             )
             if since:  # a checkpoint is written beside the steps
-                command.wait_for(lambda: (run / "commits.jsonl").exists(), 60)
+                command.wait_for(lambda: (run / "commits.jsonl").stat().st_size > 0, 60)
             os.kill(process_of(command, dead), signal.SIGKILL)
             command.wait_for(lambda n=dead: command.text().count("starting again") > n, 60)
         assert command.end(400) == 0, command.text()
