@@ -31,9 +31,12 @@ class Mover(ABC):
 
     Attributes:
       kind: ``async`` (the sender does not wait) or ``rendezvous`` (both sides take part).
+      reads_later: whether another process reads the source's own buffers after ``move`` has returned. JAX does not know
+        of that read, so the caller may not donate them.
     """
 
     kind: str
+    reads_later: bool = False
 
     def __init__(self, routing: Routing, world: World):
         """For the pieces and routes of ``routing``, whose ranks number the devices of ``world``."""
@@ -138,6 +141,7 @@ class DevicePutMover(Mover):
                 self._offered.setdefault(receiver, []).append(route)
             elif receiver == me:
                 self._pulled.setdefault(sender, []).append(route)
+        self.reads_later = bool(self._offered)
         if self._offered or self._pulled:
             process_pulls()  # opens the socket before another process waits for it
 

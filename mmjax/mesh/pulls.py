@@ -38,7 +38,7 @@ class Pulls:
         Args:
           name: name of the transfer, such as "vision.0->llm.0 forward".
           receiver: index of the process that pulls them.
-          arrays: arrays on one device each. They live until they have been pulled.
+          arrays: arrays on one device each. They live until they have been pulled, unless they are donated before.
         """
         self._server.await_pull(self._number(name, jax_compat.process_index(), receiver), list(arrays))
 

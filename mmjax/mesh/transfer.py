@@ -28,9 +28,11 @@ class Transfer(ABC):
       routing: how rows are cut into pieces, the routes of the pieces, and how they are joined.
       source, target: the stage submeshes.
       source_aval, target_aval: the tensor before and after, with shardings.
+      reads_later: see ``Mover``. It concerns the result of ``pack``, which may be the tensor itself.
     """
 
     kind: str
+    reads_later: bool = False
 
     def __init__(self, routing: Routing):
         self.routing = routing
@@ -69,7 +71,7 @@ class MovedTransfer(Transfer):
 
     def __init__(self, routing: Routing, mover: Mover):
         super().__init__(routing)
-        self.mover, self.kind = mover, mover.kind
+        self.mover, self.kind, self.reads_later = mover, mover.kind, mover.reads_later
         cutting, joining, received = (
             routing.cutting(),
             routing.joining(),

@@ -57,8 +57,11 @@ class TieTransfer:
         self.blocks, self.target, self.target_aval = blocks, blocks.target, target_aval
 
     def pack(self, x: jax.Array) -> Any:
-        """Reads every shard of the sender's array as its rank's block."""
-        return self.blocks.pack(_relabelled(x, self.blocks.source_aval))
+        """Reads every shard of the sender's array as its rank's block.
+
+        The owner's update donates its master shards, so a copy is sent where they may be read after that.
+        """
+        return self.blocks.pack(_relabelled(x, self.blocks.source_aval, copies=self.blocks.reads_later))
 
     def move(self, packed: Any) -> Any:
         """Carries the result of ``pack`` to the other stage's devices."""
@@ -73,7 +76,9 @@ class TieTransfer:
         return self.blocks.programs()
 
 
-def _relabelled(x: jax.Array, aval: Any) -> jax.Array:
-    """An array of another aval with the same shards, rank by rank."""
+def _relabelled(x: jax.Array, aval: Any, *, copies: bool = False) -> jax.Array:
+    """An array of another aval with the same shards, rank by rank, or with copies of them."""
     shards = [shard.data for shard in x.addressable_shards]
+    if copies:
+        shards = [jax.device_put(shard, shard.sharding, may_alias=False) for shard in shards]
     return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, shards, dtype=aval.dtype)

@@ -81,6 +81,21 @@ def test_a_shard_that_comes_back_is_a_copy() -> None:
     np.testing.assert_array_equal(arrived, before)
 
 
+def test_a_shard_that_another_process_reads_later_is_a_copy() -> None:
+    """It pulls the shard when it comes to it, which may be after the owner's update; JAX knows nothing of that."""
+    placed = place(FAN_IN)
+    lent = placed.stages["llm.0"].state
+    sent, before = (numbered(lent.shared_avals(lent.lent)[TABLE]) for _ in range(2))
+    transfer = placed.ties[TABLE].forward
+    transfer.blocks.reads_later = True  # as a mover between two processes says
+    (packed,) = transfer.pack(sent)
+    overwritten = jax.jit(lambda x: x * 0, donate_argnums=0)(sent)
+    assert not np.asarray(overwritten).any() and sent.is_deleted()
+    read = {shard.device: np.asarray(shard.data) for shard in packed.addressable_shards}
+    for shard in before.addressable_shards:
+        np.testing.assert_array_equal(read[shard.device], shard.data)
+
+
 # ---- what each stage holds -------------------------------------------------------------------------------------------
 
 
