@@ -77,7 +77,7 @@ def stage_flops(recipe: Recipe, model: MultimodalModel, stage: Stage, inputs: In
         forward = ModelFlops(causal.get(part.module, 0) * layers, full.get(part.module, 0) * layers)
         if part.module == module:
             ends = float(traced_work(node).ends * sum(lengths[module]))
-            has_ends = bool(stage.model.losses) if node.losses else stage.model.index == 0
+            has_ends = stage.model.ends if node.losses else stage.model.index == 0
             forward += ModelFlops(ends, ends).times(has_ends - layers)
         for letter, factor in zip("FBW", (1, factors[part.module] > 1, factors[part.module] > 2), strict=True):
             result[letter] += forward.times(factor)

@@ -231,6 +231,7 @@ class MultimodalModel:
         node_inputs = node.inputs(first=first, last=last)
         edge_inputs = tuple(host_input for edge in entering for host_input in edge.inputs)
         order = ("order",) if reads_order(node.module, layout) else ()
+        layer_losses = node.module.layer_losses
         return ModuleStage(
             name=f"{name}.{index}",
             module=name,
@@ -241,7 +242,8 @@ class MultimodalModel:
             inputs=tuple(dict.fromkeys((*node_inputs, *edge_inputs, *order))),
             following=node_inputs,
             remembers=node.module.remembers,
-            losses=node.module.losses if last else {},
+            losses={**node.module.losses, **layer_losses} if last or layer_losses else {},
+            ends=last,
             before=before,
             last=last,
             send_list=self._send_list(name) if last else "",

@@ -228,18 +228,24 @@ def residual_init(layers: int) -> Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
+Sums = Mapping[str, Array]
+"""Sums of losses over tokens, fp32 scalars by name."""
+Body = Callable[[Array, Params], tuple[Array, Sums]]
+"""One layer: its input and its parameters, to its output and the sums of its losses, {} without losses."""
+
+
 def scan_layers(
-    body: Callable[[Array, Params], Array],
+    body: Body,
     x: Array,
     layers: Params,
     remat: str,
     added: Mapping[int, Array] | None = None,
     keep: Sequence[int] = (),
-) -> tuple[Array, dict[int, Array]]:
+) -> tuple[Array, dict[int, Array], Sums]:
     """Runs stacked layers one after another.
 
     Args:
-      body: ``(x, params) -> x``, the function of one layer.
+      body: ``(x, params) -> (x, sums)``, the function of one layer.
       x: the input of the first layer.
       layers: the stacked parameters of the layers: a tree of arrays whose first dimension is layers.
       remat: a key of ``REMAT``, the checkpoint policy: "none", "dots" or "full".
@@ -247,7 +253,7 @@ def scan_layers(
       keep: indices in the stack of the layers whose outputs are returned too.
 
     Returns:
-      The last output, and the outputs of ``keep`` by index.
+      The last output, the outputs of ``keep`` by index, and the sums of all layers.
     """
     xs: Any = layers
     if added:
@@ -255,45 +261,44 @@ def scan_layers(
     policy = REMAT[remat]
     if keep:
         return _scan_and_keep(body if policy is None else jax.checkpoint(body, policy=policy), x, xs, keep)
-
-    def step(x: Array, p: Params) -> tuple[Array, None]:
-        return body(x, p), None
-
-    return lax.scan(step if policy is None else jax.checkpoint(step, policy=policy), x, xs)[0], {}
+    x, sums = lax.scan(body if policy is None else jax.checkpoint(body, policy=policy), x, xs)
+    return x, {}, _over_layers(sums)
 
 
-def _scan_and_keep(
-    body: Callable[[Array, Any], Array], x: Array, xs: Any, keep: Sequence[int]
-) -> tuple[Array, dict[int, Array]]:
+def _over_layers(sums: Sums) -> Sums:
+    return {name: jnp.sum(by_layer) for name, by_layer in sums.items()}
+
+
+def _scan_and_keep(body: Body, x: Array, xs: Any, keep: Sequence[int]) -> tuple[Array, dict[int, Array], Sums]:
     """Scans with the outputs of ``keep`` in the carry, which is linear in them and so needs no more residuals."""
     count = len(jax.tree.leaves(xs)[0])
     slots = jnp.array([list(keep).index(layer) if layer in keep else -1 for layer in range(count)])
     like = Value.of(x)
     kept_NBTD = Value((len(keep), *like.shape), like.dtype, like.axes).zeros()
 
-    def step(carry: tuple[Array, Array], layer: tuple[Any, Array]) -> tuple[tuple[Array, Array], None]:
+    def step(carry: tuple[Array, Array], layer: tuple[Any, Array]) -> tuple[tuple[Array, Array], Sums]:
         x, kept_NBTD = carry
         layer_xs, slot = layer
-        x = body(x, layer_xs)
+        x, sums = body(x, layer_xs)
         is_slot_N = jnp.arange(len(keep)) == slot
-        return (x, jnp.where(is_slot_N[:, None, None, None], x, kept_NBTD)), None
+        return (x, jnp.where(is_slot_N[:, None, None, None], x, kept_NBTD)), sums
 
-    (x, kept_NBTD), _ = lax.scan(step, (x, kept_NBTD), (xs, slots))
-    return x, dict(zip(keep, kept_NBTD, strict=True))
+    (x, kept_NBTD), sums = lax.scan(step, (x, kept_NBTD), (xs, slots))
+    return x, dict(zip(keep, kept_NBTD, strict=True)), _over_layers(sums)
 
 
 def run_layer(
-    body: Callable[[Array, Params], Array],
+    body: Body,
     x: Array,
     layer: Params,
     remat: str,
     added: Mapping[int, Array] | None = None,
     keep: Sequence[int] = (),
-) -> tuple[Array, dict[int, Array]]:
+) -> tuple[Array, dict[int, Array], Sums]:
     """Runs one layer that is not in a stack.
 
     Args:
-      body: ``(x, params) -> x``, the function of the layer.
+      body: ``(x, params) -> (x, sums)``, the function of the layer.
       x: its input.
       layer: its parameters.
       remat: a key of ``REMAT``, the checkpoint policy: "none", "dots" or "full".
@@ -306,14 +311,14 @@ def run_layer(
     for value in (added or {}).values():
         x = x + value
     policy = REMAT[remat]
-    x = (body if policy is None else jax.checkpoint(body, policy=policy))(x, layer)
-    return x, dict.fromkeys(keep, x)
+    x, sums = (body if policy is None else jax.checkpoint(body, policy=policy))(x, layer)
+    return x, dict.fromkeys(keep, x), sums
 
 
 def run_cached(
     cache: Cache,
     name: str,
-    body: Callable[[Array, Params], Array],
+    body: Body,
     x: Array,
     layers: Params,
     added: Mapping[int, Array],
@@ -328,7 +333,7 @@ def run_cached(
     Args:
       cache: the cache of the stage, such as ``Cache(tokens)`` at the beginning of rows.
       name: the name of the layers in the cache, such as "layers".
-      body: ``(x, params) -> x``, the function of one layer.
+      body: ``(x, params) -> (x, sums)``, the function of one layer, whose sums are not used.
       x: the input of the first layer.
       layers: parameters of the layers, stacked along a first dimension, or of one layer.
       added: values of the shape of ``x`` that are added to the inputs of layers, by index in the stack; {} for none.
@@ -343,7 +348,7 @@ def run_cached(
     def step(x: Array, layer: tuple[Any, Any]) -> tuple[Array, tuple[Any, ...]]:
         layer_params, cached = layer
         with cache.layer(cached) as new:
-            x = body(x, layer_params)
+            x, _ = body(x, layer_params)
         return x, tuple(new)
 
     with_cache = xs, cache.cached(name)
@@ -351,9 +356,7 @@ def run_cached(
     return x
 
 
-def _with_added(
-    body: Callable[[Array, Params], Array], layers: Params, added: Mapping[int, Array]
-) -> tuple[Params, Callable[[Array, Params], Array]]:
+def _with_added(body: Body, layers: Params, added: Mapping[int, Array]) -> tuple[Params, Body]:
     """The scanned tree and the body of a scan that adds values to the inputs of layers.
 
     The layers are not split into several scans: slices of the stack would be transformed weights, hence residuals.
@@ -362,7 +365,7 @@ def _with_added(
     count = len(jax.tree.leaves(layers)[0])
     slots = [list(added).index(layer) if layer in added else -1 for layer in range(count)]
 
-    def with_added(x: Array, xs: Params) -> Array:
+    def with_added(x: Array, xs: Params) -> tuple[Array, Sums]:
         slot = xs["slot"]
         return body(x + jnp.where(slot >= 0, values[jnp.maximum(slot, 0)], 0), xs["layer"])
 

@@ -25,12 +25,14 @@ from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.layers import Params, run_cached, run_layer, scan_layers
+from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
 
-Block = Callable[[Array, Params], Array]
-"""One layer: its input, or several rows' of features, and its parameters, to its output."""
+Block = Callable[[Array, Params], Array | tuple[Array, Sums]]
+"""One layer: its input, or several rows' of features, and its parameters, to its output. A layer with losses gives the
+output and the sum of each of ``Module.layer_losses`` over the local tokens, by name.
+"""
 HostInputs = Mapping[str, np.ndarray]
 Predict = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
 """A function that predicts: the results of ``Module.predict`` for the inputs of each microbatch."""
@@ -151,6 +153,11 @@ class Module(ABC):
     @property
     def losses(self) -> Mapping[str, Loss]:
         """Its losses and metrics by name; a main loss should have the name "loss". {} for a module without losses."""
+        return {}
+
+    @property
+    def layer_losses(self) -> Mapping[str, Loss]:
+        """Losses and metrics that its layers give, by name, beside ``losses``; {} for layers without losses."""
         return {}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Mapping[str, Float[Array, ""]]:
@@ -303,7 +310,7 @@ def run_layers(
     *,
     unroll: bool = False,
     keep: Iterable[int] = (),
-) -> tuple[Float[Array, "B T D"], dict[int, Float[Array, "B T D"]]]:
+) -> tuple[Float[Array, "B T D"], dict[int, Float[Array, "B T D"]], Sums]:
     """Runs some of a module's layers, inside ``shard_map``.
 
     Args:
@@ -317,20 +324,33 @@ def run_layers(
       keep: indices in the module of the layers whose outputs are returned too; none with a cache.
 
     Returns:
-      The last output, and the outputs of those ``keep`` that are among ``layers``, by index in the module.
+      The last output, the outputs of those ``keep`` that are among ``layers``, by index in the module, and the sums of
+      the module's ``layer_losses``, by name; without them, and with a cache, {}.
     """
     remat = getattr(module.config, "remat", "none")
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept_outputs: dict[int, Array] = {}
+    totals: dict[str, Array] = {}
     for group, group_runs in groupby(runs, key=itemgetter(1)):
-        block = group.block(context.under(group.mask(module.mask)), x)
+        body = _with_sums(group.block(context.under(group.mask(module.mask)), x))
         for run, _ in group_runs:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             local_added = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
             local_keep = [layer - start for layer in keep if layer in run.layers]
             if context.cache:
-                x = run_cached(context.cache, run.name, block, x, p[run.name], local_added, stacked=run.stacked)
+                x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
                 continue
-            x, local_kept = run_all(block, x, p[run.name], remat, local_added, local_keep)
+            x, local_kept, sums = run_all(body, x, p[run.name], remat, local_added, local_keep)
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
-    return x, kept_outputs
+            totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
+    return x, kept_outputs, totals
+
+
+def _with_sums(block: Block) -> Body:
+    """The function of a layer as ``layers`` runs it."""
+
+    def body(x: Array, p: Params) -> tuple[Array, Sums]:
+        result = block(x, p)
+        return result if isinstance(result, tuple) else (result, {})
+
+    return body

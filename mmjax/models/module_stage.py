@@ -19,7 +19,7 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.callbacks import CalledAt
 from mmjax.models.config import lora_name, projector_name
 from mmjax.models.context import Context, Inputs
-from mmjax.models.layers import Params
+from mmjax.models.layers import Params, Sums
 from mmjax.models.lora.layers import with_adapters
 from mmjax.models.module import run_layers
 from mmjax.models.nodes import Edge, Node
@@ -81,8 +81,10 @@ class ModuleStage(StageModel):
         needs = any(backend.needs_neighbours(mask) for _, mask in masks)
         return f"{backend.setting}={backend.name!r}" if needs else ""
 
-    def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Float[Array, "B T D"]:
-        """The features behind the stage's layers, in the last stage behind the module's end.
+    def forward(
+        self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
+    ) -> tuple[Float[Array, "B T D"], Sums]:
+        """The features behind the stage's layers, in the last stage behind the module's end, and its layers' losses.
 
         With ``levels``, outputs of inner layers follow the features along the last dimension.
         """
@@ -94,13 +96,13 @@ class ModuleStage(StageModel):
         """See ``StageModel.decode``."""
         present = {edge: incoming for edge, incoming in self.entering.items() if incoming.stage in carry}
         stage = replace(self, levels=(), entering=present)
-        return stage._features(p, replace(stage._context(inputs, axes), cache=cache), carry, cells)
+        return stage._features(p, replace(stage._context(inputs, axes), cache=cache), carry, cells)[0]
 
     def logits(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B 1 V"]:
         """See ``StageModel.logits``."""
         return self.node.module.logits(p[self.module], self._context(inputs, axes), x)
 
-    def _features(self, p: Params, context: Context, carry: Carry, cells: int) -> Float[Array, "B T D"]:
+    def _features(self, p: Params, context: Context, carry: Carry, cells: int) -> tuple[Float[Array, "B T D"], Sums]:
         module, module_params = self.node.module, self._module_params(p)
         earlier: list[Array] = []
         if self.before:
@@ -108,12 +110,12 @@ class ModuleStage(StageModel):
         else:
             x = self._apply_callback("before", context, self._embed(p, context, carry, cells))
         added = self._injected(p, context, carry, cells, x)
-        x, level_outputs = run_layers(
+        x, level_outputs, sums = run_layers(
             module, module_params, context, x, self.layers, added, unroll=self.unroll, keep=self.levels
         )
         if self.last:
             x = self._apply_callback("after", context, module.end(module_params, context, x))
-        return joined([x, *earlier, *(level_outputs[level] for level in sorted(level_outputs))])
+        return joined([x, *earlier, *(level_outputs[level] for level in sorted(level_outputs))]), sums
 
     def give(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Float[Array, "B N E"]:
         """The activation for other modules: projected tokens, then outputs of inner layers, along the last dimension.

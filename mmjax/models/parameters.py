@@ -48,15 +48,18 @@ class Declaration:
       shape: the shape of its value, without padding.
       dims: names of its dimensions. tp splits "heads", "kv_heads", "mlp" and "vocab" (see ``spread.TP_DIMENSIONS``).
       kv_heads: the number of heads in its dimension ``KV_HEADS``, if it has one.
+      load_rate: how much it moves in a step, if its gradient is the load of each expert along the last dimension (see
+        ``pipeline.loads``); ``None`` for all other parameters.
     """
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     kv_heads: int = 0
+    load_rate: float | None = None
 
     @classmethod
     def of(cls, name: str, param: nnx.Param[Any]) -> Declaration:
-        """The declaration of a parameter, from the metadata "dims" and "kv_heads"; ``name`` is for errors.
+        """The declaration of a parameter, from the metadata "dims", "kv_heads" and "load_rate"; ``name`` is for errors.
 
         Raises:
           ConfigError: ``dims`` do not name each dimension, or ``kv_heads`` does not divide its dimension.
@@ -70,7 +73,7 @@ class Declaration:
         if KV_HEADS in dims and (kv_heads < 1 or shape[dims.index(KV_HEADS)] % kv_heads):
             fix = f"has to be the number of key/value heads, as in nnx.Param(value, dims={dims}, kv_heads=2)"
             raise ConfigError(f"{name}{list(shape)}: kv_heads={kv_heads!r} {fix}")
-        return cls(shape, dims, kv_heads)
+        return cls(shape, dims, kv_heads, param.get_metadata("load_rate", None))
 
     def dims_under(self, tp: int) -> tuple[str, ...]:
         """``dims`` with "heads" in place of ``KV_HEADS`` unless tp has more ranks than there are such heads."""
@@ -93,6 +96,7 @@ class Leaf:
       from_end: distance of each logical leaf from the module's end: 0 behind the layers, 1 in the last layer, and so
         on, up to the number of layers + 1 before the first layer.
       kv_heads: the number of heads in the dimension ``KV_HEADS``, if it has one.
+      load_rate: see ``Declaration``; such a leaf is small, fp32 in every dtype, and whole on every rank.
     """
 
     module: str
@@ -105,6 +109,12 @@ class Leaf:
     layer: int | None = None
     from_end: tuple[int, ...] = (0,)
     kv_heads: int = 0
+    load_rate: float | None = None
+
+    @property
+    def is_load(self) -> bool:
+        """Whether its gradient is a load."""
+        return self.load_rate is not None
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Sharding of the stage's array over ``axes.tp``; the stacking dimension is not sharded."""
@@ -218,7 +228,16 @@ class ModuleSlice:
         shape, dims = declaration.shape, declaration.dims_under(self.tp)
         padded = tuple(_round_up(n, self.tp) if dim == "vocab" else n for n, dim in zip(shape, dims, strict=True))
         stacked = padded if layers is None else (len(layers), *padded)
-        return Leaf(self.module, path, layers, shape, stacked, dims, kv_heads=declaration.kv_heads)
+        return Leaf(
+            self.module,
+            path,
+            layers,
+            shape,
+            stacked,
+            dims,
+            kv_heads=declaration.kv_heads,
+            load_rate=declaration.load_rate,
+        )
 
     def initialise(self, key: jax.Array, *, stack: bool = False) -> Tree:
         """The stage's parameters in fp32, a pure function of ``key`` and the global layer indices, in the structure of

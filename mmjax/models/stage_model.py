@@ -14,7 +14,7 @@ from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Inputs
 from mmjax.models.handles import Open
-from mmjax.models.layers import Params
+from mmjax.models.layers import Params, Sums
 from mmjax.models.module import Loss
 from mmjax.models.parameters import ModuleSlice
 
@@ -38,7 +38,9 @@ class StageModel:
       inputs: names of the host inputs that it reads.
       following: host inputs that it reads of generated tokens, among which there are no tokens of other modules.
       remembers: host inputs of earlier tokens that its layers' masks read while text is generated.
-      losses: the losses of the stage by name; a stage without losses has neither ``loss`` nor ``predict``.
+      losses: the losses of the stage by name, equal in all stages of a module that have any; a stage without losses
+        has neither ``loss`` nor ``predict``.
+      ends: whether ``loss`` and ``predict`` are of this stage; otherwise its layers alone give losses.
       opens: functions from stored parameters to weights, by name; other parameters are stored as weights.
       before: the previous stage of its module, one of ``sources``; "" for the first stage.
       last: whether it is the last stage of its module, whose activation goes to other modules.
@@ -57,6 +59,7 @@ class StageModel:
     following: tuple[str, ...] = ()
     remembers: tuple[str, ...] = ()
     losses: Mapping[str, Loss] = field(default_factory=dict)
+    ends: bool = True
     opens: Mapping[str, Open] = field(default_factory=dict)
     before: str = ""
     last: bool = True
@@ -85,8 +88,8 @@ class StageModel:
         """
         return ""
 
-    def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> Array:
-        """The features of the stage, [B, …] with local rows first.
+    def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> tuple[Array, Sums]:
+        """The features of the stage, [B, …] with local rows first, and the sums of its layers' losses, by name.
 
         Args:
           p: parameters by module, such as p["llm"]["layers"].
@@ -102,7 +105,10 @@ class StageModel:
         return x
 
     def loss(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Mapping[str, Float[Array, ""]]:
-        """The sum over the local tokens of each of ``losses``, by name, from ``x``, the result of ``forward``."""
+        """The sum over the local tokens of each of ``losses`` that is not of layers, by name.
+
+        ``x`` are the features of ``forward``. Only the last stage of a module has other losses than those of layers.
+        """
         raise NotImplementedError
 
     def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:

@@ -91,7 +91,9 @@ class OneProgramExecutor(ABC):
         )
         if self._ends:
             self._ends.dispatched(program.name)
-        losses_by_module = {self.placed.stages[name].model.module: [loss] for name, loss in losses.items()}
+        losses_by_module: dict[str, list[jax.Array]] = {}
+        for name, loss in losses.items():
+            losses_by_module.setdefault(self.placed.stages[name].model.module, []).append(loss)
         return StepResult(losses_by_module, totals, denominators, model_losses(self.placed), self.placed.model.modules)
 
     def follow(self, ends: Ends | None) -> None:

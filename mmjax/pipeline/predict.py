@@ -28,6 +28,7 @@ from mmjax.pipeline.stage import Output
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.walker import Signature, Walker
 from mmjax.pipeline.world_gather import WorldGather
+from mmjax.schedule.graph import StageNode
 from mmjax.schedule.ops import ONCE, Op
 from mmjax.schedule.schedules import forward_only
 
@@ -122,6 +123,11 @@ class Predictor(Walker):
         """The stage that uses an op's result: the destination of its edge, or its stage."""
         return self.graph.edge(op.edge).dst if op.edge else op.stage
 
+    @property
+    def _ends(self) -> list[StageNode]:
+        """The stages that predict: of those with losses the last of each module."""
+        return [node for node in self.graph.losses if self.placed.stages[node.name].model.ends]
+
     def _from_other(self, op: Op, module: str) -> bool:
         """Whether an op belongs to an edge from another module."""
         return bool(op.edge) and self.placed.stages[self.graph.edge(op.edge).src].model.module != module
@@ -137,7 +143,7 @@ class Predictor(Walker):
         programs += [p for boundary in boundaries for p in boundary.forward.programs()]
         programs += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
         programs += self.placed.prepare_programs()
-        last = {place for node in self.graph.losses for place in node.lane_names}
+        last = {place for node in self._ends for place in node.lane_names}
         of_last = [item for forward in passes for item in forward.programs.items() if item[0][0] in last]
         for (name, _), program in of_last:
             results = jax.tree.leaves(_output_of(program.outputs).result)
@@ -328,7 +334,7 @@ class Predictor(Walker):
     def _predicted(self, module: str, number: int = 0) -> list[np.ndarray]:
         """Result ``number`` of a module's last stage for every microbatch, on the host."""
         results, out = self._results.get(module, {}), list[jax.Array]()
-        (node,) = [node for node in self.graph.losses if node.module == module]
+        (node,) = [node for node in self._ends if node.module == module]
         together = len(self.signatures) if module == LLM else 1
         for first in range(0, len(self.signatures), together):
             indices = [index for index in range(first, first + together) if index in results]

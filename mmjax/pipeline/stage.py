@@ -154,13 +154,25 @@ class StageFunctions:
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return self._output(self._losses if self.model.losses else None, params, inputs, carry)
 
-    def _losses(self, params: Tree, inputs: Tree, features: jax.Array, axes: Axes) -> jax.Array:
-        """The sums of the stage's losses, in their order; metrics have no gradient."""
-        sums, kinds = self.model.loss(params, inputs, features, axes), self.model.losses
-        if sums.keys() != kinds.keys():
-            raise ValueError(f"stage {self.model.name}: loss gives {sorted(sums)} and losses are {sorted(kinds)}")
-        totals = {name: self._sum_over_sp(value) for name, value in sums.items()}
+    def _losses(self, params: Tree, inputs: Tree, features: jax.Array, axes: Axes, of_layers: Tree) -> jax.Array:
+        """The sums of the stage's losses, in their order; metrics have no gradient.
+
+        A stage that does not end its module gives the losses ``of_layers`` alone, and 0 for the others.
+        """
+        kinds, sums = self.model.losses, dict(of_layers)
+        if self.model.ends:
+            sums |= self.model.loss(params, inputs, features, axes)
+            if sums.keys() != kinds.keys():
+                raise ValueError(f"stage {self.model.name}: loss gives {sorted(sums)} and losses are {sorted(kinds)}")
+        totals = {name: self._sum_over_sp(sums.get(name, jnp.zeros(()))) for name in kinds}
+        varying = (*self.submesh.spread.rows, *self._position_axes)
+        totals = jax_compat.tree_to_varying(totals, varying)
         return jnp.stack([totals[n] if kind.weight else lax.stop_gradient(totals[n]) for n, kind in kinds.items()])
+
+    def _predictions(self, params: Tree, inputs: Tree, features: jax.Array, axes: Axes, of_layers: Tree) -> Any:
+        """The predictions of the stage, which do not read the losses ``of_layers``."""
+        del of_layers
+        return self.model.predict(params, inputs, features, axes)
 
     def _sum_over_sp(self, total: jax.Array) -> jax.Array:
         """A sum over tokens, added up over ranks of tp if sequence parallelism still splits the tokens there."""
@@ -169,8 +181,8 @@ class StageFunctions:
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
         axes = self.submesh.axes
         params = with_handles(self.model, self.state, params)
-        features = self.model.forward(params, inputs, carry, axes, self._cells)
-        stage_result = result(params, inputs, features, axes) if result else None
+        features, sums = self.model.forward(params, inputs, carry, axes, self._cells)
+        stage_result = result(params, inputs, features, axes, sums) if result else None
         if not self.sends:
             return Output(None, stage_result)
         activation = self.model.give(params, inputs, features, axes)
@@ -188,7 +200,7 @@ class StageFunctions:
         return self._stacked(self._apply(jax_compat.tree_to_varying(params, self._token_axes), inputs, carry))
 
     def _predict(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
-        predict = self.model.predict if self.model.losses else None
+        predict = self._predictions if self.model.losses and self.model.ends else None
         out = self._output(predict, jax_compat.tree_to_varying(params, self._token_axes), inputs, carry)
         if out.result is None:
             return out

@@ -22,6 +22,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.models.parameters import join_logical, split_logical
 from mmjax.optimizer import Moments, moments, with_moments
+from mmjax.pipeline.loads import split_loads
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.rates import scale_updates
 from mmjax.pipeline.state_shapes import MOMENTS, State, StateShapes
@@ -43,7 +44,7 @@ class StageState(StateShapes):
         axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.prepared_avals}
 
         def cast_and_gather(zero: ZeroLeaf, shard: jax.Array) -> jax.Array:
-            return zero.gather(shard.astype(self.param_dtypes[zero.leaf.module]), axes)
+            return zero.gather(shard.astype(self.param_dtype(zero.leaf)), axes)
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             return jax.tree.map(cast_and_gather, zero, with_leaves(masters, borrowed))
@@ -100,7 +101,7 @@ class StageState(StateShapes):
     def _squared_norm(self, module: str, grads: Tree) -> jax.Array:
         """This rank's part of the module's squared gradient norm; 0 for a module without gradients here."""
         zero, axes = self.owned[module] if module in grads else {}, self.submesh.axes
-        norms = jax.tree.map(lambda z, g: z.squared_norm(g, axes), zero, grads.get(module, {}))
+        norms = jax.tree.map(lambda z, g: 0 if z.leaf.is_load else z.squared_norm(g, axes), zero, grads.get(module, {}))
         return sum(jax.tree.leaves(norms), start=jnp.zeros((), jnp.float32))
 
     @cached_property
@@ -122,7 +123,9 @@ class StageState(StateShapes):
             for module, optimizer in self.optimizers.items():
                 scaled = jax.tree.map(lambda g: g * scale, grads[module])
                 master = state["master"][module]
+                scaled, load_updates = split_loads(self.owned[module], scaled)
                 updates, opt = optimizer.update(scaled, state["opt"][module], master)
+                updates = with_leaves(updates, load_updates) if load_updates else updates
                 updates = scale_updates(self._configs[module], self.owned[module], updates, self.submesh.axes)
                 new["master"][module] = where_finite(finite, optax.apply_updates(master, updates), master)
                 new["opt"][module] = where_finite(finite, opt, state["opt"][module])
@@ -260,7 +263,7 @@ class StageState(StateShapes):
 
     def _padded(self, zero: ZeroLeaf, x: jax.Array) -> jax.Array:
         """A whole array in the dtype and padded shape of a master or moment."""
-        return zero.pad(x.astype(self.master_dtypes[zero.leaf.module]))
+        return zero.pad(x.astype(self.master_dtype(zero.leaf)))
 
 
 def _all_finite(state: State) -> jax.Array:

@@ -106,7 +106,7 @@ class StateShapes:
         """``ShapeDtypeStruct``, with its sharding, of each compute parameter: a tree by module."""
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, self.param_dtypes[leaf.module])
+            return jax.ShapeDtypeStruct(leaf.shape, self.param_dtype(leaf))
 
         return self._avals(shape, self.leaves, self.param_specs)
 
@@ -114,7 +114,8 @@ class StateShapes:
     def opens(self) -> dict[str, Open]:
         """The functions that widen parameters of a narrower dtype to the compute dtype, by name such as "llm/embed"."""
         narrow = {m: leaves for m, leaves in self.leaves.items() if self.param_dtypes[m] != jnp.dtype(self.dtype)}
-        return dict.fromkeys(by_name(narrow), lambda stored: stored.astype(self.dtype))
+        names = [name for name, leaf in by_name(narrow).items() if not leaf.is_load]
+        return dict.fromkeys(names, lambda stored: stored.astype(self.dtype))
 
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
@@ -127,7 +128,15 @@ class StateShapes:
         return self._avals(self._master_shape, self.owned, self.master_specs)
 
     def _master_shape(self, zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(zero.shape, self.master_dtypes[zero.leaf.module])
+        return jax.ShapeDtypeStruct(zero.shape, self.master_dtype(zero.leaf))
+
+    def master_dtype(self, leaf: Leaf) -> Any:
+        """The dtype of the leaf's master."""
+        return jnp.dtype(jnp.float32) if leaf.is_load else self.master_dtypes[leaf.module]
+
+    def param_dtype(self, leaf: Leaf) -> Any:
+        """The dtype of the leaf's compute parameter."""
+        return jnp.dtype(jnp.float32) if leaf.is_load else self.param_dtypes[leaf.module]
 
     def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
         """``PartitionSpec`` of ``lent`` or ``borrowed`` masters, or of their reduced gradients, by name."""
@@ -224,9 +233,7 @@ class StateShapes:
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
-            aval = jax.ShapeDtypeStruct(
-                zero.leaf.logical_shape, self.master_dtypes[zero.leaf.module], sharding=sharding
-            )
+            aval = jax.ShapeDtypeStruct(zero.leaf.logical_shape, self.master_dtype(zero.leaf), sharding=sharding)
             moments = MOMENTS if zero.leaf.module in self.trainable else ()  # float32, as a trained module's masters
             result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *moments)}
         return result

@@ -46,7 +46,7 @@ class ZeroLeaf:
         stacked = leaf.layers is not None
         split = [False] * stacked + [name in TP_DIMENSIONS for name in leaf.dims]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        if shards == 1:
+        if shards == 1 or leaf.is_load:
             return cls(leaf, None, leaf.shape)
         for dim in order:
             if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:

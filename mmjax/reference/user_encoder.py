@@ -77,7 +77,8 @@ def _program(
     submesh, replicated = one_device(), PartitionSpec()
 
     def forward(params: Any, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        features, axes = stage.forward(params, inputs, {}, submesh.axes, 1), submesh.axes
+        axes = submesh.axes
+        features, _ = stage.forward(params, inputs, {}, axes, 1)
         losses = stage.loss(params, inputs, features, axes) if stage.losses else {}
         return stage.give(params, inputs, features, axes), losses
 

@@ -122,7 +122,7 @@ def test_logits_are_the_references(tied: bool) -> None:
 
     def body(p: Any, tokens: Any) -> jax.Array:
         x = embed_tokens(tokens, p["embed"], AXES)
-        x, _ = run_layers(
+        x, *_ = run_layers(
             Llama(c), p, context(Llama(c), segments=jnp.ones_like(tokens), positions=jnp.arange(7)[None]), x
         )
         return layers.logits(p, c, AXES, rms_norm(x, p["norm"], c.norm_eps))

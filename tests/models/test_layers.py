@@ -212,7 +212,7 @@ def test_the_best_token_is_the_lowest_of_the_largest(tp: int) -> None:
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_layers_run_in_order(remat: str) -> None:
     stacked = {"w": jnp.array([2.0, 3.0, 5.0])}
-    got, _ = layers.scan_layers(lambda x, p: x * p["w"] + 1, jnp.array(1.0), stacked, remat)
+    got, *_ = layers.scan_layers(lambda x, p: (x * p["w"] + 1, {}), jnp.array(1.0), stacked, remat)
     assert float(got) == ((1 * 2 + 1) * 3 + 1) * 5 + 1
 
 

@@ -91,7 +91,7 @@ def computed(of: Oracle, tp: int = 1) -> dict[str, list[np.ndarray]]:
 
     def body(p: Any, given: Any) -> dict[str, jax.Array]:
         surroundings = context(module, **given)
-        x, _ = run_layers(module, p, surroundings, module.embed(p, surroundings))
+        x, *_ = run_layers(module, p, surroundings, module.embed(p, surroundings))
         hidden = module.end(p, surroundings, x)
         logits = layers.logits(p, of.c, AXES, hidden)
         return {"hidden": hidden, "logits": logits, "logprobs": -cross_entropy(logits, given["targets"], AXES)}

@@ -102,7 +102,7 @@ def features(
 
     def body(p: Any, given: Any) -> tuple[jax.Array, jax.Array]:
         here = context(module, **given)
-        x, kept = run_layers(module, p, here, module.embed(p, here), keep=[c.layers - 2])
+        x, kept, _ = run_layers(module, p, here, module.embed(p, here), keep=[c.layers - 2])
         return module.end(p, here, x), kept[c.layers - 2]
 
     run = jax.jit(lambda p, given: on_tp(tp, body, p, given, specs=(specs, P()), out=(P(), P())))

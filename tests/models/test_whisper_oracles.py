@@ -86,7 +86,7 @@ def hidden(inputs: dict[str, np.ndarray], tp: int = 1) -> tuple[np.ndarray, np.n
 
     def body(p: Any, given: Any) -> tuple[jax.Array, jax.Array]:
         here = context(module, **given)
-        x, kept = run_layers(module, p, here, module.embed(p, here), keep=[0])
+        x, kept, _ = run_layers(module, p, here, module.embed(p, here), keep=[0])
         return kept[0], module.end(p, here, x)
 
     run = jax.jit(lambda p, given: on_tp(tp, body, p, given, specs=(specs, P()), out=(P(), P())))

@@ -18,8 +18,8 @@ class FunctionStage(StageModel):
     judge: Callable[..., Any] | None = None
 
     def forward(self, p: Any, inputs: Any, carry: Any, axes: Any, cells: int) -> Any:
-        """``run(p, inputs, carry, axes, cells)``."""
-        return self.run(p, inputs, carry, axes, cells)
+        """``run(p, inputs, carry, axes, cells)``, and no losses of layers."""
+        return self.run(p, inputs, carry, axes, cells), {}
 
     def loss(self, p: Any, inputs: Any, x: Any, axes: Any) -> Any:
         """``judge(p, inputs, x, axes)``."""

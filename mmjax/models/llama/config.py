@@ -13,24 +13,23 @@ from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require, setting_name
 from mmjax.data.patches import FIRST_CODE
 from mmjax.models.choices import REMATS
+from mmjax.models.llama.presets import PRESETS
 from mmjax.models.settings import ModuleSettings
 
 ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """Default ``rope_turns`` of the scalings that read them."""
 ROPE_SCALINGS = ("none", "linear", *ROPE_TURNS)
-_QWEN2_VL_7B: Mapping[str, object] = {
-    "layers": 28,
-    "width": 3584,
-    "heads": 28,
-    "kv_heads": 4,
-    "mlp": 18944,
-    "vocab": 152064,
-    "qkv_bias": True,
-    "rope_theta": 1000000.0,
-    "rope_sections": (16, 24, 24),
-    "norm_eps": 1e-6,
-}
-"""Sizes of the language model of Qwen2-VL 7B and of Qwen2.5-VL 7B."""
+ROUTERS = ("softmax", "sigmoid")
+EXPERT_SETTINGS = (
+    *("experts_per_token", "expert_mlp", "shared_experts", "shared_gate", "dense_layers", "balance_loss"),
+    *("router", "router_normalised", "router_scale", "router_groups", "router_group_limit", "router_bias"),
+    *("router_bias_rate", "router_z_loss"),
+)
+"""Settings that have no effect without experts."""
+_NOT_NEGATIVE = (
+    *("experts", "expert_mlp", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
+    "router_z_loss",
+)
 
 
 @configurable("Decoder")
@@ -66,6 +65,29 @@ class DecoderConfig(ModuleSettings):
         token its place in the image. () rotates all pairs with the token's place in its sample.
       norm_eps: epsilon of RMSNorm.
       tied: whether the output head is the transposed embedding table.
+      experts: number of experts of each layer that has them; 0 means none (Shazeer et al., "Sparsely-gated
+        mixture-of-experts layer"). Each is an mlp; a router sends every token to some of them.
+      experts_per_token: number of experts that compute a token.
+      expert_mlp: hidden units of one expert; 0 means as ``mlp``.
+      shared_experts: number of experts that compute every token, as one mlp with so many times ``expert_mlp`` hidden
+        units (DeepSeek, Qwen2-MoE).
+      shared_gate: whether the result of shared experts is multiplied by a sigmoid of each token (Qwen2-MoE).
+      dense_layers: number of first layers with an mlp in place of experts (DeepSeek).
+      router: how scores become probabilities: ``softmax`` over all experts, or ``sigmoid`` of each (DeepSeek-V3).
+      router_normalised: whether the probabilities of a token's experts are divided by their sum.
+      router_scale: factor of these probabilities.
+      router_groups: number of groups of experts from which ``router_group_limit`` are chosen first, by their best
+        expert, with ``sigmoid`` by the sum of the best two; 1 leaves them out (DeepSeek-V2 and V3).
+      router_group_limit: number of groups in which a token's experts are.
+      router_bias: whether each expert has a bias for its choice, which is not in its weight and has no gradient: after
+        a step it rises by ``router_bias_rate`` for an expert with fewer tokens than the mean, and falls otherwise
+        (Wang et al., "Auxiliary-loss-free load balancing").
+      router_bias_rate: the change of that bias in a step.
+      balance_loss: weight of the loss that makes the loads of experts equal, Σ_e f_e · P_e times their number, where
+        f_e is the share of a sample's tokens that choose expert e and P_e their mean probability of it (Fedus et al., "Switch
+        transformers", §2.2); the mean over layers and, weighted by tokens, over samples. 0 leaves it out.
+      router_z_loss: weight of the squared logarithm of the router's denominator (Zoph et al., "ST-MoE", §3.2), the
+        mean over tokens and layers; 0 leaves it out.
       z_loss: weight of a second loss, the squared logarithm of the softmax's denominator, which keeps logits small
         (Chowdhery et al., "PaLM", §5); 0 leaves it out.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
@@ -74,74 +96,7 @@ class DecoderConfig(ModuleSettings):
         ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "tiny": {},
-        "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
-        "llama3-8b": {
-            "layers": 32,
-            "width": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "mlp": 14336,
-            "vocab": 128256,
-            "rope_theta": 500000.0,
-        },
-        "llama3-70b": {
-            "layers": 80,
-            "width": 8192,
-            "heads": 64,
-            "kv_heads": 8,
-            "mlp": 28672,
-            "vocab": 128256,
-            "rope_theta": 500000.0,
-        },
-        "llama3.1-8b": {
-            "layers": 32,
-            "width": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "mlp": 14336,
-            "vocab": 128256,
-            "rope_theta": 500000.0,
-            "rope_scaling": "llama3",
-            "rope_factor": 8.0,
-            "rope_context": 8192,
-        },
-        "mistral-7b": {
-            "layers": 32,
-            "width": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "mlp": 14336,
-            "vocab": 32000,
-            "window": 4096,
-        },
-        "qwen2.5-7b": {
-            "layers": 28,
-            "width": 3584,
-            "heads": 28,
-            "kv_heads": 4,
-            "mlp": 18944,
-            "vocab": 152064,
-            "qkv_bias": True,
-            "rope_theta": 1000000.0,
-            "norm_eps": 1e-6,
-        },
-        "qwen2-vl-7b": _QWEN2_VL_7B,
-        "qwen2.5-vl-7b": _QWEN2_VL_7B,
-        "qwen3-8b": {
-            "layers": 36,
-            "width": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "mlp": 12288,
-            "vocab": 151936,
-            "qk_norm": True,
-            "rope_theta": 1000000.0,
-            "norm_eps": 1e-6,
-        },
-    }
-
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
     divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width")
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
 
@@ -170,6 +125,21 @@ class DecoderConfig(ModuleSettings):
     rope_sections: tuple[int, ...] = field(default=(), metadata={"example": (16, 24, 24)})
     norm_eps: float = 1e-5
     tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_mlp: int = 0
+    shared_experts: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+    router: str = "softmax"
+    router_normalised: bool = True
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_group_limit: int = 1
+    router_bias: bool = False
+    router_bias_rate: float = 0.001
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
     z_loss: float = 0.0
     attention: str = "auto"
     remat: str = "auto"
@@ -177,7 +147,17 @@ class DecoderConfig(ModuleSettings):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
             positive(f"Decoder.{name}", getattr(self, name))
-        for name in ("vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context", "z_loss"):
+        for name in (
+            "vocab",
+            "head_dim",
+            "window",
+            "chunk",
+            "full_layers",
+            "full_every",
+            "rope_context",
+            "z_loss",
+            *_NOT_NEGATIVE,
+        ):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if not self.head_dim:
@@ -188,6 +168,8 @@ class DecoderConfig(ModuleSettings):
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()
+        if self.experts:
+            self._check_experts()
 
     def check_media(self, name: str, media: Sequence[str]) -> None:
         """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
@@ -240,14 +222,34 @@ class DecoderConfig(ModuleSettings):
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
 
+    def _check_experts(self) -> None:
+        one_of("Decoder.router", self.router, ROUTERS)
+        for name in ("experts_per_token", "router_scale", "router_groups", "router_group_limit"):
+            positive(f"Decoder.{name}", getattr(self, name))
+        fix = f"layers of experts follow, and Decoder.layers is {self.layers}; use {self.layers - 1} or less"
+        require(self.dense_layers < self.layers, "Decoder.dense_layers", self.dense_layers, fix)
+        divides("Decoder.router_groups", self.router_groups, self.experts, "Decoder.experts")
+        fix = f"there are {self.router_groups} groups (Decoder.router_groups); use that or less"
+        require(
+            self.router_group_limit <= self.router_groups, "Decoder.router_group_limit", self.router_group_limit, fix
+        )
+        most = self.experts // self.router_groups * self.router_group_limit
+        fix = f"a token can choose among {most} experts; use {most} or less"
+        require(self.experts_per_token <= most, "Decoder.experts_per_token", self.experts_per_token, fix)
+        fix = "is of shared experts, and Decoder.shared_experts is 0; set it to False"
+        require(self.shared_experts > 0 or not self.shared_gate, "Decoder.shared_gate", self.shared_gate, fix)
+
     def idle(self) -> dict[str, str]:
-        """The fields without effect, given the other fields, each with the reason: "rope_context" and "rope_turns", or
-        {}.
-        """
-        if self.rope_scaling in ROPE_TURNS:
-            return {}
-        reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
-        return dict.fromkeys(("rope_context", "rope_turns"), reason)
+        """The fields without effect, given the other fields, each with the reason: such as "rope_context"; or {}."""
+        reasons: dict[str, str] = {}
+        if self.rope_scaling not in ROPE_TURNS:
+            reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
+            reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
+        if not self.experts:
+            reasons |= dict.fromkeys(EXPERT_SETTINGS, "Decoder.experts=0: there are no experts")
+        elif not self.router_bias:
+            reasons["router_bias_rate"] = "Decoder.router_bias=False: there is no bias"
+        return reasons
 
     @property
     def turns(self) -> tuple[float, ...]:
@@ -255,12 +257,33 @@ class DecoderConfig(ModuleSettings):
         return self.rope_turns or ROPE_TURNS[self.rope_scaling]
 
     @property
-    def runs(self) -> tuple[tuple[int, bool], ...]:
-        """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks.
+    def runs(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Runs of equal layers: the number of layers, whether they are local, with the window and chunks, and whether
+        they have experts.
 
-        Such as ((5, True), (1, False)); without windows and chunks all layers are one run that is not local.
+        Such as ((5, True, False), (1, False, False)).
         """
-        return tuple((len([*run]), is_local) for is_local, run in groupby(map(self._is_local, range(self.layers))))
+        kinds = ((self._is_local(layer), self.has_experts(layer)) for layer in range(self.layers))
+        return tuple((len([*run]), *kind) for kind, run in groupby(kinds))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its index from 0, has experts in place of an mlp."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden units of one expert."""
+        return self.expert_mlp or self.mlp
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden units of all shared experts."""
+        return self.shared_experts * self.expert_width
 
     def _is_local(self, layer: int) -> bool:
         """Whether a layer has the window and chunks; False if the model has neither."""

@@ -15,11 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
+from mmjax.models.experts.layers import Experts, apply_experts
+from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     Params,
     column_parallel,
     column_parallel_of_parts,
+    linear,
     residual_init,
     row_parallel_of_parts,
     saved,
@@ -27,7 +30,7 @@ from mmjax.models.layers import (
 )
 from mmjax.models.llama import rope
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.module import Block
+from mmjax.models.module import Block, Loss
 from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
 from mmjax.models.sequence_parallel import TokenParts
@@ -54,25 +57,36 @@ class _Attention(nnx.Module):
 
 
 class _Mlp(nnx.Module):
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, hidden: int, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
-        self.gate = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
-        self.up = nnx.Param(init(rngs.params(), (c.width, c.mlp)), dims=("embed", "mlp"))
-        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (c.mlp, c.width)), dims=("mlp", "embed"))
+        self.gate = nnx.Param(init(rngs.params(), (c.width, hidden)), dims=("embed", "mlp"))
+        self.up = nnx.Param(init(rngs.params(), (c.width, hidden)), dims=("embed", "mlp"))
+        self.down = nnx.Param(residual_init(c.layers)(rngs.params(), (hidden, c.width)), dims=("mlp", "embed"))
         if c.mlp_bias:
-            self.gate_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
-            self.up_bias = nnx.Param(jnp.zeros(c.mlp), dims=("mlp",))
+            self.gate_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
+            self.up_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
             self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
+    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp".
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+    A layer with experts has "experts" in place of "mlp", with shared experts "shared", and maybe "shared_gate".
+    """
+
+    def __init__(self, c: DecoderConfig, has_experts: bool, rngs: nnx.Rngs):
         self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         self.attn = _Attention(c, rngs)
         self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        self.mlp = _Mlp(c, rngs)
+        if not has_experts:
+            self.mlp = _Mlp(c, c.mlp, rngs)
+            return
+        self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
+        if c.shared_experts:
+            self.shared = _Mlp(c, c.shared_width, rngs)
+        if c.shared_gate:
+            init = nnx.initializers.lecun_normal()
+            self.shared_gate = nnx.Param(init(rngs.params(), (c.width, 1)), dims=("embed", "gate"))
 
 
 class _Embedding(nnx.Module):
@@ -107,40 +121,85 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     return ()
 
 
-def block(c: DecoderConfig, context: Context) -> Block:
+def router_of(c: DecoderConfig) -> Router:
+    """The router of a decoder with experts."""
+    return Router(
+        experts=c.experts,
+        per_token=c.experts_per_token,
+        scores=c.router,
+        normalised=c.router_normalised,
+        scale=c.router_scale,
+        groups=c.router_groups,
+        group_limit=c.router_group_limit,
+        bias_rate=c.router_bias_rate if c.router_bias else None,
+    )
+
+
+def layer_losses(c: DecoderConfig) -> dict[str, Loss]:
+    """The losses and metrics of layers with experts, by name; {} without experts."""
+    if not c.experts:
+        return {}
+    weights = {"balance_loss": c.balance_loss, "router_z_loss": c.router_z_loss}
+    kept = {name: weight for name, weight in weights.items() if weight} | dict.fromkeys(ROUTER_METRICS, 0.0)
+    return {name: Loss(weight=weight, per="llm_tokens") for name, weight in kept.items()}
+
+
+def block(c: DecoderConfig, context: Context, *, has_experts: bool = False) -> Block:
     """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
 
     ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. The
-    parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"), "mlp_norm" and "mlp" ("gate", "up", "down").
+    parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"), "mlp_norm" and "mlp" ("gate", "up", "down"), or
+    ``has_experts`` "experts" and what ``DecoderLayer`` names. With experts the result is ([B, T, D], the sum of each of
+    ``layer_losses`` over the local tokens, by name).
 
     Raises:
       ValueError: the stage reads no positions.
     """
-    axes, positions = context.axes, context.tokens.positions
 
     def layer(x_BTD: Array, p: Params) -> Array:
-        a: Any = p["attn"]
-        # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
-        x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
-        h = rms_norm(x, p["attn_norm"], c.norm_eps)
-        qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
-        q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), c.head_width) for y in qkv)
-        if c.qk_norm:
-            q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
-        q, k = (rope.rotate(c, y, positions) for y in (q, k))
-        if not c.qk_norm:  # whose backward reads the products, which are saved
-            q, k = saved(q), saved(k)
-        parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
-        ys = parts.split_gathered(context.attend(q, k, v).reshape(*qkv[0].shape[:-1], -1))
-        x = saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
-        m: Any = p["mlp"]
-        hs = parts.split(rms_norm(x, p["mlp_norm"], c.norm_eps))
-        gates, ups = column_parallel_of_parts(hs, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
-        inner = [Computed(_gated, arrays) for arrays in zip(gates, ups, strict=True)]
-        y = parts.join(row_parallel_of_parts(inner, m["down"], axes, m.get("down_bias")))
+        x = _after_attention(c, context, x_BTD, p)
+        y = _mlp(context.axes, p["mlp"], rms_norm(x, p["mlp_norm"], c.norm_eps))
         return (x + y).reshape(x_BTD.shape)
 
-    return layer
+    def layer_with_experts(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
+        x = _after_attention(c, context, x_BTD, p).reshape(x_BTD.shape)
+        h = rms_norm(x, p["mlp_norm"], c.norm_eps)
+        y, sums = apply_experts(router_of(c), p["experts"], context, h, tuple(layer_losses(c)))
+        if c.shared_experts:
+            shared = _mlp(context.axes, p["shared"], h)
+            y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
+        return x + y, {name: total / c.expert_layers for name, total in sums.items()}  # means over layers, too
+
+    return layer_with_experts if has_experts else layer
+
+
+def _after_attention(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -> Array:
+    """The features behind a layer's attention; ``[B·T, D]`` without sequence parallelism."""
+    axes, positions = context.axes, context.tokens.positions
+    a: Any = p["attn"]
+    # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
+    x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
+    h = rms_norm(x, p["attn_norm"], c.norm_eps)
+    qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
+    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), c.head_width) for y in qkv)
+    if c.qk_norm:
+        q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
+    q, k = (rope.rotate(c, y, positions) for y in (q, k))
+    if not c.qk_norm:  # whose backward reads the products, which are saved
+        q, k = saved(q), saved(k)
+    parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
+    ys = parts.split_gathered(context.attend(q, k, v).reshape(*qkv[0].shape[:-1], -1))
+    return saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
+
+
+def _mlp(axes: Axes, p: Params, h: Array) -> Array:
+    """An mlp of normed features ``[B, T, D]`` or ``[B·T, D]``."""
+    m: Any = p
+    parts = TokenParts.of(h, axes.sp, divisible=not axes.overlap and divisible(p))
+    hs = parts.split(h)
+    gates, ups = column_parallel_of_parts(hs, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
+    inner = [Computed(_gated, arrays) for arrays in zip(gates, ups, strict=True)]
+    return parts.join(row_parallel_of_parts(inner, m["down"], axes, m.get("down_bias")))
 
 
 def _gated(gate_BTF: Array, up_BTF: Array) -> Array:

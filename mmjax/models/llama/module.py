@@ -32,24 +32,24 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers with the window and chunks, and of layers without."""
-        c = self.config
-        create, rules = partial(layers.DecoderLayer, c), Rules.parse(c.mask)
-
-        def block(context: Context, x: Array) -> Block:
-            return layers.block(c, context)
-
+        """Its groups of layers: runs of layers that are alike in window and chunks, and in experts."""
+        c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(
                 count,
-                create,
-                block,
+                partial(layers.DecoderLayer, c, has_experts),
+                partial(_block, c, has_experts),
                 rules=rules,
                 window=c.window if is_local else 0,
                 grid_window=c.chunk if is_local else 0,
             )
-            for count, is_local in c.runs
+            for count, is_local, has_experts in c.runs
         )
+
+    @property
+    def layer_losses(self) -> Mapping[str, Loss]:
+        """The losses and metrics of routers, where layers have experts: such as "balance_loss"."""
+        return layers.layer_losses(self.config)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
         """The embedding table of the first stage, and the norm and the head of the last; see ``layers.parts``."""
@@ -117,3 +117,7 @@ class Llama(Module):
     def sees(self) -> str:
         """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
+
+
+def _block(c: DecoderConfig, has_experts: bool, context: Context, x: Array) -> Block:
+    return layers.block(c, context, has_experts=has_experts)

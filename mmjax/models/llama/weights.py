@@ -266,7 +266,7 @@ def _value(c: DecoderConfig, name: str) -> Any:
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name in ("window", "chunk", "full_layers", "full_every"):
-        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local in c.runs) else ()
+        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local, _ in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 
