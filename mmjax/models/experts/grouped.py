@@ -10,7 +10,6 @@ Shapes: M rows, D inputs, F outputs, E experts, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
