@@ -205,7 +205,7 @@ def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[s
       ConfigError: the folder has no such module, or its model is unknown to the family.
     """
     entries = expand(find_pretrained(family, folder.config).rows(settings), getattr(settings, "layers", 0))
-    return {folder.tensors[key].dtype for key, _ in match(entries, folder.tensors).places.values()}
+    return {folder.info(key).dtype for key, _ in match(entries, folder.tensors).places.values()}
 
 
 def family_weights(family: Family) -> FamilyWeights:

@@ -41,7 +41,16 @@ def run_reference(
         # Gradients of frozen modules are dropped after the differentiation, which then compiles only once.
         gradients = {name: g for name, g in out.gradients.items() if not optimizers[module_of(name)].frozen}
         rates = {module: reference.learning_rate(o, step, len(samples)) for module, o in optimizers.items()}
-        state = reference.adamw_step(state, gradients, optimizers, rates, clip_norm=clip_norm, factors=factors)
+        loads = {name: load for name, load in out.loads.items() if not optimizers[module_of(name)].frozen}
+        state = reference.adamw_step(
+            state,
+            gradients,
+            optimizers,
+            rates,
+            clip_norm=clip_norm,
+            factors=factors,
+            bias_updates=reference.bias_updates(model, loads),
+        )
         result.losses.append(out.loss)
         result.norms.append({module: reference.global_norm(gradients, module) for module in optimizers})
         result.gradients.append(gradients)

@@ -1,7 +1,7 @@
 """Makes a configuration small, but keeps everything that its layouts may compute wrongly.
 
 It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, the
-set of sizes that tp divides, merge, positions, activation, biases, norms, windows shorter than samples and layers
+set of sizes that tp divides, experts, merge, positions, activation, biases, norms, windows shorter than samples and layers
 without a window, tied embeddings, remat and frozen modules. Sizes that are small already stay. Where the configuration
 sets the numbers of layers per stage, stages with more than the least number keep more.
 """
@@ -29,7 +29,7 @@ from mmjax.recipe import ModuleSpec, Recipe
 
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
-    **{"patch": 4, "grid": 32, "mels": 16, "length": 64, "tiles": 2},
+    **{"patch": 4, "grid": 32, "mels": 16, "length": 64, "tiles": 2, "experts": 8, "groups": 4},
 }
 """Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
@@ -237,7 +237,22 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
     sizes |= {name: min(getattr(c, name), SMALL["window"]) for name in ("window", "chunk")}
     if c.full_every > layers > 1:
         sizes["full_every"] = layers
+    sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
     return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
+
+
+def _experts(c: DecoderConfig, layers: int, layout: Layout) -> dict[str, int]:
+    """Fewer experts; a choice among some of them, and of groups, stays a choice."""
+    sizes = {"expert_mlp": _hidden(c.expert_mlp, layout.tp), "dense_layers": min(c.dense_layers, layers - 1)}
+    if c.experts <= SMALL["experts"]:
+        return sizes
+    groups = min(c.router_groups, SMALL["groups"])
+    limit = min(c.router_group_limit, groups - (c.router_group_limit < c.router_groups))
+    experts = _multiple(SMALL["experts"], math.lcm(groups, layout.ep))
+    per_token = min(c.experts_per_token, max(1, experts // groups * limit // 2))
+    shared = min(c.shared_experts, 2)
+    sizes |= {"experts": experts, "experts_per_token": per_token, "shared_experts": shared}
+    return sizes | {"router_groups": groups, "router_group_limit": limit}
 
 
 def _layers(layers: int, layout: Layout) -> int:

@@ -31,6 +31,7 @@ from mmjax.reference.arithmetic import (
     turn_2d,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
+from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.positions import cut_patches, patch_positions, token_positions
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
 
 def _decoder_layer(
     leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
-) -> jax.Array:
+) -> tuple[jax.Array, RouterSums]:
     prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
     _, magnitude = _rotary(decoder)
     normed = rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
@@ -119,16 +120,17 @@ def _decoder_layer(
     else:
         mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)])
     x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
-    normed, biased = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps), decoder.mlp_bias
-    gate = matmul(normed, leaves[f"{prefix}/mlp/gate"]) + optional("mlp/gate_bias", exists=biased)
-    up = matmul(normed, leaves[f"{prefix}/mlp/up"]) + optional("mlp/up_bias", exists=biased)
-    return (
-        x_ND + matmul(jax.nn.silu(gate) * up, leaves[f"{prefix}/mlp/down"]) + optional("mlp/down_bias", exists=biased)
-    )
+    normed = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps)
+    if has_experts(decoder, layer):
+        y_ND, sums = mixture(leaves, prefix, decoder, normed)
+        return x_ND + y_ND, sums
+    return x_ND + gated_mlp(leaves, f"{prefix}/mlp", normed), RouterSums()
 
 
 Masks = tuple[jax.Array, jax.Array]
 """Masks of layers with a window or chunks and of layers without, see `masks.masks_of`."""
+Loads = Mapping[str, jax.Array]
+"""The number of tokens that chose each expert, by leaf of the router's bias."""
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
 """Indices of tokens in a sample, and their features."""
 
@@ -143,8 +145,8 @@ def _hidden(
     tables: Tables | None,
     masks: Masks | None,
     added_ND: jax.Array | float = 0.0,
-) -> jax.Array:
-    """Hidden states after the final norm; without `tables` a token's position is its index.
+) -> tuple[jax.Array, RouterSums]:
+    """Hidden states after the final norm, and the sums of routers; without `tables` a token's position is its index.
 
     `added_ND` is added to the embeddings.
     """
@@ -153,12 +155,13 @@ def _hidden(
     x_ND = leaves["llm/embed"][tokens_N] + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
-    x_ND = calls("before", x_ND)
+    x_ND, sums = calls("before", x_ND), RouterSums()
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
-    return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps))
+        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
+        sums += layer_sums
+    return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps)), sums
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
@@ -191,7 +194,8 @@ def decode(
       masks: two masks [N, N] of layers with a window or chunks and of layers without, true where a token (the row)
         reads another, as `masks.masks_of` gives them; `None` is the causal mask, with the window of the settings.
     """
-    return _logits(leaves, decoder, _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks))
+    x_ND, _ = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
+    return _logits(leaves, decoder, x_ND)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))
@@ -206,11 +210,11 @@ def decode_loss(
     calls: Calls = NO_CALLS,
     tables: Tables | None = None,
     masks: Masks | None = None,
-) -> tuple[dict[str, Float[Array, ""]], Float[Array, "N D"]]:
-    """The sums of weighted losses by name, and the hidden states [N, D] for generators.
+) -> tuple[dict[str, Float[Array, ""]], Loads, Float[Array, "N D"]]:
+    """The sums of weighted losses by name, the loads of experts by leaf, and the hidden states [N, D] for generators.
 
-    The losses are "loss", the cross-entropy, and with `Decoder.z_loss` "z_loss", the squared logarithm of the softmax's
-    denominator, not yet times its weight.
+    The losses are "loss", the cross-entropy, with `Decoder.z_loss` "z_loss", the squared logarithm of the softmax's
+    denominator, and those of routers, see `experts.RouterSums`; they are not yet times their weights.
 
     Args:
       leaves: dense leaves of the LLM, by names such as "llm/embed", as `dense_leaves` gives them.
@@ -227,8 +231,9 @@ def decode_loss(
       masks: two masks [N, N], as `masks.masks_of` gives them; `None` is the causal mask, with the window of the
         settings.
     """
-    x_ND = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
-    return _losses(decoder, _logits(leaves, decoder, x_ND), targets_N, weights_N), x_ND
+    x_ND, sums = _hidden(leaves, decoder, tokens_N, modality, injected, calls, tables, masks)
+    losses = _losses(decoder, _logits(leaves, decoder, x_ND), targets_N, weights_N)
+    return losses | sums.losses, sums.loads, x_ND
 
 
 def _losses(
@@ -253,10 +258,10 @@ def speak_losses(
     hidden_ND: jax.Array,
     codes_N: np.ndarray,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
-) -> dict[str, Float[Array, ""]]:
-    """The sums of the losses of a sequence of codes, by name, each predicted from those before.
+) -> tuple[dict[str, Float[Array, ""]], Loads]:
+    """The sums of the losses of a sequence of codes, by name, each predicted from those before, and loads of experts.
 
-    The losses are "loss", the cross-entropy, and with `Decoder.z_loss` "z_loss".
+    The losses are those of `decode_loss`.
 
     Args:
       leaves: logical leaves by name, such as "talker/embed", of the generator and its projector; others are not read.
@@ -279,12 +284,13 @@ def _speak(
     name: str,
     decoder: DecoderConfig,
     projector: ProjectorConfig,
-) -> dict[str, Float[Array, ""]]:
+) -> tuple[dict[str, Float[Array, ""]], Loads]:
     of_decoder = {f"llm{key.removeprefix(name)}": leaf for key, leaf in leaves.items() if module_of(key) == name}
     added_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
     before_N = jnp.concatenate([jnp.zeros(1, codes_N.dtype), codes_N[:-1]])
-    x_ND = _hidden(of_decoder, decoder, before_N, (), None, NO_CALLS, None, None, added_ND)
-    return _losses(decoder, _logits(of_decoder, decoder, x_ND), codes_N, jnp.ones(len(codes_N), x_ND.dtype))
+    x_ND, sums = _hidden(of_decoder, decoder, before_N, (), None, NO_CALLS, None, None, added_ND)
+    losses = _losses(decoder, _logits(of_decoder, decoder, x_ND), codes_N, jnp.ones(len(codes_N), x_ND.dtype))
+    return losses | sums.losses, {f"{name}{leaf.removeprefix('llm')}": load for leaf, load in sums.loads.items()}
 
 
 # --- generator ----------------------------------------------------------------------------------------------------

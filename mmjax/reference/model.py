@@ -15,7 +15,7 @@ from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
-from mmjax.reference.decoder import decode, decode_loss, draw_loss, integrate, rotary_tables, speak_losses
+from mmjax.reference.decoder import Loads, decode, decode_loss, draw_loss, integrate, rotary_tables, speak_losses
 from mmjax.reference.edges import edges_into_llm, first_encoder, image_before, media_encoders, nearest_tokens
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
@@ -205,7 +205,7 @@ def loss_sum(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Float[Ar
 
 def _text(
     leaves: Leaves, model: MultimodalModel, sample: Sample, encoded: Encoded
-) -> tuple[dict[str, jax.Array], jax.Array]:
+) -> tuple[dict[str, jax.Array], Loads, jax.Array]:
     weights = np.append(sample.loss_weights[1:], np.float32(0))
     targets = _lookup_ids(model, np.append(sample.tokens[1:], 0), weights != 0)
     placed = _modality_tokens(leaves, model, sample, encoded)
@@ -226,20 +226,27 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     """The sums of all losses by name, "<module>/<loss>", as scalars without weights and denominators.
 
     `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded; `model` is as
-    `build_model(recipe, tokenizer)` gives it. "llm/loss" is `loss_sum`, and with `Decoder.z_loss` there is
-    "llm/z_loss"; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if the sample
+    `build_model(recipe, tokenizer)` gives it. "llm/loss" is `loss_sum`, with `Decoder.z_loss` there is "llm/z_loss", and
+    with experts "llm/balance_loss" and "llm/router_z_loss" if they have a weight; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if the sample
     has noise for it; encoders of the user's own may have losses too.
 
     Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """
+    return _loss_sums(leaves, model, sample)[0]
+
+
+def _loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[str, jax.Array], Loads]:
+    """`loss_sums`, and the loads of experts by leaf of the router's bias."""
     leaves, model = merged(leaves, model)
     encoded = _encode_all(leaves, model, sample)
-    text, hidden_ND = _text(leaves, model, sample, encoded)
+    text, loads, hidden_ND = _text(leaves, model, sample, encoded)
     losses = {f"llm/{name}": value for name, value in text.items()}
     for name in (name for name, node in model.generators.items() if node.medium and node.medium.codes):
         for codes in sample.media.get(name, ()):
-            for key, value in _speak(leaves, model, sample, name, codes[:, 0], hidden_ND).items():
+            spoken, spoken_loads = _speak(leaves, model, sample, name, codes[:, 0], hidden_ND)
+            for key, value in spoken.items():
                 losses[f"{name}/{key}"] = losses.get(f"{name}/{key}", 0.0) + value
+            loads = {**loads, **{leaf: loads.get(leaf, 0) + load for leaf, load in spoken_loads.items()}}
     for name in (name for name in model.generators if name in sample.noise):
         dit, key = model.generators[name].config, f"{name}/loss"
         projector = model.generators[name].projector or ProjectorConfig()
@@ -253,13 +260,15 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
         for medium in sample.media.get(name, ()):
             for key, value in run_encoder(leaves, name, model, medium)[2].items():
                 losses[f"{name}/{key}"] = losses.get(f"{name}/{key}", 0.0) + value
-    return losses
+    return losses, loads
 
 
 def _speak(
     leaves: Leaves, model: MultimodalModel, sample: Sample, name: str, codes_N: np.ndarray, hidden_ND: jax.Array
-) -> dict[str, Float[Array, ""]]:
-    """The sums of the losses of the codes with which the generator `name` speaks the sample's last answer."""
+) -> tuple[dict[str, Float[Array, ""]], Loads]:
+    """The sums of the losses of the codes with which the generator `name` speaks the sample's last answer, and loads
+    of experts.
+    """
     answer = range(sample.prompt, len(sample.tokens))
     places = np.asarray([answer[number * len(answer) // len(codes_N)] for number in range(len(codes_N))])
     projector = model.generators[name].projector or ProjectorConfig()
@@ -310,7 +319,7 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
     leaves, model = merged(leaves, model)
     dit, pictures, projector = model.generators[name].config, [], model.generators[name].projector or ProjectorConfig()
     encoded = _encode_all(leaves, model, sample)
-    hidden_ND = _text(leaves, model, sample, encoded)[1]
+    *_, hidden_ND = _text(leaves, model, sample, encoded)
     conditions = _conditions(model, sample, name, hidden_ND, encoded)
     for (condition, further), noise in zip(conditions, sample.noise[name], strict=True):
         pictures.append(integrate(leaves, name, dit, condition, noise, projector, further))
@@ -340,6 +349,12 @@ def _weights_and_counts(model: MultimodalModel, samples: Sequence[Sample]) -> tu
     weights, counts = {"llm/loss": 1.0}, {"llm/loss": totals["llm"]}
     if model.llm.z_loss:
         weights["llm/z_loss"], counts["llm/z_loss"] = model.llm.z_loss, totals["llm"]
+    for name, node in {"llm": model.nodes["llm"], **model.generators}.items():
+        if getattr(node.config, "experts", 0):
+            tokens = totals["llm_tokens" if name == "llm" else name]
+            for key in ("balance_loss", "router_z_loss"):
+                if weight := getattr(node.config, key):
+                    weights[f"{name}/{key}"], counts[f"{name}/{key}"] = weight, tokens
     for name, generator in model.generators.items():
         for key, loss in generator.module.losses.items():
             weights[f"{name}/{key}"], counts[f"{name}/{key}"] = loss.weight, totals[name]
@@ -357,11 +372,13 @@ class LossAndGradients:
       loss: the weighted sum of `losses`.
       losses: each loss over its denominator, without its weight, by names such as "llm/loss".
       gradients: by leaf, of the leaf's shape and dtype.
+      loads: by leaf of a router's bias, whose gradient is 0, the number of the step's tokens that chose each expert.
     """
 
     loss: float
     losses: dict[str, float]
     gradients: dict[str, np.ndarray]
+    loads: dict[str, np.ndarray]
 
 
 def step_loss_and_gradients(
@@ -386,14 +403,17 @@ def step_loss_and_gradients(
     leaves = dense_leaves(leaves)
     trained = {name: leaf for name, leaf in leaves.items() if module_of(name) not in frozen}
 
-    def weighted(part: Leaves, sample: Sample) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = loss_sums({**leaves, **part}, model, sample)
-        return jnp.sum(jnp.stack([factors[name] * value for name, value in sums.items()])), sums
+    def weighted(part: Leaves, sample: Sample) -> tuple[jax.Array, tuple[dict[str, jax.Array], Loads]]:
+        sums, loads = _loss_sums({**leaves, **part}, model, sample)
+        return jnp.sum(jnp.stack([factors[name] * value for name, value in sums.items()])), (sums, loads)
 
     differentiate = jax.value_and_grad(weighted, has_aux=True)
     sums, total = dict.fromkeys(counts, 0.0), {name: np.zeros(leaf.shape, np.float64) for name, leaf in trained.items()}
+    all_loads: dict[str, np.ndarray] = {}
     for sample in samples:
-        (_, sample_sums), gradients = differentiate(trained, sample)
+        (_, (sample_sums, loads)), gradients = differentiate(trained, sample)
+        for name, load in loads.items():
+            all_loads[name] = all_loads.get(name, np.zeros(load.shape)) + np.asarray(load)
         for name, value in sample_sums.items():
             sums[name] += float(value)
         for name, gradient in gradients.items():
@@ -401,7 +421,8 @@ def step_loss_and_gradients(
     losses = {name: value / counts[name] if counts[name] else 0.0 for name, value in sums.items()}
     mean = {name: (value / base).astype(trained[name].dtype) for name, value in total.items()}
     loss = sum(weights[name] * value for name, value in losses.items())
-    return LossAndGradients(loss=loss, losses=losses, gradients=mean)
+    loads = {name: load for name, load in all_loads.items() if name in trained}
+    return LossAndGradients(loss=loss, losses=losses, gradients=mean, loads=loads)
 
 
 def greedy(leaves: Leaves, model: MultimodalModel, sample: Sample, *, max_new: int, eos: int) -> list[int]:

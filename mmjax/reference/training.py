@@ -111,6 +111,7 @@ def adamw_step(
     *,
     clip_norm: float,
     factors: Mapping[str, float] | None = None,
+    bias_updates: Mapping[str, np.ndarray] | None = None,
 ) -> TrainState:
     """The state after one AdamW update (Loshchilov and Hutter 2019), each module with its own optimizer and learning
     rate.
@@ -125,6 +126,7 @@ def adamw_step(
       optimizers, rates: settings and learning rate of each module, by module: {"llm": 1e-3}.
       clip_norm: bound of the global gradient norm; 0 for none.
       factors: factors of the learning rates of single leaves, by leaf; a missing one is 1.
+      bias_updates: by leaf of a router's bias, what is added to it in place of AdamW's update, see `bias_updates`.
     """
     norm = global_norm(gradients)
     if not math.isfinite(norm):
@@ -141,7 +143,21 @@ def adamw_step(
         if p.ndim > 1:
             update = update + optimizer.weight_decay * p
         leaves[name] = p - rate * update
+    for name, update in (bias_updates or {}).items():
+        leaves[name] = state.leaves[name] + update
     return TrainState(leaves=leaves, first=first, second=second, updates=count)
+
+
+def bias_updates(model: MultimodalModel, loads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The change of each router's bias in a step, by leaf: its rate times the sign of the mean load minus each load.
+
+    Source: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", algorithm 1.
+
+    `loads` are by leaf, such as "llm/layers/000/experts/router_bias"; `model` is as `build_model(recipe, tokenizer)`
+    gives it.
+    """
+    rates = {name: model.nodes[module_of(name)].config.router_bias_rate for name in loads}
+    return {name: (rates[name] * np.sign(load.mean() - load)).astype(np.float32) for name, load in loads.items()}
 
 
 def train_steps(
@@ -177,7 +193,16 @@ def train_steps(
         result = step_loss_and_gradients(state.leaves, model, samples, frozen=frozen)
         rates = {m: learning_rate(optimizers[m], step, total_steps or len(steps)) for m in modules}
         factors = rate_factors(state.leaves, model, optimizers)
-        state = adamw_step(state, result.gradients, optimizers, rates, clip_norm=clip_norm, factors=factors)
+        updates = bias_updates(model, result.loads)
+        state = adamw_step(
+            state,
+            result.gradients,
+            optimizers,
+            rates,
+            clip_norm=clip_norm,
+            factors=factors,
+            bias_updates=updates,
+        )
         losses.append(result.loss)
         norms.append(global_norm(result.gradients))
         module_norms.append({m: global_norm(result.gradients, m) for m in modules if m not in frozen})

@@ -12,7 +12,7 @@ from typing import Any
 from mmjax.configurable import ConfigError
 from mmjax.json_files import is_there, read_object
 from mmjax.weights.grown import GrownTensor
-from mmjax.weights.table import Shape, Tensor
+from mmjax.weights.table import Shape, Tensor, TensorList, keys_of
 
 CONFIG = "config.json"
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
@@ -88,12 +88,33 @@ class WeightsFolder:
             tensors |= infos
         return cls(path=path, config=config, tensors=tensors)
 
+    def info(self, key: str) -> TensorInfo:
+        """The file, shape, dtype and size of the tensor of a key; of a list the first one's file, and of its stack.
+
+        Raises:
+          KeyError: the folder has no such tensor.
+          ConfigError: tensors of a list differ in shape or dtype.
+        """
+        if "*" not in key:
+            return self.tensors[key]
+        members = [(name, self.tensors[name]) for name in keys_of(key, self.tensors)]
+        if not members:
+            raise KeyError(key)
+        (_, first), *others = members
+        for name, other in others:
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                is_apart = f"is {other.dtype} {list(other.shape)}, and number 0 is {first.dtype} {list(first.shape)}"
+                raise ConfigError(f"{name} {is_apart}; tensors of a list must be alike")
+        return replace(first, shape=(len(members), *first.shape), bytes=len(members) * first.bytes)
+
     def tensor(self, key: str) -> Tensor:
         """The tensor of a key. Indexed with a slice for each dimension, it reads that part as a numpy array.
 
         Raises:
           KeyError: the folder has no such tensor.
         """
+        if "*" in key:
+            return TensorList([self.tensor(name) for name in keys_of(key, self.tensors)])
         tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
         if not (rows := self.fresh.get(key, 0)):
             return tensor

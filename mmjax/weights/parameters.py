@@ -40,11 +40,11 @@ class FolderParameters:
     @property
     def dtypes(self) -> dict[str, str]:
         """Numpy's name of the dtype of each leaf's tensor, by leaf: {"llm/embed": "float32"}."""
-        return {leaf: self.folder.tensors[key].dtype for leaf, (key, _) in self.places.items()}
+        return {leaf: self.folder.info(key).dtype for leaf, (key, _) in self.places.items()}
 
     def describe(self) -> str:
         """One line: the folder, and the size and dtypes of these modules in it: "models/a (12.5 MiB of float32)"."""
-        tensors = [self.folder.tensors[key] for key in {key for key, _ in self.places.values()}]
+        tensors = [self.folder.info(key) for key in {key for key, _ in self.places.values()}]
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors}))
         return f"{self.folder.path} ({sum(tensor.bytes for tensor in tensors) / 2**20:,.1f} MiB of {dtypes})"
 
@@ -101,6 +101,8 @@ def _packed(values: np.ndarray, dtype: Any) -> np.ndarray:
     A column-major matrix is copied in strips of a few columns. Copied at once, every number would need a cache line of
     its own, which takes five times as long.
     """
+    if values.ndim == 3:
+        return np.stack([_packed(matrix, dtype) for matrix in values]) if len(values) else values.astype(dtype)
     if values.ndim != 2 or values.strides[0] >= values.strides[1]:
         return np.ascontiguousarray(values.astype(dtype))
     result = np.empty(values.shape, dtype)
@@ -212,7 +214,7 @@ def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view
       ConfigError: the tensor has another shape.
       KeyError: the folder has no such tensor.
     """
-    actual, expected = folder.tensors[key].shape, view.shape_of(shape)
+    actual, expected = folder.info(key).shape, view.shape_of(shape)
     is_view = actual == expected if view.rows is None else actual[1:] == expected[1:] and view.rows[1] <= actual[0]
     if not is_view:
         raise ConfigError(f"{key} is {list(actual)}, where {leaf} needs {list(expected)}")

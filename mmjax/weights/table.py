@@ -2,6 +2,9 @@
 
 A *leaf* is a parameter of one layer in mmjax, such as "layers/000/attn/q". A *key* is the name of a tensor in a folder,
 such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table with a ``Row`` for each leaf.
+
+A key with "*" stands for a *list* of tensors of one shape, with the numbers 0, 1, 2, … in its place, such as
+"model.layers.0.mlp.experts.*.up_proj.weight". It is used like the key of one tensor, the stack of the list.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from math import prod
 from typing import Any, Protocol
 
@@ -86,6 +90,8 @@ SAME = View()
 """The tensor itself."""
 TRANSPOSED = View(order=(1, 0))
 """A matrix ``[inputs, outputs]`` as a view of ``[outputs, inputs]`` of torch's linear layers."""
+TRANSPOSED_LIST = View(order=(0, 2, 1))
+"""As ``TRANSPOSED``, for the matrices of a list."""
 
 
 def third(number: int, width: int, view: View = TRANSPOSED) -> View:
@@ -103,16 +109,19 @@ class Row:
 
     Attributes:
       leaf: the leaf's name in the module, with "{}" for a layer's number, such as "layers/{}/attn/q".
-      keys: the tensor's possible keys, today's first, then those of older folders; "{}" is the layer's number.
+      keys: the tensor's possible keys, today's first, then those of older folders; "{}" is the layer's number, and "*"
+        makes it a list.
       view: the leaf as a view of the tensor.
       copies: keys under which a folder may have a duplicate of the tensor, such as the head of tied embeddings. A
         duplicate is read if the folder has the tensor under none of `keys`.
+      layers: the layers that have the leaf; ``None`` for all of them, or for a single leaf.
     """
 
     leaf: str
     keys: tuple[str, ...]
     view: View = SAME
     copies: tuple[str, ...] = ()
+    layers: range | None = None
 
 
 @dataclass(frozen=True)
@@ -185,14 +194,15 @@ def renamed(rows: Iterable[Row], prefixes: Mapping[str, Sequence[str]]) -> tuple
 
 def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
     """The entries of all rows, such as ``Row("layers/{}/attn/q", ("model.layers.{}.self_attn.q_proj.weight",))``: for a
-    row with "{}" one for each of `layers` layers, else one.
+    row with "{}" one for each of its layers, by default all of `layers` layers, else one.
 
     They are in the order of rows, then of layers. A layer's number has three digits in leaves, such as
     "layers/003/attn/q", and as few as it needs in keys.
     """
     entries = []
     for row in rows:
-        for number in range(layers if "{}" in row.leaf else 1):
+        numbers = range(layers if "{}" in row.leaf else 1) if row.layers is None else row.layers
+        for number in numbers:
             keys, copies = (tuple(key.replace("{}", str(number)) for key in keys) for keys in (row.keys, row.copies))
             entries.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
     return tuple(entries)
@@ -212,16 +222,40 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
     places, missing, used = {}, [], set()
     copies: dict[str, tuple[str, View]] = {}
     for entry in entries:
-        key = next((key for key in (*entry.keys, *entry.copies) if key in keys), None)
+        key = next((key for key in (*entry.keys, *entry.copies) if keys_of(key, keys)), None)
         if key is None:
             missing.append(entry.keys[0])
             continue
         places[entry.leaf] = key, entry.view
         copies |= {copy: (entry.leaf, entry.view) for copy in entry.copies if copy in keys and copy != key}
-        used |= {key, *entry.copies}
+        used |= {*keys_of(key, keys), *entry.copies}
     ignored = re.compile(rf"(?:.*\.)?(?:{'|'.join(unused)})") if unused else None
     unexpected = [key for key in keys if key not in used and not (ignored and ignored.fullmatch(key))]
     return Matches(places, tuple(dict.fromkeys(missing)), tuple(unexpected), copies)
+
+
+def keys_of(key: str, keys: Collection[str]) -> list[str]:
+    """The keys among ``keys`` for which a key of a table stands: of a list all from number 0 on; [] if it is not there.
+
+    Such as ["experts.0.up", "experts.1.up"] for "experts.*.up".
+    """
+    if "*" not in key:
+        return [key] if key in keys else []
+    members = (key.replace("*", str(number)) for number in count())
+    return [*takewhile(lambda member: member in keys, members)]
+
+
+class TensorList:
+    """The stack of a list of tensors, of which only the parts that are read are read."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        """Keeps the tensors, all of one shape."""
+        self._tensors = tensors
+
+    def __getitem__(self, index: Index, /) -> np.ndarray:
+        """Reads a part; `index` has a slice for each dimension, that of the list first."""
+        first, *rest = index
+        return np.stack([np.asarray(tensor[tuple(rest)]) for tensor in self._tensors[first]])
 
 
 def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -232,7 +266,8 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
       leaves: the unsharded array of each entry, by `Entry.leaf`, such as "layers/000/attn/q".
 
     Returns:
-      The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined along its first dimension.
+      The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined along its first dimension, and
+      tensors of a list are apart.
 
     Raises:
       KeyError: an entry's leaf is absent.
@@ -252,7 +287,16 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
         if list(starts) != sorted(start for start, _ in several):
             raise ValueError(f"{key}: its leaves have the rows {sorted(start for start, _ in several)} and leave gaps")
         tensors[key] = np.concatenate(ordered)
-    return tensors
+    return {name: part for key, tensor in tensors.items() for name, part in _listed(key, tensor)}
+
+
+def _listed(key: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the keys and tensors of a list, or the key and the tensor."""
+    if "*" not in key:
+        yield key, tensor
+        return
+    for number, part in enumerate(tensor):
+        yield key.replace("*", str(number)), part
 
 
 def _sources(dimensions: Sequence[int], leaf: Shape) -> Iterator[int | None]:

@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE, WeightsFolder
-from mmjax.weights.table import Entry, View, assemble
+from mmjax.weights.table import Entry, View, assemble, keys_of
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
 """Called with names of leaves, returns their whole arrays by name."""
@@ -51,15 +51,20 @@ def rewrite(
     Raises:
       OSError: ``out`` is a directory with files, or cannot be written.
     """
-    by_key: dict[str, list[tuple[str, View]]] = {key: [copy] for key, copy in (copies or {}).items()}
+    by_key: dict[str, list[_Part]] = {key: [_Part(*copy)] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
-        by_key.setdefault(key, []).append((leaf, view))
+        for number, name in enumerate(keys_of(key, folder.tensors)):
+            by_key.setdefault(name, []).append(_Part(leaf, view, number if "*" in key else None))
+    read = _kept(read)
     shards = {tensor.file for tensor in folder.tensors.values()}
     stale = {INDEX} if shards == {SINGLE} else set()
     with _new_directory(out) as directory:
         for file in sorted(shards):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
-            _save({key: _replaced(folder, key, by_key.get(key, ()), read) for key in keys}, directory / file)
+            # Tensors of a list lie among others, and each leaf is to be read once.
+            by_leaf = sorted(keys, key=lambda key: [part.leaf for part in by_key.get(key, ())])
+            tensors = {key: _replaced(folder, key, by_key.get(key, ()), read) for key in by_leaf}
+            _save({key: tensors[key] for key in keys}, directory / file)
         for source in sorted(Path(folder.path).iterdir()):
             if source.is_file() and source.suffix not in _NOT_COPIED and source.name not in stale:
                 shutil.copyfile(source, directory / source.name)
@@ -68,16 +73,39 @@ def rewrite(
     return len(by_key)
 
 
-def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[tuple[str, View]], read: Read) -> np.ndarray:
+class _Part(NamedTuple):
+    """A leaf as a view of a tensor, or of the stack of a list in which the tensor has this number."""
+
+    leaf: str
+    view: View
+    number: int | None = None
+
+
+def _kept(read: Read) -> Read:
+    """A function that reads once if it is called for the same leaves again, as for the tensors of a list."""
+    last: dict[tuple[str, ...], Mapping[str, np.ndarray]] = {}
+
+    def read_or_last(leaves: Collection[str]) -> Mapping[str, np.ndarray]:
+        key = tuple(leaves)
+        if key not in last:
+            last.clear()
+            last[key] = read(leaves)
+        return last[key]
+
+    return read_or_last
+
+
+def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[_Part], read: Read) -> np.ndarray:
     """A tensor of the folder with the values of leaves; rows without a leaf keep the folder's values."""
     info = folder.tensors[key]
-    rows = [view.rows or (0, info.shape[0]) for _, view in leaves]
+    rows = [part.view.rows or (0, info.shape[0]) for part in leaves]
     if leaves and sum(end - first for first, end in rows) == info.shape[0]:
         tensor = np.empty(info.shape, info.dtype)
     else:
         tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in info.shape)])
-    for (leaf, view), bounds in zip(leaves, rows, strict=True):
-        tensor[slice(*bounds)] = view.undo(np.asarray(read([leaf])[leaf])).astype(tensor.dtype)
+    for part, bounds in zip(leaves, rows, strict=True):
+        values = part.view.undo(np.asarray(read([part.leaf])[part.leaf]))
+        tensor[slice(*bounds)] = (values if part.number is None else values[part.number]).astype(tensor.dtype)
     return tensor
 
 
@@ -97,7 +125,7 @@ def write(
       config: the values of its ``config.json``, to which "dtype" is added.
       entries: its table, as ``table.expand`` makes it.
       read: a function from a list of leaves, such as ["layers/000/attn/q"], to their whole arrays by name; called for
-        the leaves of one tensor at a time.
+        the leaves of one tensor, or list of tensors, at a time.
       out: the directory to make, which appears when it is complete.
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
       shard_bytes: bytes of the largest file, unless a single tensor is larger.
@@ -114,17 +142,21 @@ def write(
     for entry in entries:
         by_key.setdefault(entry.keys[0], []).append(entry)
 
+    written = 0
+
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for key, key_entries in by_key.items():
-            (tensor,) = assemble(key_entries, read([entry.leaf for entry in key_entries])).values()
-            yield key, tensor.astype(kind)
+        nonlocal written
+        for key_entries in by_key.values():
+            for key, tensor in assemble(key_entries, read([entry.leaf for entry in key_entries])).items():
+                written += 1
+                yield key, tensor.astype(kind)
 
     with _new_directory(out) as directory:
         (directory / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
         for name, content in (files or {}).items():
             (directory / name).write_bytes(content)
         _save_shards(tensors(), directory, shard_bytes)
-    return len(by_key)
+    return written
 
 
 def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], out: Path) -> None:

@@ -29,6 +29,7 @@ from mmjax.models.module import run_layers
 from mmjax.models.parameters import join_logical
 from mmjax.models.vocabulary import cross_entropy
 from mmjax.reference import decoder as reference_decoder
+from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.table import SAME, assemble, expand, match
 
 ORACLES = Path(__file__).parents[1] / "oracles"
@@ -56,6 +57,7 @@ def load(folder: Path) -> Oracle:
     """Reads a folder through the table."""
     c = DecoderConfig(**settings(json.loads((folder / "config.json").read_text())))
     tensors, values = load_file(folder / "model.safetensors"), dict(np.load(folder / "values.npz"))
+    opened = WeightsFolder.open(str(folder))
     matches = match(expand(rows(c), c.layers), tensors, unused(c))
     assert not matches.missing and not matches.unexpected
     leaves, part = {}, slice_of(Llama(c), "llm")
@@ -65,7 +67,7 @@ def load(folder: Path) -> Oracle:
     assert matches.places.keys() == shapes.keys()
     for leaf, (key, view) in matches.places.items():
         whole = tuple(slice(0, n) for n in shapes[leaf])
-        leaves[leaf] = view.read(tensors[key], shapes[leaf], whole).astype(np.float32)
+        leaves[leaf] = view.read(opened.tensor(key), shapes[leaf], whole).astype(np.float32)
     return Oracle(c, leaves, tensors, values)
 
 

@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 HERE = Path(__file__).parent / "llm"
 LENGTHS = (7, 11, 38)
@@ -63,6 +72,20 @@ FAMILIES: dict[str, Any] = {
         **{**SIZES, "head_dim": 12},
         **_rope("yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16),
     ),
+    "mixtral": MixtralConfig(
+        **SIZES, **_rope("default", rope_theta=1000000.0), sliding_window=6, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES,
+        **_rope("default", rope_theta=1000000.0),
+        **dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=24),
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **{**SIZES, "head_dim": 12},
+        **_rope("default", rope_theta=1000000.0),
+        **dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True),
+        mlp_only_layers=[0],
+    ),
 }
 
 
@@ -74,7 +97,7 @@ def random_model(config: Any, seed: int) -> Any:
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
-                drawn = drawn * (1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+                drawn = drawn * (1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
             else:
                 drawn = 0.3 * drawn + (0.0 if name.endswith("bias") else 1.0)
             weight.copy_(drawn.bfloat16())

@@ -100,7 +100,7 @@ class DecoderConfig(ModuleSettings):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
-    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width", "expert_mlp")
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "expert_mlp", "width")
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
 
     preset: str = "tiny"

@@ -1,7 +1,7 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
-Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, and in composite models those of
-Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
+and qwen3_moe (see ``expert_weights``), and in composite models those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import fields
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
-from mmjax.models.llama.config import ROPE_TURNS, DecoderConfig
+from mmjax.models.llama import expert_weights
+from mmjax.models.llama.config import EXPERT_SETTINGS, ROPE_TURNS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
@@ -59,7 +60,15 @@ _QWEN2_VL = _QWEN2 | {
     "max_window_layers": 80,
     "rope_theta": 1000000.0,
 }
-ALONE = ("llama", "mistral", "qwen2", "qwen3")
+_WITH_EXPERTS = {
+    "mixtral": _MISTRAL | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "qwen2_moe": _QWEN2
+    | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
+    | {"num_key_value_heads": 16, "qkv_bias": True},
+    "qwen3_moe": _QWEN2
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
+}
+ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS)
 """Model types of folders of a language model alone."""
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
 """Model types of language models with M-RoPE; older folders have the type of the composite model."""
@@ -69,6 +78,7 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
     **dict.fromkeys(MROPE, _QWEN2_VL),
+    **{kind: values | expert_weights.DEFAULTS[kind] for kind, values in _WITH_EXPERTS.items()},
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -78,6 +88,8 @@ _ROPE_KEYS = {
     *("mscale", "mscale_all_dim"),
 }
 _SECTIONS = (16, 24, 24)
+_UNMAPPED = (*("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate"),)
+"""Settings that no ``config.json`` has."""
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
 
@@ -88,20 +100,20 @@ def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
     """The weights table of a model with these settings, with the keys of a folder of the language model alone.
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, such as
-    ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor, such as the transpose. The keys do not
-    depend on ``model_type``.
+    ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor, such as the transpose. Only keys of
+    experts depend on ``model_type``, the folder's; "" is chosen by the settings.
     """
-    return tuple(_rows(c))
+    return tuple(_rows(c, model_type))
 
 
-def _rows(c: DecoderConfig) -> Iterator[Row]:
-    def layer_row(leaf: str, key: str, view: View = SAME) -> Row:
-        return Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}",), view)
+def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
+    def layer_row(leaf: str, key: str, view: View = SAME, layers: range | None = None) -> Row:
+        return Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}",), view, layers=layers)
 
-    def product(leaf: str, key: str, *, biased: bool) -> Iterator[Row]:
-        yield layer_row(leaf, f"{key}.weight", TRANSPOSED)
+    def product(leaf: str, key: str, *, biased: bool, layers: range | None = None) -> Iterator[Row]:
+        yield layer_row(leaf, f"{key}.weight", TRANSPOSED, layers)
         if biased:
-            yield layer_row(f"{leaf}_bias", f"{key}.bias")
+            yield layer_row(f"{leaf}_bias", f"{key}.bias", layers=layers)
 
     yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
     yield layer_row("attn_norm", "input_layernorm.weight")
@@ -110,8 +122,12 @@ def _rows(c: DecoderConfig) -> Iterator[Row]:
     for name in "qk" if c.qk_norm else "":
         yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
     yield layer_row("mlp_norm", "post_attention_layernorm.weight")
-    for name in ("gate", "up", "down"):
-        yield from product(f"mlp/{name}", f"mlp.{name}_proj", biased=c.mlp_bias)
+    dense = c.layers - c.expert_layers
+    for name in ("gate", "up", "down") if dense else ():
+        layers = range(dense) if dense < c.layers else None
+        yield from product(f"mlp/{name}", f"mlp.{name}_proj", biased=c.mlp_bias, layers=layers)
+    if c.experts:
+        yield from expert_weights.expert_rows(c, model_type)
     yield Row("norm", ("model.norm.weight",))
     if not c.tied:
         yield Row("head", ("lm_head.weight",), TRANSPOSED)
@@ -144,7 +160,8 @@ def settings(hf_config: Json) -> dict[str, Any]:
     require(kind in DEFAULTS, "config.json: model_type", kind, known)
     t = {**DEFAULTS[kind], **hf_config}
     require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
-    heads, width, biased = t["num_attention_heads"], t["hidden_size"], kind != "mistral" and bool(t["attention_bias"])
+    heads, width = t["num_attention_heads"], t["hidden_size"]
+    qkv_bias, o_bias = _attention_biases(kind, t)
     head_dim = t["head_dim"] or width // heads
     values = {
         "layers": t["num_hidden_layers"],
@@ -156,25 +173,40 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "vocab": t["vocab_size"],
         "norm_eps": float(t["rms_norm_eps"]),
         "tied": bool(t["tie_word_embeddings"]),
-        "qkv_bias": biased or kind == "qwen2" or kind in MROPE,
-        "o_bias": biased and kind != "qwen2" and kind not in MROPE,
+        "qkv_bias": qkv_bias,
+        "o_bias": o_bias,
         "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
     }
+    if kind in _WITH_EXPERTS:
+        values |= expert_weights.expert_settings(kind, t)
     if kind in MROPE:  # set for the composite model; in older folders in the text's part
         values["tied"] = values["tied"] or bool(hf_config.get("whole", {}).get("tie_word_embeddings"))
     return values | _window(kind, t) | _rope(kind, t)
 
 
+def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
+    """Whether queries, keys and values, and the attention's output have biases."""
+    if kind in ("mistral", "mixtral"):
+        return False, False
+    if kind == "qwen2_moe":
+        return bool(t["qkv_bias"]), False
+    biased, only_qkv = bool(t["attention_bias"]), kind == "qwen2" or kind in MROPE
+    return biased or only_qkv, biased and not only_qkv
+
+
 def _window(kind: str, t: Json) -> dict[str, Any]:
     """``window``, and ``full_layers``: the number of first layers without it."""
     layers, no_window = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
-    window = t["sliding_window"] if kind == "mistral" or t.get("use_sliding_window") else 0
+    everywhere = kind in ("mistral", "mixtral", "qwen3_moe")
+    window = t["sliding_window"] if kind in ("mistral", "mixtral") or t.get("use_sliding_window") else 0
     if not window:
         return no_window
-    full = 0 if kind == "mistral" else min(t["max_window_layers"], layers)
+    fix = "mmjax has no window in every second layer alone; set it to false if samples are shorter"
+    require(kind != "qwen2_moe", "config.json: use_sliding_window", value=True, fix=fix)
+    full = 0 if everywhere else min(t["max_window_layers"], layers)
     kinds = t.get("layer_types")
-    if kind != "mistral" and kinds is not None:
+    if not everywhere and kinds is not None:
         full = list(kinds).count("full_attention")
         supported = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         fix = "mmjax has layers of full attention first, all others with a window"
@@ -234,7 +266,7 @@ def to_hf_config(
 
     Args:
       c: the settings, with a vocabulary size.
-      model_type: "llama", "mistral", "qwen2" or "qwen3"; "" chooses the first that has all of these settings.
+      model_type: one of ``ALONE``; "" chooses the first that has all of these settings.
       positions: the maximal sequence length in tokens; at least the scaled context is written.
       dtype: the tensors' dtype, such as "bfloat16".
 
@@ -247,7 +279,7 @@ def to_hf_config(
     differences: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
         hf_config = _closest_config(c, kind, positions, dtype)
-        unmapped = {name: getattr(c, name) for name in ("preset", "attention", "remat", "z_loss")}
+        unmapped = {name: getattr(c, name) for name in _UNMAPPED}
         restored = DecoderConfig(**unmapped, **settings(hf_config))
         different = [field.name for field in fields(c) if _value(c, field.name) != _value(restored, field.name)]
         if not different:
@@ -261,6 +293,12 @@ def to_hf_config(
 
 def _value(c: DecoderConfig, name: str) -> Any:
     """The value of a setting in a normal form, which is equal for equal models."""
+    if name in EXPERT_SETTINGS and (not c.experts or name in c.idle()):
+        return None
+    if (name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers) or name == "expert_mlp":
+        return c.expert_width  # of layers without experts there are none
+    if name == "router_group_limit":
+        return c.router_group_limit if c.router_groups > 1 else 1
     if name == "rope_turns":
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":
@@ -274,7 +312,7 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
     """The ``config.json`` of a model type with as many of the settings as it has."""
     scaled = round(c.rope_factor * c.rope_context)
     hf_config: dict[str, Any] = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [f"{''.join(word.capitalize() for word in kind.split('_'))}ForCausalLM"],
         "model_type": kind,
         "num_hidden_layers": c.layers,
         "hidden_size": c.width,
@@ -290,13 +328,19 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "qwen3_moe"):
         hf_config["attention_bias"] = c.o_bias
     if kind == "llama":
         hf_config["mlp_bias"] = c.mlp_bias
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         hf_config["sliding_window"] = c.window or None
-    if kind.startswith("qwen"):
+    if kind == "qwen2_moe":
+        hf_config |= {"qkv_bias": c.qkv_bias, "use_sliding_window": False}
+    if kind == "qwen3_moe":
+        hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
+    if kind in _WITH_EXPERTS:
+        hf_config |= expert_weights.expert_config(c, kind)
+    if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}

@@ -1,0 +1,105 @@
+"""Mixture of experts in folders of transformers: rows of the weights table, and their part of ``config.json``.
+
+Values of ``model_type`` are mixtral, qwen2_moe and qwen3_moe. A folder has a tensor for each expert and product, also
+where ``transformers`` 5 stacks them in memory. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmjax.configurable import require
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.weights.table import TRANSPOSED, TRANSPOSED_LIST, Row
+
+Json = Mapping[str, Any]
+"""The contents of a ``config.json``, or its part on the language model."""
+_QWEN = {
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+    "moe_intermediate_size": 768,
+    "shared_expert_intermediate_size": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+DEFAULTS: Mapping[str, Json] = {
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},
+    "qwen2_moe": _QWEN
+    | {"num_experts_per_tok": 4, "num_experts": 60, "moe_intermediate_size": 1408}
+    | {"shared_expert_intermediate_size": 5632},
+    "qwen3_moe": _QWEN,
+}
+"""The defaults of transformers for missing keys on experts, by model type."""
+_BLOCKS = {"mixtral": "block_sparse_moe"}
+_PRODUCTS = {"mixtral": {"gate": "w1", "up": "w3", "down": "w2"}}
+_QWEN_PRODUCTS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+
+
+def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
+    """Yields the rows of a decoder's experts, with the keys of this ``model_type``; "" is chosen by the settings."""
+    kind = model_type if model_type in DEFAULTS else model_type_of(c)
+    layers, block = range(c.dense_layers, c.layers), f"model.layers.{{}}.{_BLOCKS.get(kind, 'mlp')}"
+    yield Row("layers/{}/experts/router", (f"{block}.gate.weight",), TRANSPOSED, layers=layers)
+    for name, key in _PRODUCTS.get(kind, _QWEN_PRODUCTS).items():
+        keys = (f"{block}.experts.*.{key}.weight",)
+        yield Row(f"layers/{{}}/experts/{name}", keys, TRANSPOSED_LIST, layers=layers)
+    for name, key in _QWEN_PRODUCTS.items() if c.shared_experts else ():
+        yield Row(f"layers/{{}}/shared/{name}", (f"{block}.shared_expert.{key}.weight",), TRANSPOSED, layers=layers)
+    if c.shared_gate:
+        yield Row("layers/{}/shared_gate", (f"{block}.shared_expert_gate.weight",), TRANSPOSED, layers=layers)
+
+
+def model_type_of(c: DecoderConfig) -> str:
+    """The model type with a decoder's shared experts, norms and biases; other settings may have none."""
+    if c.shared_experts:
+        return "qwen2_moe"
+    return "qwen3_moe" if c.qk_norm else "mixtral"
+
+
+def expert_settings(kind: str, t: Json) -> dict[str, Any]:
+    """Fields of ``DecoderConfig`` on experts, by name, from a ``config.json`` of this model type, without missing keys.
+
+    Raises:
+      ConfigError: mmjax has no such experts; the message names the key and its value.
+    """
+    if kind == "mixtral":
+        experts = t.get("num_experts") or t["num_local_experts"]
+        return _settings(t, experts, normalised=True)
+    step, fix = t["decoder_sparse_step"], "mmjax has experts in all layers but the first; 1 alone"
+    require(step == 1, "config.json: decoder_sparse_step", step, fix)
+    dense = sorted(t["mlp_only_layers"] or ())
+    fix = "mmjax has layers without experts first, such as [0, 1]"
+    require(dense == [*range(len(dense))], "config.json: mlp_only_layers", dense, fix)
+    width, shared = t["moe_intermediate_size"], t["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0
+    fix = f"mmjax has multiples of moe_intermediate_size, {width}"
+    require(shared % width == 0, "config.json: shared_expert_intermediate_size", shared, fix)
+    experts = t.get("num_local_experts") or t["num_experts"]
+    values = _settings(t, experts, normalised=bool(t["norm_topk_prob"]))
+    values |= {"expert_mlp": width, "dense_layers": len(dense)}
+    return values | {"shared_experts": shared // width, "shared_gate": shared > 0}
+
+
+def _settings(t: Json, experts: int, *, normalised: bool) -> dict[str, Any]:
+    values = {"experts": experts, "experts_per_token": t["num_experts_per_tok"], "router_normalised": normalised}
+    return values | {"router": "softmax", "router_scale": 1.0, "router_groups": 1, "router_bias": False}
+
+
+def expert_config(c: DecoderConfig, kind: str) -> dict[str, Any]:
+    """The entries of a ``config.json`` on a decoder's experts."""
+    values: dict[str, Any] = {
+        "num_experts_per_tok": c.experts_per_token,
+        "router_aux_loss_coef": c.balance_loss,
+        "output_router_logits": False,
+    }
+    if kind == "mixtral":
+        return values | {"num_local_experts": c.experts, "intermediate_size": c.expert_width}
+    values |= {
+        "num_experts": c.experts,
+        "norm_topk_prob": c.router_normalised,
+        "moe_intermediate_size": c.expert_width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*range(c.dense_layers)],
+    }
+    return values | ({"shared_expert_intermediate_size": c.shared_width} if kind == "qwen2_moe" else {})

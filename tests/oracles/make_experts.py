@@ -1,0 +1,59 @@
+"""Makes ``llm/experts.npz``: gradients, router losses and greedy continuations of decoders with experts.
+
+    python tests/oracles/make_experts.py    # needs torch and transformers, and the folders of make_llm.py
+
+The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
+``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+HERE = Path(__file__).parent / "llm"
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+COEFFICIENT, PROMPT, LIMIT = 0.5, 5, 24
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for family in FAMILIES:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(HERE / family, dtype=torch.float32).eval()
+        values = np.load(HERE / family / "values.npz")
+        sequences = np.split(values["tokens"], np.cumsum(values["lengths"])[:-1])
+        balance, total = torch.zeros(()), torch.zeros(())
+        for tokens in sequences:
+            ids = torch.from_numpy(tokens)[None].long()
+            out = model(input_ids=ids, output_router_logits=True)
+            chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
+            experts = getattr(model.config, "num_local_experts", None) or model.config.num_experts
+            k = model.config.num_experts_per_tok
+            by_layer = [load_balancing_loss_func((logits,), experts, k) for logits in out.router_logits]
+            balance = balance + len(tokens) * torch.stack(by_layer).mean()
+            total = total - chosen.sum()
+        (total + COEFFICIENT * balance).backward()
+        found[f"{family}/balance_loss"] = balance.detach().numpy()
+        for key, weight in model.named_parameters():
+            if "layers.1." in key:
+                found[f"{family}/gradients/{key}"] = weight.grad.numpy()
+        prompt = torch.from_numpy(sequences[-1][:PROMPT])[None].long()
+        settings = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, eos_token_id=None)
+        found[f"{family}/prompt"] = prompt[0].numpy().astype(np.int32)
+        said = model.generate(input_ids=prompt, max_new_tokens=LIMIT, **settings)[0, PROMPT:]
+        found[f"{family}/tokens"] = said.numpy().astype(np.int32)
+        print(family, float(balance), said.tolist())
+    versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
+    np.savez_compressed(HERE / "experts.npz", versions=versions, **found)
+
+
+if __name__ == "__main__":
+    main()
