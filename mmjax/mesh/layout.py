@@ -49,12 +49,14 @@ class ModuleSizes:
       by_tp: sizes that tp divides, by setting: {"llm/Decoder.heads": 32}.
       replicable: settings of those sizes that tp may be a multiple of instead: several ranks then have the same part.
       experts: number of experts of a layer; 0 for a module without.
+      by_expert_tp: sizes that tp divides unless its ranks have whole experts, by setting.
     """
 
     layers: int
     heads: int = 0
     experts: int = 0
     by_tp: Mapping[str, int] = field(default_factory=dict)
+    by_expert_tp: Mapping[str, int] = field(default_factory=dict)
     replicable: Collection[str] = ()
 
 
@@ -165,8 +167,9 @@ class Layout:
         """
         self._check_experts(name, sizes.experts)
         self.check_layers(name, sizes.layers)
-        legal = nearest_divisor(self.tp, math.gcd(*sizes.by_tp.values()))
-        for setting, size in sizes.by_tp.items():
+        by_tp = {**sizes.by_tp, **({} if self.expert_tp == 1 else sizes.by_expert_tp)}
+        legal = nearest_divisor(self.tp, math.gcd(*by_tp.values()))
+        for setting, size in by_tp.items():
             is_replicated = setting in sizes.replicable and self.tp % size == 0
             fix = f"must divide {setting} ({size}); use {legal}"
             require(size % self.tp == 0 or is_replicated, f"{name}/Layout.tp", self.tp, fix)

@@ -77,6 +77,11 @@ class Axes:
         return self.ep + (self.tp if self.has_whole_experts else ())
 
     @property
+    def exchange(self) -> tuple[str, ...]:
+        """The axes of ``ep`` whose ranks have different tokens; ranks of the others have the same, as those of tp."""
+        return tuple(axis for axis in self.ep if axis in (*self.dp, *self.positions))
+
+    @property
     def expert_mlp(self) -> tuple[str, ...]:
         """Axes over which an expert's hidden units are split: those of tp, or () where its ranks have whole experts."""
         return () if self.has_whole_experts else self.tp

@@ -20,6 +20,7 @@ class ModuleSettings:
     Attributes:
       medium: the medium that it encodes or generates; ``None`` for a language model.
       divided_by_tp: names of the sizes that tp divides; a size of 0 is none.
+      divided_by_expert_tp: names of the sizes that tp divides unless its ranks have whole experts; 0 is none.
       replicable: those of them that tp may be a multiple of instead: several ranks then have the same part.
       layers, width: depth and model width.
       heads: query heads; 0 without attention.
@@ -31,6 +32,7 @@ class ModuleSettings:
 
     medium: ClassVar[Medium | None] = None
     divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "mlp", "width")
+    divided_by_expert_tp: ClassVar[tuple[str, ...]] = ()
     replicable: ClassVar[tuple[str, ...]] = ()
 
     layers: int
@@ -43,12 +45,16 @@ class ModuleSettings:
 
     def sizes(self, name: str) -> ModuleSizes:
         """The sizes that a layout of the module ``name`` divides."""
-        fields = {setting_name(name, self, field): getattr(self, field) for field in self.divided_by_tp}
+        by_tp, by_expert_tp = (
+            {setting_name(name, self, field): size for field in fields if (size := getattr(self, field))}
+            for fields in (self.divided_by_tp, self.divided_by_expert_tp)
+        )
         return ModuleSizes(
             layers=self.layers,
             heads=self.heads,
             experts=self.experts,
-            by_tp={field: size for field, size in fields.items() if size},
+            by_tp=by_tp,
+            by_expert_tp=by_expert_tp,
             replicable=[setting_name(name, self, field) for field in self.replicable],
         )
 

@@ -139,7 +139,8 @@ def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
       recipe: the run's configuration.
       module: the module's name, such as "llm".
     """
-    common = math.gcd(*recipe.model.sizes(module).by_tp.values())
+    sizes = recipe.model.sizes(module)
+    common = math.gcd(*sizes.by_tp.values(), *sizes.by_expert_tp.values())
     return tuple(tp for tp in TPS if common % tp == 0)
 
 

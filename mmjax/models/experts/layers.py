@@ -88,12 +88,13 @@ def _exchanged(
 ) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
     """The sum of each token's experts, with tp this rank's part of it; and the number of choices that were dropped."""
     experts = LocalExperts.of(axes, p["gate"].shape[0])
-    compute, flat = partial(compute_rows, p), (h_ND, experts_Nk, weights_Nk)
-    none = jnp.zeros(())
-    if not axes.ep:
-        return compute_local(compute, experts, *flat), none
-    if axes.ep_way == "ring":
-        return compute_in_ring(compute, experts, axes.ep, *flat), none
+    same_tokens = tuple(axis for axis in axes.ep if axis not in axes.exchange)
+    flat = jax_compat.tree_to_varying((h_ND, experts_Nk, weights_Nk), same_tokens)
+    compute, none = partial(compute_rows, p), jnp.zeros(())
+    if not axes.exchange:
+        return lax.psum(compute_local(compute, experts, *flat), same_tokens), none
+    if axes.ep_way == "ring" or same_tokens:
+        return lax.psum(compute_in_ring(compute, experts, axes.exchange, *flat), same_tokens), none
     rows = router.buffer_rows(h_ND.shape[0], experts.count, lax.axis_size(axes.experts))
     return compute_all_to_all(compute, experts, axes, *flat, rows=rows)
 

@@ -100,7 +100,8 @@ class DecoderConfig(ModuleSettings):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
-    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "expert_mlp", "width")
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width")
+    divided_by_expert_tp: ClassVar[tuple[str, ...]] = ("expert_mlp",)
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
 
     preset: str = "tiny"
