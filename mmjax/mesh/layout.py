@@ -32,6 +32,8 @@ CP_WAYS = ("gather", "need", "ring", "all-to-all")
 """How attention exchanges queries and keys among ranks of cp; see `mmjax.attention.exchange`."""
 CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 """How tokens are distributed over ranks of cp; see `mmjax.attention.distribution`."""
+EP_WAYS = ("ring", "all-to-all")
+"""How ranks with different experts exchange tokens; see `mmjax.models.experts.exchange`."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
 """The degrees whose product is the number of a module's ranks."""
@@ -46,10 +48,12 @@ class ModuleSizes:
       heads: query heads; 0 for a module without attention.
       by_tp: sizes that tp divides, by setting: {"llm/Decoder.heads": 32}.
       replicable: settings of those sizes that tp may be a multiple of instead: several ranks then have the same part.
+      experts: number of experts of a layer; 0 for a module without.
     """
 
     layers: int
     heads: int = 0
+    experts: int = 0
     by_tp: Mapping[str, int] = field(default_factory=dict)
     replicable: Collection[str] = ()
 
@@ -80,7 +84,12 @@ class Layout:
         module, and gather them for the products. Without tp it changes nothing.
       overlap: whether the exchange for a product goes from rank to rank while parts of the product are computed;
         requires ``sp``.
-      ep: expert parallel degree; it divides ``dp * cp`` and takes no ranks of its own.
+      ep: expert parallel degree: number of ranks that share a layer's experts and compute them for each other's
+        tokens. It divides ``dp * cp`` and takes no ranks of its own.
+      ep_way: how these ranks exchange tokens: ``ring`` (all tokens go from rank to rank, beside the products of those
+        before) or ``all-to-all`` (each token goes to the ranks of its experts).
+      expert_tp: tensor parallel degree inside an expert: 0 for ``tp``, or 1: then ranks of tp have whole experts of
+        their own (Cornstarch §4.3: expert parallelism in place of tensor parallelism).
       rank_offset: first rank of the module.
       optimizer_instances: number of groups that dp is cut into. Masters and moments are sharded over the dp and cp
         ranks of a group, and repeated across groups. It divides lanes·dp.
@@ -106,6 +115,8 @@ class Layout:
     sp: bool = True
     overlap: bool = False
     ep: int = 1
+    ep_way: str = "ring"
+    expert_tp: int = 0
     rank_offset: int = 0
     optimizer_instances: int = 1
     layers: tuple[int, ...] = field(default=(), metadata={"example": (3, 5)})
@@ -119,8 +130,11 @@ class Layout:
         require(self.sp or not self.overlap, "Layout.overlap", self.overlap, fix)
         one_of("Layout.cp_way", self.cp_way, CP_WAYS)
         one_of("Layout.cp_tokens", self.cp_tokens, CP_TOKENS)
+        one_of("Layout.ep_way", self.ep_way, EP_WAYS)
         if self.dp * self.cp % self.ep:
             raise ConfigError(f"Layout.ep={self.ep}: must divide dp*cp={self.dp * self.cp}; set it to 1")
+        fix = "is 0, for the degree of Layout.tp, or 1, for whole experts on each rank of tp"
+        require(self.expert_tp in (0, 1), "Layout.expert_tp", self.expert_tp, fix)
         if self.chunks > 1 and self.pp == 1:
             fix = "chunks interleave the stages of several stage submeshes and Layout.pp=1 has one; set it to 1"
             raise ConfigError(f"Layout.chunks={self.chunks}: {fix}")
@@ -133,6 +147,9 @@ class Layout:
                 raise ConfigError(f"Layout.copies={self.copies}: {fix}")
         total = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
         divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, total)
+        fix = f"a group of Layout.optimizer_instances={self.optimizer_instances} has its ranks; use a divisor of"
+        fits = self.lanes * self.dp // self.optimizer_instances % self.ep_degrees[0] == 0
+        require(fits, "Layout.ep", self.ep, f"{fix} dp*cp/optimizer_instances={self.optimizer_shards}")
         if self.layers:
             self._check_layers()
 
@@ -146,7 +163,7 @@ class Layout:
         Raises:
           ConfigError: a degree does not divide a size, or is not supported.
         """
-        require(self.ep == 1, f"{name}/Layout.ep", self.ep, "is not supported yet; set it to 1")
+        self._check_experts(name, sizes.experts)
         self.check_layers(name, sizes.layers)
         legal = nearest_divisor(self.tp, math.gcd(*sizes.by_tp.values()))
         for setting, size in sizes.by_tp.items():
@@ -157,6 +174,13 @@ class Layout:
         fix = f"cp={self.cp} does not divide the {heads} query heads of a tp rank; use 'gather' or 'ring'"
         is_divided = self.cp == 1 or self.cp_way != "all-to-all" or heads % self.cp == 0
         require(is_divided, f"{name}/Layout.cp_way", self.cp_way, fix)
+
+    def _check_experts(self, name: str, experts: int) -> None:
+        fix = "the module has no experts; set it to 1"
+        require(experts > 0 or self.ep == 1, f"{name}/Layout.ep", self.ep, fix)
+        shares = self.ep * (self.tp if self.expert_tp == 1 else 1)
+        fix = f"{shares} ranks share {experts} experts, which it must divide; use another"
+        require(experts % shares == 0, f"{name}/Layout.ep", self.ep, fix)
 
     def check_layers(self, name: str, layers: int) -> None:
         """Requires that every stage of the module ``name`` has one of its ``layers`` layers, and every layer a stage.
@@ -179,6 +203,8 @@ class Layout:
             reasons |= dict.fromkeys(("cp_way", "cp_tokens"), "with Layout.cp=1 a rank has whole rows")
         if self.tp == 1:
             reasons |= dict.fromkeys(("sp", "overlap"), "with Layout.tp=1 no ranks share a product")
+        if self.ep == 1:
+            reasons["ep_way"] = "with Layout.ep=1 a rank has all experts"
         if self.stages == 1:
             reasons["layers"] = "the module has one stage, which has all of them"
         return reasons
@@ -190,6 +216,12 @@ class Layout:
         require(len(self.layers) == self.stages, "Layout.layers", self.layers, fix)
         fix = f"a stage needs a layer; use {even}"
         require(min(self.layers) >= 1, "Layout.layers", self.layers, fix)
+
+    @property
+    def ep_degrees(self) -> tuple[int, int]:
+        """The parts of ep that are ranks of dp and of cp: as many of cp as it has, since these are neighbours."""
+        of_cp = math.gcd(self.ep, self.cp)
+        return self.ep // of_cp, of_cp
 
     @property
     def replica_size(self) -> int:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 
 TP_DIMENSIONS = frozenset({"heads", "mlp", "vocab"})
 """Dimensions of parameters that tp splits."""
+EXPERTS, EXPERT_MLP = "experts", "expert_mlp"
+"""Dimensions of experts' parameters, see ``Axes.experts`` and ``Axes.expert_mlp``."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Axes:
       positions: axes over which the tokens of rows are split: those of cp, or () if ranks of cp hold whole rows.
       sp: axes over which tokens are split further wherever a layer's features are normed, added or sent on (sequence
         parallelism): those of tp, or () if all ranks of tp have the same tokens.
+      ep: axes of dp and cp whose ranks have different experts, for each other's tokens (expert parallelism), or ().
+      ep_way: how these ranks exchange tokens, see ``Layout.ep_way``.
+      has_whole_experts: whether each rank of tp has whole experts of its own, and not a part of each.
       overlap: whether the exchange of sequence parallelism overlaps with the products that read its result.
       cp_way: how attention exchanges queries and keys among ranks of cp, see ``Layout.cp_way``.
     """
@@ -40,6 +45,9 @@ class Axes:
     copies: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     sp: tuple[str, ...] = ()
+    ep: tuple[str, ...] = ()
+    ep_way: str = "ring"
+    has_whole_experts: bool = False
     overlap: bool = False
     cp_way: str = "gather"
 
@@ -62,6 +70,16 @@ class Axes:
     def all(self) -> tuple[str, ...]:
         """The names of all mesh axes, outermost first: of ``copies``, ``dp``, ``cp`` and ``tp``."""
         return self.copies + self.dp + self.cp + self.tp
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Axes over which experts are split: those of ``ep``, and of tp where its ranks have whole experts."""
+        return self.ep + (self.tp if self.has_whole_experts else ())
+
+    @property
+    def expert_mlp(self) -> tuple[str, ...]:
+        """Axes over which an expert's hidden units are split: those of tp, or () where its ranks have whole experts."""
+        return () if self.has_whole_experts else self.tp
 
     @property
     def shard(self) -> tuple[str, ...]:
@@ -175,13 +193,16 @@ class Spread:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def parameter(self, dimensions: Sequence[str], *, stacked: bool) -> PartitionSpec:
-        """Spec of a parameter: tp splits the dimensions in ``TP_DIMENSIONS``, and the others are whole.
+        """Spec of a parameter: tp splits the dimensions in ``TP_DIMENSIONS``, ``Axes`` says what splits those of
+        experts, and the others are whole.
 
         Args:
           dimensions: names of the dimensions of one layer's parameter, such as ("embed", "heads").
           stacked: whether a first dimension stacks layers; it is whole.
         """
-        dims = [self.axes.tp if dimension in TP_DIMENSIONS else None for dimension in dimensions]
+        axes = dict.fromkeys(TP_DIMENSIONS, self.axes.tp)
+        axes |= {EXPERTS: self.axes.experts, EXPERT_MLP: self.axes.expert_mlp}
+        dims = [axes.get(dimension) or None for dimension in dimensions]
         return PartitionSpec(*([None] * stacked), *dims)
 
     def gradient_sums(self, parameter: PartitionSpec) -> PartitionSpec:
@@ -193,5 +214,9 @@ class Spread:
 
     def gradient_axes(self, parameter: PartitionSpec) -> tuple[str, ...]:
         """Mesh axes over which a step's single reduction sums the gradients of a parameter with this spec."""
-        split = {axis for part in parameter for axis in ((part,) if isinstance(part, str) else part or ())}
-        return tuple(axis for axis in self.data if axis not in split)
+        return tuple(axis for axis in self.data if axis not in split_axes(parameter))
+
+
+def split_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that split an array of this spec."""
+    return frozenset(axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ()))

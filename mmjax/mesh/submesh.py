@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from mmjax.mesh.layout import Layout
 
 
+_ROLES = (("instance", "dp", "ep"), ("cp", "ep_cp"), ("ep", "ep_cp"))
+"""Names of the mesh axes of dp, cp and ep."""
+
+
 @dataclass(frozen=True)
 class Submesh:
     """One stage's devices.
@@ -40,13 +44,17 @@ class Submesh:
         """The submesh of one stage of a module with ``layout``.
 
         ``devices`` belong to ``ranks``, one by one, and both are in (copy, dp, cp, tp) order. Optimizer instances cut
-        dp into two mesh axes, the instance outermost, so that a group is made of neighbours.
+        dp into two mesh axes, the instance outermost, so that a group is made of neighbours. Expert parallelism cuts
+        dp and cp again, its ranks innermost.
         """
-        instances, axes = layout.optimizer_instances, Axes()
-        shape: tuple[int, ...] = (layout.dp, layout.cp, layout.tp)
-        if instances > 1:
-            axes = Axes(dp=("instance", "dp"), instance=("instance",))
-            shape = (instances, layout.dp // instances, *shape[1:])
+        instances, (ep_of_dp, ep_of_cp) = layout.optimizer_instances, layout.ep_degrees
+        sizes = {"instance": instances, "dp": layout.dp // instances // ep_of_dp, "ep": ep_of_dp}
+        sizes |= {"cp": layout.cp // ep_of_cp, "ep_cp": ep_of_cp, "tp": layout.tp}
+        kept = [name for name, size in sizes.items() if size > 1 or name in ("dp", "cp", "tp")]
+        dp, cp, ep = (tuple(name for name in names if name in kept) for names in _ROLES)
+        axes = Axes(dp=dp, cp=cp, ep=ep, ep_way=layout.ep_way, instance=tuple({"instance"} & {*kept}))
+        axes = replace(axes, has_whole_experts=layout.expert_tp == 1 and layout.tp > 1)
+        shape = tuple(sizes[name] for name in kept)
         if layout.cp > 1:
             axes = replace(axes, positions=axes.cp, cp_way=layout.cp_way)
         if layout.shares_tokens:

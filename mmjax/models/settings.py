@@ -24,6 +24,7 @@ class ModuleSettings:
       layers, width: depth and model width.
       heads: query heads; 0 without attention.
       mlp: hidden units; 0 without an mlp.
+      experts: experts of a layer; 0 without.
       attention: the attention backend; "" lets mmjax choose.
       remat: the checkpoint policy, one of ``REMATS``.
     """
@@ -36,6 +37,7 @@ class ModuleSettings:
     width: int
     heads: int = 0
     mlp: int = 0
+    experts: int = 0
     attention: str = ""
     remat: str = "none"
 
@@ -45,6 +47,7 @@ class ModuleSettings:
         return ModuleSizes(
             layers=self.layers,
             heads=self.heads,
+            experts=self.experts,
             by_tp={field: size for field, size in fields.items() if size},
             replicable=[setting_name(name, self, field) for field in self.replicable],
         )

@@ -64,6 +64,7 @@ class Use:
       group: names of the weights that share the input.
       transposed: whether the weight is transposed.
       sp: see ``products``.
+      sizes: of a grouped product (see ``experts.grouped``) the number of rows of each expert, as fp32; else ``None``.
     """
 
     x: Value
@@ -71,6 +72,12 @@ class Use:
     group: tuple[str, ...]
     transposed: bool
     sp: SequenceParallel = NO_SP
+    sizes: Value | None = None
+
+    @property
+    def weight_dims(self) -> int:
+        """The number of dimensions of the weight: 2, or 3 with experts."""
+        return 3 if self.sizes else 2
 
 
 _STATIC = {"static": True}
@@ -86,6 +93,7 @@ class Tapped(LikeItsWeight):
       weight: the array, or a handle of it.
       x, dy: the taps, with the shapes of the product's input and output; only one of the weights with the same input
         has ``x``.
+      sizes: the tap of a grouped product's ``Use.sizes``, beside ``x``.
       name: the name of the weight in ``uses``.
       transposed: whether ``weight`` is the transpose of the array among the parameters.
       uses: records a ``Use`` for every product; ``None`` records nothing.
@@ -94,6 +102,7 @@ class Tapped(LikeItsWeight):
     weight: jax.Array | Handle
     x: jax.Array | None = None
     dy: jax.Array | None = None
+    sizes: jax.Array | None = None
     name: str = field(default="", metadata=_STATIC)
     transposed: bool = field(default=False, metadata=_STATIC)
     uses: Uses | None = field(default=None, metadata=_STATIC)

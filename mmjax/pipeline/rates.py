@@ -14,7 +14,7 @@ from jax import lax
 from mmjax.mesh.spread import Axes
 from mmjax.models.parameters import Leaf
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.pipeline.zero import ZeroLeaf
+from mmjax.pipeline.zero import ZeroLeaf, shard_axes
 
 Tree = Any
 
@@ -46,5 +46,7 @@ def _scaled(factors: tuple[float, ...], zero: ZeroLeaf, update: jax.Array, axes:
         return update if factors[0] == 1 else update * factors[0]
     factors_L = jnp.asarray([*factors, *[1.0] * (zero.shape[0] - len(factors))], update.dtype)  # padding stays 0
     if zero.dimension == 0:  # the stack itself is sharded
-        factors_L = lax.dynamic_slice_in_dim(factors_L, lax.axis_index(axes.shard) * len(update), len(update))
+        factors_L = lax.dynamic_slice_in_dim(
+            factors_L, lax.axis_index(shard_axes(zero.leaf, axes)) * len(update), len(update)
+        )
     return update * factors_L.reshape(-1, *[1] * (update.ndim - 1))

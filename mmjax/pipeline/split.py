@@ -17,6 +17,7 @@ import jax
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
+from mmjax.models.experts.grouped import grouped_weight_gradient
 from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gradient
 from mmjax.pipeline.residuals import Residual
@@ -36,6 +37,7 @@ class _Tap:
       layers: ``(layers,)`` if the weights of several layers are stacked, else empty.
       leads: whether this weight taps the product's input, among the weights that share the input.
       x, dy: indices of the input and of the output's gradient among the deferred values.
+      sizes: the index of the sizes of a grouped product; ``None`` for other products.
     """
 
     use: Use
@@ -43,13 +45,20 @@ class _Tap:
     leads: bool
     x: int
     dy: int
+    sizes: int | None = None
 
     def on(self, weight: jax.Array, stage_axes: tuple[str, ...]) -> Tapped:
         """The weight with its taps; outside of ``stage_axes`` the taps vary over the weight's axes."""
         other_axes = tuple(jax_compat.varying_axes(weight) - set(stage_axes))
-        values = (replace(value, shape=(*self.layers, *value.shape)) for value in (self.use.x, self.use.dy))
-        x, dy = (jax_compat.to_varying(value.zeros(), other_axes) for value in values)
-        return Tapped(weight=weight, x=x if self.leads else None, dy=dy)
+
+        def tap(value: Value) -> jax.Array:
+            value = replace(value, shape=(*self.layers, *value.shape))
+            return jax_compat.to_varying(value.zeros(), other_axes)
+
+        dy = tap(self.use.dy)
+        if not self.leads:
+            return Tapped(weight=weight, dy=dy)
+        return Tapped(weight=weight, x=tap(self.use.x), dy=dy, sizes=tap(self.use.sizes) if self.use.sizes else None)
 
 
 class SplitFunctions(StageFunctions):
@@ -70,14 +79,16 @@ class SplitFunctions(StageFunctions):
         jax.eval_shape(self._spmd(record, self._outputs), *self._avals)
         self._taps: dict[str, _Tap] = {}
         self._deferred: list[Residual] = []
-        leaders: dict[tuple[str, ...], int] = {}
+        leaders: dict[tuple[str, ...], tuple[int, int | None]] = {}
         for name in candidates:
             (use,) = uses.by_name[name]
-            layers = params[name].shape[:-2]
+            layers = params[name].shape[: -use.weight_dims]
             if leads := use.group not in leaders:
-                leaders[use.group] = self._defer(use.x, layers)
-            place = leaders[use.group], self._defer(use.dy, layers)
-            self._taps[name] = _Tap(use=use, layers=layers, leads=leads, x=place[0], dy=place[1])
+                x = self._defer(use.x, layers)
+                leaders[use.group] = x, self._defer(use.sizes, layers) if use.sizes else None
+            x, sizes = leaders[use.group]
+            dy = self._defer(use.dy, layers)
+            self._taps[name] = _Tap(use=use, layers=layers, leads=leads, x=x, dy=dy, sizes=sizes)
 
     def _defer(self, value: Value, layers: tuple[int, ...]) -> int:
         """Adds a value to the deferred values, kept from B to W; returns its index."""
@@ -103,6 +114,8 @@ class SplitFunctions(StageFunctions):
             deferred[tap.dy] = named[name].dy[None]
             if tap.leads:
                 deferred[tap.x] = named[name].x[None]
+            if tap.leads and tap.sizes is not None:
+                deferred[tap.sizes] = named[name].sizes[None]
         return add_gradients(sums, grads), carry_grads, [deferred[place] for place in range(len(deferred))]
 
     def _weights(self, sums: Tree, deferred: list[jax.Array]) -> Tree:
@@ -114,7 +127,10 @@ class SplitFunctions(StageFunctions):
             stacked, open_stored = bool(tap.layers), self.model.opens.get(name)
             stored = named[name][0].astype(self.state.dtype)
             weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
-            grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp)
+            if tap.sizes is not None:
+                grad = grouped_weight_gradient(x, dy, deferred[tap.sizes].squeeze(0), weight)
+            else:
+                grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp)
             if open_stored:
                 gradient = partial(gradient_of_stored, open_stored)
                 grad = _per_layer(gradient, stacked=stacked)(stored, grad.astype(self.state.dtype))

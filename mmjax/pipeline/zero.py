@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.mesh.spread import TP_DIMENSIONS, Axes
+from mmjax.mesh.spread import Axes, Spread, split_axes
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.parameters import Leaf
 
@@ -42,14 +42,17 @@ class ZeroLeaf:
     @classmethod
     def plan(cls, leaf: Leaf, submesh: Submesh) -> ZeroLeaf:
         """Chooses the dimension of a stage array to shard on a submesh, and the padding."""
-        shards, tp = submesh.layout.optimizer_shards, submesh.layout.tp
+        spec, sizes = leaf.spec(submesh.axes), submesh.mesh.shape
+        parts = [math.prod(sizes[axis] for axis in split_axes(PartitionSpec(dim))) for dim in spec]
+        parts += [1] * (len(leaf.shape) - len(parts))
+        split = [axes not in (None, ()) for axes in (*spec, *[None] * (len(leaf.shape) - len(spec)))]
+        shards = math.prod(sizes[axis] for axis in shard_axes(leaf, submesh.axes))
         stacked = leaf.layers is not None
-        split = [False] * stacked + [name in TP_DIMENSIONS for name in leaf.dims]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
         if shards == 1 or leaf.is_load:
             return cls(leaf, None, leaf.shape)
         for dim in order:
-            if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:
+            if leaf.shape[dim] // parts[dim] % shards == 0:
                 return cls(leaf, dim, leaf.shape)
         unsplit = [dim for dim in order if not split[dim]]
         if not unsplit or math.prod(leaf.shape) < SMALL:
@@ -67,8 +70,9 @@ class ZeroLeaf:
         """Sharding of the master: over tp as the parameter, and over the group's ranks along ``dimension``."""
         dims = list(self.leaf.spec(axes))
         if self.dimension is not None:
-            tp_axes = dims[self.dimension] or ()
-            dims[self.dimension] = (*((tp_axes,) if isinstance(tp_axes, str) else tp_axes), *axes.shard)
+            split = dims[self.dimension] or ()
+            split = (split,) if isinstance(split, str) else split
+            dims[self.dimension] = (*split, *shard_axes(self.leaf, axes))
         return PartitionSpec(*dims)
 
     def logical_spec(self, axes: Axes) -> PartitionSpec:
@@ -76,11 +80,6 @@ class ZeroLeaf:
         if self.padding or self.leaf.logical_shape != self.leaf.shape[self._skip :]:
             return PartitionSpec()
         return PartitionSpec(*tuple(self.spec(axes))[self._skip :])
-
-    @property
-    def split_by_tp(self) -> bool:
-        """Whether the leaf is split over tp."""
-        return any(name in TP_DIMENSIONS for name in self.leaf.dims)
 
     @property
     def _skip(self) -> int:
@@ -101,28 +100,33 @@ class ZeroLeaf:
         """The parameter without padding, equal on all dp ranks, from this rank's shard. Inside ``shard_map``."""
         if self.dimension is None:
             return shard
-        return self.unpad(jax_compat.all_gather_invariant(shard, axes.shard, self.dimension))
+        return self.unpad(jax_compat.all_gather_invariant(shard, shard_axes(self.leaf, axes), self.dimension))
 
     def reduce(self, local: jax.Array, axes: Axes) -> jax.Array:
         """This rank's shard of the gradient, summed over all tokens, from this rank's gradient. Inside ``shard_map``.
 
         A reduce-scatter in the rank's group, then a sum over groups; a repeated leaf is summed whole.
         """
-        shared = () if self.split_by_tp else axes.sp
+        summed_axes = Spread.of(axes).gradient_axes(self.leaf.spec(axes))
         if self.dimension is None:
-            return lax.psum(local, (*axes.dp, *axes.positions, *shared))
-        shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, (*axes.instance, *shared))
+            return lax.psum(local, summed_axes)
+        shards = shard_axes(self.leaf, axes)
+        shard = lax.psum_scatter(self.pad(local), shards, scatter_dimension=self.dimension, tiled=True)
+        return lax.psum(shard, tuple(axis for axis in summed_axes if axis not in shards))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares of a shard, a float32 scalar: 0 on replicas, so that a sum over all ranks counts each once.
 
         Inside ``shard_map``.
         """
-        split = () if self.dimension is None else axes.shard
-        if self.split_by_tp:
-            split += axes.tp
+        split = split_axes(self.spec(axes))
         counts = jnp.ones((), bool)
         for axis in (axis for axis in axes.all if axis not in split):
             counts &= lax.axis_index(axis) == 0
         return jnp.where(counts, jnp.sum(jnp.square(grad.astype(jnp.float32))), 0.0)
+
+
+def shard_axes(leaf: Leaf, axes: Axes) -> tuple[str, ...]:
+    """The axes of an optimizer instance over which a leaf's master is sharded: those whose ranks have the same part."""
+    split = split_axes(leaf.spec(axes))
+    return tuple(axis for axis in axes.shard if axis not in split)

@@ -10,7 +10,6 @@ Shapes: M rows, D inputs, F outputs, E experts, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.models.handles import opened
 from mmjax.models.recorded_work import record_product
-from mmjax.models.taps import Value, summed
+from mmjax.models.taps import PRODUCT, Tapped, Use, Value, summed, with_mark
 
 BLOCKS = (256, 32)
 """Rows of a block. Large blocks come first, and small ones are for the rest of a group."""
@@ -36,12 +35,24 @@ def grouped_products(
 
     Args:
       x_MD: rows, sorted by expert from the first.
-      weights: arrays ``[E, D, F]`` or handles of them.
+      weights: arrays ``[E, D, F]``, handles of them, or tapped weights.
       sizes_E: number of rows of each expert.
     """
     for weight in weights:
         record_product(x_MD, weight)
-    return [_opened_product(x_MD, weight, sizes_E) for weight in weights]
+    marked = [with_mark(weight, PRODUCT) for weight in weights]
+    tapped = [w for w in marked if isinstance(w, Tapped)]
+    if any(w.dy is not None for w in tapped):
+        assert len(tapped) == len(marked), "weights that share an input are tapped together"
+        return _tapped_products(x_MD, tapped, sizes_E)
+    results = [_opened_product(x_MD, w.weight if isinstance(w, Tapped) else w, sizes_E) for w in marked]
+    sizes = Value(sizes_E.shape, jnp.float32, jax_compat.varying_axes(sizes_E))
+    for w, y_MF in zip(marked, results, strict=True):
+        if isinstance(w, Tapped) and w.uses is not None:
+            group = tuple(sibling.name for sibling in tapped)
+            use = Use(x=Value.of(x_MD), dy=Value.of(y_MF), group=group, transposed=False, sizes=sizes)
+            w.uses.by_name.setdefault(w.name, set()).add(use)
+    return results
 
 
 def _opened_product(x_MD: Array, weight: Any, sizes_E: Array) -> Array:
@@ -53,6 +64,50 @@ def _opened_product(x_MD: Array, weight: Any, sizes_E: Array) -> Array:
         return _product(jax_compat.to_varying(x_MD, axes), jax_compat.to_varying(w_EDF, axes), sizes_E)
 
     return checkpoint_name(jax.checkpoint(product)(x_MD, weight), RESIDUAL_NAME)
+
+
+def _tapped_products(x_MD: Array, weights: Sequence[Tapped], sizes_E: Array) -> list[Array]:
+    (leader,) = [w for w in weights if w.x is not None]
+    taps = leader.x, leader.sizes, [w.dy for w in weights]
+    return [checkpoint_name(y, RESIDUAL_NAME) for y in _tapped(x_MD, [w.weight for w in weights], sizes_E, taps)]
+
+
+@jax.custom_vjp
+def _tapped(x_MD: Array, weights: list[Any], sizes_E: Array, taps: Any) -> list[Array]:
+    return [_by_blocks(x_MD, opened(w), sizes_E) for w in weights]
+
+
+def _tapped_forward(x_MD: Array, weights: list[Any], sizes_E: Array, taps: Any) -> tuple[list[Array], Any]:
+    return _tapped(x_MD, weights, sizes_E, taps), (x_MD, weights, sizes_E)
+
+
+def _tapped_backward(residuals: Any, dys: list[Array]) -> tuple[Any, ...]:
+    x_MD, weights, sizes_E = residuals
+    dx_MD = sum(_by_blocks(dy, jnp.swapaxes(opened(w), 1, 2), sizes_E) for dy, w in zip(dys, weights, strict=True))
+    dx_MD = summed(jnp.asarray(dx_MD, x_MD.dtype), jax_compat.varying_axes(x_MD))
+    return dx_MD, None, None, (x_MD, sizes_E.astype(jnp.float32), dys)
+
+
+_tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def grouped_weight_gradient(
+    x: Float[Array, "*L M D"], dy: Float[Array, "*L M F"], sizes: Float[Array, "*L E"], like: Array
+) -> Float[Array, "*L E D F"]:
+    """``xᵀ · dy`` of each group, fp32, for the layers of a stack in turn.
+
+    Args:
+      x, dy: input and gradient of the output of a grouped product.
+      sizes: number of rows of each expert.
+      like: an array with the varying axes of the result, which is summed over all others.
+    """
+
+    def of_layer(arrays: tuple[Array, Array, Array]) -> Array:
+        x_MD, dy_MF, sizes_E = arrays
+        return _weight_gradients(x_MD, dy_MF, sizes_E.astype(jnp.int32))
+
+    gradient = lax.map(of_layer, (x, dy, sizes)) if x.ndim == 3 else of_layer((x, dy, sizes))
+    return summed(gradient, jax_compat.varying_axes(like))
 
 
 @jax.custom_vjp

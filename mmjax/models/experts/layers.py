@@ -1,13 +1,14 @@
-"""Experts of a layer: parameters, dispatch of tokens to their experts, and combination of the results.
+"""Experts of a layer: parameters, and the weighted results of each token's experts.
 
-Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, M = N·k rows, D width,
-F hidden units local to this rank, E experts.
+Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, M rows that are sorted
+by expert, D width, F hidden units local to this rank, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
+from mmjax.mesh.spread import EXPERT_MLP, EXPERTS, Axes
 from mmjax.models.context import Context
+from mmjax.models.experts.exchange import LocalExperts, compute_all_to_all, compute_in_ring, compute_local
 from mmjax.models.experts.grouped import grouped_products
-from mmjax.models.experts.router import Router, chosen_counts, route, router_sums
+from mmjax.models.experts.router import Router, route, router_sums
 from mmjax.models.sequence_parallel import sp_scatter
 
 
@@ -36,7 +39,7 @@ class Experts(nnx.Module):
           rngs: keys.
         """
         init = nnx.initializers.lecun_normal(batch_axis=0)
-        inner, outer = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
+        inner, outer = (EXPERTS, "embed", EXPERT_MLP), (EXPERTS, EXPERT_MLP, "embed")
         shape = (router.experts, width, hidden)
         self.router = nnx.Param(
             nnx.initializers.lecun_normal()(rngs.params(), (width, router.experts)), dims=("embed", "router")
@@ -47,20 +50,6 @@ class Experts(nnx.Module):
         self.up = nnx.Param(init(rngs.params(), shape), dims=inner)
         down = nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal", batch_axis=0)
         self.down = nnx.Param(down(rngs.params(), (router.experts, hidden, width)), dims=outer)
-
-
-class Dispatch(NamedTuple):
-    """The rows of tokens, sorted by expert.
-
-    Attributes:
-      tokens_M: the token of each row.
-      rows_Nk: the row of each token and choice; rows of padding lie behind all groups.
-      sizes_E: number of rows of each expert.
-    """
-
-    tokens_M: Int[Array, " M"]
-    rows_Nk: Int[Array, "N k"]
-    sizes_E: Int[Array, " E"]
 
 
 def apply_experts(
@@ -85,60 +74,42 @@ def apply_experts(
         lax.all_gather(x, axes.sp, axis=1, tiled=True) if axes.sp else jax_compat.to_varying(x, axes.tp)
         for x in (h_BTD, routing.experts_BTk, routing.weights_BTk)
     )
-    dispatch = sort_by_expert(experts_BTk.reshape(-1, router.per_token), router.experts)
-    y_ND = compute_experts(p, h_BTD.reshape(-1, h_BTD.shape[-1]), weights_BTk.reshape(-1, router.per_token), dispatch)
+    width = h_BTD.shape[-1]
+    flat = (h_BTD.reshape(-1, width), *(x.reshape(-1, router.per_token) for x in (experts_BTk, weights_BTk)))
+    y_ND, dropped = _exchanged(router, p, axes, *flat)
+    if "router_dropped" in losses:
+        sums["router_dropped"] = dropped / router.per_token
     y_BTD = y_ND.reshape(h_BTD.shape)
     return sp_scatter(y_BTD, axes.sp) if axes.sp else lax.psum(y_BTD, axes.tp), sums
 
 
-def sort_by_expert(experts_Nk: Int[Array, "N k"], experts: int) -> Dispatch:
-    """Sorts the choices of all tokens by expert; the number ``experts`` stands for none."""
-    per_token, flat_M = experts_Nk.shape[1], experts_Nk.reshape(-1)
-    order_M = jnp.argsort(flat_M, stable=True)
-    rows_M = jnp.zeros_like(order_M).at[order_M].set(jnp.arange(order_M.size, dtype=order_M.dtype))
-    return Dispatch(order_M // per_token, rows_M.reshape(experts_Nk.shape), chosen_counts(flat_M, experts))
+def _exchanged(
+    router: Router, p: Mapping[str, Any], axes: Axes, h_ND: Array, experts_Nk: Array, weights_Nk: Array
+) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
+    """The sum of each token's experts, with tp this rank's part of it; and the number of choices that were dropped."""
+    experts = LocalExperts.of(axes, p["gate"].shape[0])
+    compute, flat = partial(compute_rows, p), (h_ND, experts_Nk, weights_Nk)
+    none = jnp.zeros(())
+    if not axes.ep:
+        return compute_local(compute, experts, *flat), none
+    if axes.ep_way == "ring":
+        return compute_in_ring(compute, experts, axes.ep, *flat), none
+    rows = router.buffer_rows(h_ND.shape[0], experts.count, lax.axis_size(axes.experts))
+    return compute_all_to_all(compute, experts, axes, *flat, rows=rows)
 
 
-def compute_experts(
-    p: Mapping[str, Any], h_ND: Float[Array, "N D"], weights_Nk: Float[Array, "N k"], dispatch: Dispatch
-) -> Float[Array, "N D"]:
-    """The sum of the results of each token's experts, times their weights; with tp this rank's part of the sum."""
-    x_MD = send_rows(h_ND, dispatch)
-    gate_MF, up_MF = grouped_products(x_MD, [p["gate"], p["up"]], dispatch.sizes_E)
+def compute_rows(
+    p: Mapping[str, Any], x_MD: Float[Array, "M D"], weights_M: Float[Array, " M"], sizes_E: Int[Array, " E"]
+) -> Float[Array, "M D"]:
+    """The result of each row's expert times the row's weight; with tp this rank's part of a sum.
+
+    Args:
+      p: arrays or handles of the local experts: "gate", "up" and "down".
+      x_MD: rows, sorted by expert.
+      weights_M: fp32 factors of the results.
+      sizes_E: number of rows of each local expert.
+    """
+    gate_MF, up_MF = grouped_products(x_MD, [p["gate"], p["up"]], sizes_E)
     # The weights multiply hidden units, so that backward needs no results of the last product.
-    weights_M = send_weights(weights_Nk, dispatch).astype(gate_MF.dtype)
-    (y_MD,) = grouped_products(jax.nn.silu(gate_MF) * up_MF * weights_M[:, None], [p["down"]], dispatch.sizes_E)
-    return add_rows(y_MD, dispatch)
-
-
-@jax.custom_vjp
-def send_rows(h_ND: Float[Array, "N D"], dispatch: Dispatch) -> Float[Array, "M D"]:
-    """The features of each row's token. Backward adds the rows of a token, without a scatter."""
-    return h_ND[dispatch.tokens_M]
-
-
-@jax.custom_vjp
-def add_rows(y_MD: Float[Array, "M D"], dispatch: Dispatch) -> Float[Array, "N D"]:
-    """The sum of each token's rows. Backward is ``send_rows``."""
-    return _added(y_MD, dispatch)
-
-
-def _added(y_MD: Array, dispatch: Dispatch) -> Array:
-    per_token = (y_MD[rows_N].astype(jnp.float32) for rows_N in dispatch.rows_Nk.T)
-    return sum(per_token, start=jnp.zeros((), jnp.float32)).astype(y_MD.dtype)
-
-
-def send_weights(weights_Nk: Float[Array, "N k"], dispatch: Dispatch) -> Float[Array, " M"]:
-    """The weight of each row's choice."""
-    zeros_M = jnp.zeros_like(dispatch.tokens_M, weights_Nk.dtype)
-    return zeros_M.at[dispatch.rows_Nk].set(weights_Nk, unique_indices=True)
-
-
-send_rows.defvjp(
-    lambda h_ND, dispatch: (send_rows(h_ND, dispatch), dispatch),
-    lambda dispatch, dx_MD: (_added(dx_MD, dispatch), None),
-)
-add_rows.defvjp(
-    lambda y_MD, dispatch: (add_rows(y_MD, dispatch), dispatch),
-    lambda dispatch, dy_ND: (dy_ND[dispatch.tokens_M], None),
-)
+    inner_MF = jax.nn.silu(gate_MF) * up_MF * weights_M.astype(gate_MF.dtype)[:, None]
+    return grouped_products(inner_MF, [p["down"]], sizes_E)[0]

@@ -10,6 +10,7 @@ groups of experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ class Router:
       group_limit: see ``groups``.
       bias_rate: the change in a step of each expert's bias for the choice, which is not in the weight; ``None`` for no
         bias.
+      buffer: rows of an all-to-all's buffers over their mean number under equal loads; 0 stands for the worst case.
     """
 
     experts: int
@@ -53,6 +55,14 @@ class Router:
     groups: int = 1
     group_limit: int = 1
     bias_rate: float | None = None
+    buffer: float = 0.0
+
+    def buffer_rows(self, tokens: int, experts: int, ranks: int) -> int:
+        """Rows of the buffer that each pair of ``ranks`` ranks exchanges, of ``tokens`` tokens and ``experts`` experts
+        on each.
+        """
+        worst = tokens * min(self.per_token, experts)
+        return min(worst, math.ceil(self.buffer * tokens * self.per_token / ranks)) if self.buffer else worst
 
     @property
     def has_bias(self) -> bool:

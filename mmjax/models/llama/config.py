@@ -23,11 +23,11 @@ ROUTERS = ("softmax", "sigmoid")
 EXPERT_SETTINGS = (
     *("experts_per_token", "expert_mlp", "shared_experts", "shared_gate", "dense_layers", "balance_loss"),
     *("router", "router_normalised", "router_scale", "router_groups", "router_group_limit", "router_bias"),
-    *("router_bias_rate", "router_z_loss"),
+    *("router_bias_rate", "router_z_loss", "expert_buffer"),
 )
 """Settings that have no effect without experts."""
 _NOT_NEGATIVE = (
-    *("experts", "expert_mlp", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
+    *("experts", "expert_mlp", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
     "router_z_loss",
 )
 
@@ -73,6 +73,9 @@ class DecoderConfig(ModuleSettings):
         units (DeepSeek, Qwen2-MoE).
       shared_gate: whether the result of shared experts is multiplied by a sigmoid of each token (Qwen2-MoE).
       dense_layers: number of first layers with an mlp in place of experts (DeepSeek).
+      expert_buffer: with Layout.ep_way='all-to-all', rows that two ranks exchange over their mean number under equal
+        loads, such as 1.5; choices of experts that do not fit are dropped and counted in "router_dropped". 0 is the
+        worst case, in which none is.
       router: how scores become probabilities: ``softmax`` over all experts, or ``sigmoid`` of each (DeepSeek-V3).
       router_normalised: whether the probabilities of a token's experts are divided by their sum.
       router_scale: factor of these probabilities.
@@ -131,6 +134,7 @@ class DecoderConfig(ModuleSettings):
     shared_experts: int = 0
     shared_gate: bool = False
     dense_layers: int = 0
+    expert_buffer: float = 0.0
     router: str = "softmax"
     router_normalised: bool = True
     router_scale: float = 1.0
@@ -185,6 +189,8 @@ class DecoderConfig(ModuleSettings):
         require(self.vocab > FIRST_CODE, setting_name(name, self, "vocab"), self.vocab, fix)
         fix = "codes have no rows and columns; set it to ()"
         require(not self.rope_sections, setting_name(name, self, "rope_sections"), self.rope_sections, fix)
+        fix = "a module of codes has none; set it to 0"
+        require(self.experts == 0, setting_name(name, self, "experts"), self.experts, fix)
         fix = "codes are of no kind, and see those before; set it to 'causal'"
         require(self.mask == "causal", setting_name(name, self, "mask"), self.mask, fix)
 

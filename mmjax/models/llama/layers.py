@@ -132,6 +132,7 @@ def router_of(c: DecoderConfig) -> Router:
         groups=c.router_groups,
         group_limit=c.router_group_limit,
         bias_rate=c.router_bias_rate if c.router_bias else None,
+        buffer=c.expert_buffer,
     )
 
 
@@ -140,7 +141,8 @@ def layer_losses(c: DecoderConfig) -> dict[str, Loss]:
     if not c.experts:
         return {}
     weights = {"balance_loss": c.balance_loss, "router_z_loss": c.router_z_loss}
-    kept = {name: weight for name, weight in weights.items() if weight} | dict.fromkeys(ROUTER_METRICS, 0.0)
+    metrics = (*ROUTER_METRICS, *(("router_dropped",) if c.expert_buffer else ()))
+    kept = {name: weight for name, weight in weights.items() if weight} | dict.fromkeys(metrics, 0.0)
     return {name: Loss(weight=weight, per="llm_tokens") for name, weight in kept.items()}
 
 

@@ -88,9 +88,7 @@ _ROPE_KEYS = {
     *("mscale", "mscale_all_dim"),
 }
 _SECTIONS = (16, 24, 24)
-_UNMAPPED = (
-    *("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate"),
-)
+_UNMAPPED = (*("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate"),)
 """Settings that no ``config.json`` has."""
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
@@ -297,7 +295,7 @@ def _value(c: DecoderConfig, name: str) -> Any:
     """The value of a setting in a normal form, which is equal for equal models."""
     if name in EXPERT_SETTINGS and (not c.experts or name in c.idle()):
         return None
-    if name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers or name == "expert_mlp":
+    if (name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers) or name == "expert_mlp":
         return c.expert_width  # of layers without experts there are none
     if name == "router_group_limit":
         return c.router_group_limit if c.router_groups > 1 else 1

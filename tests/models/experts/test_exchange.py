@@ -1,0 +1,113 @@
+"""Experts on several ranks, by ring and by all-to-all, against all experts for all tokens on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.context import Context
+from mmjax.models.experts.layers import Experts, apply_experts
+from mmjax.models.experts.router import Router
+from mmjax.models.parameters import declarations
+
+ROWS, TOKENS, WIDTH, HIDDEN = 4, 8, 16, 12
+ROUTER = Router(experts=8, per_token=3)
+
+
+def parameters() -> dict[str, jax.Array]:
+    module = Experts(ROUTER, WIDTH, HIDDEN, 2, nnx.Rngs(0))
+    return dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    x = jax.random.normal(jax.random.key(1), (ROWS, TOKENS, WIDTH))
+    segments = np.ones((ROWS, TOKENS), np.int32)
+    segments[1, 5:] = 0
+    segments[2] = [1, 1, 1, 2, 2, 2, 2, 0]
+    return x, jnp.asarray(segments)
+
+
+def densely(p: Any, x_BTD: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    probabilities = jax.nn.softmax(x_BTD @ p["router"])
+    best, experts = jax.lax.top_k(probabilities, ROUTER.per_token)
+    best = best / best.sum(-1, keepdims=True)
+    chosen = jax.nn.one_hot(experts, ROUTER.experts) * best[..., None]
+    inner = jax.nn.silu(jnp.einsum("btd,edf->btef", x_BTD, p["gate"])) * jnp.einsum("btd,edf->btef", x_BTD, p["up"])
+    y = jnp.einsum("btef,efd,btke->btd", inner, p["down"], chosen)
+    return jnp.where(segments_BT[..., None] > 0, y, 0)
+
+
+def on_ranks(layout: Layout, router: Router = ROUTER) -> Any:
+    """``(p, x, segments) -> y`` under a layout."""
+    submesh = Submesh.of(layout, layout.ranks, jax.devices()[: layout.size])
+    spread = submesh.spread
+    create = partial(Experts, router, WIDTH, HIDDEN, 2)
+    specs = {name: spread.parameter(leaf.dims, stacked=False) for name, leaf in declarations(create).items()}
+
+    def body(p: Any, x: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        axes = submesh.axes
+        p = {
+            name: jax.lax.pcast(leaf, tuple(a for a in spread.data if a not in _axes(specs[name])), to="varying")
+            for name, leaf in p.items()
+        }
+        context = Context.of(axes, {"segments": segments}, "causal")
+        y, sums = apply_experts(router, p, context, context.split_sp(x), ("router_dropped",))
+        dropped = sums["router_dropped"] * jnp.zeros(()) + sums["router_dropped"]
+        varying = (
+            tuple(jax.typeof(dropped).mat.varying)
+            if hasattr(jax.typeof(dropped), "mat")
+            else tuple(jax.typeof(dropped).vma)
+        )
+        return y, jax.lax.psum(dropped, tuple(varying)) if varying else dropped
+
+    rows = spread.activation(inside=True)
+    mapped = jax.shard_map(
+        body, mesh=submesh.mesh, in_specs=(specs, spread.tokens, spread.tokens), out_specs=(rows, PartitionSpec())
+    )
+    return mapped
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    return {a for part in spec for a in ((part,) if isinstance(part, str) else part or ())}
+
+
+LAYOUTS = {
+    "one device": Layout(),
+    "dp": Layout(dp=4, ep=2),
+    "all of dp": Layout(dp=4, ep=4),
+    "cp": Layout(cp=2, dp=2, ep=2),
+    "cp and dp": Layout(cp=2, dp=2, ep=4),
+    "a part of cp": Layout(cp=4, ep=2),
+    "tp": Layout(dp=2, tp=2, ep=2),
+    "tp without sp": Layout(dp=2, tp=2, ep=2, sp=False),
+    "whole experts on ranks of tp": Layout(dp=2, tp=2, ep=2, expert_tp=1),
+    "in place of tp": Layout(dp=2, tp=4, expert_tp=1, sp=False),
+    "instances": Layout(dp=4, ep=2, optimizer_instances=2),
+}
+
+
+@pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str, ep_way: str) -> None:
+    from dataclasses import replace
+
+    p, (x, segments) = parameters(), inputs()
+    weights = jax.random.normal(jax.random.key(2), x.shape)
+    run = on_ranks(replace(LAYOUTS[name], ep_way=ep_way))
+
+    def loss(run: Any, p: Any, x: jax.Array) -> jax.Array:
+        y = run(p, x, segments)
+        return jnp.sum((y[0] if isinstance(y, tuple) else y) * weights)
+
+    expected = jax.jit(jax.value_and_grad(partial(loss, densely), (0, 1)))(p, x)
+    actual = jax.jit(jax.value_and_grad(partial(loss, run), (0, 1)))(p, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
