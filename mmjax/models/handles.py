@@ -73,7 +73,8 @@ class Adapted(LikeItsWeight):
 
     Attributes:
       weight: the weight, an array or a handle.
-      a, b: the adapter's factors ``[D, r]`` and ``[r, F]``, arrays or handles.
+      a, b: the adapter's factors ``[D, r]`` and ``[r, F]``, arrays or handles; of experts ``[E, D, r]`` and
+        ``[E, r, F]``.
       scale: the factor of the adapter's product.
     """
 

@@ -1,9 +1,9 @@
 """Makes a configuration small, but keeps everything that its layouts may compute wrongly.
 
 It keeps the layouts, the schedule, the number of microbatches, uneven splits of layers, heads per key/value head, the
-set of sizes that tp divides, experts, merge, positions, activation, biases, norms, windows shorter than samples and layers
-without a window, tied embeddings, remat and frozen modules. Sizes that are small already stay. Where the configuration
-sets the numbers of layers per stage, stages with more than the least number keep more.
+set of sizes that tp divides, layers with experts, merge, positions, activation, biases, norms, windows shorter than
+samples and layers without a window, tied embeddings, remat and frozen modules. Sizes that are small already stay. Where
+the configuration sets the numbers of layers per stage, stages with more than the least number keep more.
 """
 
 from __future__ import annotations

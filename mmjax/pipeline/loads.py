@@ -36,5 +36,6 @@ def split_loads(zeros: Tree, grads: Tree) -> tuple[Tree, dict[str, jax.Array]]:
 
 
 def _update(zero: ZeroLeaf, loads_E: jax.Array) -> jax.Array:
-    mean = jnp.mean(loads_E, axis=-1, keepdims=True)
-    return zero.leaf.load_rate * jnp.sign(mean - loads_E)
+    # Counts are integers. The sign of their differences is exact, as that of a rounded mean is not.
+    total = jnp.sum(loads_E, axis=-1, keepdims=True)
+    return zero.leaf.load_rate * jnp.sign(total - loads_E.shape[-1] * loads_E)

@@ -121,12 +121,12 @@ class StageState(StateShapes):
             scale = jnp.clip(self.clip_norm / norm, max=1.0) if self.clip_norm else jnp.float32(1)
             new: State = {"master": dict(state["master"]), "opt": {}}
             for module, optimizer in self.optimizers.items():
-                scaled = jax.tree.map(lambda g: g * scale, grads[module])
+                loss_grads, load_updates = split_loads(self.owned[module], grads[module])
+                scaled = jax.tree.map(lambda g: g * scale, loss_grads)
                 master = state["master"][module]
-                scaled, load_updates = split_loads(self.owned[module], scaled)
                 updates, opt = optimizer.update(scaled, state["opt"][module], master)
-                updates = with_leaves(updates, load_updates) if load_updates else updates
                 updates = scale_updates(self._configs[module], self.owned[module], updates, self.submesh.axes)
+                updates = with_leaves(updates, load_updates) if load_updates else updates
                 new["master"][module] = where_finite(finite, optax.apply_updates(master, updates), master)
                 new["opt"][module] = where_finite(finite, opt, state["opt"][module])
             return new

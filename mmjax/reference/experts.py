@@ -2,7 +2,8 @@
 
 Sources: Shazeer et al. 2017 (equations 1 and 2: y = Σ_e G(x)_e E_e(x), with G = 0 for experts that are not chosen),
 Fedus et al. 2022, "Switch transformers" (equation 4: the balance loss), Zoph et al. 2022, "ST-MoE" (equation 5: the
-z-loss), DeepSeek-V2 (§2.1.2 and 2.2.2: shared experts, groups) and DeepSeek-V3 (equations 12 to 16: sigmoids, the bias).
+z-loss), DeepSeek-V2 (§2.1.2 and 2.2.2: shared experts, groups) and DeepSeek-V3 (equations 12 to 16: sigmoids, the
+bias).
 
 Letters in shapes: N tokens of a sample, D width, E experts, G groups of experts, k experts a token.
 """

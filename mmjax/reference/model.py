@@ -226,9 +226,10 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
     """The sums of all losses by name, "<module>/<loss>", as scalars without weights and denominators.
 
     `leaves` are logical leaves by name, such as "llm/layers/000/attn/q", complete and possibly sharded; `model` is as
-    `build_model(recipe, tokenizer)` gives it. "llm/loss" is `loss_sum`, with `Decoder.z_loss` there is "llm/z_loss", and
-    with experts "llm/balance_loss" and "llm/router_z_loss" if they have a weight; "painter/loss" is the sum of `draw_loss` over the pictures of the generator "painter", if the sample
-    has noise for it; encoders of the user's own may have losses too.
+    `build_model(recipe, tokenizer)` gives it. "llm/loss" is `loss_sum`, with `Decoder.z_loss` there is "llm/z_loss",
+    and with experts "llm/balance_loss" and "llm/router_z_loss" if they have a weight; "painter/loss" is the sum of
+    `draw_loss` over the pictures of the generator "painter", if the sample has noise for it; encoders of the user's own
+    may have losses too.
 
     Raises ValueError as `sample_logits` does, or if placeholders do not match the pictures to be drawn.
     """

@@ -157,7 +157,9 @@ def bias_updates(model: MultimodalModel, loads: Mapping[str, np.ndarray]) -> dic
     gives it.
     """
     rates = {name: model.nodes[module_of(name)].config.router_bias_rate for name in loads}
-    return {name: (rates[name] * np.sign(load.mean() - load)).astype(np.float32) for name, load in loads.items()}
+    return {
+        name: (rates[name] * np.sign(load.sum() - load.size * load)).astype(np.float32) for name, load in loads.items()
+    }
 
 
 def train_steps(

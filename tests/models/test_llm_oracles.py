@@ -26,7 +26,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.module import Llama
 from mmjax.models.llama.weights import rows, settings, to_hf_config, unused
 from mmjax.models.module import run_layers
-from mmjax.models.parameters import join_logical
+from mmjax.models.parameters import Leaf, join_logical, split_logical
 from mmjax.models.vocabulary import cross_entropy
 from mmjax.reference import decoder as reference_decoder
 from mmjax.weights.folder import WeightsFolder
@@ -34,6 +34,7 @@ from mmjax.weights.table import SAME, assemble, expand, match
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir() if path.is_dir())
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LENGTH = 64
 Arrays = dict[str, np.ndarray]
 
@@ -76,20 +77,28 @@ def oracle(family: str) -> Oracle:
     return load(ORACLES / "llm" / family)
 
 
-def computed(of: Oracle, tp: int = 1) -> dict[str, list[np.ndarray]]:
-    """Our values by sequence, of a row that holds all of them."""
-    module, lengths = Llama(of.c), of.values["lengths"]
-    part = replace(slice_of(module, "llm"), tp=tp)
-    own, tree = jax.tree.flatten(part.leaves())
+def parameters(of: Oracle, tp: int = 1) -> tuple[Any, list[Leaf]]:
+    """The model's parameters in one stage, and their leaves in the order of the tree's."""
+    own, tree = jax.tree.flatten(replace(slice_of(Llama(of.c), "llm"), tp=tp).leaves())
     named = {f"llm/{leaf}": jnp.asarray(value) for leaf, value in of.leaves.items()}
-    params = jax.tree.unflatten(tree, join_logical(own, named))
+    return jax.tree.unflatten(tree, join_logical(own, named)), own
+
+
+def packed(of: Oracle) -> tuple[Arrays, list[int]]:
+    """A row that holds all sequences, and where each begins."""
     given = {name: np.zeros((1, LENGTH), np.int32) for name in ("tokens", "segments", "positions", "targets")}
-    starts = np.cumsum([0, *lengths])
+    starts = np.cumsum([0, *of.values["lengths"]]).tolist()
     for number, tokens in enumerate(of.sequences("tokens")):
         place = slice(starts[number], starts[number + 1])
         row = {"tokens": tokens, "segments": number + 1, "positions": np.arange(len(tokens))}
         for name, value in (row | {"targets": np.roll(tokens, -1)}).items():
             given[name][0, place] = value
+    return given, starts
+
+
+def computed(of: Oracle, tp: int = 1) -> dict[str, list[np.ndarray]]:
+    """Our values by sequence, of a row that holds all of them."""
+    module, (params, own), (given, starts) = Llama(of.c), parameters(of, tp), packed(of)
 
     def body(p: Any, given: Any) -> dict[str, jax.Array]:
         surroundings = context(module, **given)
@@ -98,7 +107,7 @@ def computed(of: Oracle, tp: int = 1) -> dict[str, list[np.ndarray]]:
         logits = layers.logits(p, of.c, AXES, hidden)
         return {"hidden": hidden, "logits": logits, "logprobs": -cross_entropy(logits, given["targets"], AXES)}
 
-    specs = (jax.tree.unflatten(tree, [leaf.spec(AXES) for leaf in own]), P())
+    specs = (jax.tree.unflatten(jax.tree.structure(params), [leaf.spec(AXES) for leaf in own]), P())
     out = {"hidden": P(), "logits": P(None, None, "tp"), "logprobs": P()}
     got = jax.jit(lambda *args: on_tp(tp, body, *args, specs=specs, out=out))(params, given)
     ends = {"hidden": 0, "logits": 0, "logprobs": 1}
@@ -132,6 +141,43 @@ def test_the_dense_reference_is_transformers_too(family: str) -> None:
     leaves = {f"llm/{name}": jnp.asarray(value) for name, value in of.leaves.items()}
     got = reference_decoder.decode(leaves, of.c, jnp.asarray(of.sequences("tokens")[-1]), ())
     assert apart(np.asarray(got), of.sequences("logits")[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_gradients_and_router_losses_are_those_of_transformers(family: str) -> None:
+    """The balance loss of each sequence times its tokens, and gradients of it with the cross-entropy."""
+    of, golden = oracle(family), np.load(ORACLES / "llm" / "experts.npz")
+    of = replace(of, c=replace(of.c, balance_loss=0.5))
+    module, (params, own), (given, starts) = Llama(of.c), parameters(of), packed(of)
+    weights = (given["segments"] > 0).astype(np.float32)
+    weights[0, np.array(starts[1:]) - 1] = 0
+
+    def body(p: Any, given: Any) -> tuple[jax.Array, jax.Array]:
+        surroundings = context(module, **given)
+        x, _, sums = run_layers(module, p, surroundings, module.embed(p, surroundings))
+        logits = layers.logits(p, of.c, AXES, module.end(p, surroundings, x))
+        text = jnp.sum(weights * cross_entropy(logits, given["targets"], AXES))
+        return text + of.c.balance_loss * sums["balance_loss"], sums["balance_loss"]
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        return on_tp(1, body, params, given, out=(P(), P()))
+
+    gradients, balance = jax.jit(jax.grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(balance, golden[f"{family}/balance_loss"], rtol=1e-5)
+    ours = split_logical(own, jax.tree.leaves(gradients))
+    theirs = {key.partition("layers.1.")[2]: golden[key] for key in golden if key.startswith(f"{family}/gradients")}
+    theirs["experts.gate"], theirs["experts.up"] = np.split(theirs.pop("mlp.experts.gate_up_proj"), 2, axis=1)
+    theirs["experts.down"] = theirs.pop("mlp.experts.down_proj")
+    mine = {key: np.asarray(leaf) for key, leaf in ours.items() if key.startswith("llm/layers/001/")}
+    assert len(mine) == len(theirs)
+    for row in rows(of.c):
+        key = row.keys[0].partition("{}.")[2].replace("block_sparse_moe", "mlp")
+        key = row.leaf.replace("/", ".").partition("{}.")[2] if "*" in key else key
+        if key in theirs:
+            leaf = mine[f"llm/{row.leaf.format('001')}"]
+            want = row.view.read(theirs.pop(key), leaf.shape, (slice(None),) * leaf.ndim)
+            assert apart(leaf, want) < 5e-5, key
+    assert not theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

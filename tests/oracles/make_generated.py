@@ -25,7 +25,7 @@ PROMPTS = (
     "USER: Tell me of the sea and of the ships that are on it, please. ASSISTANT: ",
     "USER: Is <image>as red as <image>? ASSISTANT: ",
 )
-LLMS = ("mistral", "qwen2", "qwen3")
+LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""
 SAID, LLM_LIMIT = "What do you see: the sea. ", 32
@@ -74,7 +74,7 @@ def main() -> None:
         about = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=1, eos_token_id=1)
         said = model.eval().generate(input_ids=tokens, max_new_tokens=LLM_LIMIT, **about)[0, tokens.shape[1] :]
         found[name] = said.numpy().astype(np.int32)
-        print(name, model.config.sliding_window, found[name].tolist())
+        print(name, found[name].tolist())
     np.savez_compressed(HERE.parent / "llm" / "generated.npz", versions=versions, **found)
 
 

@@ -75,16 +75,16 @@ FAMILIES: dict[str, Any] = {
     "mixtral": MixtralConfig(
         **SIZES, **_rope("default", rope_theta=1000000.0), sliding_window=6, num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen2_moe": Qwen2MoeConfig(
-        **SIZES,
-        **_rope("default", rope_theta=1000000.0),
-        **dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=24),
-    ),
     "qwen3_moe": Qwen3MoeConfig(
         **{**SIZES, "head_dim": 12},
         **_rope("default", rope_theta=1000000.0),
         **dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True),
         mlp_only_layers=[0],
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES,
+        **_rope("default", rope_theta=1000000.0),
+        **dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=24),
     ),
 }
 

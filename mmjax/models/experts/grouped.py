@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import opened
+from mmjax.models.handles import Adapted, opened
 from mmjax.models.recorded_work import record_product
 from mmjax.models.taps import PRODUCT, Tapped, Use, Value, summed, with_mark
 
@@ -35,17 +35,34 @@ def grouped_products(
 
     Args:
       x_MD: rows, sorted by expert from the first.
-      weights: arrays ``[E, D, F]``, handles of them, or tapped weights.
+      weights: arrays ``[E, D, F]``, handles of them, tapped weights, or weights with an adapter.
       sizes_E: number of rows of each expert.
     """
+    adapted = [w for w in weights if isinstance(w, Adapted)]
+    plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
+    # Adapters and weights are multiplied together, so that all share one tap of the input.
+    results = _products(x_MD, [*plain, *(w.a for w in adapted)], sizes_E)
+    inner = iter(results[len(plain) :])
+    return [
+        y + _products(next(inner) * w.scale, [w.b], sizes_E)[0] if isinstance(w, Adapted) else y
+        for w, y in zip(weights, results, strict=False)
+    ]
+
+
+def _products(x_MD: Array, weights: Sequence[Any], sizes_E: Array) -> list[Array]:
+    """``grouped_products`` of weights without adapters."""
     for weight in weights:
         record_product(x_MD, weight)
     marked = [with_mark(weight, PRODUCT) for weight in weights]
     tapped = [w for w in marked if isinstance(w, Tapped)]
-    if any(w.dy is not None for w in tapped):
-        assert len(tapped) == len(marked), "weights that share an input are tapped together"
-        return _tapped_products(x_MD, tapped, sizes_E)
-    results = [_opened_product(x_MD, w.weight if isinstance(w, Tapped) else w, sizes_E) for w in marked]
+    with_taps = [w for w in tapped if w.dy is not None]
+    of_taps = iter(_tapped_products(x_MD, with_taps, sizes_E) if with_taps else ())
+    results = [
+        next(of_taps)
+        if isinstance(w, Tapped) and w.dy is not None
+        else _opened_product(x_MD, w.weight if isinstance(w, Tapped) else w, sizes_E)
+        for w in marked
+    ]
     sizes = Value(sizes_E.shape, jnp.float32, jax_compat.varying_axes(sizes_E))
     for w, y_MF in zip(marked, results, strict=True):
         if isinstance(w, Tapped) and w.uses is not None:

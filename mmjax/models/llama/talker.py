@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Self
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params
 from mmjax.models.llama import layers
 from mmjax.models.llama.module import Llama
+from mmjax.models.module import Loss
 from mmjax.models.vocabulary import best_token
 
 
@@ -32,6 +34,11 @@ class CodeDecoder(Llama):
     def with_vocab(self, vocab: int) -> Self:
         """The module itself: no tokenizer of text decides how many codes there are."""
         return self
+
+    @property
+    def layer_losses(self) -> Mapping[str, Loss]:
+        """As of ``Llama``, but the mean is over its codes."""
+        return {name: replace(loss, per="") for name, loss in super().layer_losses.items()}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, " R"]:
         """For each row the number of learned codes that are predicted rightly, each from the right ones before.

@@ -4,7 +4,9 @@ A stage has the adapters of its layers, stacked as the layers are. tp splits A a
 shares with the weight: a column-parallel product has a complete A and columns of B, a row-parallel product rows of A
 and a complete B. Neither needs another collective in forward.
 
-Shapes: D inputs, F outputs, r rank.
+The weight ``[E, D, F]`` of E experts has an adapter for each expert.
+
+Shapes: E experts, D inputs, F outputs, r rank.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ A, B, RANK = "a", "b", "rank"
 Weights = tuple[tuple[str, Declaration], ...]
 """The name inside a layer and the declaration of each weight with an adapter."""
 # A is initialised like many linear layers: uniform with variance 1/(3 D).
-_A_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+_A_INIT = partial(nnx.initializers.variance_scaling, 1 / 3, "fan_in", "uniform")
+_EXPERTS = "experts"
+"""The first dimension of weights of experts."""
 
 
 class _Group(nnx.Module):
@@ -39,20 +43,24 @@ class _Group(nnx.Module):
 class Adapters(nnx.Module):
     """A ``[D, r]`` and B ``[r, F]`` for weights of one layer; B is initially 0, so adapters start without effect.
 
+    For weights of experts they are ``[E, D, r]`` and ``[E, r, F]``.
+
     ``weights`` are a result of ``adapted_weights``. The parameters of "attn/q" are "attn/q/a" and "attn/q/b".
     """
 
     def __init__(self, weights: Weights, rank: int, rngs: nnx.Rngs):
         for name, weight in weights:
-            (inputs, outputs), (first, second), kv_heads = weight.shape, weight.dims, weight.kv_heads
+            *experts, inputs, outputs = weight.shape
+            *batch, first, second = weight.dims
             group: Any = self
             for part in name.split("/"):
                 if not hasattr(group, part):
                     setattr(group, part, _Group())
                 group = getattr(group, part)
-            a, b = _A_INIT(rngs.params(), (inputs, rank)), jnp.zeros((rank, outputs))
-            setattr(group, A, nnx.Param(a, dims=(first, RANK), kv_heads=kv_heads))
-            setattr(group, B, nnx.Param(b, dims=(RANK, second), kv_heads=kv_heads))
+            a = _A_INIT(batch_axis=tuple(range(len(experts))))(rngs.params(), (*experts, inputs, rank))
+            b = jnp.zeros((*experts, rank, outputs))
+            setattr(group, A, nnx.Param(a, dims=(*batch, first, RANK), kv_heads=weight.kv_heads))
+            setattr(group, B, nnx.Param(b, dims=(*batch, RANK, second), kv_heads=weight.kv_heads))
 
 
 def adapted_weights(create: Create, lora: LoraConfig) -> Weights:
@@ -70,8 +78,12 @@ def adapted_weights(create: Create, lora: LoraConfig) -> Weights:
 
 
 def _matrices(create: Create) -> dict[str, Declaration]:
-    """The matrices of a layer by their names in the layer."""
-    return {name: weight for name, weight in declarations(create).items() if len(weight.shape) == 2}
+    """The matrices of a layer, and the lists of matrices of its experts, by their names in the layer."""
+    return {
+        name: weight
+        for name, weight in declarations(create).items()
+        if len(weight.shape) == 2 + (weight.dims[0] == _EXPERTS)
+    }
 
 
 def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
@@ -144,7 +156,13 @@ def lora_parameters(module: Module, lora: LoraConfig) -> int:
     ``module`` is such as ``module_of(DecoderConfig())``, ``lora`` such as ``LoraConfig(rank=8, targets=("attn/q",))``.
     """
     weights = ((group.layers, adapted_weights(group.create, lora)) for group in module.groups)
-    return sum(layers * lora.rank * sum(weight.shape) for layers, group in weights for _, weight in group)
+    return sum(layers * lora.rank * _edge(weight, experts=None) for layers, group in weights for _, weight in group)
+
+
+def _edge(weight: Declaration, experts: int | None) -> int:
+    """Inputs and outputs of a weight together, times the number of experts; ``experts`` of them, if it is set."""
+    *batch, inputs, outputs = weight.shape
+    return (inputs + outputs) * (1 if not batch else experts or batch[0])
 
 
 def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
@@ -153,4 +171,7 @@ def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
     ``module`` is such as ``module_of(DecoderConfig())``, ``lora`` such as ``LoraConfig(rank=8, targets=("attn/q",))``.
     """
     special = module.medium.special if module.medium else 0
-    return 2 * sum(int(n) + special for n in lengths) * lora_parameters(module, lora)
+    per_token = getattr(module.config, "experts_per_token", None)
+    weights = ((group.layers, adapted_weights(group.create, lora)) for group in module.groups)
+    computed = sum(layers * lora.rank * _edge(weight, per_token) for layers, group in weights for _, weight in group)
+    return 2 * sum(int(n) + special for n in lengths) * computed

@@ -35,11 +35,11 @@ def merged_adapters(leaves: Mapping[str, Any], config: str) -> dict[str, Any]:
     """
     alphas = {lora_name(module): (module, float(alpha)) for module, alpha in _ALPHA.findall(config)}
     result = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] not in alphas}
-    for name, a_DR in leaves.items():
+    for name, a in leaves.items():
         adapters, _, path = name.partition("/")
         if adapters in alphas and path.endswith("/a"):
             (module, alpha), weight = alphas[adapters], path.removesuffix("/a")
-            product_DF = np.asarray(a_DR) @ np.asarray(leaves[f"{adapters}/{weight}/b"])
-            merged = np.asarray(result[f"{module}/{weight}"]) + np.float32(alpha / a_DR.shape[1]) * product_DF
+            product = np.asarray(a) @ np.asarray(leaves[f"{adapters}/{weight}/b"])  # of each expert, if there are some
+            merged = np.asarray(result[f"{module}/{weight}"]) + np.float32(alpha / a.shape[-1]) * product
             result[f"{module}/{weight}"] = merged.astype(result[f"{module}/{weight}"].dtype)
     return result

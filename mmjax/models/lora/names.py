@@ -15,6 +15,8 @@ from mmjax.weights.folder import read_config
 from mmjax.weights.table import Row
 
 LAYER = "layers/{}/"
+EXPERTS = f"{LAYER}experts/"
+"""The beginning of the leaves of routers and experts."""
 ALL_LINEAR = "all-linear"
 """PEFT's name for the weights of all products of the layers."""
 
@@ -77,10 +79,13 @@ def weights_of_layers(rows: Iterable[Row]) -> Iterator[tuple[str, str]]:
     """Native and Hugging Face's name of each matrix of a layer, such as ("attn/q", "self_attn.q_proj"), in the order of
     ``rows``.
 
-    ``rows`` are a result of ``layer_rows``; norms and biases are left out.
+    ``rows`` are a result of ``layer_rows``; norms and biases are left out, and routers and experts, which are no linear
+    layers in transformers.
     """
     for row in rows:
         key = row.keys[0]
+        if row.leaf.startswith(EXPERTS):
+            continue
         if key.endswith(".weight") and row.view.order == (1, 0):
             yield row.leaf.removeprefix(LAYER), key.partition("{}.")[2].removesuffix(".weight")
 

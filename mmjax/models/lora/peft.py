@@ -14,7 +14,7 @@ from typing import Any
 from mmjax.configurable import ConfigError, require
 from mmjax.models.families import Family
 from mmjax.models.lora.config import LoraConfig
-from mmjax.models.lora.names import LAYER, weights_of_layers
+from mmjax.models.lora.names import EXPERTS, LAYER, weights_of_layers
 from mmjax.weights.folder import ADAPTER_CONFIG, WeightsFolder
 from mmjax.weights.table import TRANSPOSED, Row
 
@@ -129,8 +129,12 @@ def adapter_rows(module: AdaptedModule) -> tuple[Row, ...]:
     ``LoraConfig``.
 
     Raises:
-      ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
+      ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split, or of a router or experts.
     """
+    for row in module.rows:
+        if row.leaf.startswith(EXPERTS) and module.lora.adapts(row.leaf.removeprefix(LAYER)):
+            fix = "PEFT adapts linear layers; export with --merge_lora, or adapt other weights"
+            raise ConfigError(f"{row.leaf.removeprefix(LAYER)} is of routers or experts: {fix}")
     adapted = {name: None for name, _ in weights_of_layers(module.rows) if module.lora.adapts(name)}
     return tuple(_rows(row for row in module.rows if row.leaf.removeprefix(LAYER) in adapted))
 
@@ -144,7 +148,8 @@ def _rows(rows: Iterable[Row]) -> Iterator[Row]:
             fix = "export with --merge_lora, or adapt other weights"
             raise ConfigError(f"{row.leaf.removeprefix(LAYER)} is a part of {paths[0]}, which PEFT adapts whole; {fix}")
         for part, ending in _ENDS.items():
-            yield Row(f"{row.leaf}/{part}", tuple(f"{_BEGIN}{path}{ending}" for path in paths), TRANSPOSED)
+            keys = tuple(f"{_BEGIN}{path}{ending}" for path in paths)
+            yield Row(f"{row.leaf}/{part}", keys, TRANSPOSED, layers=row.layers)
 
 
 def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
@@ -159,7 +164,13 @@ def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
     Raises:
       ConfigError: a weight is part of a larger tensor, whose adapter PEFT cannot split.
     """
-    paths = [row.keys[0].removeprefix(_BEGIN).removesuffix(_ENDS["a"]) for row in adapter_rows(module)[::2]]
+    adapted = adapter_rows(module)[::2]
+    targets = [
+        row.keys[0].removeprefix(_BEGIN).removesuffix(_ENDS["a"]).replace("{}", str(layer))
+        for layer in range(module.layers)
+        for row in adapted
+        if row.layers is None or layer in row.layers
+    ]
     alpha = module.lora.alpha
     return {
         "peft_type": "LORA",
@@ -168,7 +179,7 @@ def adapter_config(module: AdaptedModule, base: str) -> dict[str, Any]:
         "r": module.lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": [path.replace("{}", str(layer)) for layer in range(module.layers) for path in paths],
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
