@@ -324,6 +324,8 @@ class Layout:
         if self.cp > 1:
             parts += [f"cp_way={self.cp_way}"] if self.cp_way != CP_WAYS[0] else []
             parts += [f"cp_tokens={self.cp_tokens}"] if self.cp_tokens != CP_TOKENS[0] else []
+        parts += [f"ep_way={self.ep_way}"] if self.ep > 1 and self.ep_way != EP_WAYS[0] else []
+        parts += [f"expert_tp={self.expert_tp}"] if self.tp > 1 and self.expert_tp else []
         parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
         return f"{' '.join(parts) or 'one device'} on {show_range(self.rank_offset, self.rank_offset + self.size - 1)}"
 

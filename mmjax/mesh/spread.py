@@ -198,8 +198,8 @@ class Spread:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def parameter(self, dimensions: Sequence[str], *, stacked: bool) -> PartitionSpec:
-        """Spec of a parameter: tp splits the dimensions in ``TP_DIMENSIONS``, ``Axes`` says what splits those of
-        experts, and the others are whole.
+        """Spec of a parameter: tp splits the dimensions in ``TP_DIMENSIONS``, and ``Axes.experts`` and
+        ``Axes.expert_mlp`` those of experts.
 
         Args:
           dimensions: names of the dimensions of one layer's parameter, such as ("embed", "heads").

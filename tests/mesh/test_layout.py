@@ -155,7 +155,9 @@ def test_describe_names_degrees_above_one_and_ranks():
     everything = Layout(dp=6, pp=3, cp=4, tp=5, ep=2)
     assert everything.describe() == "dp=6 pp=3 cp=4 tp=5 ep=2 on ranks 0-359"
     assert Layout(pp=2, chunks=3, cp=2).describe() == "pp=2 chunks=3 cp=2 on ranks 0-3"
-    assert Layout(dp=2, ep=2, optimizer_instances=2).describe() == "dp=2 ep=2 optimizer_instances=2 on ranks 0-1"
+    assert Layout(dp=4, ep=2, optimizer_instances=2).describe() == "dp=4 ep=2 optimizer_instances=2 on ranks 0-3"
+    experts = Layout(dp=2, tp=2, ep=2, ep_way="all-to-all", expert_tp=1)
+    assert experts.describe() == "dp=2 tp=2 ep=2 ep_way=all-to-all expert_tp=1 on ranks 0-3"
     assert Layout(rank_offset=3).describe() == "one device on rank 3"
     split = Layout(cp=2, cp_way="need", cp_tokens="segments")
     assert split.describe() == "cp=2 cp_way=need cp_tokens=segments on ranks 0-1"
@@ -247,10 +249,48 @@ def test_layouts_that_divide_a_module(layout):
     Layout().check("m", ModuleSizes(layers=1))
 
 
+EXPERTS = ModuleSizes(layers=4, heads=8, experts=6, by_tp={"m/D.heads": 8}, by_expert_tp={"m/D.expert_mlp": 9})
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4, ep=2), Layout(dp=2, cp=3, ep=6), Layout(tp=2, expert_tp=1)])
+def test_layouts_that_divide_experts(layout):
+    layout.check("m", EXPERTS)
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(dp=2, ep=2), "m/Layout.ep=2: is not supported yet; set it to 1"),
+        (Layout(dp=4, ep=4), "m/Layout.ep=4: 4 ranks share 6 experts, which it must divide; use another"),
+        (
+            Layout(dp=2, tp=2, ep=2, expert_tp=1),
+            "m/Layout.ep=2: 4 ranks share 6 experts, which it must divide; use another",
+        ),
+        (Layout(tp=2), "m/Layout.tp=2: must divide m/D.expert_mlp (9); use 1"),
+    ],
+)
+def test_layouts_that_do_not_divide_experts(layout, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        layout.check("m", EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "parts"),
+    [
+        ({"dp": 4, "ep": 2}, (2, 1)),
+        ({"cp": 4, "ep": 2}, (1, 2)),
+        ({"dp": 2, "cp": 2, "ep": 4}, (2, 2)),
+        ({"dp": 3, "cp": 2, "ep": 3}, (3, 1)),
+        ({"dp": 2, "cp": 6, "ep": 4}, (2, 2)),
+    ],
+)
+def test_ep_takes_ranks_of_cp_first(degrees, parts):
+    assert Layout(**degrees).ep_degrees == parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(dp=2, ep=2), "m/Layout.ep=2: the module has no experts; set it to 1"),
         (Layout(tp=8), "m/Layout.tp=8: must divide m/D.mlp (12); use 2"),
         (Layout(tp=3), "m/Layout.tp=3: must divide m/D.heads (8); use 2"),
         (

@@ -40,7 +40,7 @@ class LocalExperts:
 
     @classmethod
     def of(cls, axes: Axes, count: int) -> LocalExperts:
-        """Those of this rank, of which each rank has ``count``; inside ``shard_map``."""
+        """The experts of this rank, inside ``shard_map``; each rank has ``count``."""
         first = lax.axis_index(axes.experts) * count if axes.experts else jnp.zeros((), jnp.int32)
         return cls(first=first, count=count)
 
