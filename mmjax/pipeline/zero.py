@@ -1,9 +1,11 @@
-"""ZeRO-1: sharding of fp32 masters, moments and reduced gradients over the ranks of dp·cp.
+"""ZeRO: sharding of fp32 masters, moments and gradients, and of parameters, over the ranks of dp·cp.
 
 The ranks of dp and cp form one group for each optimizer instance. A group shards the state over its ranks, and all
 groups have the same state. For each leaf, the first dimension whose local size divides by the group's size is sharded.
 If there is none, the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes
-last in this order, so that one layer's leaf keeps its shards in a checkpoint.
+last in this order, so that one layer's leaf keeps its shards in a checkpoint. Where layers are gathered or scattered
+one by one (``Layout.scatters_gradients``) it is never sharded, and small vectors are repeated: the gather of a vector
+takes as long as that of a small matrix, and saves little.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spread import TP_DIMENSIONS, Axes
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.parameters import Leaf
+from mmjax.pipeline.gathers import Gather
 
 SMALL = 1 << 14
 """Leaves below this many elements are repeated rather than padded."""
@@ -46,7 +49,11 @@ class ZeroLeaf:
         stacked = leaf.layers is not None
         split = [False] * stacked + [name in TP_DIMENSIONS for name in leaf.dims]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        if shards == 1:
+        by_layer = submesh.layout.scatters_gradients
+        if by_layer:
+            order = order[: len(leaf.shape) - stacked]
+        is_small_vector = len(order) == 1 and math.prod(leaf.shape[stacked:]) < SMALL
+        if shards == 1 or (by_layer and is_small_vector):
             return cls(leaf, None, leaf.shape)
         for dim in order:
             if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:
@@ -86,6 +93,18 @@ class ZeroLeaf:
     def _skip(self) -> int:
         return int(self.leaf.layers is not None)
 
+    def layer_gather(self, axes: Axes) -> Gather | None:
+        """The gather of one layer's parameter from its shards; ``None`` for a repeated leaf."""
+        if self.dimension is None:
+            return None
+        return Gather(
+            axes=axes.shard,
+            dimension=self.dimension - self._skip,
+            dims=len(self.leaf.shape) - self._skip,
+            size=self.leaf.shape[self.dimension],
+            padded=self.padding > 0,
+        )
+
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def pad(self, x: jax.Array) -> jax.Array:
@@ -108,11 +127,16 @@ class ZeroLeaf:
 
         A reduce-scatter in the rank's group, then a sum over groups; a repeated leaf is summed whole.
         """
-        shared = () if self.split_by_tp else axes.sp
         if self.dimension is None:
-            return lax.psum(local, (*axes.dp, *axes.positions, *shared))
+            return lax.psum(local, (*axes.dp, *axes.positions, *(() if self.split_by_tp else axes.sp)))
         shard = lax.psum_scatter(self.pad(local), axes.shard, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, (*axes.instance, *shared))
+        return self.sum_shards(shard, axes)
+
+    def sum_shards(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """This rank's shard of the gradient, summed over all tokens, from the shard that is summed over the rank's
+        group. Inside ``shard_map``.
+        """
+        return lax.psum(shard, (*axes.instance, *(() if self.split_by_tp else axes.sp)))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares of a shard, a float32 scalar: 0 on replicas, so that a sum over all ranks counts each once.
