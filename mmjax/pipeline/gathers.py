@@ -20,12 +20,11 @@ from mmjax.models.handles import Open, gradient_of_stored
 
 @dataclass(frozen=True)
 class Gather:
-    """The all-gather of one layer's parameter, from this rank's shard. Inside ``shard_map``; equal gathers are equal.
+    """The all-gather of a layer's parameter, from this rank's shard. Inside ``shard_map``; equal gathers are equal.
 
     Attributes:
       axes: the mesh axes over which it is sharded, such as ("dp", "cp").
-      dimension: the sharded dimension of one layer's parameter.
-      dims: the number of dimensions of one layer's parameter.
+      dimension: the sharded dimension of a layer's parameter.
       size: the size of this dimension without padding, on all ranks of tp.
       padded: whether there is padding.
       invariant: whether the result is typed as equal on all ranks of ``axes``; then it has no gradient.
@@ -33,7 +32,6 @@ class Gather:
 
     axes: tuple[str, ...]
     dimension: int
-    dims: int
     size: int
     padded: bool
     invariant: bool = False
@@ -48,11 +46,10 @@ class Gather:
         return lax.slice_in_dim(whole, 0, self.size, axis=self.dimension) if self.padded else whole
 
     def zero_shard(self, whole: jax.Array) -> jax.Array:
-        """Zeros with the shape of a shard of one layer's parameter, or of a stack's, with its varying axes."""
-        dimension = self.dimension - self.dims + whole.ndim
+        """Zeros with the shape of a shard of the parameter ``whole``, and with its varying axes."""
         ranks = math.prod(lax.axis_size(axis) for axis in self.axes)
         shape = list(whole.shape)
-        shape[dimension] = -(-shape[dimension] // ranks)
+        shape[self.dimension] = -(-shape[self.dimension] // ranks)
         axes = jax_compat.varying_axes(whole) | set(self.axes)
         return jax_compat.to_varying(jnp.zeros(shape, whole.dtype), sorted(axes))
 

@@ -8,16 +8,16 @@ would need the gradient of all logits (see ``mmjax.models.head``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax import lax
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
-from mmjax.models.handles import Open, gradient_of_stored
+from mmjax.models.handles import gradient_of_stored
 from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gradient
 from mmjax.pipeline.gathers import composed
 from mmjax.pipeline.residuals import Residual
@@ -116,28 +116,16 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, total = bool(tap.layers), named[name][0]
+            stacked = bool(tap.layers)
             open_stored = composed(self.state.gathers.get(name), self.model.opens.get(name))
-            if not open_stored:
-                like = total.astype(self.state.dtype)
-                grads[name] = weight_gradient(
-                    x, dy, like, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp
-                )
-                continue
-            gradient, values = partial(self._gradient_of_stored, open_stored, tap), (total, x, dy)
-            # Layer by layer: the gradient of a whole stack before it is scattered would be as large as its weights.
-            grads[name] = lax.map(gradient, values) if stacked else gradient(values)
+            stored = named[name][0].astype(self.state.dtype)
+            weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
+            grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp)
+            if open_stored:
+                gradient = partial(gradient_of_stored, open_stored)
+                grad = _per_layer(gradient, stacked=stacked)(stored, grad.astype(self.state.dtype))
+            grads[name] = grad
         return add_gradients(sums, nested(grads))
-
-    def _gradient_of_stored(
-        self, open_stored: Open, tap: _Tap, values: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> jax.Array:
-        """The gradient of one layer's stored weight, from the sum of its gradients, and ``x`` and ``dy``."""
-        total, x, dy = values
-        stored = total.astype(self.state.dtype)
-        weight = open_stored(stored)
-        grad = weight_gradient(x, dy, weight, stacked=False, transposed=tap.use.transposed, sp=tap.use.sp)
-        return gradient_of_stored(open_stored, stored, grad.astype(self.state.dtype))
 
     # ---- the same over the submesh -----------------------------------------------------------------------------------
 
@@ -178,3 +166,8 @@ class SplitFunctions(StageFunctions):
     def deferred_avals(self) -> list[Any]:
         """Avals of the values kept per microbatch from B to W: inputs of products and gradients of their outputs."""
         return [residual.aval for residual in self._deferred]
+
+
+def _per_layer(function: Callable[..., Any], *, stacked: bool) -> Callable[..., Any]:
+    """The function, mapped over the first dimension if arrays of several layers are stacked."""
+    return jax.vmap(function) if stacked else function

@@ -4,7 +4,7 @@ The ranks of dp and cp form one group for each optimizer instance. A group shard
 groups have the same state. For each leaf, the first dimension whose local size divides by the group's size is sharded.
 If there is none, the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes
 last in this order, so that one layer's leaf keeps its shards in a checkpoint. Where layers are gathered or scattered
-one by one (``Layout.scatters_gradients``) it is never sharded, and small vectors are repeated: the gather of a vector
+one by one (``Layout.scatters_gradients``) they are not stacked, and small vectors are repeated: the gather of a vector
 takes as long as that of a small matrix, and saves little.
 """
 
@@ -49,11 +49,8 @@ class ZeroLeaf:
         stacked = leaf.layers is not None
         split = [False] * stacked + [name in TP_DIMENSIONS for name in leaf.dims]
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        by_layer = submesh.layout.scatters_gradients
-        if by_layer:
-            order = order[: len(leaf.shape) - stacked]
-        is_small_vector = len(order) == 1 and math.prod(leaf.shape[stacked:]) < SMALL
-        if shards == 1 or (by_layer and is_small_vector):
+        is_small_vector = len(leaf.shape) == 1 and leaf.shape[0] < SMALL
+        if shards == 1 or (submesh.layout.scatters_gradients and is_small_vector):
             return cls(leaf, None, leaf.shape)
         for dim in order:
             if leaf.shape[dim] // (tp if split[dim] else 1) % shards == 0:
@@ -94,13 +91,12 @@ class ZeroLeaf:
         return int(self.leaf.layers is not None)
 
     def layer_gather(self, axes: Axes) -> Gather | None:
-        """The gather of one layer's parameter from its shards; ``None`` for a repeated leaf."""
+        """The gather of the parameter from its shards, for each use; ``None`` for a repeated leaf."""
         if self.dimension is None:
             return None
         return Gather(
             axes=axes.shard,
-            dimension=self.dimension - self._skip,
-            dims=len(self.leaf.shape) - self._skip,
+            dimension=self.dimension,
             size=self.leaf.shape[self.dimension],
             padded=self.padding > 0,
         )
