@@ -17,8 +17,19 @@ import jax
 
 from mmjax.configurable import ConfigError
 
-Open = Callable[[jax.Array], jax.Array]
-"""A linear function from the stored array to the weight."""
+Open = Callable[[Any], jax.Array]
+"""A linear function from the stored array to the weight. Equal functions make equal programs, so no lambda."""
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The function of a handle with a transposed weight; equal ones are equal, as programs need it."""
+
+    open: Open
+
+    def __call__(self, stored: Any) -> jax.Array:
+        """The transpose of the weight that ``open`` makes."""
+        return self.open(stored).T
 
 
 @jax.tree_util.register_dataclass
@@ -27,17 +38,17 @@ class Handle:
     """A parameter that stands for a weight array.
 
     Attributes:
-      stored: the stored array.
+      stored: the stored array, or a tree of arrays.
       open: the function from the stored array to the weight.
     """
 
-    stored: jax.Array
+    stored: Any
     open: Open = field(metadata={"static": True})
 
     @property
     def T(self) -> Handle:
         """A handle of the transposed weight, with the same stored array."""
-        return Handle(stored=self.stored, open=lambda stored: self.open(stored).T)
+        return Handle(stored=self.stored, open=Transposed(self.open))
 
     @property
     def shape(self) -> tuple[int, ...]:
