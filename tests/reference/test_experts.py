@@ -121,7 +121,10 @@ def model(**changes: Any) -> MultimodalModel:
 def samples() -> list[Sample]:
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 19, length).astype(np.int32) for length in (5, 9, 6)]
-    return [Sample(tokens=t, loss_weights=np.ones(len(t), np.float32), prompt=1, media={}, question="", answer="") for t in tokens]
+    return [
+        Sample(tokens=t, loss_weights=np.ones(len(t), np.float32), prompt=1, media={}, question="", answer="")
+        for t in tokens
+    ]
 
 
 def leaves_of(m: MultimodalModel) -> dict[str, np.ndarray]:
