@@ -153,7 +153,7 @@ def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: i
         specs[part.module] = jax.tree.unflatten(tree, [leaf.spec(axes) for leaf in own])
 
     def body(params: Any, inputs: Any, carry: Any) -> Any:
-        return then(stage, params, inputs, axes, stage.forward(params, inputs, carry, axes, 1))
+        return then(stage, params, inputs, axes, stage.forward(params, inputs, carry, axes, 1)[0])
 
     given = {name: inputs[name] for name in stage.inputs}
     out_specs = jax.tree.map(lambda own: submesh.spread.activation(inside=own), shared)

@@ -83,7 +83,7 @@ def losses(model: MultimodalModel, layouts: dict[str, Layout], params: Any, inpu
     for stage in model.stages(layouts):
         given = {name: jnp.asarray(inputs[stage.module][name]) for name in stage.inputs}
         own = params[stage.name]
-        x = stage.forward(own, given, {name: carry[name] for name in stage.sources}, AXES, 1)
+        x, _ = stage.forward(own, given, {name: carry[name] for name in stage.sources}, AXES, 1)
         carry[stage.name] = stage.give(own, given, x, AXES)
         if stage.losses:
             found[stage.module] = stage.loss(own, given, x, AXES)["loss"]

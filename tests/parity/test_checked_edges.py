@@ -112,7 +112,7 @@ def run_clips(model: MultimodalModel, leaves: dict[str, Any], arrays: dict[str, 
     submesh, replicated = one_device(), PartitionSpec()
 
     def forward(params: Any, inputs: Any, tokens: jax.Array) -> jax.Array:
-        features = stage.forward(params, inputs, {"vision.0": tokens}, submesh.axes, 1)
+        features, _ = stage.forward(params, inputs, {"vision.0": tokens}, submesh.axes, 1)
         return stage.give(params, inputs, features, submesh.axes)
 
     mapped = jax.shard_map(forward, mesh=submesh.mesh, in_specs=(replicated,) * 3, out_specs=replicated)

@@ -206,7 +206,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
     body = jax.checkpoint(lambda x, w: x @ w[:, None].T.T.astype(jnp.bfloat16).astype(w.dtype))
     model = with_methods(
         own.model,
-        forward=lambda params, given, carry, *_: body(carry["llm.0"], params["llm"]["norm"])[..., 0],
+        forward=lambda params, given, carry, *_: (body(carry["llm.0"], params["llm"]["norm"])[..., 0], {}),
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation * given["weights"])},
     )
     placed.places["llm.1"] = replace(own, model=model)
@@ -308,8 +308,8 @@ def test_received_activations_are_given_again_where_backward_reads_them(frozen: 
     placed = place(frozen=frozen, sp=False)
     own = placed.stages["llm.1"]
 
-    def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
-        return carry["llm.0"] @ params["llm"]["norm"]
+    def forward(params: Any, given: Any, carry: Any, *_: Any) -> tuple[jax.Array, Any]:
+        return carry["llm.0"] @ params["llm"]["norm"], {}
 
     def loss(params: Any, given: Any, activation: Any, *_: Any) -> dict[str, jax.Array]:
         return {"loss": jnp.sum(activation * given["weights"])}
@@ -328,9 +328,9 @@ def test_received_activations_are_given_again_where_backward_reads_one_of_them()
     placed = toy.placed({name: Layout() for name in toy.MODULES}, toy.optimizers())
     own = placed.stages["llm.0"]
 
-    def forward(params: Any, given: Any, carry: Any, *_: Any) -> jax.Array:
+    def forward(params: Any, given: Any, carry: Any, *_: Any) -> tuple[jax.Array, Any]:
         seen = carry["eye.0"]
-        return jnp.sum(seen * seen + carry["ear.0"], 1)
+        return jnp.sum(seen * seen + carry["ear.0"], 1), {}
 
     placed.places["llm.0"] = replace(own, model=with_methods(own.model, forward=forward))
     (_, numbers), *_ = toy.batch(0, (1,))
@@ -358,7 +358,7 @@ def test_a_loop_may_start_from_a_parameter() -> None:
 
     model = with_methods(
         own.model,
-        forward=lambda params, given, *_: given["weights"] * loop(params, given),
+        forward=lambda params, given, *_: (given["weights"] * loop(params, given), {}),
         loss=lambda params, given, activation, *_: {"loss": jnp.sum(activation)},
         predict=lambda params, given, activation, *_: activation * loop(params, given),
     )
@@ -417,7 +417,7 @@ def test_backward_is_the_derivative_of_forward(stage: str, squared: bool) -> Non
 
     def activation(p: Any, i: Any, c: Any) -> jax.Array:
         model = placed.stages[stage].model
-        features = model.forward(p, i, c, dense.axes, placed.cells)
+        features, _ = model.forward(p, i, c, dense.axes, placed.cells)
         return model.give(p, i, features, dense.axes)
 
     forward = jax.shard_map(

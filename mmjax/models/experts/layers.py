@@ -1,7 +1,7 @@
 """Experts of a layer: parameters, and the weighted results of each token's experts.
 
-Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, M rows that are sorted
-by expert, D width, F hidden units local to this rank, E experts.
+Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, M rows in the order
+of experts, D width, F hidden units local to this rank, E experts.
 """
 
 from __future__ import annotations

@@ -158,11 +158,11 @@ def router_sums(
 ) -> dict[str, Float[Array, ""]]:
     """Sums over the local tokens, by name of a loss or metric.
 
-    ``balance_loss`` is E · Σ_e f_e · P_e of each sample times its tokens, with the share f_e of the sample's tokens that
-    choose expert e, and the mean probability P_e of the expert. Each sample counts alone, so the sum depends neither on other samples nor on
-    microbatches and layouts. ``router_z_loss`` is the squared logarithm of the denominator, ``router_entropy`` the
-    entropy of the probabilities in nats, and ``router_fullest`` the load of this rank's fullest expert in this
-    microbatch over the mean load, times its tokens.
+    ``balance_loss`` is E · Σ_e f_e · P_e of each sample times its tokens, where f_e is the share of the sample's tokens
+    that choose expert e and P_e their mean probability of it. Each sample counts alone, so the sum depends neither on
+    other samples nor on microbatches and layouts. ``router_z_loss`` is the squared logarithm of the denominator,
+    ``router_entropy`` the entropy of the probabilities in nats, and ``router_fullest`` the load of the fullest expert
+    over the mean load, of this rank's tokens in this microbatch, times their number.
     """
     is_token_BT = context.inputs["segments"] > 0
     results: dict[str, Array] = {}

@@ -87,8 +87,8 @@ class DecoderConfig(ModuleSettings):
         (Wang et al., "Auxiliary-loss-free load balancing").
       router_bias_rate: the change of that bias in a step.
       balance_loss: weight of the loss that makes the loads of experts equal, Σ_e f_e · P_e times their number, where
-        f_e is the share of a sample's tokens that choose expert e and P_e their mean probability of it (Fedus et al., "Switch
-        transformers", §2.2); the mean over layers and, weighted by tokens, over samples. 0 leaves it out.
+        f_e is the share of a sample's tokens that choose expert e and P_e their mean probability of it (Fedus et al.,
+        "Switch transformers", §2.2); the mean over layers and, weighted by tokens, over samples. 0 leaves it out.
       router_z_loss: weight of the squared logarithm of the router's denominator (Zoph et al., "ST-MoE", §3.2), the
         mean over tokens and layers; 0 leaves it out.
       z_loss: weight of a second loss, the squared logarithm of the softmax's denominator, which keeps logits small

@@ -69,18 +69,25 @@ class _Mlp(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp".
+    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
 
-    A layer with experts has "experts" in place of "mlp", with shared experts "shared", and maybe "shared_gate".
-    """
-
-    def __init__(self, c: DecoderConfig, has_experts: bool, rngs: nnx.Rngs):
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         self.attn = _Attention(c, rngs)
         self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        if not has_experts:
-            self.mlp = _Mlp(c, c.mlp, rngs)
-            return
+        self.mlp = _Mlp(c, c.mlp, rngs)
+
+
+class ExpertLayer(nnx.Module):
+    """Parameters of one pre-norm block with "experts" in place of the mlp.
+
+    With shared experts it has "shared" too, and "shared_gate" if their result has a gate.
+    """
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+        self.attn = _Attention(c, rngs)
+        self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
@@ -146,13 +153,12 @@ def layer_losses(c: DecoderConfig) -> dict[str, Loss]:
     return {name: Loss(weight=weight, per="llm_tokens") for name, weight in kept.items()}
 
 
-def block(c: DecoderConfig, context: Context, *, has_experts: bool = False) -> Block:
+def block(c: DecoderConfig, context: Context, x: Array) -> Block:
     """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
 
-    ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. The
-    parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"), "mlp_norm" and "mlp" ("gate", "up", "down"), or
-    ``has_experts`` "experts" and what ``DecoderLayer`` names. With experts the result is ([B, T, D], the sum of each of
-    ``layer_losses`` over the local tokens, by name).
+    ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. ``x``,
+    the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"),
+    "mlp_norm" and "mlp" ("gate", "up", "down").
 
     Raises:
       ValueError: the stage reads no positions.
@@ -163,16 +169,27 @@ def block(c: DecoderConfig, context: Context, *, has_experts: bool = False) -> B
         y = _mlp(context.axes, p["mlp"], rms_norm(x, p["mlp_norm"], c.norm_eps))
         return (x + y).reshape(x_BTD.shape)
 
-    def layer_with_experts(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
+    return layer
+
+
+def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
+    """The function of one layer with experts, (x [B, T, D], its parameters) -> ([B, T, D], losses).
+
+    The parameters are those that ``ExpertLayer`` names; the losses the sum of each of ``layer_losses`` over the local
+    tokens, by name. See ``block``.
+    """
+    router, losses = router_of(c), tuple(layer_losses(c))
+
+    def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
         x = _after_attention(c, context, x_BTD, p).reshape(x_BTD.shape)
         h = rms_norm(x, p["mlp_norm"], c.norm_eps)
-        y, sums = apply_experts(router_of(c), p["experts"], context, h, tuple(layer_losses(c)))
+        y, sums = apply_experts(router, p["experts"], context, h, losses)
         if c.shared_experts:
             shared = _mlp(context.axes, p["shared"], h)
             y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
         return x + y, {name: total / c.expert_layers for name, total in sums.items()}  # means over layers, too
 
-    return layer_with_experts if has_experts else layer
+    return layer
 
 
 def _after_attention(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -> Array:

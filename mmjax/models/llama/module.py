@@ -16,7 +16,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.module import Block, LayerGroup, Loss, Module
+from mmjax.models.module import LayerGroup, Loss, Module
 from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
 
@@ -37,8 +37,8 @@ class Llama(Module):
         return tuple(
             LayerGroup(
                 count,
-                partial(layers.DecoderLayer, c, has_experts),
-                partial(_block, c, has_experts),
+                partial(layers.ExpertLayer if has_experts else layers.DecoderLayer, c),
+                partial(layers.expert_block if has_experts else layers.block, c),
                 rules=rules,
                 window=c.window if is_local else 0,
                 grid_window=c.chunk if is_local else 0,
@@ -117,7 +117,3 @@ class Llama(Module):
     def sees(self) -> str:
         """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
-
-
-def _block(c: DecoderConfig, has_experts: bool, context: Context, x: Array) -> Block:
-    return layers.block(c, context, has_experts=has_experts)

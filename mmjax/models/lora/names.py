@@ -39,13 +39,15 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
     """
     if not lora.rank or all("/" in target for target in lora.targets):
         return lora
-    weights = dict(weights_of_layers(layer_rows(family, settings, folder)))
+    rows = layer_rows(family, settings, folder)
+    weights = dict(weights_of_layers(rows))
     if not weights:
         return lora
+    experts = [row.leaf.removeprefix(LAYER) for row in rows if row.leaf.startswith(EXPERTS)]
     targets: list[str] = []
     for target in lora.targets:
         names = [weight for weight, hf_name in weights.items() if _matches(target, weight, hf_name)]
-        if not any(fnmatchcase(weight, target) for weight in weights):
+        if not any(fnmatchcase(weight, target) for weight in (*weights, *experts)):
             fix = f"{target!r} stands for no weight of {name}'s layers; they have {_listed(weights.items())}"
             require(bool(names), f"{name}/Lora.targets", lora.targets, fix)
             targets += names
