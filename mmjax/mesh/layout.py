@@ -145,6 +145,8 @@ class Layout:
         total = "Layout.dp" if self.lanes == 1 else "Layout.lanes*Layout.dp"
         divides("Layout.optimizer_instances", self.optimizer_instances, self.lanes * self.dp, total)
         one_of("Layout.shard", self.shard, SHARDS)
+        fix = "a pipeline has microbatches of each stage in flight all the time, as 'step' has; set it to 'step'"
+        require(self.gather != "stage", "Layout.gather", self.gather, fix)
         one_of("Layout.gather", self.gather, GATHERS)
         if self.lanes > 1 and self.scatters_gradients:
             fix = "a microbatch runs on one lane, which cannot exchange shards with the others"
