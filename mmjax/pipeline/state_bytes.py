@@ -68,6 +68,10 @@ class Sharded:
     parameters: bool = False
 
 
+STATES_ALONE = Sharded()
+"""What ``Layout.shard = 'states'`` shares."""
+
+
 def param_dtype(master: str, compute: str) -> str:
     """The dtype of compute parameters: ``master`` if ``compute`` is "float32", else ``compute``.
 
@@ -89,7 +93,7 @@ def state_bytes(
     gradient: int = 4,
     shards: int = 1,
     frozen: int = 0,
-    sharded: Sharded = Sharded(),
+    sharded: Sharded = STATES_ALONE,
 ) -> StateBytes[float]:
     """Bytes of the states of some parameters of a device, by kind.
 

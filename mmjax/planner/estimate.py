@@ -50,7 +50,7 @@ class Estimate(StepSeconds):
 
     def _temporaries(self, name: str, part: StagePart) -> float:
         """Bytes of a stage's largest program, with the bytes that cp ranks exchange while its layers run."""
-        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
+        layout = self.candidate.layouts[name]
         layer = self.work.modules[name].parameters.layer / layout.tp * self.work.item
         return self._of_programs(name, part) + layers_in_transfer(layout) * layer
 

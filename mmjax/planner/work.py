@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.pipeline.state_bytes import Sharded, StateBytes, state_bytes
+from mmjax.pipeline.state_bytes import STATES_ALONE, Sharded, StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Work:
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
     def states(
-        self, name: str, part: StagePart, *, tp: int, shards: int, sharded: Sharded = Sharded()
+        self, name: str, part: StagePart, *, tp: int, shards: int, sharded: Sharded = STATES_ALONE
     ) -> StateBytes[float]:
         """Bytes of states of a part of module `name` on a device.
 
