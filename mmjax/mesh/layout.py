@@ -164,6 +164,8 @@ class Layout:
         fits = self.lanes * self.dp // self.optimizer_instances % self.ep_degrees[0] == 0
         require(fits, "Layout.ep", self.ep, f"{fix} dp*cp/optimizer_instances={self.optimizer_shards}")
         one_of("Layout.shard", self.shard, SHARDS)
+        fix = "a pipeline has microbatches of each stage in flight all the time, as 'step' has; set it to 'step'"
+        require(self.gather != "stage", "Layout.gather", self.gather, fix)
         one_of("Layout.gather", self.gather, GATHERS)
         if self.lanes > 1 and self.scatters_gradients:
             fix = "a microbatch runs on one lane, which cannot exchange shards with the others"

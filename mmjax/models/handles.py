@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 
 from mmjax.configurable import ConfigError
 
@@ -110,6 +111,53 @@ def opened(weight: Any) -> jax.Array:
         fix = "is used outside of a product, which no adapter can follow; take it out of Lora.targets"
         raise ConfigError(f"Lora.targets: a weight {list(weight.shape)} {fix}")
     return weight.open(weight.stored) if isinstance(weight, Handle) else weight
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """What a handle stores whose weight is not opened before ``event`` is computed."""
+
+    stored: Any
+    event: jax.Array
+
+
+@dataclass(frozen=True)
+class OpenAfter:
+    """The function of a handle that stores a ``Waiting``; ``open`` is the handle's function without the wait."""
+
+    open: Open
+
+    def __call__(self, waiting: Waiting) -> jax.Array:
+        """The weight."""
+        return self.open(_after(waiting.stored, waiting.event))
+
+
+@jax.custom_vjp
+def _after(stored: Any, event: jax.Array) -> Any:
+    return lax.optimization_barrier((stored, event))[0]
+
+
+_after.defvjp(lambda stored, event: (_after(stored, event), None), lambda _, gradient: (gradient, None))
+
+
+def fetched_after(params: Any, event: jax.Array) -> Any:
+    """The parameters, of which those that come from other ranks are not fetched before ``event`` is computed.
+
+    Without an event a compiler may fetch the weights of all layers at first. With the input of the layer before, it
+    fetches a layer's weights beside the layer before.
+
+    Args:
+      params: a tree of arrays and handles; functions of handles with a true attribute ``fetches`` wait.
+      event: an activation.
+    """
+
+    def waiting(leaf: Any) -> Any:
+        if not (isinstance(leaf, Handle) and getattr(leaf.open, "fetches", False)):
+            return leaf
+        return Handle(stored=Waiting(stored=leaf.stored, event=event), open=OpenAfter(leaf.open))
+
+    return jax.tree.map(waiting, params, is_leaf=lambda node: isinstance(node, Handle))
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:

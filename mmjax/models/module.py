@@ -25,6 +25,7 @@ from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
+from mmjax.models.handles import fetched_after
 from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
@@ -331,6 +332,7 @@ def run_layers(
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept_outputs: dict[int, Array] = {}
     totals: dict[str, Array] = {}
+    before: Array | None = None  # the input of the layer before
     for group, group_runs in groupby(runs, key=itemgetter(1)):
         body = _with_sums(group.block(context.under(group.mask(module.mask)), x))
         for run, _ in group_runs:
@@ -340,7 +342,8 @@ def run_layers(
             if context.cache:
                 x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
                 continue
-            x, local_kept, sums = run_all(body, x, p[run.name], remat, local_added, local_keep)
+            params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
+            x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
             totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
     return x, kept_outputs, totals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ class Gather:
     size: int
     padded: bool
     invariant: bool = False
+
+    fetches: ClassVar[bool] = True
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """The parameter without padding, from this rank's shard."""
@@ -64,6 +67,11 @@ class Composed:
     """Functions one after another; equal functions make it equal, as programs need it."""
 
     functions: tuple[Open, ...]
+
+    @property
+    def fetches(self) -> bool:
+        """Whether one of the functions gathers."""
+        return any(getattr(function, "fetches", False) for function in self.functions)
 
     def __call__(self, stored: jax.Array) -> jax.Array:
         """The result of the last function, from the stored array."""

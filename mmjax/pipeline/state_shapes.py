@@ -146,6 +146,17 @@ class StateShapes:
         names = () if self._gathers_layers else self.gathers
         return frozenset(name for name in names if name.partition("/")[0] in self.trainable)
 
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes on a rank of the largest layer's sharded parameters, when they are gathered; 0 without ``gathers``."""
+        sizes: dict[tuple[str, int], int] = {}
+        zeros, tp = by_name(self.zero), self.submesh.layout.tp
+        for zero in (zeros[name] for name in self.gathers if zeros[name].leaf.layer is not None):
+            size = math.prod(zero.shape) * self.param_dtypes[zero.leaf.module].itemsize
+            key = zero.leaf.module, zero.leaf.layer or 0
+            sizes[key] = sizes.get(key, 0) + size // (tp if zero.split_by_tp else 1)
+        return max(sizes.values(), default=0)
+
     @property
     def _gathers_layers(self) -> bool:
         return self.submesh.layout.gathers_layers
