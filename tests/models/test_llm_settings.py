@@ -47,6 +47,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(rope_theta=1000000, rope_scaling=None, use_sliding_window=False, sliding_window=None),
         **dict(attention_bias=False, max_window_layers=36, tie_word_embeddings=False),
     },
+    "qwen3-30b-a3b": {
+        **dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128),
+        **dict(num_attention_heads=32, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-06, vocab_size=151936),
+        **dict(rope_theta=1000000.0, rope_scaling=None, use_sliding_window=False, sliding_window=None),
+        **dict(attention_bias=False, max_window_layers=48, tie_word_embeddings=False, norm_topk_prob=True),
+        **dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1),
+        **dict(mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False),
+    },
+    "mixtral-8x7b": {
+        **dict(model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=32000),
+        **dict(num_attention_heads=32, num_key_value_heads=8, hidden_act="silu", rms_norm_eps=1e-05),
+        **dict(rope_theta=1000000.0, sliding_window=None, tie_word_embeddings=False, max_position_embeddings=32768),
+        **dict(num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False),
+    },
+    "qwen1.5-moe-a2.7b": {
+        **dict(model_type="qwen2_moe", hidden_size=2048, intermediate_size=5632, num_hidden_layers=24),
+        **dict(num_attention_heads=16, num_key_value_heads=16, hidden_act="silu", rms_norm_eps=1e-06),
+        **dict(rope_theta=1000000.0, use_sliding_window=False, sliding_window=32768, max_window_layers=21),
+        **dict(vocab_size=151936, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408),
+        **dict(shared_expert_intermediate_size=5632, norm_topk_prob=False, decoder_sparse_step=1),
+    },
 }
 """Of the folders on the Hub, what shapes the model."""
 TINY: dict[str, Any] = {
@@ -64,12 +85,13 @@ def of(**theirs: Any) -> DecoderConfig:
 def test_presets_are_the_published_models(name: str) -> None:
     found = DecoderConfig(**settings(PUBLISHED[name]))
     preset = from_preset(DecoderConfig, name)
-    assert replace(preset, head_dim=preset.head_width, preset="tiny") == found
+    assert replace(preset, head_dim=preset.head_width, preset="tiny", balance_loss=0.0) == found
 
 
 def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
-    sizes["qwen3-8b"] = 8_190_735_360
+    sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
+    sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
     assert {name: module_of(from_preset(DecoderConfig, name)).parameters() for name in sizes} == sizes
 
 
@@ -157,6 +179,14 @@ def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
             ),
             "layer_types=['sliding_attention', 'full_attention', 'sliding_attention']: mmjax has layers of full",
         ),
+        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3': mmjax knows llama, mistral"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: mmjax has experts in all"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers=[2]: mmjax has layers without experts"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True: mmjax has no window in"),
+        (
+            {"model_type": "qwen2_moe", "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+            "shared_expert_intermediate_size=12: mmjax has multiples of moe_intermediate_size, 8",
+        ),
     ],
 )
 def test_what_mmjax_does_not_compute_is_refused(theirs: dict[str, Any], message: str) -> None:
@@ -170,6 +200,15 @@ KINDS = {
     "mistral": {"window": 9},
     "qwen2": {"qkv_bias": True, "window": 9, "full_layers": 1},
     "qwen3": {"qk_norm": True, "qkv_bias": True, "o_bias": True, "window": 9, "full_layers": 2},
+    "mixtral": {"experts": 5, "experts_per_token": 3, "window": 9},
+    "qwen2_moe": {
+        **{"experts": 5, "expert_mlp": 8, "shared_experts": 3, "shared_gate": True, "dense_layers": 1},
+        **{"qkv_bias": True, "router_normalised": False},
+    },
+    "qwen3_moe": {
+        **{"experts": 5, "expert_mlp": 8, "dense_layers": 2, "window": 9},
+        **{"qk_norm": True, "qkv_bias": True, "o_bias": True},
+    },
 }
 ROPES = (
     {},
@@ -209,6 +248,9 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({}, "gemma", "model_type='gemma': legal: 'llama'"),
         ({"mask": "gemma3"}, "", "Decoder.mask='gemma3': no model of type 'llama' or 'mistral' or"),
         ({"window": 9, "full_every": 2}, "mistral", "Decoder.window=9: no model of type 'mistral' has it"),
+        ({"experts": 4, "router": "sigmoid"}, "", "Decoder.router='sigmoid': no model of type 'llama' or"),
+        ({"experts": 4, "router_bias": True}, "mixtral", "Decoder.router_bias=True: no model of type 'mixtral'"),
+        ({"experts": 4}, "llama", "Decoder.experts=4: no model of type 'llama' has it"),
         ({"chunk": 9}, "", "Decoder.window=0: no model of type 'llama' or 'mistral' or"),
         ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
     ],
@@ -235,6 +277,12 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
         ({"rope_factor": 0.5, "rope_scaling": "linear"}, "Decoder.rope_factor=0.5: must be 1 or more, such as 8.0"),
         ({"rope_scaling": "yarn", "rope_factor": 2.0}, "Decoder.rope_context=0: must be above 0, such as 8192"),
         ({"rope_scaling": "linear", "rope_theta": 1.0}, "Decoder.rope_theta=1.0: must be above 1"),
+        ({"experts": 4, "experts_per_token": 5}, "Decoder.experts_per_token=5: a token can choose among 4 experts"),
+        ({"experts": 4, "router_groups": 3}, "Decoder.router_groups=3: "),
+        ({"experts": 4, "router_groups": 2, "router_group_limit": 3}, "Decoder.router_group_limit=3: there are 2"),
+        ({"experts": 4, "dense_layers": 4}, "Decoder.dense_layers=4: layers of experts follow"),
+        ({"experts": 4, "shared_gate": True}, "Decoder.shared_gate=True: is of shared experts"),
+        ({"experts": 4, "router": "sigmod"}, "Decoder.router='sigmod': did you mean 'sigmoid'?"),
         ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),
     ],
 )

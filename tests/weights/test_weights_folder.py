@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import jax
@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 from mmjax.configurable import ConfigError
 from mmjax.weights.folder import CONFIG, INDEX, SINGLE, WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_copies, find_leaves
-from mmjax.weights.table import SAME, TRANSPOSED, Row, View, expand, match
+from mmjax.weights.table import SAME, TRANSPOSED, TRANSPOSED_LIST, Row, View, expand, match
 from mmjax.weights.write import rewrite
+from mmjax.weights.write import write as write_new
 
 LAYERS = 3
 ROWS = (
@@ -294,3 +295,86 @@ def test_files_of_tensors_have_the_mode_of_other_files(tmp_path: Path, mask: int
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     assert modes == {CONFIG: 0o666 & ~mask, SINGLE: 0o666 & ~mask}
+
+
+# ---- lists of tensors ------------------------------------------------------------------------------------------------
+
+EXPERTS = "model.layers.0.experts.*.up.weight"
+
+
+def listed(folder: Path, dtype: type = np.float32, shards: int = 1) -> dict[str, np.ndarray]:
+    """A folder with a list of three tensors, in one file or in several."""
+    rng, own = np.random.default_rng(0), {"norm": np.ones(4, dtype)}
+    for number in range(3):
+        for name, shape in (("up", (5, 4)), ("down", (4, 5))):
+            own[f"model.layers.0.experts.{number}.{name}.weight"] = rng.normal(size=shape).astype(dtype)
+    folder.mkdir()
+    (folder / CONFIG).write_text('{"model_type": "toy"}')
+    places = {key: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, key in enumerate(own)}
+    for file in set(places.values()):
+        save_file({key: own[key] for key, place in places.items() if place == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    return own
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_list_of_tensors_is_one_leaf(tmp_path: Path, shards: int) -> None:
+    """Each device reads its part of its experts alone; and the folder is written bit for bit, each leaf read once."""
+    own = listed(tmp_path / "folder", ml_dtypes.bfloat16, shards)
+    folder = WeightsFolder.open(str(tmp_path / "folder"))
+    rows = [Row(f"layers/{{}}/{name}", (EXPERTS.replace("up", name),), TRANSPOSED_LIST) for name in ("up", "down")]
+    entries = expand([Row("norm", ("norm",)), *rows], 1)
+    shapes = {"norm": (4,), "layers/000/up": (3, 4, 5), "layers/000/down": (3, 5, 4)}
+    places = find_leaves(folder, "toy", entries, shapes)
+    parameters = FolderParameters(folder=folder, places=places)
+    assert parameters.dtypes["toy/layers/000/up"] == "bfloat16" and "of bfloat16" in parameters.describe()
+    mesh = jax.make_mesh((3, 2), ("experts", "columns"), devices=jax.devices()[:6])
+    sharding = NamedSharding(mesh, PartitionSpec("experts", "columns"))
+    target = jax.ShapeDtypeStruct((3, 4, 5), np.float32, sharding=sharding)
+    leaf = parameters.read({"toy/layers/000/up": target})["toy/layers/000/up"]
+    assert {shard.data.shape for shard in leaf.addressable_shards} == {(1, 2, 5)}
+    stack = np.stack([own[EXPERTS.replace("*", str(number))].T for number in range(3)])
+    np.testing.assert_array_equal(leaf, stack.astype(np.float32))
+
+    values = {leaf: np.asarray(view.read(folder.tensor(key), shapes[leaf[4:]], (slice(None),) * len(shapes[leaf[4:]])))
+              for leaf, (key, view) in places.items()}  # fmt: skip
+    reads: list[str] = []
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        reads.extend(names)
+        return {name: values[name] for name in names}
+
+    assert rewrite(folder, places, read, tmp_path / "out") == 7
+    again = WeightsFolder.open(str(tmp_path / "out"))
+    for key, tensor in own.items():
+        np.testing.assert_array_equal(np.asarray(again.tensor(key)[(slice(None),) * tensor.ndim]), tensor)
+    assert shards > 1 or sorted(reads) == sorted(places)
+    small = {leaf.removeprefix("toy/"): value for leaf, value in values.items()}
+    assert write_new({}, entries, lambda names: {n: small[n] for n in names}, tmp_path / "new", dtype="bfloat16") == 7
+    for key, tensor in load_file(tmp_path / "new" / SINGLE).items():
+        np.testing.assert_array_equal(tensor, own[key])
+
+
+def test_a_list_that_lacks_a_tensor_or_has_others_is_refused(tmp_path: Path) -> None:
+    own = listed(tmp_path / "folder")
+    file = tmp_path / "folder" / "model-00001-of-00001.safetensors"
+    entries = expand([Row("norm", ("norm",)), Row("up", (EXPERTS,), TRANSPOSED_LIST)], 1)
+    entries += expand([Row("down", (EXPERTS.replace("up", "down"),), TRANSPOSED_LIST)], 1)
+    shapes = {"norm": (4,), "up": (3, 4, 5), "down": (3, 5, 4)}
+    numbers = {number: EXPERTS.replace("*", str(number)) for number in range(4)}
+    wrong = {
+        "missing model.layers.0.experts.*.up.weight": [0],
+        "unexpected model.layers.0.experts.2.up.weight": [1],
+        r"experts.*.up.weight is [2, 5, 4], where up needs [3, 5, 4]": [2],
+    }
+    for message, without in wrong.items():
+        left = {key: tensor for key, tensor in own.items() if key not in [numbers[number] for number in without]}
+        save_file(left, file)
+        (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(left, file.name)}))
+        with pytest.raises(ConfigError) as error:
+            find_leaves(WeightsFolder.open(str(tmp_path / "folder")), "toy", entries, shapes)
+        assert message in str(error.value) and "\n" not in str(error.value)
+    save_file({**own, numbers[1]: np.ones((4, 4), np.float32)}, file)
+    (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(own, file.name)}))
+    with pytest.raises(ConfigError, match=r"experts.1.up.weight is float32 \[4, 4\], and number 0 is float32 \[5, 4\]"):
+        find_leaves(WeightsFolder.open(str(tmp_path / "folder")), "toy", entries, shapes)

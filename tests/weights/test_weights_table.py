@@ -139,6 +139,13 @@ def test_out_of_in_is_the_identity(norm: str) -> None:
         np.testing.assert_array_equal(tensor, tensors[key.replace("norm", norm)])
 
 
+def test_a_row_of_some_layers() -> None:
+    entries = expand([Row("layers/{}/a", ("{}.a",), layers=range(1, 3)), Row("layers/{}/b", ("{}.b",))], 3)
+    assert [entry.leaf for entry in entries] == [
+        f"layers/{leaf}" for leaf in ("001/a", "002/a", "000/b", "001/b", "002/b")
+    ]
+
+
 def test_keys_that_are_missing_or_nobody_expects() -> None:
     tensors = folder()
     del tensors["model.layers.3.qkv.weight"]

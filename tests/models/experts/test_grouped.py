@@ -44,7 +44,7 @@ def on_a_device(fn: Any, arrays: Any) -> Any:
 
 
 def compare(sizes: tuple[int, ...], weights: Any, merged: Any) -> None:
-    """Values, and gradients of a loss that weighs every element differently, of grouped products and of ``row_by_row``."""
+    """Values, and gradients of a loss with a factor for each element, of grouped products and of ``row_by_row``."""
     arrays = drawn(sizes)
     factors = jnp.cos(jnp.arange((sum(sizes) + BEHIND) * OUTPUTS, dtype=jnp.float32)).reshape(-1, OUTPUTS)
 

@@ -47,10 +47,8 @@ def routed(router: Router, p: Any, h_BTD: jax.Array) -> tuple[Routing, dict[str,
 def by_hand(router: Router, p: Any, h_D: np.ndarray) -> tuple[dict[int, float], np.ndarray, np.ndarray]:
     """The weight of each expert of a token, its probabilities and its logits."""
     logits = h_D.astype(np.float64) @ np.asarray(p["router"], np.float64)
-    if router.scores == "softmax":
-        scores = np.exp(logits) / np.exp(logits).sum()
-    else:
-        scores = 1 / (1 + np.exp(-logits))
+    softmax = np.exp(logits) / np.exp(logits).sum()
+    scores = softmax if router.scores == "softmax" else 1 / (1 + np.exp(-logits))
     choice = scores + (np.asarray(p["router_bias"], np.float64) if router.has_bias else 0)
     groups = np.split(np.arange(router.experts), router.groups)
     best = 1 if router.scores == "softmax" else 2
