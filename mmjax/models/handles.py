@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
 
+from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 
 Open = Callable[[Any], jax.Array]
@@ -27,6 +28,16 @@ class Transposed:
     """The function of a handle with a transposed weight; equal ones are equal, as programs need it."""
 
     open: Open
+
+    @property
+    def fetches(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "fetches", False)
+
+    @property
+    def scatters(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "scatters", False)
 
     def __call__(self, stored: Any) -> jax.Array:
         """The transpose of the weight that ``open`` makes."""
@@ -40,7 +51,8 @@ class Handle:
 
     Attributes:
       stored: the stored array, or a tree of arrays.
-      open: the function from the stored array to the weight.
+      open: the function from the stored array to the weight. It may have attributes: ``fetches``, whether the weight
+        comes from other ranks, and ``scatters``, whether its gradient goes to them.
     """
 
     stored: Any
@@ -128,6 +140,13 @@ class OpenAfter:
 
     open: Open
 
+    fetches: ClassVar[bool] = True
+
+    @property
+    def scatters(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "scatters", False)
+
     def __call__(self, waiting: Waiting) -> jax.Array:
         """The weight."""
         return self.open(_after(waiting.stored, waiting.event))
@@ -148,14 +167,22 @@ def fetched_after(params: Any, event: jax.Array) -> Any:
     fetches a layer's weights beside the layer before.
 
     Args:
-      params: a tree of arrays and handles; functions of handles with a true attribute ``fetches`` wait.
-      event: an activation.
+      params: a tree of arrays and handles. Those that fetch wait for the event alone, whatever they waited for before.
+      event: an activation or a gradient.
     """
 
     def waiting(leaf: Any) -> Any:
         if not (isinstance(leaf, Handle) and getattr(leaf.open, "fetches", False)):
             return leaf
-        return Handle(stored=Waiting(stored=leaf.stored, event=event), open=OpenAfter(leaf.open))
+        stored, is_waiting = leaf.stored, isinstance(leaf.stored, Waiting)
+        if is_waiting:
+            stored = stored.stored
+        # A barrier gives all of its results the axes of all, which would be those of the gradient too.
+        if not jax_compat.varying_axes(event) <= jax_compat.varying_axes(stored):
+            return leaf
+        return Handle(
+            stored=Waiting(stored=stored, event=event), open=leaf.open if is_waiting else OpenAfter(leaf.open)
+        )
 
     return jax.tree.map(waiting, params, is_leaf=lambda node: isinstance(node, Handle))
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
+from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, fetched_after, opened
 from mmjax.models.recorded_work import record_product
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
 
@@ -266,6 +266,12 @@ def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> lis
 
 
 def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
+    stored = [w.weight if isinstance(w, Tapped) else w for w in weights]
+    if any(isinstance(w, Handle) and getattr(w.open, "scatters", False) for w in stored):
+        if sp:
+            return _scattering_products(sp, x, stored)
+        results = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), stored)
+        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
     if not sp:
         # Of several dimensions of tokens, XLA for CPUs transposes the output's gradient, and what makes it, in memory.
         results = [_product(x.reshape(-1, x.shape[-1]), w) for w in weights]
@@ -308,6 +314,37 @@ def _sp_products_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Ar
 
 
 _sp_products.defvjp(_sp_products_forward, _sp_products_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattering_products(sp: SequenceParallel, x: jax.Array, weights: list[Any]) -> list[jax.Array]:
+    """Products with handles whose gradients are scattered: backward computes them beside the input's gradient.
+
+    Otherwise XLA computes the gradients of all layers' weights last, and keeps inputs and output gradients until then.
+    """
+    return sp.forward(x, [opened(w) for w in weights])
+
+
+def _scattering_forward(sp: SequenceParallel, x: jax.Array, weights: list[Any]) -> Any:
+    return _named(sp.forward(x, [opened(w) for w in weights])), (x, weights)
+
+
+def _scattering_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
+    x, handles = residuals
+
+    def fetched(handles: list[Any]) -> list[jax.Array]:
+        # Not before the gradient is there: else XLA would gather the weights of all layers at first.
+        return [opened(fetched_after(handle, dy)) for handle, dy in zip(handles, dys, strict=True)]
+
+    weights, gradients_of_handles = jax.vjp(fetched, handles)
+    dx, factors = sp.gradients(x, dys, weights)
+    dws = [_sum_over_tokens(*pair, stacked=False, transposed=False) for pair in factors]
+    dws = [summed(dw, jax_compat.varying_axes(w)).astype(w.dtype) for dw, w in zip(dws, weights, strict=True)]
+    dx, *dws = _computed_together([summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), *dws])
+    return dx, *gradients_of_handles(dws)
+
+
+_scattering_products.defvjp(_scattering_forward, _scattering_backward)
 
 
 def _tapped_products(x: jax.Array, weights: Sequence[Tapped], sp: SequenceParallel) -> list[jax.Array]:

@@ -28,6 +28,7 @@ class Gather:
       dimension: the sharded dimension of a layer's parameter.
       size: the size of this dimension without padding, on all ranks of tp.
       padded: whether there is padding.
+      scatters: whether the parameter is trained, so that gradients are scattered.
       invariant: whether the result is typed as equal on all ranks of ``axes``; then it has no gradient.
     """
 
@@ -35,6 +36,7 @@ class Gather:
     dimension: int
     size: int
     padded: bool
+    scatters: bool
     invariant: bool = False
 
     fetches: ClassVar[bool] = True
@@ -59,7 +61,7 @@ class Gather:
     @property
     def for_prediction(self) -> Gather:
         """The gather whose result is typed as equal on all ranks."""
-        return replace(self, invariant=True)
+        return replace(self, invariant=True, scatters=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Composed:
     def fetches(self) -> bool:
         """Whether one of the functions gathers."""
         return any(getattr(function, "fetches", False) for function in self.functions)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the gradient of one of the functions scatters."""
+        return any(getattr(function, "scatters", False) for function in self.functions)
 
     def __call__(self, stored: jax.Array) -> jax.Array:
         """The result of the last function, from the stored array."""
@@ -106,6 +113,8 @@ class OpenScattered:
     """The function of a handle from a ``Scattered`` parameter to the weight; ``gather`` is the gather of its shards."""
 
     gather: Gather
+
+    scatters: ClassVar[bool] = True
 
     def __call__(self, stored: Scattered) -> jax.Array:
         """The whole parameter."""

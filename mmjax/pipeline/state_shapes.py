@@ -137,7 +137,11 @@ class StateShapes:
         """The gathers of a layer's parameter from shards, by name: of parameters that are shards, or whose sums are."""
         if not self.submesh.layout.scatters_gradients:
             return {}
-        gathers = {name: zero.layer_gather(self.submesh.axes) for name, zero in by_name(self.zero).items()}
+        axes = self.submesh.axes
+        gathers = {
+            name: zero.layer_gather(axes, trained=zero.leaf.module in self.trainable)
+            for name, zero in by_name(self.zero).items()
+        }
         return {name: gather for name, gather in gathers.items() if gather}
 
     @property

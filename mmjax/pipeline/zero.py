@@ -89,7 +89,7 @@ class ZeroLeaf:
     def _skip(self) -> int:
         return int(self.leaf.layers is not None)
 
-    def layer_gather(self, axes: Axes) -> Gather | None:
+    def layer_gather(self, axes: Axes, *, trained: bool) -> Gather | None:
         """The gather of the parameter from its shards, for each use; ``None`` for a repeated leaf."""
         if self.dimension is None:
             return None
@@ -98,6 +98,7 @@ class ZeroLeaf:
             dimension=self.dimension,
             size=self.leaf.shape[self.dimension],
             padded=self.padding > 0,
+            scatters=trained,
         )
 
     # ---- functions of local shards -----------------------------------------------------------------------------------
