@@ -55,6 +55,7 @@ def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
         "digits",
         "digits_valm",
         "digits_draw",
+        "digits_moe",
     }
 
 

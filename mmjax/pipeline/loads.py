@@ -38,4 +38,5 @@ def split_loads(zeros: Tree, grads: Tree) -> tuple[Tree, dict[str, jax.Array]]:
 def _update(zero: ZeroLeaf, loads_E: jax.Array) -> jax.Array:
     # Counts are integers. The sign of their differences is exact, as that of a rounded mean is not.
     total = jnp.sum(loads_E, axis=-1, keepdims=True)
+    assert zero.leaf.load_rate is not None
     return zero.leaf.load_rate * jnp.sign(total - loads_E.shape[-1] * loads_E)

@@ -100,11 +100,11 @@ class WeightsFolder:
         members = [(name, self.tensors[name]) for name in keys_of(key, self.tensors)]
         if not members:
             raise KeyError(key)
-        (_, first), *others = members
-        for name, other in others:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                is_apart = f"is {other.dtype} {list(other.shape)}, and number 0 is {first.dtype} {list(first.shape)}"
-                raise ConfigError(f"{name} {is_apart}; tensors of a list must be alike")
+        first = members[0][1]
+        for name, info in members:
+            if (info.shape, info.dtype) != (first.shape, first.dtype):
+                shapes = f"is {info.dtype} {list(info.shape)}, and number 0 is {first.dtype} {list(first.shape)}"
+                raise ConfigError(f"{name} {shapes}; tensors of a list must be alike")
         return replace(first, shape=(len(members), *first.shape), bytes=len(members) * first.bytes)
 
     def tensor(self, key: str) -> Tensor:

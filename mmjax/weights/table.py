@@ -246,14 +246,14 @@ def keys_of(key: str, keys: Collection[str]) -> list[str]:
 
 
 class TensorList:
-    """The stack of a list of tensors, of which only the parts that are read are read."""
+    """The stack of a list of tensors. Reading a part of it reads no other part of any tensor."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         """Keeps the tensors, all of one shape."""
         self._tensors = tensors
 
     def __getitem__(self, index: Index, /) -> np.ndarray:
-        """Reads a part; `index` has a slice for each dimension, that of the list first."""
+        """Reads a part. `index` has a slice of the list, then one for each dimension of its tensors."""
         first, *rest = index
         return np.stack([np.asarray(tensor[tuple(rest)]) for tensor in self._tensors[first]])
 

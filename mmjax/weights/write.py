@@ -55,7 +55,7 @@ def rewrite(
     for leaf, (key, view) in places.items():
         for number, name in enumerate(keys_of(key, folder.tensors)):
             by_key.setdefault(name, []).append(_Part(leaf, view, number if "*" in key else None))
-    read = _kept(read)
+    read = _with_last(read)
     shards = {tensor.file for tensor in folder.tensors.values()}
     stale = {INDEX} if shards == {SINGLE} else set()
     with _new_directory(out) as directory:
@@ -81,7 +81,7 @@ class _Part(NamedTuple):
     number: int | None = None
 
 
-def _kept(read: Read) -> Read:
+def _with_last(read: Read) -> Read:
     """A function that reads once if it is called for the same leaves again, as for the tensors of a list."""
     last: dict[tuple[str, ...], Mapping[str, np.ndarray]] = {}
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.reference.arithmetic import dense_leaves
 from mmjax.reference.experts import mixture
 
 PREFIX, WIDTH, HIDDEN, TOKENS = "llm/layers/001", 6, 5, 7
@@ -89,7 +91,7 @@ def token_by_token(c: DecoderConfig, leaves: dict[str, np.ndarray], x_ND: np.nda
 def test_a_layer_is_that_of_each_token_alone(changes: dict[str, Any]) -> None:
     c = dataclasses.replace(DECODER, **changes)
     leaves, x_ND = drawn(c)
-    y_ND, sums = mixture(reference.arithmetic.dense_leaves(leaves), PREFIX, c, x_ND)
+    y_ND, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND))
     want, losses, loads = token_by_token(c, leaves, x_ND)
     np.testing.assert_allclose(y_ND, want, rtol=1e-4, atol=1e-4)
     assert sums.losses.keys() == {name for name in losses if getattr(c, name)}
@@ -105,7 +107,7 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
     leaves[f"{PREFIX}/experts/router"] *= 0
     c = dataclasses.replace(DECODER, router_bias=True)
     leaves[f"{PREFIX}/experts/router_bias"] = np.array([0, 0, 0, 1, 0, 0], np.float32)
-    _, sums = mixture(reference.arithmetic.dense_leaves(leaves), PREFIX, c, x_ND)
+    _, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND))
     (load,) = sums.loads.values()
     assert np.asarray(load).tolist() == [TOKENS, 0, 0, TOKENS, 0, 0]
 

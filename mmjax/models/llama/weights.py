@@ -61,7 +61,7 @@ _QWEN2_VL = _QWEN2 | {
     "rope_theta": 1000000.0,
 }
 _WITH_EXPERTS = {
-    "mixtral": _MISTRAL | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    "mixtral": {**_MISTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
     "qwen2_moe": _QWEN2
     | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
     | {"num_key_value_heads": 16, "qkv_bias": True},
@@ -78,7 +78,7 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
     **dict.fromkeys(MROPE, _QWEN2_VL),
-    **{kind: values | expert_weights.DEFAULTS[kind] for kind, values in _WITH_EXPERTS.items()},
+    **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -88,7 +88,7 @@ _ROPE_KEYS = {
     *("mscale", "mscale_all_dim"),
 }
 _SECTIONS = (16, 24, 24)
-_UNMAPPED = (*("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate"),)
+_UNMAPPED = ("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate")
 """Settings that no ``config.json`` has."""
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 

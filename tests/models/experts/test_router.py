@@ -44,7 +44,7 @@ def routed(router: Router, p: Any, h_BTD: jax.Array) -> tuple[Routing, dict[str,
     return on_a_device(body, p, h_BTD)
 
 
-def by_hand(router: Router, p: Any, h_D: np.ndarray) -> tuple[dict[int, float], np.ndarray, np.ndarray]:
+def by_hand(router: Router, p: Any, h_D: np.ndarray) -> tuple[dict[int, float], Any, Any]:
     """The weight of each expert of a token, its probabilities and its logits."""
     logits = h_D.astype(np.float64) @ np.asarray(p["router"], np.float64)
     softmax = np.exp(logits) / np.exp(logits).sum()
@@ -56,7 +56,7 @@ def by_hand(router: Router, p: Any, h_D: np.ndarray) -> tuple[dict[int, float], 
     legal = [expert for group in ranked[: router.group_limit] for expert in group]
     experts = sorted(legal, key=lambda expert: -choice[expert])[: router.per_token]
     total = scores[experts].sum() if router.normalised else 1.0
-    return {int(e): router.scale * scores[e] / total for e in experts}, scores / scores.sum(), logits
+    return {int(e): float(router.scale * scores[e] / total) for e in experts}, scores / scores.sum(), logits
 
 
 @st.composite
