@@ -25,7 +25,7 @@ from mmjax.schedule.ops import Op
 KINDS = ("parameters", "optimizer", "gradients", "residuals")
 WAYS = (("states", "layer"), ("gradients", "layer"), ("parameters", "step"), ("parameters", "layer"))
 """Values of `Layout.shard` and `Layout.gather`."""
-WIDE = ("llm/Decoder.width=256", "llm/Decoder.mlp=1024", "llm/Decoder.layers=8", "vision/ViT.width=128")
+WIDE = ("llm/Decoder.width=256", "llm/Decoder.mlp=1024", "llm/Decoder.layers=4", "vision/ViT.width=128")
 """Modules whose weights are most of a device's bytes."""
 LAYOUT = (
     *("llm/Layout.pp=1", "llm/Layout.tp=1", "llm/Layout.dp=8", "vision/Layout.dp=8", "vision/Layout.rank_offset=0"),
