@@ -10,10 +10,11 @@ A weight with an adapter is no handle: it is never opened, and only products can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from mmjax import jax_compat
@@ -185,6 +186,46 @@ def fetched_after(params: Any, event: jax.Array) -> Any:
         )
 
     return jax.tree.map(waiting, params, is_leaf=lambda node: isinstance(node, Handle))
+
+
+def scattered_before(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+    """An activation and parameters of a later layer, unchanged; in backward the gradient of ``x`` is not there before
+    the parameters' gradients are scattered.
+
+    Without this a compiler may scatter the gradients of all layers at last. With the input of the layer before, it
+    scatters a layer's gradients beside the layer before.
+
+    Args:
+      x: an activation.
+      params: a tree of arrays and handles; those count whose functions scatter.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, Handle))
+    places = [
+        place for place, leaf in enumerate(leaves) if isinstance(leaf, Handle) and getattr(leaf.open, "scatters", False)
+    ]
+    if not places:
+        return x, params
+    x, stored = _in_order(x, [leaves[place].stored for place in places])
+    for place, array in zip(places, stored, strict=True):
+        leaves[place] = replace(leaves[place], stored=array)
+    return x, jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_vjp
+def _in_order(x: jax.Array, stored: list[Any]) -> tuple[jax.Array, list[Any]]:
+    return x, stored
+
+
+def _in_order_backward(_: None, gradients: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, list[Any]]:
+    dx, d_stored = gradients
+    axes = jax_compat.varying_axes(dx)
+    numbers = [jnp.ravel(d)[:1].astype(jnp.float32) for d in jax.tree.leaves(d_stored)]
+    # A barrier gives all of its results the axes of all: numbers that vary over further ones are summed.
+    events = [lax.psum(number, tuple(sorted(jax_compat.varying_axes(number) - axes))) for number in numbers]
+    return _after(dx, jnp.concatenate(jax_compat.alike(*events))), d_stored
+
+
+_in_order.defvjp(lambda x, stored: ((x, stored), None), _in_order_backward)
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from mmjax.mesh.spmd import with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.handles import Open
+from mmjax.models.parameters import Leaf
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import learning_rate, make_optimizer
 from mmjax.optimizer_config import OptimizerConfig

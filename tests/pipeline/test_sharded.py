@@ -6,14 +6,20 @@ Padding and small vectors are sharded too: else most leaves of these models woul
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import parity
 import pytest
 from parity import Case
 from test_parity import assert_equal_to_reference
 
-from mmjax.mesh.layout import Layout
+from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import SHARDS, Layout
+from mmjax.models.handles import Transposed
 from mmjax.pipeline import zero
+from mmjax.pipeline.gathers import Composed, Gather
+from mmjax.pipeline.memory import count_state_bytes
+from mmjax.pipeline.residuals import from_parameters_alone
 
 APART = Case(
     vision=Layout(dp=4, rank_offset=4, shard="parameters"), llm=Layout(dp=2, tp=2, shard="parameters"), clip_norm=0.7
@@ -60,7 +66,7 @@ SINGLE = Case(
     samples=17,
     clip_norm=0.7,
 )
-PARAMETERS_A_STEP = {"shard": "parameters", "gather": "step"}
+PARAMETERS_A_STEP: Any = {"shard": "parameters", "gather": "step"}
 
 FAST = {
     "parameters": replace(APART, remat="dots"),
@@ -174,3 +180,55 @@ def small_leaves_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_dense_reference(case: Case) -> None:
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("case", [APART, SUMS], ids=["parameters", "gradients"])
+def test_no_residual_is_made_of_gathered_weights(case: Case, remat: str) -> None:
+    placed = parity.Session(replace(case, remat=remat)).placed
+    (functions, *_) = [f for key, f in placed._functions.items() if key[0] == "llm.0"]
+    assert functions.state.gathers.keys() >= {"llm/embed", "llm/head", "llm/layer_000/attn/q"}
+    made = from_parameters_alone(functions.forward, functions.forward_avals, lambda result: result[1])
+    assert not any(made.values())
+
+
+def test_bytes_of_sharded_states() -> None:
+    """Compute parameters and sums of a device, in bf16: matrices in shards, vectors whole."""
+    counts = {}
+    for shard in SHARDS:
+        layout = Layout(dp=4, shard=shard)
+        case = Case(vision=Layout(dp=4, rank_offset=4), llm=layout, dtype="bfloat16")
+        counts[shard] = count_state_bytes(parity.Session(case).placed.stages["llm.0"].state)
+    states, gradients, parameters = (counts[shard] for shard in SHARDS)
+    assert states.copies == gradients.copies == pytest.approx(4 * parameters.copies, rel=0.02)
+    assert states.sums == pytest.approx(4 * gradients.sums, rel=0.02)
+    assert gradients.sums == parameters.sums
+    assert (gradients.reduced, parameters.reduced) == (0, 0)
+    assert states.reduced == parameters.sums
+
+
+def test_one_rank_shares_nothing() -> None:
+    assert not Layout(shard="parameters").gathers_layers
+    assert Layout(shard="parameters").idle().keys() >= {"shard", "gather"}
+    assert "gather" in Layout(dp=2, shard="gradients").idle()
+    assert Layout(dp=2, shard="parameters").idle().keys().isdisjoint({"shard", "gather"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"shard": "weights"}, "Layout.shard='weights'"),
+        ({"gather": "stage"}, "Layout.gather='stage': .*set it to 'step'"),
+        ({"lanes": 2, "shard": "parameters"}, "Layout.shard='parameters': with Layout.lanes=2 .*gather to 'step'"),
+        ({"lanes": 2, "shard": "gradients"}, "Layout.shard='gradients': with Layout.lanes=2 .*set it to 'states'"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        Layout(**fields)
+
+
+def test_equal_gathers_make_equal_programs() -> None:
+    gather = Gather(axes=("dp",), dimension=0, size=8, padded=False, scatters=True)
+    assert Composed((gather,)) == Composed((replace(gather),))
+    assert hash(Transposed(gather)) == hash(Transposed(replace(gather)))
