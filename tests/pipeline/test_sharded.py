@@ -66,7 +66,7 @@ SINGLE = Case(
     samples=17,
     clip_norm=0.7,
 )
-PARAMETERS_A_STEP = {"shard": "parameters", "gather": "step"}
+PARAMETERS_A_STEP: dict[str, Any] = {"shard": "parameters", "gather": "step"}
 
 FAST = {
     "parameters": replace(APART, remat="dots"),
