@@ -154,8 +154,13 @@ class OpenAfter:
 
 
 @jax.custom_vjp
-def _after(stored: Any, event: jax.Array) -> Any:
-    return lax.optimization_barrier((stored, event))[0]
+def _after(value: Any, event: jax.Array) -> Any:
+    """The arrays, not before ``event`` is computed: NaN if its first element is, and so really a function of it.
+
+    XLA drops an event from an ``optimization_barrier`` if nothing else reads it there.
+    """
+    is_nan = jnp.isnan(lax.slice_in_dim(event.reshape(-1), 0, 1)[0])
+    return jax.tree.map(lambda x: jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), x), value)
 
 
 _after.defvjp(lambda stored, event: (_after(stored, event), None), lambda _, gradient: (gradient, None))
@@ -178,7 +183,7 @@ def fetched_after(params: Any, event: jax.Array) -> Any:
         stored, is_waiting = leaf.stored, isinstance(leaf.stored, Waiting)
         if is_waiting:
             stored = stored.stored
-        # A barrier gives all of its results the axes of all, which would be those of the gradient too.
+        # Else the weight, and so its gradient, would vary over further axes.
         if not jax_compat.varying_axes(event) <= jax_compat.varying_axes(stored):
             return leaf
         return Handle(
@@ -220,9 +225,9 @@ def _in_order_backward(_: None, gradients: tuple[jax.Array, list[Any]]) -> tuple
     dx, d_stored = gradients
     axes = jax_compat.varying_axes(dx)
     numbers = [jnp.ravel(d)[:1].astype(jnp.float32) for d in jax.tree.leaves(d_stored)]
-    # A barrier gives all of its results the axes of all: numbers that vary over further ones are summed.
+    # Numbers that vary over further axes are summed over these; a NaN stays one.
     events = [lax.psum(number, tuple(sorted(jax_compat.varying_axes(number) - axes))) for number in numbers]
-    return _after(dx, jnp.concatenate(jax_compat.alike(*events))), d_stored
+    return _after(dx, sum(events[1:], start=events[0])), d_stored
 
 
 _in_order.defvjp(lambda x, stored: ((x, stored), None), _in_order_backward)

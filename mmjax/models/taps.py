@@ -270,7 +270,7 @@ def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) 
     if any(isinstance(w, Handle) and getattr(w.open, "scatters", False) for w in stored):
         if sp:
             return _scattering_products(sp, x, stored)
-        results = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), stored)
+        results: Any = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), stored)
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
     if not sp:
         # Of several dimensions of tokens, XLA for CPUs transposes the output's gradient, and what makes it, in memory.
