@@ -190,8 +190,6 @@ class DecoderConfig(ModuleSettings):
         require(self.vocab > FIRST_CODE, setting_name(name, self, "vocab"), self.vocab, fix)
         fix = "codes have no rows and columns; set it to ()"
         require(not self.rope_sections, setting_name(name, self, "rope_sections"), self.rope_sections, fix)
-        fix = "a module of codes has none; set it to 0"
-        require(self.experts == 0, setting_name(name, self, "experts"), self.experts, fix)
         fix = "codes are of no kind, and see those before; set it to 'causal'"
         require(self.mask == "causal", setting_name(name, self, "mask"), self.mask, fix)
 
