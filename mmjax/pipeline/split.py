@@ -19,7 +19,8 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.experts.grouped import grouped_weight_gradient
 from mmjax.models.handles import gradient_of_stored
-from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gradient
+from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value
+from mmjax.models.weight_gradients import weight_gradient
 from mmjax.pipeline.gathers import composed
 from mmjax.pipeline.residuals import Residual
 from mmjax.pipeline.stage import Output, StageFunctions
