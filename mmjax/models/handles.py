@@ -129,7 +129,7 @@ def opened(weight: Any) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """What a handle stores whose weight is not opened before ``event`` is computed."""
+    """The stored array of a handle, with an event: the weight is not opened before the event is computed."""
 
     stored: Any
     event: jax.Array
@@ -167,7 +167,7 @@ _after.defvjp(lambda stored, event: (_after(stored, event), None), lambda _, gra
 
 
 def fetched_after(params: Any, event: jax.Array) -> Any:
-    """The parameters, of which those that come from other ranks are not fetched before ``event`` is computed.
+    """Parameters that are not fetched from other ranks before ``event`` is computed.
 
     Without an event a compiler may fetch the weights of all layers at first. With the input of the layer before, it
     fetches a layer's weights beside the layer before.

@@ -1,4 +1,4 @@
-"""Gathers of sharded parameters, and gradients that are scattered: what a stage does layer by layer.
+"""Gathers of sharded parameters and scatters of their gradients, layer by layer.
 
 A sharded parameter is a handle whose function is a ``Gather``: its transpose is a reduce-scatter, so the gradient of a
 shard is a shard. A whole parameter whose gradients are scattered is a ``Scattered`` pair, stored under a handle too.
@@ -44,19 +44,19 @@ class Gather:
     def __call__(self, shard: jax.Array) -> jax.Array:
         """The parameter without padding, from this rank's shard."""
         if self.invariant:
-            whole = jax_compat.all_gather_invariant(shard, self.axes, self.dimension)
+            gathered = jax_compat.all_gather_invariant(shard, self.axes, self.dimension)
         else:
-            whole = lax.all_gather(shard, self.axes, axis=self.dimension, tiled=True)
+            gathered = lax.all_gather(shard, self.axes, axis=self.dimension, tiled=True)
         # The padded dimension is never split over tp, so its local size is the global one.
-        return lax.slice_in_dim(whole, 0, self.size, axis=self.dimension) if self.padded else whole
+        return lax.slice_in_dim(gathered, 0, self.size, axis=self.dimension) if self.padded else gathered
 
-    def zero_shard(self, whole: jax.Array) -> jax.Array:
-        """Zeros with the shape of a shard of the parameter ``whole``, and with its varying axes."""
+    def zero_shard(self, parameter: jax.Array) -> jax.Array:
+        """Zeros with the shape of a shard of a parameter, and with its varying axes."""
         ranks = math.prod(lax.axis_size(axis) for axis in self.axes)
-        shape = list(whole.shape)
+        shape = list(parameter.shape)
         shape[self.dimension] = -(-shape[self.dimension] // ranks)
-        axes = jax_compat.varying_axes(whole) | set(self.axes)
-        return jax_compat.to_varying(jnp.zeros(shape, whole.dtype), sorted(axes))
+        axes = jax_compat.varying_axes(parameter) | set(self.axes)
+        return jax_compat.to_varying(jnp.zeros(shape, parameter.dtype), sorted(axes))
 
     @property
     def for_prediction(self) -> Gather:
@@ -99,12 +99,12 @@ class Scattered:
     """A whole parameter whose gradient goes to ``shard`` alone.
 
     Attributes:
-      whole: the parameter.
+      parameter: the parameter, whole.
       shard: an array with the shape of its shard, whose value is never read. Its cotangent is the shard of the
         parameter's gradient, summed over the ranks that share it.
     """
 
-    whole: jax.Array
+    parameter: jax.Array
     shard: jax.Array
 
 
@@ -118,16 +118,16 @@ class OpenScattered:
 
     def __call__(self, stored: Scattered) -> jax.Array:
         """The whole parameter."""
-        return _whole(self.gather, stored.whole, stored.shard)
+        return _whole(self.gather, stored.parameter, stored.shard)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole(gather: Gather, whole: jax.Array, shard: jax.Array) -> jax.Array:
-    return whole
+def _whole(gather: Gather, parameter: jax.Array, shard: jax.Array) -> jax.Array:
+    return parameter
 
 
-def _whole_forward(gather: Gather, whole: jax.Array, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return whole, shard
+def _whole_forward(gather: Gather, parameter: jax.Array, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return parameter, shard
 
 
 def _whole_backward(gather: Gather, shard: jax.Array, gradient: jax.Array) -> tuple[None, jax.Array]:

@@ -45,7 +45,7 @@ def with_scattered(state: StageState, params: Tree, names: Collection[str]) -> T
     ``names`` are such as "llm/embed"; ``params`` is a tree by module of local arrays.
     """
     named, zeros = by_name(params), {name: state.gathers[name].zero_shard(by_name(params)[name]) for name in names}
-    return with_leaves(params, {name: Scattered(whole=named[name], shard=zero) for name, zero in zeros.items()})
+    return with_leaves(params, {name: Scattered(parameter=named[name], shard=zero) for name, zero in zeros.items()})
 
 
 def add_gradients(sums: Tree, grads: Tree) -> Tree:

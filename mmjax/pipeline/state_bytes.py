@@ -57,7 +57,7 @@ class StateBytes(Generic[Number]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """What the ranks of an optimizer instance share beside masters and moments (``Layout.shard``).
+    """The states that ranks of an optimizer instance share beside masters and moments (``Layout.shard``).
 
     Attributes:
       sums: whether they share the sums of gradients.

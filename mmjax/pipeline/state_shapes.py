@@ -121,8 +121,8 @@ class StateShapes:
         """``ShapeDtypeStruct``, with its sharding, of each compute parameter: a tree by module."""
 
         def shape(zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
-            whole = zero.leaf.shape
-            return jax.ShapeDtypeStruct(zero.shape if self._gathers_layers else whole, self.param_dtype(zero.leaf))
+            param_shape = zero.shape if self._gathers_layers else zero.leaf.shape
+            return jax.ShapeDtypeStruct(param_shape, self.param_dtype(zero.leaf))
 
         return self._avals(shape, self.zero, self.param_specs)
 
@@ -255,13 +255,13 @@ class StateShapes:
         def shape(zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
             axes = self.submesh.spread.gradient_axes(self._summed_spec(zero))
             parts = math.prod(self.submesh.mesh.shape[axis] for axis in axes)
-            whole = zero.shape if self.submesh.layout.scatters_gradients else zero.leaf.shape
-            return jax.ShapeDtypeStruct((parts, *whole), jnp.float32)
+            sum_shape = zero.shape if self.submesh.layout.scatters_gradients else zero.leaf.shape
+            return jax.ShapeDtypeStruct((parts, *sum_shape), jnp.float32)
 
         return self._avals(shape, {m: self.zero[m] for m in sorted(self.trainable)}, self.sums_specs)
 
     def _summed_spec(self, zero: ZeroLeaf) -> PartitionSpec:
-        """``PartitionSpec`` of what a rank adds up of a leaf's gradient, without the first dimension of the sums."""
+        """``PartitionSpec`` of the sums of a leaf's gradients, without their first dimension."""
         axes = self.submesh.axes
         return zero.spec(axes) if self.submesh.layout.scatters_gradients else zero.leaf.spec(axes)
 

@@ -97,38 +97,36 @@ def compute_all_to_all(
       rows: rows of the buffer of each pair of ranks.
     """
     blocks = _BlocksOfRanks(axes, experts.count)
-    sorted_rows = sort_by_expert(experts_Nk, blocks.experts, experts_Nk.size)
-    # Row (r, c) of the buffers is the c-th choice of an expert of rank r.
-    starts_R, counts_R = blocks.of_ranks(sorted_rows.sizes_E)
-    places_RC = starts_R[:, None] + jnp.arange(rows)
-    is_row_RC = jnp.arange(rows) < counts_R[:, None]
-    places_RC = jnp.minimum(places_RC, sorted_rows.choices_M.size - 1)
-    rank_Nk, place_Nk = blocks.rank_of(experts_Nk), sorted_rows.rows_Nk
-    at_Nk = place_Nk - jnp.take(starts_R, rank_Nk, mode="clip")
-    fits_Nk = (rank_Nk < blocks.ranks) & (at_Nk >= 0) & (at_Nk < rows)
-    buffer_rows = blocks.ranks * rows
-    sent = Dispatch(
-        sorted_rows.choices_M[places_RC].reshape(-1),
-        jnp.where(fits_Nk, rank_Nk * rows + at_Nk, buffer_rows),
-        counts_R,
-    )
-    x_RCD = jnp.where(is_row_RC.reshape(-1, 1), send_rows(h_ND, sent), 0).reshape(-1, rows, h_ND.shape[1])
-    weights_RC = send_weights(weights_Nk, sent).reshape(-1, rows)
-    experts_RC = jnp.where(is_row_RC, experts_Nk.reshape(-1)[sent.choices_M].reshape(-1, rows), blocks.experts)
+    dispatch, experts_RC = _buffers(blocks, experts_Nk, rows)
+    is_row_RC = experts_RC < blocks.experts
+    x_RCD = jnp.where(is_row_RC.reshape(-1, 1), send_rows(h_ND, dispatch), 0).reshape(*is_row_RC.shape, -1)
+    weights_RC = send_weights(weights_Nk, dispatch).reshape(is_row_RC.shape)
     x_RCD, weights_RC, experts_RC = (
         lax.all_to_all(x, axes.ep, 0, 0, tiled=True) for x in (x_RCD, weights_RC, experts_RC)
     )
-    y_ND = compute_local(
-        compute,
-        experts,
-        x_RCD.reshape(buffer_rows, -1),
-        experts_RC.reshape(buffer_rows, 1),
-        weights_RC.reshape(buffer_rows, 1),
-    )
-    y_RCD = lax.all_to_all(y_ND.reshape(x_RCD.shape), axes.ep, 0, 0, tiled=True)
-    is_chosen_Nk = rank_Nk < blocks.ranks
-    dropped = jnp.sum(is_chosen_Nk & ~fits_Nk).astype(jnp.float32)
-    return add_rows(y_RCD.reshape(buffer_rows, -1), sent), dropped
+    flat = x_RCD.reshape(-1, h_ND.shape[1]), experts_RC.reshape(-1, 1), weights_RC.reshape(-1, 1)
+    y_RCD = compute_local(compute, experts, *flat).reshape(x_RCD.shape)
+    y_RCD = lax.all_to_all(y_RCD, axes.ep, 0, 0, tiled=True)
+    is_dropped_Nk = (blocks.rank_of(experts_Nk) < blocks.ranks) & (dispatch.rows_Nk == is_row_RC.size)
+    return add_rows(y_RCD.reshape(-1, h_ND.shape[1]), dispatch), jnp.sum(is_dropped_Nk).astype(jnp.float32)
+
+
+def _buffers(blocks: _BlocksOfRanks, experts_Nk: Array, rows: int) -> tuple[Dispatch, Int[Array, "R C"]]:
+    """The dispatch to the buffers, whose row (r, c) is choice number c of an expert of rank r, and each row's expert.
+
+    The expert is ``blocks.experts`` for a row of no choice; choices that do not fit have the row R · C.
+    """
+    by_expert = sort_by_expert(experts_Nk, blocks.experts, experts_Nk.size)
+    starts_R, counts_R = blocks.of_ranks(by_expert.sizes_E)
+    places_RC = jnp.minimum(starts_R[:, None] + jnp.arange(rows), experts_Nk.size - 1)
+    choices_RC = by_expert.choices_M[places_RC]
+    is_row_RC = jnp.arange(rows) < counts_R[:, None]
+    experts_RC = jnp.where(is_row_RC, experts_Nk.reshape(-1)[choices_RC], blocks.experts)
+    rank_Nk = blocks.rank_of(experts_Nk)
+    at_Nk = by_expert.rows_Nk - jnp.take(starts_R, rank_Nk, mode="clip")
+    fits_Nk = (rank_Nk < blocks.ranks) & (at_Nk < rows)
+    rows_Nk = jnp.where(fits_Nk, rank_Nk * rows + at_Nk, blocks.ranks * rows)
+    return Dispatch(choices_RC.reshape(-1), rows_Nk, counts_R), experts_RC
 
 
 class _BlocksOfRanks:

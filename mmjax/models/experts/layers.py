@@ -78,7 +78,10 @@ def apply_experts(
     flat = (h_BTD.reshape(-1, width), *(x.reshape(-1, router.per_token) for x in (experts_BTk, weights_BTk)))
     y_ND, dropped = _exchanged(router, p, axes, *flat)
     if "router_dropped" in losses:
-        sums["router_dropped"] = dropped / router.per_token
+        # Ranks of tp send the same choices, or those of their own experts alone.
+        repeated = 1 if axes.has_whole_experts else lax.axis_size(axes.tp)
+        dropped = jax_compat.to_varying(dropped, (*axes.dp, *axes.positions, *axes.tp))
+        sums["router_dropped"] = lax.psum(dropped, axes.tp) / (router.per_token * repeated)
     y_BTD = y_ND.reshape(h_BTD.shape)
     return sp_scatter(y_BTD, axes.sp) if axes.sp else lax.psum(y_BTD, axes.tp), sums
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from mmjax import jax_compat
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.context import Context
@@ -55,29 +57,14 @@ def on_ranks(layout: Layout, router: Router = ROUTER) -> Any:
 
     def body(p: Any, x: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
         axes = submesh.axes
-        p = {
-            name: jax.lax.pcast(leaf, tuple(a for a in spread.data if a not in _axes(specs[name])), to="varying")
-            for name, leaf in p.items()
-        }
+        p = {name: jax_compat.to_varying(leaf, spread.gradient_axes(specs[name])) for name, leaf in p.items()}
         context = Context.of(axes, {"segments": segments}, "causal")
         y, sums = apply_experts(router, p, context, context.split_sp(x), ("router_dropped",))
-        dropped = sums["router_dropped"] * jnp.zeros(()) + sums["router_dropped"]
-        varying = (
-            tuple(jax.typeof(dropped).mat.varying)
-            if hasattr(jax.typeof(dropped), "mat")
-            else tuple(jax.typeof(dropped).vma)
-        )
-        return y, jax.lax.psum(dropped, tuple(varying)) if varying else dropped
+        return y, jax.lax.psum(sums["router_dropped"], (*axes.dp, *axes.positions))
 
     rows = spread.activation(inside=True)
-    mapped = jax.shard_map(
-        body, mesh=submesh.mesh, in_specs=(specs, spread.tokens, spread.tokens), out_specs=(rows, PartitionSpec())
-    )
-    return mapped
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    return {a for part in spec for a in ((part,) if isinstance(part, str) else part or ())}
+    in_specs, out_specs = (specs, spread.tokens, spread.tokens), (rows, PartitionSpec())
+    return jax.shard_map(body, mesh=submesh.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 LAYOUTS = {
@@ -95,19 +82,34 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str, ep_way: str) -> None:
-    from dataclasses import replace
+FAST = ("cp and dp", "tp", "whole experts on ranks of tp")
 
+
+@pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str, ep_way: str) -> None:
     p, (x, segments) = parameters(), inputs()
     weights = jax.random.normal(jax.random.key(2), x.shape)
-    run = on_ranks(replace(LAYOUTS[name], ep_way=ep_way))
+    run = on_ranks(dataclasses.replace(LAYOUTS[name], ep_way=ep_way))
 
-    def loss(run: Any, p: Any, x: jax.Array) -> jax.Array:
-        y = run(p, x, segments)
-        return jnp.sum((y[0] if isinstance(y, tuple) else y) * weights)
+    def loss(compute: Any, p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(compute(p, x, segments) * weights)
 
     expected = jax.jit(jax.value_and_grad(partial(loss, densely), (0, 1)))(p, x)
-    actual = jax.jit(jax.value_and_grad(partial(loss, run), (0, 1)))(p, x)
+    actual = jax.jit(jax.value_and_grad(partial(loss, lambda *args: run(*args)[0]), (0, 1)))(p, x)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=4, ep=4), Layout(dp=2, tp=2, ep=2), Layout(dp=2, tp=2, ep=2, expert_tp=1)]
+)
+def test_choices_that_do_not_fit_a_buffer_are_dropped_and_counted(layout: Layout) -> None:
+    p, (x, segments) = parameters(), inputs()
+    layout = dataclasses.replace(layout, ep_way="all-to-all")
+    expected = np.asarray(densely(p, x, segments))
+    for buffer in (0.0, 0.5):
+        y, dropped = jax.jit(on_ranks(layout, dataclasses.replace(ROUTER, buffer=buffer)))(p, x, segments)
+        wrong = np.abs(np.asarray(y) - expected).max(-1) > 1e-4
+        choices = float(dropped) * ROUTER.per_token
+        assert wrong.sum() <= round(choices) <= ROUTER.per_token * wrong.sum()
+        assert (choices > 0) == (buffer > 0)
