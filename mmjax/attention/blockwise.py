@@ -350,8 +350,15 @@ def _forward_blocks(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _Blo
         return out_tGRK.astype(q.dtype), top_GRt + jnp.log(total_GRt)
 
     B, P = q.shape[:2]
-    out, lse = lax.map(of_block, _places(B, P))
-    return out.reshape(q.shape), lse.reshape(B, P, *lse.shape[1:])
+    zeros = jnp.zeros(q.shape, q.dtype), jnp.zeros((B, P, *shape[1:3], shape[0]))
+    q, results = _beside(q, jax_compat.tree_to_varying(zeros, axes))
+    rows_N, blocks_N = _places(B, P)
+
+    def write(n: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        place = rows_N[n], blocks_N[n]
+        return jax.tree.map(lambda all_blocks, block: all_blocks.at[place].set(block), results, of_block(place))
+
+    return lax.fori_loop(0, B * P, write, results)
 
 
 def _backward_blocks(
@@ -360,8 +367,13 @@ def _backward_blocks(
     """Loops as ``_forward_blocks`` does; gradients of keys and values are summed in place."""
     axes = sorted(jax_compat.varying_axes(k))
 
-    def of_block(sums: tuple[Array, Array], place: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        row, block = place
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (inputs.q, k, v))
+    inputs, sums = _beside(inputs, jax_compat.tree_to_varying(tuple(zeros), axes))
+    rows_N, blocks_N = _places(*inputs.q.shape[:2])
+
+    def of_block(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        dq, dk, dv = sums
+        row, block = rows_N[n], blocks_N[n]
         block_inputs = jax.tree.map(lambda x: x[row, block], inputs)
         queries = _at(pairs.queries, row, block)
 
@@ -375,12 +387,18 @@ def _backward_blocks(
             return dq_tGRK + pair_dq, dk.at[row, key_block].add(pair_dk), dv.at[row, key_block].add(pair_dv)
 
         start = jax_compat.to_varying(jnp.zeros(block_inputs.q.shape, jnp.float32), axes)
-        dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, *sums))
-        return (dk, dv), dq_tGRK
+        dq_tGRK, dk, dv = lax.fori_loop(0, pairs.counts_BP[row, block], add, (start, dk, dv))
+        return dq.at[row, block].set(dq_tGRK), dk, dv
 
-    zeros = jax_compat.tree_to_varying((jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), axes)
-    (dk, dv), dq = lax.scan(of_block, zeros, _places(*inputs.q.shape[:2]))
-    return dq.reshape(inputs.q.shape), dk, dv
+    return lax.fori_loop(0, len(rows_N), of_block, sums)
+
+
+def _beside(inputs: Any, zeros: Any) -> tuple[Any, Any]:
+    """The inputs of a loop and the zeros that it begins with, which are not in memory before these inputs are.
+
+    XLA for GPUs otherwise makes the zeros of all of a program's loops in one kernel at its beginning.
+    """
+    return lax.optimization_barrier((inputs, zeros))
 
 
 def _places(rows: int, blocks: int) -> tuple[Array, Array]:

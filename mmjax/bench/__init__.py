@@ -120,6 +120,10 @@ BENCHES = {
         where="benchmarks.memory:bench_memory",
         doc="Bytes of stages' devices as planned from compiled trials and from traces, beside compiled programs'.",
     ),
+    "sharding": Bench(
+        where="benchmarks.sharding:bench_sharding",
+        doc="Bytes of a device by kind for each Layout.shard: counted, of live arrays, and of compiled programs.",
+    ),
     "head": Bench(
         where="benchmarks.head:bench_head",
         doc="The LLM's loss by chunks of tokens beside the logits of all: compiled temporaries, and times.",

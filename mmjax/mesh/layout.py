@@ -34,6 +34,10 @@ CP_TOKENS = ("lpt", "segments", "zigzag", "striped", "contiguous", "random")
 """How tokens are distributed over ranks of cp; see `mmjax.attention.distribution`."""
 EP_WAYS = ("ring", "all-to-all")
 """How ranks with different experts exchange tokens; see `mmjax.models.experts.exchange`."""
+SHARDS = ("states", "gradients", "parameters")
+"""What is sharded over the ranks of an optimizer instance; see ``Layout.shard``."""
+GATHERS = ("layer", "step")
+"""How often sharded parameters are gathered; see ``Layout.gather``."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
 """The degrees whose product is the number of a module's ranks."""
@@ -95,6 +99,11 @@ class Layout:
       rank_offset: first rank of the module.
       optimizer_instances: number of groups that dp is cut into. Masters and moments are sharded over the dp and cp
         ranks of a group, and repeated across groups. It divides lanes·dp.
+      shard: what is sharded over the dp and cp ranks of an optimizer instance: ``states`` (masters and moments:
+        ZeRO-1), ``gradients`` (their sums too: backward scatters each layer's gradients in every microbatch, ZeRO-2) or
+        ``parameters`` (the compute parameters too, frozen or not: ZeRO-3).
+      gather: when sharded parameters are gathered: ``layer`` (each layer's for each use, again in backward, and its
+        gradients are scattered) or ``step`` (all of them once a step; then sums are whole until the step's end).
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
@@ -121,6 +130,8 @@ class Layout:
     expert_tp: int = 0
     rank_offset: int = 0
     optimizer_instances: int = 1
+    shard: str = "states"
+    gather: str = "layer"
     layers: tuple[int, ...] = field(default=(), metadata={"example": (3, 5)})
 
     def __post_init__(self) -> None:
@@ -152,6 +163,14 @@ class Layout:
         fix = f"a group of Layout.optimizer_instances={self.optimizer_instances} has its ranks; use a divisor of"
         fits = self.lanes * self.dp // self.optimizer_instances % self.ep_degrees[0] == 0
         require(fits, "Layout.ep", self.ep, f"{fix} dp*cp/optimizer_instances={self.optimizer_shards}")
+        one_of("Layout.shard", self.shard, SHARDS)
+        fix = "a pipeline has microbatches of each stage in flight all the time, as 'step' has; set it to 'step'"
+        require(self.gather != "stage", "Layout.gather", self.gather, fix)
+        one_of("Layout.gather", self.gather, GATHERS)
+        if self.lanes > 1 and self.scatters_gradients:
+            fix = "a microbatch runs on one lane, which cannot exchange shards with the others"
+            legal = "; set Layout.gather to 'step'" if self.shard == "parameters" else "; set it to 'states'"
+            raise ConfigError(f"Layout.shard={self.shard!r}: with Layout.lanes={self.lanes} {fix}{legal}")
         if self.layers:
             self._check_layers()
 
@@ -208,6 +227,10 @@ class Layout:
             reasons |= dict.fromkeys(("sp", "overlap"), "with Layout.tp=1 no ranks share a product")
         if self.ep == 1:
             reasons["ep_way"] = "with Layout.ep=1 a rank has all experts"
+        if self.shard != "parameters":
+            reasons["gather"] = f"with Layout.shard={self.shard!r} parameters are whole"
+        if self.optimizer_shards == 1:
+            reasons |= dict.fromkeys(("shard", "gather"), "no ranks share the masters and moments")
         if self.stages == 1:
             reasons["layers"] = "the module has one stage, which has all of them"
         return reasons
@@ -275,6 +298,16 @@ class Layout:
         return self.lanes * self.dp * self.cp // self.optimizer_instances
 
     @property
+    def gathers_layers(self) -> bool:
+        """Whether compute parameters are shards, which are gathered layer by layer."""
+        return self.shard == "parameters" and self.gather == "layer" and self.optimizer_shards > 1
+
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether the sums of gradients are shards, to which each microbatch's backward scatters its gradients."""
+        return self.gathers_layers or (self.shard == "gradients" and self.optimizer_shards > 1)
+
+    @property
     def size(self) -> int:
         """Number of ranks of the whole module."""
         return self.pp * self.stage_size
@@ -326,6 +359,8 @@ class Layout:
             parts += [f"cp_tokens={self.cp_tokens}"] if self.cp_tokens != CP_TOKENS[0] else []
         parts += [f"ep_way={self.ep_way}"] if self.ep > 1 and self.ep_way != EP_WAYS[0] else []
         parts += [f"expert_tp={self.expert_tp}"] if self.tp > 1 and self.expert_tp else []
+        parts += [f"shard={self.shard}"] if self.shard != SHARDS[0] else []
+        parts += [f"gather={self.gather}"] if self.shard == "parameters" and self.gather != GATHERS[0] else []
         parts += [f"layers={'+'.join(map(str, self.layers))}"] if self.layers else []
         return f"{' '.join(parts) or 'one device'} on {show_range(self.rank_offset, self.rank_offset + self.size - 1)}"
 

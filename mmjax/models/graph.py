@@ -39,7 +39,8 @@ class MultimodalModel:
     Attributes:
       nodes: modules by name, sources before targets.
       edges: flows of tokens between modules.
-      unroll: whether layers have separate parameters and run without a loop; otherwise equal layers are stacked.
+      unroll: whether layers have separate parameters and run without a loop; otherwise equal layers are stacked, but
+        for modules whose layout gathers or scatters them one by one.
     """
 
     nodes: Mapping[str, Node]
@@ -227,7 +228,7 @@ class MultimodalModel:
         incoming = {edge: self._incoming(edge, last_stages[edge.source], layers) for edge in self.into(name)}
         entering = {edge: activation for edge, activation in incoming.items() if first or activation.injected}
         before = "" if first else f"{name}.{index - 1}"
-        slices = self._slices(name, layers, entering, layout.tp, first=first, last=last)
+        slices = self._slices(name, layers, entering, layout, first=first, last=last)
         node_inputs = node.inputs(first=first, last=last)
         edge_inputs = tuple(host_input for edge in entering for host_input in edge.inputs)
         order = ("order",) if reads_order(node.module, layout) else ()
@@ -249,11 +250,20 @@ class MultimodalModel:
             send_list=self._send_list(name) if last else "",
             node=node,
             layers=layers,
-            unroll=self.unroll,
+            unroll=self._is_unrolled(layout),
             entering=entering,
             levels=self.levels(name),
             starts=self.start_edges(name) if node.starts and first else {},
         )
+
+    def _is_unrolled(self, layout: Layout) -> bool:
+        """Whether the layers of a module run without a loop.
+
+        Where they are gathered or scattered one by one they always do. In a loop no gather could lie beside the layer
+        before; and XLA for CPUs runs collectives outside of a loop beside those inside, in another order on each
+        device (ADR 118).
+        """
+        return self.unroll or layout.scatters_gradients
 
     def _send_list(self, name: str) -> str:
         """The host input that lists which tokens each rank of the only target needs; "" for several targets."""
@@ -265,14 +275,14 @@ class MultimodalModel:
         name: str,
         layers: range,
         entering: Mapping[Edge, IncomingActivation],
-        tp: int,
+        layout: Layout,
         *,
         first: bool,
         last: bool,
     ) -> tuple[ModuleSlice, ...]:
         """The parameters of a module's stage with these layers."""
-        node = self.nodes[name]
-        runs = tuple(run for run, _ in layer_runs(node.module, layers, unroll=self.unroll))
+        node, tp = self.nodes[name], layout.tp
+        runs = tuple(run for run, _ in layer_runs(node.module, layers, unroll=self._is_unrolled(layout)))
         module_slice = ModuleSlice(
             name,
             runs=runs,

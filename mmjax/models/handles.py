@@ -10,15 +10,39 @@ A weight with an adapter is no handle: it is never opened, and only products can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from mmjax import jax_compat
 from mmjax.configurable import ConfigError
 
-Open = Callable[[jax.Array], jax.Array]
-"""A linear function from the stored array to the weight."""
+Open = Callable[[Any], jax.Array]
+"""A linear function from the stored array to the weight. Equal functions make equal programs, so no lambda."""
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The function of a handle with a transposed weight; equal ones are equal, as programs need it."""
+
+    open: Open
+
+    @property
+    def fetches(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "fetches", False)
+
+    @property
+    def scatters(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "scatters", False)
+
+    def __call__(self, stored: Any) -> jax.Array:
+        """The transpose of the weight that ``open`` makes."""
+        return self.open(stored).T
 
 
 @jax.tree_util.register_dataclass
@@ -27,17 +51,18 @@ class Handle:
     """A parameter that stands for a weight array.
 
     Attributes:
-      stored: the stored array.
-      open: the function from the stored array to the weight.
+      stored: the stored array, or a tree of arrays.
+      open: the function from the stored array to the weight. It may have attributes: ``fetches``, whether the weight
+        comes from other ranks, and ``scatters``, whether its gradient goes to them.
     """
 
-    stored: jax.Array
+    stored: Any
     open: Open = field(metadata={"static": True})
 
     @property
     def T(self) -> Handle:
         """A handle of the transposed weight, with the same stored array."""
-        return Handle(stored=self.stored, open=lambda stored: self.open(stored).T)
+        return Handle(stored=self.stored, open=Transposed(self.open))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,6 +124,113 @@ def opened(weight: Any) -> jax.Array:
         fix = "is used outside of a product, which no adapter can follow; take it out of Lora.targets"
         raise ConfigError(f"Lora.targets: a weight {list(weight.shape)} {fix}")
     return weight.open(weight.stored) if isinstance(weight, Handle) else weight
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """What a handle stores whose weight is not opened before ``event`` is computed."""
+
+    stored: Any
+    event: jax.Array
+
+
+@dataclass(frozen=True)
+class OpenAfter:
+    """The function of a handle that stores a ``Waiting``; ``open`` is the handle's function without the wait."""
+
+    open: Open
+
+    fetches: ClassVar[bool] = True
+
+    @property
+    def scatters(self) -> bool:
+        """See ``Handle``."""
+        return getattr(self.open, "scatters", False)
+
+    def __call__(self, waiting: Waiting) -> jax.Array:
+        """The weight."""
+        return self.open(_after(waiting.stored, waiting.event))
+
+
+@jax.custom_vjp
+def _after(value: Any, event: jax.Array) -> Any:
+    """The arrays, not before ``event`` is computed: NaN if its first element is, and so really a function of it.
+
+    XLA drops an event from an ``optimization_barrier`` if nothing else reads it there.
+    """
+    is_nan = jnp.isnan(lax.slice_in_dim(event.reshape(-1), 0, 1)[0])
+    return jax.tree.map(lambda x: jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), x), value)
+
+
+_after.defvjp(lambda stored, event: (_after(stored, event), None), lambda _, gradient: (gradient, None))
+
+
+def fetched_after(params: Any, event: jax.Array) -> Any:
+    """The parameters, of which those that come from other ranks are not fetched before ``event`` is computed.
+
+    Without an event a compiler may fetch the weights of all layers at first. With the input of the layer before, it
+    fetches a layer's weights beside the layer before.
+
+    Args:
+      params: a tree of arrays and handles. Those that fetch wait for the event alone, whatever they waited for before.
+      event: an activation or a gradient.
+    """
+
+    def waiting(leaf: Any) -> Any:
+        if not (isinstance(leaf, Handle) and getattr(leaf.open, "fetches", False)):
+            return leaf
+        stored, is_waiting = leaf.stored, isinstance(leaf.stored, Waiting)
+        if is_waiting:
+            stored = stored.stored
+        # Else the weight, and so its gradient, would vary over further axes.
+        if not jax_compat.varying_axes(event) <= jax_compat.varying_axes(stored):
+            return leaf
+        return Handle(
+            stored=Waiting(stored=stored, event=event), open=leaf.open if is_waiting else OpenAfter(leaf.open)
+        )
+
+    return jax.tree.map(waiting, params, is_leaf=lambda node: isinstance(node, Handle))
+
+
+def scattered_before(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+    """An activation and parameters of a later layer, unchanged; in backward the gradient of ``x`` is not there before
+    the parameters' gradients are scattered.
+
+    Without this a compiler may scatter the gradients of all layers at last. With the input of the layer before, it
+    scatters a layer's gradients beside the layer before.
+
+    Args:
+      x: an activation.
+      params: a tree of arrays and handles; those count whose functions scatter.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, Handle))
+    places = [
+        place for place, leaf in enumerate(leaves) if isinstance(leaf, Handle) and getattr(leaf.open, "scatters", False)
+    ]
+    if not places:
+        return x, params
+    x, stored = _in_order(x, [leaves[place].stored for place in places])
+    for place, array in zip(places, stored, strict=True):
+        leaves[place] = replace(leaves[place], stored=array)
+    return x, jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_vjp
+def _in_order(x: jax.Array, stored: list[Any]) -> tuple[jax.Array, list[Any]]:
+    return x, stored
+
+
+def _in_order_backward(_: None, gradients: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, list[Any]]:
+    dx, d_stored = gradients
+    axes = jax_compat.varying_axes(dx)
+    numbers = [jnp.ravel(d)[:1].astype(jnp.float32) for d in jax.tree.leaves(d_stored)]
+    # Numbers that vary over further axes are summed over these; a NaN stays one.
+    events = [lax.psum(number, tuple(sorted(jax_compat.varying_axes(number) - axes))) for number in numbers]
+    return _after(dx, sum(events[1:], start=events[0])), d_stored
+
+
+_in_order.defvjp(lambda x, stored: ((x, stored), None), _in_order_backward)
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -28,7 +28,8 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.norms import repeated
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel, sp_scatter
-from mmjax.models.taps import Computed, Value, products, products_of_parts, summed
+from mmjax.models.taps import Computed, Value, products, products_of_parts
+from mmjax.models.weight_gradients import summed
 
 Params = Mapping[str, Any]
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
+from mmjax.models.handles import fetched_after, scattered_before
 from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
@@ -331,6 +332,9 @@ def run_layers(
     runs = layer_runs(module, range(module.config.layers) if layers is None else layers, unroll=unroll)
     kept_outputs: dict[int, Array] = {}
     totals: dict[str, Array] = {}
+    before: Array | None = None  # the input of the layer before
+    names = [run.name for run, _ in runs]
+    following, p = dict(pairwise(names)), dict(p)
     for group, group_runs in groupby(runs, key=itemgetter(1)):
         body = _with_sums(group.block(context.under(group.mask(module.mask)), x))
         for run, _ in group_runs:
@@ -340,7 +344,10 @@ def run_layers(
             if context.cache:
                 x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
                 continue
-            x, local_kept, sums = run_all(body, x, p[run.name], remat, local_added, local_keep)
+            if next_run := following.get(run.name):
+                x, p[next_run] = scattered_before(x, p[next_run])
+            params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
+            x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
             totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
     return x, kept_outputs, totals

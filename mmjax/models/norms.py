@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from mmjax import jax_compat
 from mmjax.models.handles import opened
-from mmjax.models.taps import summed
+from mmjax.models.weight_gradients import summed
 
 PARTIAL_SUMS = 64
 """Sums of runs of tokens before the sum over all: GPUs compute these in the pass that makes the numbers."""

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, opened
+from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, fetched_after, opened
 from mmjax.models.recorded_work import record_product
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
+from mmjax.models.weight_gradients import computed_together, sum_over_tokens, summed
 
 PRODUCT = "weight of a product"
 """The checkpoint name of weights that ``products`` reads inside ``marked``."""
@@ -266,6 +266,12 @@ def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> lis
 
 
 def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
+    stored = [w.weight if isinstance(w, Tapped) else w for w in weights]
+    if any(isinstance(w, Handle) and getattr(w.open, "scatters", False) for w in stored):
+        if sp:
+            return _scattering_products(sp, x, stored)
+        results: Any = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), stored)
+        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
     if not sp:
         # Of several dimensions of tokens, XLA for CPUs transposes the output's gradient, and what makes it, in memory.
         results = [_product(x.reshape(-1, x.shape[-1]), w) for w in weights]
@@ -302,12 +308,43 @@ def _sp_products_forward(sp: SequenceParallel, x: jax.Array, weights: list[jax.A
 def _sp_products_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
     x, weights = residuals
     dx, factors = sp.gradients(x, dys, weights)
-    dws = [_sum_over_tokens(*pair, stacked=False, transposed=False) for pair in factors]
+    dws = [sum_over_tokens(*pair, stacked=False, transposed=False) for pair in factors]
     grads = [summed(dw, jax_compat.varying_axes(w)).astype(w.dtype) for dw, w in zip(dws, weights, strict=True)]
     return summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), grads
 
 
 _sp_products.defvjp(_sp_products_forward, _sp_products_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattering_products(sp: SequenceParallel, x: jax.Array, weights: list[Any]) -> list[jax.Array]:
+    """Products with handles whose gradients are scattered: backward computes them beside the input's gradient.
+
+    Otherwise XLA computes the gradients of all layers' weights last, and keeps inputs and output gradients until then.
+    """
+    return sp.forward(x, [opened(w) for w in weights])
+
+
+def _scattering_forward(sp: SequenceParallel, x: jax.Array, weights: list[Any]) -> Any:
+    return _named(sp.forward(x, [opened(w) for w in weights])), (x, weights)
+
+
+def _scattering_backward(sp: SequenceParallel, residuals: Any, dys: list[jax.Array]) -> Any:
+    x, handles = residuals
+
+    def fetched(handles: list[Any]) -> list[jax.Array]:
+        # Not before the gradient is there: else XLA would gather the weights of all layers at first.
+        return [opened(fetched_after(handle, dy)) for handle, dy in zip(handles, dys, strict=True)]
+
+    weights, gradients_of_handles = jax.vjp(fetched, handles)
+    dx, factors = sp.gradients(x, dys, weights)
+    dws = [sum_over_tokens(*pair, stacked=False, transposed=False) for pair in factors]
+    dws = [summed(dw, jax_compat.varying_axes(w)).astype(w.dtype) for dw, w in zip(dws, weights, strict=True)]
+    dx, *dws = computed_together([summed(dx.astype(x.dtype), jax_compat.varying_axes(x)), *dws])
+    return dx, *gradients_of_handles(dws)
+
+
+_scattering_products.defvjp(_scattering_forward, _scattering_backward)
 
 
 def _tapped_products(x: jax.Array, weights: Sequence[Tapped], sp: SequenceParallel) -> list[jax.Array]:
@@ -373,7 +410,7 @@ def _adding_backward(static: _Static, residuals: Any, dys: list[list[jax.Array]]
     d_parts = list[tuple[jax.Array, ...]]()
     for arrays, *part_dys in zip(parts, *dys, strict=True):
         if d_parts and static.sp.gather:  # else XLA would make one reduce-scatter of those of both parts
-            waited = _computed_together([*part_dys, *totals])
+            waited = computed_together([*part_dys, *totals])
             part_dys, totals = waited[: len(part_dys)], waited[len(part_dys) :]
         x, gradients_of_arrays = jax.vjp(static.function, *arrays)
         dx, factors = static.sp.gradients(x, part_dys, weights)
@@ -382,7 +419,7 @@ def _adding_backward(static: _Static, residuals: Any, dys: list[list[jax.Array]]
             for total, pair, is_transposed in zip(totals, factors, static.transposed, strict=True)
         ]
         d_arrays = gradients_of_arrays(summed(dx.astype(x.dtype), jax_compat.varying_axes(x)))
-        values = _computed_together([*d_arrays, *totals])
+        values = computed_together([*d_arrays, *totals])
         d_parts.append(tuple(values[: len(d_arrays)]))
         totals = values[len(d_arrays) :]
     return d_parts, None, totals
@@ -393,22 +430,8 @@ _adding.defvjp(_adding_forward, _adding_backward)
 
 def _added(total: jax.Array, x: jax.Array, dy: jax.Array, *, transposed: bool) -> jax.Array:
     """The sum of a weight's gradients with ``xᵀ · dy`` added, which is never rounded to the dtype of ``x``."""
-    gradient = _sum_over_tokens(x, dy, stacked=False, transposed=transposed, dtype=total.dtype)
+    gradient = sum_over_tokens(x, dy, stacked=False, transposed=transposed, dtype=total.dtype)
     return total + summed(gradient, jax_compat.varying_axes(total))
-
-
-def _computed_together(values: list[jax.Array]) -> list[jax.Array]:
-    """The values, gradients of inputs and sums; whoever reads one waits for all that vary over the mesh axes of the
-    first.
-
-    Otherwise XLA computes the sums of all layers last. They would lie beside no reduce-scatter of ``dx``, and the
-    inputs and gradients of all products would be kept until then.
-    """
-    axes = jax_compat.varying_axes(values[0])
-    places = [place for place, value in enumerate(values) if jax_compat.varying_axes(value) == axes]
-    for place, value in zip(places, lax.optimization_barrier([values[place] for place in places]), strict=True):
-        values[place] = value
-    return values
 
 
 _DIFFERENTIATIONS = (_tapped_products, _summed_products, _plain_products)
@@ -420,40 +443,3 @@ def _differentiation(weight: Any) -> Callable[..., list[jax.Array]]:
     if isinstance(weight, Summed):
         return _summed_products
     return _tapped_products if isinstance(weight, Tapped) and weight.dy is not None else _plain_products
-
-
-def weight_gradient(
-    x: jax.Array, dy: jax.Array, like: jax.Array, *, stacked: bool, transposed: bool, sp: SequenceParallel = NO_SP
-) -> jax.Array:
-    """``xᵀ · dy``, a product's contribution to its weight's gradient.
-
-    Args:
-      x, dy: input and gradient of the output, ``[..., D]`` and ``[..., F]``; the first dimension is layers if stacked.
-      like: an array, such as the weight, with the varying axes of the result, which is summed over all others.
-      stacked: whether there is one product for each of several layers.
-      transposed: whether the weight was transposed before the product.
-      sp: the collectives of sequence parallelism that the product had; by default none.
-
-    Returns:
-      The gradient ``[D, F]`` in fp32, with a leading dimension of layers if stacked, and ``[..., F, D]`` if transposed.
-    """
-    outer = partial(_sum_over_tokens, stacked=stacked, transposed=transposed, dtype=jnp.float32)
-    return summed(sp.weight_gradient(x, dy, outer), jax_compat.varying_axes(like))
-
-
-def _sum_over_tokens(x: jax.Array, dy: jax.Array, *, stacked: bool, transposed: bool, dtype: Any = None) -> jax.Array:
-    """``xᵀ · dy`` in ``dtype``, summed over all dimensions but the last and, if stacked, the first."""
-    lead = x.shape[:1] if stacked else ()
-    x, dy = (a.reshape(*lead, -1, a.shape[-1]) for a in (x, dy))
-    a, b = (dy, x) if transposed else (x, dy)
-    rows, batch = len(lead), tuple(range(len(lead)))
-    return lax.dot_general(a, b, (((rows,), (rows,)), (batch, batch)), preferred_element_type=dtype)
-
-
-def summed(x: jax.Array, allowed: frozenset[str]) -> jax.Array:
-    """``x`` summed (``psum``) over the mesh axes that it varies over, except those ``allowed``.
-
-    ``allowed`` is such as frozenset({"dp"}). To be called inside ``shard_map``.
-    """
-    extra = tuple(sorted(jax_compat.varying_axes(x) - allowed))
-    return lax.psum(x, extra)

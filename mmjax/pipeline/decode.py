@@ -129,7 +129,8 @@ class StageDecoding:
 
     def _output(self, params: Tree, inputs: Tree, carry: Tree, cache: Cache) -> Output:
         axes = self._axes
-        params = with_handles(self.model, self.state, jax_compat.tree_to_varying(params, self._spread.data))
+        params = jax_compat.tree_to_varying(params, self._spread.data)
+        params = with_handles(self.model, self.state, params, predicting=True)
         x = self.model.decode(params, inputs, carry, axes, self._cells, cache)
         if not self.model.last:
             return Output(x, None)

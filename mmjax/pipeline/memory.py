@@ -199,8 +199,8 @@ def count_state_bytes(state: StageState) -> StateBytes[int]:
     """Bytes of a stage's states on a device, by kind.
 
     ``state`` is such as ``placed.stages["llm.0"].state``. The kinds are ``masters``, ``optimizer`` (masters and
-    moments), ``copies``, ``sums``, ``reduced``, ``direct`` and ``frozen``. Unsharded gradients are reduced in place
-    (see ``overwriting``).
+    moments), ``copies``, ``sums``, ``reduced``, ``direct`` and ``frozen``. Gradients are reduced in place where their
+    shards are as large as the sums (see ``overwriting``).
     """
     direct, borrowed = state.direct_weights(state.master_avals, state.shared_avals(state.borrowed))
     return StateBytes(
@@ -208,7 +208,7 @@ def count_state_bytes(state: StageState) -> StateBytes[int]:
         optimizer=shard_bytes(state.state_avals),
         copies=shard_bytes([state.prepared_avals, borrowed]),
         sums=shard_bytes(state.sums_avals),
-        reduced=0 if state.has_whole_masters else shard_bytes(state.grad_avals),
+        reduced=0 if state.reduces_in_place else shard_bytes(state.grad_avals),
         direct=shard_bytes(direct),
         frozen=shard_bytes({m: avals for m, avals in state.master_avals.items() if m not in state.trainable}),
     )
@@ -236,9 +236,13 @@ def temporary_bytes(functions: StageFunctions) -> int:
 
 def temporaries_by_kind(functions: StageFunctions) -> dict[str, int]:
     """``temporary_bytes`` of each of a stage's programs of a microbatch: "F", "B", and "W" if the backward is split."""
-    result = {"F": temporaries.temporary_bytes(functions.forward, functions.forward_avals)}
+    layout, layer = functions.submesh.layout, functions.state.layer_bytes
+    gathered = layer if layout.gathers_layers else 0  # the next layer's, beside a layer's products
+    scattered = layer if layout.scatters_gradients else 0  # a layer's gradients, before they are sent
+    result = {"F": temporaries.temporary_bytes(functions.forward, functions.forward_avals) + gathered}
     if functions.has_backward:
-        result["B"] = temporaries.temporary_bytes(functions.backward, functions.backward_avals)
+        backward = temporaries.temporary_bytes(functions.backward, functions.backward_avals)
+        result["B"] = backward + gathered + scattered
     if functions.deferred_avals:
         result["W"] = temporaries.temporary_bytes(functions.weights, functions.weights_avals)
     return result
@@ -250,7 +254,7 @@ def reduce_temporaries(state: StageState) -> int:
     XLA scatters what comes first in memory. Of an array that is scattered along another dimension, as a stack of layers
     is, it makes a copy, and while that is sent, the copy of the next.
     """
-    if state.has_whole_masters or not state.trainable:
+    if state.reduces_in_place or not state.trainable:
         return 0
     zeros = jax.tree.leaves({m: state.zero[m] for m in state.trainable})
     sizes = sorted(

@@ -1,8 +1,9 @@
 """The programs of ``reduce`` and ``update``, whose results overwrite their arguments.
 
-If masters are whole on every dp rank, reduced gradients are as large as the sums, and ``reduce`` writes them over the
-sums. If masters are sharded, reduced gradients are shards, and have memory of their own. Neither program gives zeros
-for the next step's sums: its first backward makes them, so no sums are there in between.
+If masters are whole on every dp rank, or the sums are shards as masters are, reduced gradients are as large as the
+sums, and ``reduce`` writes them over the sums. Otherwise reduced gradients are shards of whole sums, and have memory of
+their own. Neither program gives zeros for the next step's sums: its first backward makes them, so no sums are there in
+between.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd
@@ -23,18 +25,21 @@ def reduce_program(state: StageState) -> Program:
     """The program ``(sums, returned) -> (reduced gradients, borrowed gradients, norm rows)`` of a stage.
 
     ``state`` is such as ``placed.stages["llm.0"].state``; arguments and results are those of ``StageState.reduce``.
-    Where masters are whole on every dp rank, reduced gradients have the shapes of the sums, which they overwrite. Those
-    of borrowed leaves are then among them; ``owned`` leaves them out.
+    Where ``reduces_in_place``, reduced gradients have the shapes of the sums, which they overwrite. Those of borrowed
+    leaves are then among them; ``owned`` leaves them out.
     """
     name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
-    if not state.has_whole_masters:
+    if not state.reduces_in_place:
         return Program.of(name, spmd, avals, donate=(1,))
+
+    gradient_axes = state.submesh.spread.gradient_axes
+    axes = {name: gradient_axes(PartitionSpec(*spec[1:])) for name, spec in by_name(state.sums_specs).items()}
 
     def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array]:
         grads, borrowed_grads, rows = spmd.body(sums, returned)
         named = {**by_name(grads), **borrowed_grads}
         # In the shape and type of the sums, all of them, so that JAX reuses the donated buffers of the sums.
-        stacked = {name: jax_compat.to_varying(g, state.submesh.spread.data)[None] for name, g in named.items()}
+        stacked = {name: jax_compat.to_varying(g, axes[name])[None] for name, g in named.items()}
         return nested(stacked), borrowed_grads, rows
 
     _, borrowed_specs, rows = spmd.out_specs
@@ -50,7 +55,7 @@ def update_program(state: StageState) -> Program:
     ``totals`` ``[ranks, modules]`` are norm rows summed over the world.
     """
     name, spmd = f"update {state.model.name}", state.update
-    if not state.has_whole_masters:
+    if not state.reduces_in_place:
         return Program.of(name, spmd, (state.state_avals, state.grad_avals, state.rows_aval), donate=(0,))
 
     def body(stage_state: State, stacked_grads: Tree, totals: jax.Array) -> State:

@@ -19,7 +19,9 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.experts.grouped import grouped_weight_gradient
 from mmjax.models.handles import gradient_of_stored
-from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value, weight_gradient
+from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value
+from mmjax.models.weight_gradients import weight_gradient
+from mmjax.pipeline.gathers import composed
 from mmjax.pipeline.residuals import Residual
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_params import add_gradients
@@ -95,6 +97,10 @@ class SplitFunctions(StageFunctions):
         self._deferred.append(self._residual(replace(value, shape=(*layers, *value.shape))))
         return len(self._deferred) - 1
 
+    @property
+    def _scattered(self) -> frozenset[str]:
+        return super()._scattered - self._taps.keys()
+
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
@@ -124,7 +130,8 @@ class SplitFunctions(StageFunctions):
         grads = {}
         for name, tap in self._taps.items():
             x, dy = deferred[tap.x].squeeze(0), deferred[tap.dy].squeeze(0)
-            stacked, open_stored = bool(tap.layers), self.model.opens.get(name)
+            stacked = bool(tap.layers)
+            open_stored = composed(self.state.gathers.get(name), self.model.opens.get(name))
             stored = named[name][0].astype(self.state.dtype)
             weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
             if tap.sizes is not None:

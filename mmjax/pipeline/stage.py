@@ -25,7 +25,7 @@ from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
 from mmjax.models.taps import HEAD, PRODUCT, Summed, Value
 from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
-from mmjax.pipeline.stage_params import add_gradients, with_handles
+from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, with_leaves
 from mmjax.pipeline.weight_uses import single_uses, summable
@@ -135,7 +135,12 @@ class StageFunctions:
 
     @property
     def _summable(self) -> list[str]:
-        return summable(self._trained, {*self.model.opens, *self.state.opens})
+        return summable(self._trained, {*self.model.opens, *self.state.opens, *self.state.gathers})
+
+    @property
+    def _scattered(self) -> frozenset[str]:
+        """Whole parameters whose gradients backward scatters layer by layer."""
+        return self.state.scattered
 
     @cached_property
     def _single_uses(self) -> dict[str, str]:
@@ -143,7 +148,7 @@ class StageFunctions:
 
     def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
         """Parameters as arguments of the vjp, those of ``_summed`` with their sums ``[1, ...]``, zeros by default."""
-        params = jax_compat.tree_to_varying(params, self._token_axes)
+        params = with_scattered(self.state, jax_compat.tree_to_varying(params, self._token_axes), self._scattered)
         named, totals, summed = by_name(params), by_name(sums or {}), {}
         for name in self._summed:
             like = Value(named[name].shape, jnp.float32, jax_compat.varying_axes(named[name]))

@@ -26,7 +26,7 @@ from mmjax.pipeline.loads import split_loads
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.rates import scale_updates
 from mmjax.pipeline.state_shapes import MOMENTS, State, StateShapes
-from mmjax.pipeline.trees import Shared, Tree, by_name, with_leaves
+from mmjax.pipeline.trees import Shared, Tree, by_name, nested, with_leaves
 from mmjax.pipeline.zero import ZeroLeaf
 
 
@@ -39,12 +39,16 @@ class StageState(StateShapes):
     def prepare(self) -> Spmd:
         """``(masters, borrowed) -> parameters``: casts before gathering, so that half the bytes travel.
 
+        Parameters that are gathered layer by layer stay shards.
+
         The arguments are ``prepare_inputs``. The parameters are a tree by module, without ``direct_modules``.
         """
         axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.prepared_avals}
+        gathers_layers = self.submesh.layout.gathers_layers
 
         def cast_and_gather(zero: ZeroLeaf, shard: jax.Array) -> jax.Array:
-            return zero.gather(shard.astype(self.param_dtype(zero.leaf)), axes)
+            shard = shard.astype(self.param_dtype(zero.leaf))
+            return shard if gathers_layers else zero.gather(shard, axes)
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             return jax.tree.map(cast_and_gather, zero, with_leaves(masters, borrowed))
@@ -83,13 +87,17 @@ class StageState(StateShapes):
         are gradient shards of lent leaves, by name, from the stage that borrows them, and are added to the gradient.
         The borrowed gradients are shards for the owner of these leaves; they count in the owner's norm and not here.
         """
-        axes = self.submesh.axes
+        axes, is_scattered = self.submesh.axes, self.gathers.keys()
         lent, borrowed = (self.shared_specs(self._trained(shared)) for shared in (self.lent, self.borrowed))
+        zeros = by_name(self.zero)
+
+        def reduced(name: str, total: jax.Array) -> jax.Array:
+            zero = zeros[name]
+            return (zero.sum_shards if name in is_scattered else zero.reduce)(total.squeeze(0), axes)
 
         def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array]:
-            zero = {m: self.zero[m] for m in sums}
-            grads = jax.tree.map(lambda z, g: z.reduce(g.squeeze(0), axes), zero, sums)
-            named = by_name(grads)
+            named = {name: reduced(name, total) for name, total in by_name(sums).items()}
+            grads = nested(named)
             borrowed_grads = {name: named[name] for name in borrowed}
             grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
             rows = jnp.stack([self._squared_norm(m, grads) for m in self.modules])

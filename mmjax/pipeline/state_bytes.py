@@ -55,6 +55,23 @@ class StateBytes(Generic[Number]):
         return (self.optimizer - self.direct) * offload.optimizer, self.parameters * offload.parameters
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """What the ranks of an optimizer instance share beside masters and moments (``Layout.shard``).
+
+    Attributes:
+      sums: whether they share the sums of gradients.
+      parameters: whether they share the compute parameters.
+    """
+
+    sums: bool = False
+    parameters: bool = False
+
+
+STATES_ALONE = Sharded()
+"""What ``Layout.shard = 'states'`` shares."""
+
+
 def param_dtype(master: str, compute: str) -> str:
     """The dtype of compute parameters: ``master`` if ``compute`` is "float32", else ``compute``.
 
@@ -69,7 +86,14 @@ def param_dtype(master: str, compute: str) -> str:
 
 
 def state_bytes(
-    parameters: float, trained: float, *, item: int, gradient: int = 4, shards: int = 1, frozen: int = 0
+    parameters: float,
+    trained: float,
+    *,
+    item: int,
+    gradient: int = 4,
+    shards: int = 1,
+    frozen: int = 0,
+    sharded: Sharded = STATES_ALONE,
 ) -> StateBytes[float]:
     """Bytes of the states of some parameters of a device, by kind.
 
@@ -83,19 +107,22 @@ def state_bytes(
       gradient: bytes of a gradient in the sums.
       shards: number of ranks over which masters and moments are sharded (ZeRO-1).
       frozen: bytes of a stored frozen parameter; 0 means ``item``.
+      sharded: what else these ranks share.
     """
     frozen = frozen or item
+    parts = shards if sharded.parameters else 1  # of compute parameters
     by_size = {MASTER: trained}  # number of parameters by bytes of a master
     by_size[frozen] = by_size.get(frozen, 0.0) + parameters - trained
-    params = sum(min(size, item) * number for size, number in by_size.items())
-    direct = sum(size * number for size, number in by_size.items() if size <= item and shards == 1)
-    masters, sums = sum(size * number for size, number in by_size.items()) / shards, trained * gradient
+    params = sum(min(size, item) * number for size, number in by_size.items()) / parts
+    direct = sum(size * number for size, number in by_size.items() if size <= item and shards == parts) / parts
+    masters = sum(size * number for size, number in by_size.items()) / shards
+    sums = trained * gradient / (shards if sharded.sums else 1)
     return StateBytes(
         masters=masters,
         optimizer=masters + trained * MOMENTS / shards,
         copies=params - direct,
         sums=sums,
-        reduced=sums / shards if shards > 1 else 0.0,
+        reduced=sums / shards if shards > 1 and not sharded.sums else 0.0,
         direct=direct,
         frozen=(parameters - trained) * frozen / shards,
     )

@@ -2,13 +2,15 @@
 
 The masters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). Masters are float32; those of a
 frozen module, which nothing updates, are in the dtype of its storage. The compute parameters of a module are made by
-casting and gathering its masters, or are the masters themselves.
+casting and gathering its masters, or are the masters themselves. Under ``Layout.gathers_layers`` they are shards like
+the masters, and under ``Layout.scatters_gradients`` the sums of their gradients are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +26,7 @@ from mmjax.models.parameters import Leaf
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer import learning_rate, make_optimizer
 from mmjax.optimizer_config import OptimizerConfig
+from mmjax.pipeline.gathers import Gather
 from mmjax.pipeline.state_bytes import param_dtype
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested
 from mmjax.pipeline.zero import ZeroLeaf
@@ -39,6 +42,17 @@ def module_of_moment(name: str) -> str:
     """The module of a checkpoint leaf that is a moment: "llm" for "adam_m/llm/embed", "" for "params/llm/embed"."""
     kind, _, path = name.partition("/")
     return path.partition("/")[0] if kind in MOMENTS else ""
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A cast of stored parameters to a wider dtype, which is exact; equal casts are equal."""
+
+    dtype: Any
+
+    def __call__(self, stored: jax.Array) -> jax.Array:
+        """The parameter in ``dtype``."""
+        return stored.astype(self.dtype)
 
 
 class StateShapes:
@@ -88,7 +102,7 @@ class StateShapes:
         self.master_dtypes = {m: jnp.dtype(optimizers[m].held_in(compute)) for m in self.leaves}
         self.param_dtypes = {m: jnp.dtype(param_dtype(str(d), compute)) for m, d in self.master_dtypes.items()}
         same_dtype = (m for m, master in self.master_dtypes.items() if master == self.param_dtypes[m])
-        self.direct_modules = frozenset(same_dtype if self.has_whole_masters else ())
+        self.direct_modules = frozenset(same_dtype if self.has_whole_masters or self._gathers_layers else ())
         decayed = {m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m]) for m in sorted(self.trainable)}
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
@@ -99,23 +113,58 @@ class StateShapes:
     @cached_property
     def param_specs(self) -> dict[str, Tree]:
         """``PartitionSpec`` of each compute parameter: a tree by module."""
-        return jax.tree.map(lambda leaf: leaf.spec(self.submesh.axes), self.leaves)
+        axes = self.submesh.axes
+        return jax.tree.map(lambda zero: zero.spec(axes) if self._gathers_layers else zero.leaf.spec(axes), self.zero)
 
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
         """``ShapeDtypeStruct``, with its sharding, of each compute parameter: a tree by module."""
 
-        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, self.param_dtype(leaf))
+        def shape(zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
+            whole = zero.leaf.shape
+            return jax.ShapeDtypeStruct(zero.shape if self._gathers_layers else whole, self.param_dtype(zero.leaf))
 
-        return self._avals(shape, self.leaves, self.param_specs)
+        return self._avals(shape, self.zero, self.param_specs)
 
     @cached_property
     def opens(self) -> dict[str, Open]:
         """The functions that widen parameters of a narrower dtype to the compute dtype, by name such as "llm/embed"."""
         narrow = {m: leaves for m, leaves in self.leaves.items() if self.param_dtypes[m] != jnp.dtype(self.dtype)}
         names = [name for name, leaf in by_name(narrow).items() if not leaf.is_load]
-        return dict.fromkeys(names, lambda stored: stored.astype(self.dtype))
+        return dict.fromkeys(names, Widened(jnp.dtype(self.dtype)))
+
+    @cached_property
+    def gathers(self) -> dict[str, Gather]:
+        """The gathers of a layer's parameter from shards, by name: of parameters that are shards, or whose sums are."""
+        if not self.submesh.layout.scatters_gradients:
+            return {}
+        axes = self.submesh.axes
+        gathers = {
+            name: zero.layer_gather(axes, trained=zero.leaf.module in self.trainable)
+            for name, zero in by_name(self.zero).items()
+        }
+        return {name: gather for name, gather in gathers.items() if gather}
+
+    @property
+    def scattered(self) -> frozenset[str]:
+        """Names of the trained parameters that are whole, and whose sums of gradients are shards."""
+        names = () if self._gathers_layers else self.gathers
+        return frozenset(name for name in names if name.partition("/")[0] in self.trainable)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes on a rank of the largest layer's sharded parameters, when they are gathered; 0 without ``gathers``."""
+        sizes: dict[tuple[str, int], int] = {}
+        zeros, tp = by_name(self.zero), self.submesh.layout.tp
+        for zero in (zeros[name] for name in self.gathers if zeros[name].leaf.layer is not None):
+            size = math.prod(zero.shape) * self.param_dtypes[zero.leaf.module].itemsize
+            key = zero.leaf.module, zero.leaf.layer or 0
+            sizes[key] = sizes.get(key, 0) + size // (tp if zero.split_by_tp else 1)
+        return max(sizes.values(), default=0)
+
+    @property
+    def _gathers_layers(self) -> bool:
+        return self.submesh.layout.gathers_layers
 
     @cached_property
     def master_specs(self) -> dict[str, Tree]:
@@ -190,24 +239,31 @@ class StateShapes:
     def sums_specs(self) -> dict[str, Tree]:
         """``PartitionSpec`` of the gradient sums, by trained module: one slice per rank with different tokens."""
 
-        def spec(leaf: Leaf) -> PartitionSpec:
-            return self.submesh.spread.gradient_sums(leaf.spec(self.submesh.axes))
+        def spec(zero: ZeroLeaf) -> PartitionSpec:
+            return self.submesh.spread.gradient_sums(self._summed_spec(zero))
 
-        return {m: jax.tree.map(spec, self.leaves[m]) for m in sorted(self.trainable)}
+        return {m: jax.tree.map(spec, self.zero[m]) for m in sorted(self.trainable)}
 
     @cached_property
     def sums_avals(self) -> dict[str, Tree]:
         """``ShapeDtypeStruct`` of the gradient sums by trained module: float32 ``[dp·cp, *leaf.shape]``.
 
-        With sequence parallelism those of leaves that tp does not split are ``[dp·cp·tp, *leaf.shape]``.
+        With sequence parallelism those of leaves that tp does not split are ``[dp·cp·tp, *leaf.shape]``. Sums that are
+        shards are ``[instances, *zero.shape]``, times tp likewise.
         """
 
-        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-            axes = self.submesh.spread.gradient_axes(leaf.spec(self.submesh.axes))
+        def shape(zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
+            axes = self.submesh.spread.gradient_axes(self._summed_spec(zero))
             parts = math.prod(self.submesh.mesh.shape[axis] for axis in axes)
-            return jax.ShapeDtypeStruct((parts, *leaf.shape), jnp.float32)
+            whole = zero.shape if self.submesh.layout.scatters_gradients else zero.leaf.shape
+            return jax.ShapeDtypeStruct((parts, *whole), jnp.float32)
 
-        return self._avals(shape, {m: self.leaves[m] for m in sorted(self.trainable)}, self.sums_specs)
+        return self._avals(shape, {m: self.zero[m] for m in sorted(self.trainable)}, self.sums_specs)
+
+    def _summed_spec(self, zero: ZeroLeaf) -> PartitionSpec:
+        """``PartitionSpec`` of what a rank adds up of a leaf's gradient, without the first dimension of the sums."""
+        axes = self.submesh.axes
+        return zero.spec(axes) if self.submesh.layout.scatters_gradients else zero.leaf.spec(axes)
 
     @property
     def rows_spec(self) -> PartitionSpec:
@@ -244,6 +300,11 @@ class StateShapes:
     def has_whole_masters(self) -> bool:
         """Whether masters are whole on every dp rank, not sharded."""
         return self.submesh.layout.optimizer_shards == 1
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether the reduced gradients have the size of the sums on every rank, which they overwrite."""
+        return self.has_whole_masters or self.submesh.layout.scatters_gradients
 
     @property
     def prepare_is_identity(self) -> bool:

@@ -1,9 +1,11 @@
-"""ZeRO-1: sharding of fp32 masters, moments and reduced gradients over the ranks of dp·cp.
+"""ZeRO: sharding of fp32 masters, moments and gradients, and of parameters, over the ranks of dp·cp.
 
 The ranks of dp and cp form one group for each optimizer instance. A group shards the state over its ranks, and all
 groups have the same state. For each leaf, the first dimension whose local size divides by the group's size is sharded.
 If there is none, the largest dimension is padded; small leaves are repeated. The stacking dimension of layers comes
-last in this order, so that one layer's leaf keeps its shards in a checkpoint.
+last in this order, so that one layer's leaf keeps its shards in a checkpoint. Where layers are gathered or scattered
+one by one (``Layout.scatters_gradients``) they are not stacked, and small vectors are repeated: the gather of a vector
+takes as long as that of a small matrix, and saves little.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spread import Axes, Spread, split_axes
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.parameters import Leaf
+from mmjax.pipeline.gathers import Gather
 
 SMALL = 1 << 14
 """Leaves below this many elements are repeated rather than padded."""
@@ -49,7 +52,8 @@ class ZeroLeaf:
         shards = math.prod(sizes[axis] for axis in shard_axes(leaf, submesh.axes))
         stacked = leaf.layers is not None
         order = [*range(int(stacked), len(leaf.shape)), *([0] if stacked else [])]
-        if shards == 1 or leaf.is_load:
+        is_small_vector = len(leaf.shape) == 1 and leaf.shape[0] < SMALL
+        if shards == 1 or leaf.is_load or (submesh.layout.scatters_gradients and is_small_vector):
             return cls(leaf, None, leaf.shape)
         for dim in order:
             if leaf.shape[dim] // parts[dim] % shards == 0:
@@ -85,6 +89,18 @@ class ZeroLeaf:
     def _skip(self) -> int:
         return int(self.leaf.layers is not None)
 
+    def layer_gather(self, axes: Axes, *, trained: bool) -> Gather | None:
+        """The gather of the parameter from its shards, for each use; ``None`` for a repeated leaf."""
+        if self.dimension is None:
+            return None
+        return Gather(
+            axes=shard_axes(self.leaf, axes),
+            dimension=self.dimension,
+            size=self.leaf.shape[self.dimension],
+            padded=self.padding > 0,
+            scatters=trained,
+        )
+
     # ---- functions of local shards -----------------------------------------------------------------------------------
 
     def pad(self, x: jax.Array) -> jax.Array:
@@ -107,12 +123,23 @@ class ZeroLeaf:
 
         A reduce-scatter in the rank's group, then a sum over groups; a repeated leaf is summed whole.
         """
-        summed_axes = Spread.of(axes).gradient_axes(self.leaf.spec(axes))
         if self.dimension is None:
-            return lax.psum(local, summed_axes)
+            return lax.psum(local, self._summed_axes(axes))
         shards = shard_axes(self.leaf, axes)
-        shard = lax.psum_scatter(self.pad(local), shards, scatter_dimension=self.dimension, tiled=True)
-        return lax.psum(shard, tuple(axis for axis in summed_axes if axis not in shards))
+        return self.sum_shards(
+            lax.psum_scatter(self.pad(local), shards, scatter_dimension=self.dimension, tiled=True), axes
+        )
+
+    def sum_shards(self, shard: jax.Array, axes: Axes) -> jax.Array:
+        """This rank's shard of the gradient, summed over all tokens, from the shard that is summed over the rank's
+        group. Inside ``shard_map``.
+        """
+        shards = shard_axes(self.leaf, axes)
+        return lax.psum(shard, tuple(axis for axis in self._summed_axes(axes) if axis not in shards))
+
+    def _summed_axes(self, axes: Axes) -> tuple[str, ...]:
+        """Axes whose ranks have parts of the leaf's gradient."""
+        return Spread.of(axes).gradient_axes(self.leaf.spec(axes))
 
     def squared_norm(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """Sum of squares of a shard, a float32 scalar: 0 on replicas, so that a sum over all ranks counts each once.

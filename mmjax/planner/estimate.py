@@ -9,6 +9,7 @@ from operator import add
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import MASTER
 from mmjax.planner.needs import DeviceBytes, bytes_by_rank, fullest_split
+from mmjax.planner.sharding import layers_in_transfer
 from mmjax.planner.step_seconds import StepSeconds
 from mmjax.planner.traffic import exchanged_bytes
 from mmjax.planner.work import StagePart
@@ -49,6 +50,12 @@ class Estimate(StepSeconds):
 
     def _temporaries(self, name: str, part: StagePart) -> float:
         """Bytes of a stage's largest program, with the bytes that cp ranks exchange while its layers run."""
+        layout = self.candidate.layouts[name]
+        layer = self.work.modules[name].parameters.layer / layout.tp * self.work.item
+        return self._of_programs(name, part) + layers_in_transfer(layout) * layer
+
+    def _of_programs(self, name: str, part: StagePart) -> float:
+        """`_temporaries` of whole parameters and sums."""
         layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
         temporaries = partial(self.clock.of(name).temporaries, name, rows=rows, width=width, tp=layout.tp)
         if layout.cp == 1:

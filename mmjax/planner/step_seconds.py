@@ -15,9 +15,10 @@ from math import lcm
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.pipeline.state_bytes import StateBytes
+from mmjax.pipeline.state_bytes import Sharded, StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, PassSeconds, group_gather
+from mmjax.planner.sharding import beside_layers
 from mmjax.planner.stage_graph import stage_graph
 from mmjax.planner.traffic import edge_costs, exchange_seconds, whole_rows_seconds
 from mmjax.planner.work import StageMemory, StagePart, Work
@@ -99,6 +100,14 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
+        compute = beside_layers(
+            compute,
+            self._states(name, part),
+            layout,
+            clock,
+            ratio=self.work.item / self.work.gradient,
+            first=layout.first_rank(0) - self.candidate.kind_start(name),
+        )
         return PassSeconds(
             forward=compute.forward + (exchange[0] + whole_rows[0]) + self.clock.op,
             backward=compute.backward + (exchange[1] + whole_rows[1]) + self.clock.op,
@@ -155,9 +164,10 @@ class StepSeconds:
         shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
         first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
         seconds = partial(group_gather, clock, first=first - self.candidate.kind_start(name))
-        gather = seconds(states.copies, ranks=shards, apart=apart)
-        reduce = seconds(sums, ranks=shards, apart=apart)
-        reduce += 2 * seconds(sums / shards, ranks=instances, apart=apart * shards)
+        gather = 0.0 if layout.gathers_layers else seconds(states.copies, ranks=shards, apart=apart)
+        reduce = 0.0 if layout.scatters_gradients else seconds(sums, ranks=shards, apart=apart)
+        shard = sums if layout.scatters_gradients else sums / shards
+        reduce += 2 * seconds(shard, ranks=instances, apart=apart * shards)
         op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
             state_bytes, parameter_bytes = states.offloaded(self.candidate.offload(name))
@@ -169,7 +179,8 @@ class StepSeconds:
     def _states(self, name: str, part: StagePart) -> StateBytes[float]:
         """Bytes of a stage's states on a device."""
         layout = self.candidate.layouts[name]
-        return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout))
+        sharded = Sharded(sums=layout.scatters_gradients, parameters=layout.gathers_layers)
+        return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout), sharded=sharded)
 
     def _shards(self, layout: Layout) -> int:
         """Number of ranks among which masters and moments are sharded."""

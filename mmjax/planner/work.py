@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.pipeline.state_bytes import StateBytes, state_bytes
+from mmjax.pipeline.state_bytes import STATES_ALONE, Sharded, StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,13 @@ class Work:
         """Names of the modules that take the LLM's activations, in the order of `modules`."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
-    def states(self, name: str, part: StagePart, *, tp: int, shards: int) -> StateBytes[float]:
-        """Bytes of states of a part of module `name` on a device; shards: ranks that share its masters and moments."""
+    def states(
+        self, name: str, part: StagePart, *, tp: int, shards: int, sharded: Sharded = STATES_ALONE
+    ) -> StateBytes[float]:
+        """Bytes of states of a part of module `name` on a device.
+
+        shards: ranks that share its masters and moments. sharded: what else they share.
+        """
         module = self.modules[name]
         return state_bytes(
             module.parameters.of(part) / tp,
@@ -255,6 +260,7 @@ class Work:
             gradient=self.gradient,
             shards=shards,
             frozen=module.frozen,
+            sharded=sharded,
         )
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:

@@ -112,9 +112,14 @@ def _of_checkpoint(recipe: Recipe, _: str) -> Reasons:
 
 def _of_layout(recipe: Recipe, module: str) -> Reasons:
     layout: Layout = recipe.model[module].layout
-    if layout.optimizer_instances > 1 and _frozen(recipe, module):
-        return {"optimizer_instances": f"{module} is frozen, and has neither masters nor moments"}
-    return {}
+    if not _frozen(recipe, module):
+        return {}
+    reasons = {}
+    if layout.optimizer_instances > 1 and layout.shard != "parameters":
+        reasons["optimizer_instances"] = f"{module} is frozen, and has neither masters nor moments"
+    if layout.shard == "gradients":
+        reasons["shard"] = f"{module} is frozen, and has no gradients"
+    return reasons
 
 
 def _of_optimizer(recipe: Recipe, module: str) -> Reasons:

@@ -346,8 +346,9 @@ def test_every_target_is_understood(name: str) -> None:
     [
         ("llm/Layout.pp=2", "llm/Layout.dp=2", "vision/Layout.rank_offset=4", "llm/Decoder.remat='none'"),
         ("llm/Layout.tp=2", "vision/Layout.rank_offset=2", "llm/Decoder.remat='dots'", "vision/Layout.dp=2"),
+        ("llm/Layout.cp=2", "vision/Layout.rank_offset=2", "llm/Decoder.remat='dots'", "Data.sequence_length=4096"),
     ],
-    ids=["dp 2, all kept", "tp 2, products kept"],
+    ids=["dp 2, all kept", "tp 2, products kept", "cp 2, attention by blocks, products kept"],
 )
 def test_a_dry_run_counts_what_programs_take(settings: tuple[str, ...]) -> None:
     """Within 10 %; and no argument lies in another one's memory, which `memory_analysis` would leave out."""

@@ -28,7 +28,8 @@ from mmjax.models.layers import (
     row_parallel_of_parts,
 )
 from mmjax.models.sequence_parallel import SequenceParallel, TokenParts
-from mmjax.models.taps import Computed, Summed, Tapped, Value, divisible, products, weight_gradient
+from mmjax.models.taps import Computed, Summed, Tapped, Value, divisible, products
+from mmjax.models.weight_gradients import weight_gradient
 
 B, T, D, F, R = 2, 12, 6, 24, 3
 STREAM, WHOLE, COLUMNS, LINES = P(None, "tp"), P(), P(None, "tp"), P("tp")

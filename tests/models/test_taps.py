@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.jax_compat import to_varying, varying_axes
-from mmjax.models.taps import PRODUCT, Summed, Tapped, Use, Value, products, weight_gradient
+from mmjax.models.taps import PRODUCT, Summed, Tapped, Use, Value, products
+from mmjax.models.weight_gradients import weight_gradient
 
 ROWS, WHOLE, COLUMNS = PartitionSpec("dp"), PartitionSpec(), PartitionSpec(None, "tp")
 

@@ -104,8 +104,12 @@ def test_published_experts_become_few_but_stay_a_choice() -> None:
     from mmjax.parity.shrink import shrink
 
     lines = ["llm/Decoder.preset='qwen3-30b-a3b'", "llm/Decoder.router_groups=16", "llm/Decoder.router_group_limit=4"]
-    lines += ["llm/Decoder.dense_layers=3", "llm/Decoder.shared_experts=6", "llm/Layout.tp=4"]
-    lines += ["vision/Layout.rank_offset=4"]
+    lines += [
+        "llm/Decoder.dense_layers=3",
+        "llm/Decoder.shared_experts=6",
+        "llm/Layout.tp=4",
+        "vision/Layout.rank_offset=4",
+    ]
     kept = [line for line in bindings() if not line.startswith("llm/Decoder")]
     small = shrink(load_config([], [*kept, *lines]), 2, 261).recipe.model.llm.settings
     assert (small.experts, small.experts_per_token, small.router_groups, small.router_group_limit) == (8, 3, 4, 3)

@@ -137,7 +137,7 @@ class Twice(Llama):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         def twice(group: LayerGroup, context: Any, x: Any) -> Block:
-            inner = group.block(context, x)
+            inner: Any = group.block(context, x)
             return lambda x, p: inner(inner(x, p), p)
 
         return tuple(replace(group, block=partial(twice, group)) for group in super().groups)

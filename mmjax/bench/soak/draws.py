@@ -17,7 +17,7 @@ from mmjax.data.reorder import METHODS
 from mmjax.data.sources.config import KINDS as SOURCES
 from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
-from mmjax.mesh.layout import CP_TOKENS, CP_WAYS
+from mmjax.mesh.layout import CP_TOKENS, CP_WAYS, EP_WAYS, GATHERS, SHARDS
 from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED
 
 DEVICES = 8
@@ -262,6 +262,17 @@ def _shared_tokens(rng: random.Random, name: str, cp: int) -> Iterator[str]:
     yield f"{name}/Layout.cp={cp}"
     yield f"{name}/Layout.cp_way={rng.choice(CP_WAYS)!r}"
     yield f"{name}/Layout.cp_tokens={rng.choice(CP_TOKENS)!r}"
+    yield from _shared_states(rng, name)
+
+
+def _shared_states(rng: random.Random, name: str) -> Iterator[str]:
+    """Bindings of sharded parameters and of expert parallelism; the LLM has experts in some draws alone."""
+    yield f"{name}/Layout.shard={rng.choice(('states', *SHARDS))!r}"
+    yield f"{name}/Layout.gather={rng.choice(GATHERS)!r}"
+    if name == "llm":
+        yield f"llm/Layout.ep={rng.choice((1, 1, 2, 2, 3))}"
+        yield f"llm/Layout.ep_way={rng.choice(EP_WAYS)!r}"
+        yield f"llm/Layout.expert_tp={rng.choice((0, 0, 1))}"
 
 
 def _instances(rng: random.Random, dp: int) -> int:

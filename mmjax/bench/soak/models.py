@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmjax.bench.soak.marks import FADE
 from mmjax.models.choices import ACTIVATIONS
+from mmjax.models.llama.config import ROUTERS
 from mmjax.models.vit.config import INTERPOLATIONS
 
 FOLDER_LAYERS = 2
@@ -99,6 +100,8 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
     decoder = tuple(_decoder(rng, modules.layers["llm"]))
     yield from decoder
+    if rng.random() < 0.3:
+        yield from _experts(rng, modules.layers["llm"])
     uses_mrope = any("rope_sections" in binding for binding in decoder)
     for name, kind in kinds.items():
         linear = rng.random() < 0.2
@@ -161,6 +164,26 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
         yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")
         yield f"llm/Decoder.rope_context={rng.choice((8, 64))}"
         yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
+
+
+def _experts(rng: random.Random, layers: int) -> Iterator[str]:
+    """Draws an LLM with experts."""
+    experts, router = rng.choice((2, 4, 6)), rng.choice(ROUTERS)
+    yield f"llm/Decoder.experts={experts}"
+    yield f"llm/Decoder.experts_per_token={rng.choice((1, 2))}"
+    yield f"llm/Decoder.expert_mlp={rng.choice((0, 8))}"
+    yield f"llm/Decoder.dense_layers={rng.randrange(layers)}"
+    yield f"llm/Decoder.router={router!r}"
+    yield f"llm/Decoder.router_normalised={rng.random() < 0.7}"
+    yield f"llm/Decoder.router_scale={rng.choice((1.0, 2.5))}"
+    yield f"llm/Decoder.router_bias={rng.random() < 0.3}"
+    yield f"llm/Decoder.balance_loss={rng.choice((0.0, 0.01))}"
+    yield f"llm/Decoder.router_z_loss={rng.choice((0.0, 0.01))}"
+    groups = rng.choice((1, 1, 2))
+    yield from (f"llm/Decoder.router_groups={groups}", f"llm/Decoder.router_group_limit={groups}")
+    shared = rng.choice((0, 0, 1))
+    yield f"llm/Decoder.shared_experts={shared}"
+    yield f"llm/Decoder.shared_gate={shared > 0 and rng.random() < 0.5}"
 
 
 def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:

@@ -22,7 +22,8 @@ from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.models.handles import Adapted, opened
 from mmjax.models.recorded_work import record_product
-from mmjax.models.taps import PRODUCT, Tapped, Use, Value, summed, with_mark
+from mmjax.models.taps import PRODUCT, Tapped, Use, Value, with_mark
+from mmjax.models.weight_gradients import summed
 
 BLOCKS = (256, 32)
 """Rows of a block. Large blocks come first, and small ones are for the rest of a group."""

@@ -24,7 +24,8 @@ from mmjax import jax_compat
 from mmjax.models.context import Context
 from mmjax.models.handles import opened
 from mmjax.models.layers import linear
-from mmjax.models.taps import Value, summed
+from mmjax.models.taps import Value
+from mmjax.models.weight_gradients import summed
 
 ROUTER_METRICS = ("router_entropy", "router_fullest")
 """Metrics of every router, without a gradient."""
