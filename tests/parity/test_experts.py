@@ -72,7 +72,7 @@ LAYOUTS: dict[str, Changes] = {
     "three phases": {"llm/Layout.tp": 2, "vision/Layout.dp": 2, "Train.schedule": "three-phase"},
     "one program": {"llm/Layout.tp": 2, "llm/Layout.dp": 2, "vision/Layout.dp": 4},
     "full recomputation": llm(tp=2) | {"llm/Decoder.remat": "full"},
-    "ep": llm(dp=4, ep=4) | {"llm/Decoder.experts": 8},
+    "ep": llm(dp=4, ep=4) | {"llm/Decoder.experts": 12},
 }
 SLOW = {f"{router}, {name}": ROUTERS[router] | layout for router in ROUTERS for name, layout in LAYOUTS.items()}
 FROZEN: Changes = {"llm/Optimizer.frozen": True, "llm/Lora.rank": 2, "llm/Lora.targets": ("experts/*",)}
