@@ -98,15 +98,15 @@ SLOW = {
     "parameters, decayed": replace(APART, weight_decay=0.1),
     "parameters, families": replace(APART, model="families"),
     "parameters, fewer key/value heads than tp": replace(
-        APART, vision=Layout(dp=2, shard="parameters"), llm=Layout(dp=2, tp=4, shard="parameters"), model="tied"
+        APART, vision=Layout(dp=8, shard="parameters"), llm=Layout(dp=2, tp=4, shard="parameters"), model="tied"
     ),
     "gradients, fewer key/value heads than tp, zb-h1": Case(
-        vision=Layout(dp=2, shard="gradients"),
+        vision=Layout(dp=8, shard="gradients"),
         llm=Layout(dp=2, tp=4, shard="gradients"),
         schedule="zb-h1",
     ),
     "parameters, fewer key/value heads than tp, zb-h1": Case(
-        vision=Layout(dp=2, shard="parameters"),
+        vision=Layout(dp=8, shard="parameters"),
         llm=Layout(dp=2, tp=4, shard="parameters"),
         schedule="zb-h1",
     ),
@@ -137,7 +137,7 @@ SLOW = {
         CP, vision=Layout(cp=2, tp=2, rank_offset=4, shard="gradients"), llm=Layout(dp=2, cp=2, shard="gradients")
     ),
     "parameters, cp, 2 instances": Case(
-        vision=Layout(dp=4), llm=Layout(dp=4, cp=2, optimizer_instances=2, shard="parameters"), lowering="ops"
+        vision=Layout(dp=8), llm=Layout(dp=4, cp=2, optimizer_instances=2, shard="parameters"), lowering="ops"
     ),
     "parameters, copies": Case(
         vision=Layout(dp=2, copies=2, shard="parameters"), llm=Layout(dp=2, pp=2, shard="parameters")
