@@ -106,6 +106,22 @@ CHECKED = {
     "rows over processes": tiny(Layout(cp=2, rank_offset=6), Layout(cp=6)),
     "lists over processes": tiny(Layout(tp=2, dp=2, rank_offset=4), Layout(cp=4), World_route="sliced"),
     "rings over processes": tiny(Layout(dp=2, rank_offset=6), Layout(dp=2, cp=3, cp_way="ring")),
+    "experts over processes": tiny(
+        Layout(dp=2, rank_offset=6),
+        Layout(dp=6),
+        llm__Decoder_experts=6,
+        llm__Decoder_balance_loss=0.01,
+        llm__Layout_ep=6,
+        llm__Layout_ep_way="all-to-all",
+    ),
+    "shards over processes": tiny(
+        Layout(dp=2, rank_offset=6),
+        Layout(dp=6),
+        llm__Decoder_experts=2,
+        llm__Layout_ep=2,
+        llm__Layout_shard="parameters",
+        vision__Layout_shard="gradients",
+    ),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
     "encoder behind encoder": small("digits_clip", SMALL_CLIP),
