@@ -50,6 +50,7 @@ def _reasons(recipe: Recipe, scope: str, values: Any) -> Reasons:
         "Data": _of_data,
         "Checkpoint": _of_checkpoint,
         "Layout": _of_layout,
+        "Decoder": _of_decoder,
         "Optimizer": _of_optimizer,
         "Offload": _of_offload,
         "Source": _of_source,
@@ -112,14 +113,23 @@ def _of_checkpoint(recipe: Recipe, _: str) -> Reasons:
 
 def _of_layout(recipe: Recipe, module: str) -> Reasons:
     layout: Layout = recipe.model[module].layout
-    if not _frozen(recipe, module):
-        return {}
     reasons = {}
+    if layout.tp == 1 or not recipe.model.sizes(module).experts:
+        reasons["expert_tp"] = "no ranks of tp share experts"
+    if not _frozen(recipe, module):
+        return reasons
     if layout.optimizer_instances > 1 and layout.shard != "parameters":
         reasons["optimizer_instances"] = f"{module} is frozen, and has neither masters nor moments"
     if layout.shard == "gradients":
         reasons["shard"] = f"{module} is frozen, and has no gradients"
     return reasons
+
+
+def _of_decoder(recipe: Recipe, module: str) -> Reasons:
+    layout: Layout = recipe.model[module].layout
+    if layout.ep > 1 and layout.ep_way == "all-to-all":
+        return {}
+    return {"expert_buffer": "no ranks send tokens to experts of others by Layout.ep_way='all-to-all'"}
 
 
 def _of_optimizer(recipe: Recipe, module: str) -> Reasons:

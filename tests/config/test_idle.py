@@ -29,6 +29,8 @@ HEARD: Bindings = (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0")
 PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank_offset=8", "Digits.draw=1.0")
 FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
+EXPERTS: Bindings = ("llm/Decoder.experts=4",)
+EXCHANGED: Bindings = (*EXPERTS, "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=8")
 ONE: Bindings = ("llm/Layout.pp=1", "llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
 
 IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
@@ -81,6 +83,18 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
     "llm/Decoder.rope_context": ("64", (), ("llm/Decoder.rope_scaling='yarn'",)),
     "llm/Decoder.rope_turns": ("(1.0, 4.0)", (), ("llm/Decoder.rope_scaling='yarn'", "llm/Decoder.rope_context=64")),
+    **{
+        f"llm/Decoder.{name}": (value, (), EXPERTS)
+        for name, value in {
+            **{"experts_per_token": "1", "expert_mlp": "32", "shared_experts": "1", "dense_layers": "1"},
+            **{"router": "'sigmoid'", "router_normalised": "False", "router_scale": "2.0", "router_groups": "2"},
+            **{"router_bias": "True", "balance_loss": "0.1", "router_z_loss": "0.1"},
+        }.items()
+    },
+    "llm/Decoder.shared_gate": ("True", (), (*EXPERTS, "llm/Decoder.shared_experts=1")),
+    "llm/Decoder.router_group_limit": ("2", (), (*EXPERTS, "llm/Decoder.router_groups=2")),
+    "llm/Decoder.router_bias_rate": ("0.1", EXPERTS, (*EXPERTS, "llm/Decoder.router_bias=True")),
+    "llm/Decoder.expert_buffer": ("2.0", EXCHANGED, (*EXCHANGED, "llm/Layout.ep_way='all-to-all'")),
     "vision/Projector.hidden": ("32", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
@@ -97,8 +111,12 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         (),
         ("vision/Layout.dp=2", "vision/Layout.rank_offset=0", *("Train.schedule='encoders-first'",)),
     ),
-    "vision/Layout.ep": ("2", (), ()),
+    "llm/Layout.ep": ("2", ("llm/Layout.dp=2", "vision/Layout.rank_offset=8"), EXCHANGED),
+    "llm/Layout.ep_way": ("'all-to-all'", EXPERTS, EXCHANGED),
+    "llm/Layout.expert_tp": ("1", (), EXPERTS),
     "vision/Layout.optimizer_instances": ("2", FROZEN, ()),
+    "vision/Layout.shard": ("'gradients'", FROZEN, ()),
+    "vision/Layout.gather": ("'step'", (), ("vision/Layout.shard='parameters'",)),
     "vision/Offload.optimizer": ("True", FROZEN, ()),
     "vision/Offload.activations": ("True", (*FROZEN, *NESTED), NESTED),
     "vision/Offload.parameters": ("True", (), ("Train.schedule='encoders-first'", "vision/Layout.rank_offset=0")),
@@ -148,8 +166,8 @@ READ = {
     "last_norm norm_eps layer_scale gated activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
-    "Decoder": "preset layers width heads kv_heads head_dim mlp vocab qkv_bias o_bias mlp_bias qk_norm mask chunk "
-    "rope_theta rope_scaling rope_sections norm_eps tied z_loss attention remat",
+    "Decoder": "preset layers width heads kv_heads head_dim mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
+    "mask chunk rope_theta rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
     "Projector": "kind norm inject newline",
@@ -190,7 +208,7 @@ def named(key: str, bindings: Bindings) -> str:
 def test_an_idle_setting_is_refused_or_named(key: str) -> None:
     value, idle, active = IDLE[key]
     assert named(key, (*idle, f"{key}={value}"))
-    if key not in ("vision/Layout.ep", "llm/Callbacks.projected"):  # which no configuration takes
+    if key != "llm/Callbacks.projected":  # which no configuration takes
         assert not named(key, (f"{key}={value}", *active))
 
 

@@ -262,7 +262,7 @@ WRONG = [
     ("vision/Layout.chunks=2", "vision/Layout.chunks=2: chunks interleave the stages of several", "set it to 1"),
     ("llm/Layout.cp_way='rings'", "llm/Layout.cp_way='rings': did you mean 'ring'?", "'gather', 'need', 'ring'"),
     ("llm/Layout.cp_tokens='exact'", "llm/Layout.cp_tokens='exact': legal", "'lpt', 'segments', 'zigzag'"),
-    ("vision/Layout.ep=2", "vision/Layout.ep=2: is not supported yet", "set it to 1"),
+    ("vision/Layout.ep=2", "vision/Layout.ep=2: the module has no experts", "set it to 1"),
     ("Optimizer.frozen=True", "llm/Optimizer.frozen=True: every module is frozen", "set it to False"),
     ("vision/Optimizer.warmup=1000", "vision/Optimizer.warmup=1000: must be below Train.steps (1000)", "such as 100"),
     ("Optimizer.warmup=2000", "vision/Optimizer.warmup=2000: must be below Train.steps (1000)", "such as 100"),
@@ -584,8 +584,12 @@ vision/Layout.tp = 1
 vision/Layout.sp = True
 vision/Layout.overlap = False
 vision/Layout.ep = 1
+vision/Layout.ep_way = 'ring'
+vision/Layout.expert_tp = 0
 vision/Layout.rank_offset = 4
 vision/Layout.optimizer_instances = 1
+vision/Layout.shard = 'states'
+vision/Layout.gather = 'layer'
 vision/Layout.layers = ()
 
 llm/Layout.dp = 1
@@ -600,8 +604,12 @@ llm/Layout.tp = 2
 llm/Layout.sp = True
 llm/Layout.overlap = False
 llm/Layout.ep = 1
+llm/Layout.ep_way = 'ring'
+llm/Layout.expert_tp = 0
 llm/Layout.rank_offset = 0
 llm/Layout.optimizer_instances = 1
+llm/Layout.shard = 'states'
+llm/Layout.gather = 'layer'
 llm/Layout.layers = ()
 """
 
@@ -699,7 +707,10 @@ def test_docstrings_document_fields() -> None:
     assert docs["tp"] == "tensor parallel degree."
     # A field's name inside another's sentence starts no entry: "... cross between devices: ...".
     assert fields_of(WorldConfig)["devices"].doc.startswith("number of devices; 0 means")
-    assert docs["ep"] == "expert parallel degree; it divides dp * cp and takes no ranks of its own."
+    ep = (
+        "expert parallel degree: number of ranks that share a layer's experts and compute them for each other's tokens."
+    )
+    assert docs["ep"] == f"{ep} It divides dp * cp and takes no ranks of its own."
 
 
 @pytest.mark.parametrize(
