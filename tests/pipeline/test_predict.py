@@ -45,6 +45,16 @@ CASES = {
     ),
     "lanes": Case(vision=Layout(dp=2, lanes=2), llm=Layout(tp=2, pp=2), schedule="nested", microbatches=3),
     "a mask of words": Case(model="masked", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2)),
+    "sharded parameters": Case(
+        vision=Layout(dp=4, shard="parameters", rank_offset=4),
+        llm=Layout(dp=2, pp=2, shard="parameters"),
+        microbatches=1,
+    ),
+    "sharded parameters, cp": Case(
+        vision=Layout(dp=4, shard="parameters"),
+        llm=Layout(dp=2, cp=2, cp_tokens="contiguous", shard="parameters"),
+        microbatches=1,
+    ),
     "adapted, three stages": Case(model="adapted", vision=Layout(rank_offset=3), llm=Layout(pp=3)),
 }
 MARKS = {
@@ -54,6 +64,7 @@ MARKS = {
         ("windows, norms and groups", "adapted, three stages", "lanes", "tp above kv_heads"), pytest.mark.long
     ),
     "a mask of words": pytest.mark.long,
+    **dict.fromkeys(("sharded parameters", "sharded parameters, cp"), pytest.mark.long),
 }
 
 
