@@ -283,14 +283,15 @@ class Layout:
         return self if self.lanes == 1 else replace(self, lanes=1, dp=self.lanes * self.dp)
 
     def lane(self, lane: int) -> Layout:
-        """The layout of lane number ``lane``, from 0, alone: its ranks, with one lane and one optimizer instance.
+        """The layout of lane number ``lane``, from 0, alone: its ranks, one lane and optimizer instance, and no shards.
 
         It is this layout itself if there is one lane.
         """
         if self.lanes == 1:
             return self
         size = self.dp * self.replica_size
-        return replace(self, lanes=1, optimizer_instances=1, rank_offset=self.rank_offset + lane * size)
+        first = self.rank_offset + lane * size
+        return replace(self, lanes=1, optimizer_instances=1, shard=SHARDS[0], rank_offset=first)
 
     @property
     def optimizer_shards(self) -> int:

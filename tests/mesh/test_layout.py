@@ -305,3 +305,9 @@ def test_ep_takes_ranks_of_cp_first(degrees, parts):
 def test_layouts_that_do_not_divide_a_module(layout, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         layout.check("m", SIZES)
+
+
+def test_a_lane_computes_with_whole_parameters():
+    """Its ranks share masters with those of other lanes, and never each other's parameters."""
+    layout = Layout(lanes=2, dp=2, optimizer_instances=4, shard="parameters")
+    assert not layout.gathers_layers and not layout.lane(1).gathers_layers and not layout.lane(1).scatters_gradients
