@@ -9,7 +9,7 @@ A weight with an adapter is no handle: it is never opened, and only products can
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ from mmjax.configurable import ConfigError
 
 Open = Callable[[Any], jax.Array]
 """A linear function from the stored array to the weight. Equal functions make equal programs, so no lambda."""
+Multiply = Callable[[jax.Array, Sequence[Any]], list[jax.Array]]
+"""The products of an input with each of several weights, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Handle:
 
     stored: Any
     open: Open = field(metadata={"static": True})
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the weight comes from other ranks."""
+        return getattr(self.open, "fetches", False)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the weight's gradient goes to other ranks."""
+        return getattr(self.open, "scatters", False)
 
     @property
     def T(self) -> Handle:
@@ -112,6 +124,26 @@ class Adapted(LikeItsWeight):
     def T(self) -> Adapted:
         """The transposed weight with its adapter."""
         return Adapted(weight=self.weight.T, a=self.b.T, b=self.a.T, scale=self.scale)
+
+
+def adapted_products(x: jax.Array, weights: Sequence[Any], multiply: Multiply, multiply_inner: Multiply) -> list[Any]:
+    """Multiplies one input with weights, some of which have an adapter.
+
+    Args:
+      x: the input.
+      weights: arrays, handles, tapped weights, or weights with an adapter.
+      multiply: the product of the input with weights without adapters, and with the adapters' ``a``.
+      multiply_inner: the product of that result with an adapter's ``b``.
+    """
+    adapted = [w for w in weights if isinstance(w, Adapted)]
+    plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
+    # Adapters and weights are multiplied together, so that all share one tap of the input.
+    results = multiply(x, [*plain, *(w.a for w in adapted)])
+    inner = iter(results[len(plain) :])
+    return [
+        y + multiply_inner(next(inner) * w.scale, [w.b])[0] if isinstance(w, Adapted) else y
+        for w, y in zip(weights, results, strict=False)
+    ]
 
 
 def opened(weight: Any) -> jax.Array:
@@ -178,7 +210,7 @@ def fetched_after(params: Any, event: jax.Array) -> Any:
     """
 
     def waiting(leaf: Any) -> Any:
-        if not (isinstance(leaf, Handle) and getattr(leaf.open, "fetches", False)):
+        if not (isinstance(leaf, Handle) and leaf.fetches):
             return leaf
         stored, is_waiting = leaf.stored, isinstance(leaf.stored, Waiting)
         if is_waiting:
@@ -205,9 +237,7 @@ def scattered_before(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
       params: a tree of arrays and handles; those count whose functions scatter.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, Handle))
-    places = [
-        place for place, leaf in enumerate(leaves) if isinstance(leaf, Handle) and getattr(leaf.open, "scatters", False)
-    ]
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Handle) and leaf.scatters]
     if not places:
         return x, params
     x, stored = _in_order(x, [leaves[place].stored for place in places])

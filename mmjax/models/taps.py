@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, fetched_after, opened
+from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, adapted_products, fetched_after, opened
 from mmjax.models.recorded_work import record_product
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
 from mmjax.models.weight_gradients import computed_together, sum_over_tokens, summed
@@ -209,15 +209,7 @@ def products(x: jax.Array | Computed, weights: Sequence[Any], sp: SequenceParall
         if all(isinstance(w, Summed) for w in weights):
             return _summed_products(x, weights, sp)
         x = x.value
-    adapted = [w for w in weights if isinstance(w, Adapted)]
-    plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
-    # Adapters and weights are multiplied together, so that all share one tap of the input.
-    results = _products(x, [*plain, *(w.a for w in adapted)], sp)
-    inner = iter(results[len(plain) :])
-    return [
-        y + _products(next(inner) * w.scale, [w.b], NO_SP)[0] if isinstance(w, Adapted) else y
-        for w, y in zip(weights, results, strict=False)
-    ]
+    return adapted_products(x, weights, partial(_products, sp=sp), partial(_products, sp=NO_SP))
 
 
 def products_of_parts(
@@ -253,30 +245,43 @@ def _products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> lis
     for weight in weights:
         record_product(x, weight)
     weights = [with_mark(w, PRODUCT) for w in weights]
-    tapped_weights = [w for w in weights if isinstance(w, Tapped)]
     groups = {function: [w for w in weights if _differentiation(w) is function] for function in _DIFFERENTIATIONS}
     results = {function: iter(function(x, group, sp)) for function, group in groups.items() if group}
     result = [next(results[_differentiation(w)]) for w in weights]
-    for w, y in zip(weights, result, strict=True):
-        if isinstance(w, Tapped) and w.uses is not None:
-            group = tuple(sibling.name for sibling in tapped_weights)
-            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed, sp=sp)
-            w.uses.by_name.setdefault(w.name, set()).add(use)
+    record_uses(x, weights, result, sp=sp)
     return result
 
 
+def record_uses(
+    x: jax.Array,
+    weights: Sequence[Any],
+    results: Sequence[jax.Array],
+    *,
+    sp: SequenceParallel = NO_SP,
+    sizes: Value | None = None,
+) -> None:
+    """Records a ``Use`` of each tapped weight that has a record; ``results`` are its products with ``x``.
+
+    For ``sp`` and ``sizes`` see ``Use``.
+    """
+    group = tuple(w.name for w in weights if isinstance(w, Tapped))
+    for w, y in zip(weights, results, strict=True):
+        if isinstance(w, Tapped) and w.uses is not None:
+            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed, sp=sp, sizes=sizes)
+            w.uses.by_name.setdefault(w.name, set()).add(use)
+
+
 def _plain_products(x: jax.Array, weights: Sequence[Any], sp: SequenceParallel) -> list[jax.Array]:
-    stored = [w.weight if isinstance(w, Tapped) else w for w in weights]
-    if any(isinstance(w, Handle) and getattr(w.open, "scatters", False) for w in stored):
+    arrays = [w.weight if isinstance(w, Tapped) else w for w in weights]
+    if any(isinstance(w, Handle) and w.scatters for w in arrays):
         if sp:
-            return _scattering_products(sp, x, stored)
-        results: Any = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), stored)
+            return _scattering_products(sp, x, arrays)
+        results: Any = _scattering_products(sp, x.reshape(1, -1, x.shape[-1]), arrays)
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
     if not sp:
         # Of several dimensions of tokens, XLA for CPUs transposes the output's gradient, and what makes it, in memory.
         results = [_product(x.reshape(-1, x.shape[-1]), w) for w in weights]
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
-    arrays = [w.weight if isinstance(w, Tapped) else w for w in weights]
     if not any(isinstance(w, Handle) for w in arrays):
         return _sp_products(sp, x, arrays)
     return jax.checkpoint(lambda x, arrays: _sp_products(sp, x, [opened(w) for w in arrays]))(x, arrays)

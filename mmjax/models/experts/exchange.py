@@ -114,7 +114,8 @@ def compute_all_to_all(
 def _buffers(blocks: _BlocksOfRanks, experts_Nk: Array, rows: int) -> tuple[Dispatch, Int[Array, "R C"]]:
     """The dispatch to the buffers, whose row (r, c) is choice number c of an expert of rank r, and each row's expert.
 
-    The expert is ``blocks.experts`` for a row of no choice; choices that do not fit have the row R · C.
+    The dispatch's sizes are those of ranks, not of experts. The expert is ``blocks.experts`` for a row of no choice;
+    choices that do not fit have the row R · C.
     """
     by_expert = sort_by_expert(experts_Nk, blocks.experts, experts_Nk.size)
     starts_R, counts_R = blocks.of_ranks(by_expert.sizes_E)
@@ -148,7 +149,7 @@ class _BlocksOfRanks:
         return jnp.where(is_exchanged, experts // self._stride, self.ranks)
 
     def of_ranks(self, sizes_E: Int[Array, " E"]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-        """Where the rows of each rank begin among rows sorted by expert, and their number."""
+        """The first row of each rank among rows sorted by expert, and the number of its rows."""
         starts_E = jnp.cumsum(sizes_E) - sizes_E
         of_rank_RL = self._first + jnp.arange(self.ranks)[:, None] * self._stride + jnp.arange(self.count)
         return starts_E[of_rank_RL[:, 0]], jnp.sum(sizes_E[of_rank_RL], axis=1)

@@ -10,6 +10,7 @@ Shapes: M rows, D inputs, F outputs, E experts, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import Adapted, opened
+from mmjax.models.handles import adapted_products, opened
 from mmjax.models.recorded_work import record_product
-from mmjax.models.taps import PRODUCT, Tapped, Use, Value, with_mark
+from mmjax.models.taps import PRODUCT, Tapped, Value, record_uses, with_mark
 from mmjax.models.weight_gradients import summed
 
 BLOCKS = (256, 32)
@@ -39,15 +40,8 @@ def grouped_products(
       weights: arrays ``[E, D, F]``, handles of them, tapped weights, or weights with an adapter.
       sizes_E: number of rows of each expert.
     """
-    adapted = [w for w in weights if isinstance(w, Adapted)]
-    plain = [w.weight if isinstance(w, Adapted) else w for w in weights]
-    # Adapters and weights are multiplied together, so that all share one tap of the input.
-    results = _products(x_MD, [*plain, *(w.a for w in adapted)], sizes_E)
-    inner = iter(results[len(plain) :])
-    return [
-        y + _products(next(inner) * w.scale, [w.b], sizes_E)[0] if isinstance(w, Adapted) else y
-        for w, y in zip(weights, results, strict=False)
-    ]
+    multiply = partial(_products, sizes_E=sizes_E)
+    return adapted_products(x_MD, weights, multiply, multiply)
 
 
 def _products(x_MD: Array, weights: Sequence[Any], sizes_E: Array) -> list[Array]:
@@ -55,8 +49,7 @@ def _products(x_MD: Array, weights: Sequence[Any], sizes_E: Array) -> list[Array
     for weight in weights:
         record_product(x_MD, weight)
     marked = [with_mark(weight, PRODUCT) for weight in weights]
-    tapped = [w for w in marked if isinstance(w, Tapped)]
-    with_taps = [w for w in tapped if w.dy is not None]
+    with_taps = [w for w in marked if isinstance(w, Tapped) and w.dy is not None]
     of_taps = iter(_tapped_products(x_MD, with_taps, sizes_E) if with_taps else ())
     results = [
         next(of_taps)
@@ -64,12 +57,7 @@ def _products(x_MD: Array, weights: Sequence[Any], sizes_E: Array) -> list[Array
         else _opened_product(x_MD, w.weight if isinstance(w, Tapped) else w, sizes_E)
         for w in marked
     ]
-    sizes = Value(sizes_E.shape, jnp.float32, jax_compat.varying_axes(sizes_E))
-    for w, y_MF in zip(marked, results, strict=True):
-        if isinstance(w, Tapped) and w.uses is not None:
-            group = tuple(sibling.name for sibling in tapped)
-            use = Use(x=Value.of(x_MD), dy=Value.of(y_MF), group=group, transposed=False, sizes=sizes)
-            w.uses.by_name.setdefault(w.name, set()).add(use)
+    record_uses(x_MD, marked, results, sizes=Value(sizes_E.shape, jnp.float32, jax_compat.varying_axes(sizes_E)))
     return results
 
 
