@@ -235,6 +235,11 @@ def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tree_to_varying(arrays, sorted(frozenset[str]().union(*map(varying_axes, arrays))))
 
 
+def varying_struct(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result that may differ from device to device over mesh axes, such as {"dp"}."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+
+
 def all_gather_invariant(x: jax.Array, axes: Sequence[str], dimension: int) -> jax.Array:
     """All-gathers the local shards ``x`` along ``dimension``; the result is typed as equal on all ranks of ``axes``.
 

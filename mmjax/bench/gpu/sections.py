@@ -86,6 +86,12 @@ SECTIONS = (
         doc="The ways of attention side by side, forward and backward: values and times.",
     ),
     Section(
+        name="experts",
+        where=f"{HOME}.experts:run",
+        seconds=45,
+        doc="Grouped products of experts by kernels, by blocks and by XLA, beside a dense one: values and times.",
+    ),
+    Section(
         name="torch",
         where=f"{HOME}.torch_layers:run",
         seconds=40,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from mmjax.models.experts.grouped import BLOCKS, grouped_products
+from mmjax.models.experts.grouped import grouped_products
+from mmjax.models.experts.grouped_blocks import LARGEST, SMALLEST
 from mmjax.models.handles import Adapted, Handle
 
 INPUTS, OUTPUTS, BEHIND = 5, 7, 4
@@ -20,8 +21,9 @@ SIZES = {
     "all in the first": (20, 0, 0),
     "all in the last": (0, 0, 33),
     "none at all": (0, 0, 0),
-    "more than a block": (BLOCKS[0] + 3, 0, 2 * BLOCKS[0] + BLOCKS[1]),
-    "blocks exactly": (BLOCKS[1], BLOCKS[0], BLOCKS[1]),
+    "more than a block": (LARGEST + 3, 0, 2 * LARGEST + SMALLEST),
+    "blocks exactly": (SMALLEST, LARGEST, SMALLEST),
+    "nearly a block": (LARGEST - SMALLEST, 1, LARGEST + 1),
 }
 
 

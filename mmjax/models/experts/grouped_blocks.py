@@ -1,0 +1,165 @@
+"""Grouped products by blocks of rows, in loops whose numbers of turns only the device knows: for CPUs.
+
+A group is whole blocks and a rest. The rest is one block too, of the smallest number of rows that holds it: its other
+rows are computed again afterwards. Rows are sliced once for all weights that share them, and a weight is copied once.
+
+Shapes: M rows, D inputs, F outputs, E experts, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mmjax import jax_compat
+from mmjax.models.taps import Value
+
+LARGEST, SMALLEST = 512, 16
+"""Rows of blocks. Products of fewer rows read their weight for little work."""
+STEPS = 16
+"""Number of block sizes; the sizes between zero and the largest are equally far apart."""
+
+
+def products(
+    x_MD: Float[Array, "M D"], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
+) -> list[Float[Array, "M F"]]:
+    """``x[i] @ w[e(i)]`` for every weight; rows behind the last group are zeros."""
+
+    def of_block(blocks: list[Array], of_expert: list[Array]) -> list[Array]:
+        return [blocks[0] @ w_DF for w_DF in of_expert]
+
+    return _rows(of_block, [x_MD], weights, sizes_E, [w.shape[2] for w in weights])
+
+
+def input_gradient(
+    dys: Sequence[Float[Array, "M F"]], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
+) -> Float[Array, "M D"]:
+    """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros."""
+
+    def of_block(blocks: list[Array], of_expert: list[Array]) -> list[Array]:
+        parts = (lax.dot_general(dy, w, (((1,), (1,)), ((), ()))) for dy, w in zip(blocks, of_expert, strict=True))
+        return [sum(parts, start=jnp.zeros((), blocks[0].dtype))]
+
+    return _rows(of_block, dys, weights, sizes_E, [weights[0].shape[1]])[0]
+
+
+def weight_gradients(
+    x_MD: Float[Array, "M D"], dys: Sequence[Float[Array, "M F"]], sizes_E: Int[Array, " E"]
+) -> list[Float[Array, "E D F"]]:
+    """``xᵀ · dy`` of each group for every ``dy``, fp32."""
+    blocks = _block_rows(x_MD.shape[0], sizes_E.size)
+    x_MD, *dys, ends_E = jax_compat.alike(x_MD, *dys, jnp.cumsum(sizes_E))
+    shapes = [(x_MD.shape[1], dy.shape[1]) for dy in dys]
+    axes = jax_compat.varying_axes(ends_E)
+
+    def of_block(rows: int, start: Array, end: Array) -> list[Array]:
+        at, is_within = _placed(rows, start, end, x_MD.shape[0])
+        x_BD, *dy_blocks = (lax.dynamic_slice_in_dim(a, at, rows) for a in (x_MD, *dys))
+        x_BD = jnp.where(is_within, x_BD, 0)
+        over_rows = (((0,), (0,)), ((), ()))
+        return [lax.dot_general(x_BD, dy, over_rows, preferred_element_type=jnp.float32) for dy in dy_blocks]
+
+    def expert(_: None, group: tuple[Array, Array]) -> tuple[None, list[Array]]:
+        start, end = group
+
+        def rest(rows: int, first: Array, sums: list[Array]) -> list[Array]:
+            del sums  # are zeros
+            return of_block(rows, first, start + (end - start) % blocks[-1])
+
+        def whole(rows: int, first: Array, sums: list[Array]) -> list[Array]:
+            return [total + part for total, part in zip(sums, of_block(rows, first, end), strict=True)]
+
+        zeros = [Value(shape, jnp.float32, axes).zeros() for shape in shapes]
+        return None, _over_blocks(rest, whole, zeros, start, end, blocks)
+
+    return lax.scan(expert, None, (ends_E - sizes_E, ends_E))[1]
+
+
+def _rows(
+    of_block: Callable[[list[Array], list[Array]], list[Array]],
+    inputs: Sequence[Float[Array, "M _"]],
+    weights: Sequence[Array],
+    sizes_E: Int[Array, " E"],
+    widths: Sequence[int],
+) -> list[Array]:
+    """``of_block(blocks of inputs, weights of their expert)`` for all rows; zeros behind the last group.
+
+    Args:
+      of_block: gives arrays of as many rows as its inputs.
+      inputs: rows, sorted by expert.
+      weights: of all experts.
+      sizes_E: number of rows of each expert.
+      widths: columns of the results.
+    """
+    count, number = inputs[0].shape[0], len(inputs)
+    blocks = _block_rows(count, sizes_E.size)
+    arrays = jax_compat.alike(*inputs, *weights, jnp.cumsum(sizes_E))
+    inputs, weights, ends_E = arrays[:number], arrays[number:-1], arrays[-1]
+    axes, dtype = jax_compat.varying_axes(ends_E), inputs[0].dtype
+    results = [Value((count, width), dtype, axes).zeros() for width in widths]
+
+    def expert(results: list[Array], group: tuple[tuple[Array, ...], Array, Array]) -> tuple[list[Array], None]:
+        of_expert, start, end = group
+
+        def write(rows: int, first: Array, results: list[Array]) -> list[Array]:
+            at, is_within = _placed(rows, first, ends_E[-1], count)
+            values = of_block([lax.dynamic_slice_in_dim(x, at, rows) for x in inputs], list(of_expert))
+            before = [lax.dynamic_slice_in_dim(y, at, rows) for y in results]
+            values = [jnp.where(is_within, *pair) for pair in zip(values, before, strict=True)]
+            return [
+                lax.dynamic_update_slice_in_dim(y, value, at, 0) for y, value in zip(results, values, strict=True)
+            ]
+
+        return _over_blocks(write, write, results, start, end, blocks), None
+
+    return lax.scan(expert, results, (weights, ends_E - sizes_E, ends_E))[0]
+
+
+def _placed(rows: int, start: Array, end: Array, count: int) -> tuple[Array, Array]:
+    """The first row of a block, and ``[B, 1]``, whether each of its rows is between ``start`` and ``end``.
+
+    The block begins at ``start``, or ends with the last of ``count`` rows.
+    """
+    at = jnp.minimum(start, count - rows)
+    rows_B = at + jnp.arange(rows)
+    return at, ((rows_B >= start) & (rows_B < end))[:, None]
+
+
+def _block_rows(rows: int, experts: int) -> tuple[int, ...]:
+    """Rows of blocks from small to large, the largest for twice as many rows as a group has on average."""
+    smallest = min(SMALLEST, rows)
+    largest = 1 << max(smallest, min(LARGEST, rows, 2 * rows // experts)).bit_length() - 1
+    step = max(min(smallest, largest), largest // STEPS)
+    return tuple(range(step, largest + 1, step))
+
+
+_Block = Callable[[int, Array, list[Array]], list[Array]]
+
+
+def _over_blocks(
+    rest: _Block, whole: _Block, carry: list[Array], start: Array, end: Array, blocks: Sequence[int]
+) -> list[Array]:
+    """Covers the rows from ``start`` to ``end`` by at most one block for the rest, at the start, and whole blocks.
+
+    Both functions are called as ``(rows, first row, carry) -> carry``, and ``rest`` before ``whole``.
+    """
+    largest = blocks[-1]
+    rest_rows = (end - start) % largest
+    smaller = 0
+    for rows in blocks:
+        is_taken = ((rest_rows > smaller) & (rest_rows <= rows)).astype(jnp.int32)
+
+        def turn(i: Array, carry: list[Array], rows: int = rows) -> list[Array]:
+            return rest(rows, start + i * rows, carry)  # XLA would compute it before the loop if it did not read ``i``
+
+        # A loop of one turn or none: of a conditional, XLA would copy the carry.
+        carry = lax.fori_loop(jnp.zeros_like(is_taken), is_taken, turn, carry)
+        smaller = rows
+    first = start + rest_rows
+    count = (end - first) // largest
+    return lax.fori_loop(
+        jnp.zeros_like(count), count, lambda i, carry: whole(largest, first + i * largest, carry), carry
+    )
