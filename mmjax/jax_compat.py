@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax import lax
+from jax._src import dispatch
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
 from jax.core import ShapedArray
@@ -328,10 +329,18 @@ def cudnn_backward(
     return dq, dk, dv
 
 
+@cache
 def _cudnn() -> Any:
-    from jax._src.cudnn import fused_attention_stablehlo
+    """JAX's module of cuDNN's attention.
 
-    return fused_attention_stablehlo
+    JAX lowers it only in programs whose shardings are all over one mesh. Modules with different layouts that share one
+    program have several, and inside ``shard_map`` the kernel needs none.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as kernels
+
+    demanding = dispatch.prim_requires_devices_during_lowering
+    demanding -= {kernels._dot_product_attention_fwd_p, kernels._dot_product_attention_bwd_p}
+    return kernels
 
 
 def _cudnn_call(

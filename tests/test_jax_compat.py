@@ -360,3 +360,22 @@ def test_cudnn_window():
     run = jax.jit(lambda q, k, v: jax_compat.cudnn_forward(q, k, v, causal=True, window=8))
     text = run.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert "\\22sliding_window_length\\22: 8" in text
+
+
+def test_cudnn_in_a_program_of_modules_with_different_meshes():
+    meshes = [jax.make_mesh(shape, ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2) for shape in ((4, 1), (2, 2))]
+    x = jax.ShapeDtypeStruct((4, 64, 2, 16), jnp.bfloat16)
+
+    def attend(x):
+        for mesh in meshes:
+            run = jax.shard_map(
+                lambda q: jax_compat.cudnn_forward(q, q, q, causal=True)[0],
+                mesh=mesh,
+                in_specs=PartitionSpec("dp", None, "tp"),
+                out_specs=PartitionSpec("dp", None, "tp"),
+            )
+            x = jax.lax.with_sharding_constraint(run(x), NamedSharding(mesh, PartitionSpec("dp", None, "tp")))
+        return x
+
+    text = jax.jit(attend).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == 2

@@ -20,6 +20,7 @@ from mmjax.flags import Flags, importing
 
 FLAGS = (
     Flag(name="for", doc="the GPU to compile for: h100, h200 or a100.", default="h100"),
+    Flag(name="fullest", doc="choices of experts that the fullest rank computes, over the mean.", default=1.0),
     Flag(name="json", doc="one JSON object a program, and one for the step.", default=False),
     Flag(name="hlo", doc="folder for the optimised HLO text of each program; none by default.", default=""),
     Flag(
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = target(str(flags.values["for"]))
         hlo, cache = _folder(flags, "hlo"), _folder(flags, "cache")
         require_gin_file(flags)
+        fullest = float(flags.values["fullest"])
+        if fullest < 1:
+            raise ConfigError(f"--fullest={fullest:g}: must be at least 1, the mean, such as 1.5")
         require_compiler()
         recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mmjax.compile.programs import Programs
             from mmjax.compile.step import Step
         source = open_source(recipe, split="train")
-        programs = Programs(with_steps(recipe, source), chosen, cache=cache or hlo, source=source)
+        programs = Programs(with_steps(recipe, source), chosen, cache=cache or hlo, source=source, fullest=fullest)
         distinct = programs.distinct(_progress if sys.stderr.isatty() else None)
         step = Step(programs, source)
         if hlo:

@@ -23,6 +23,8 @@ from mmjax.data.source import Source
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.layers import router_of
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.walker import Signature
@@ -63,6 +65,7 @@ class Compiled:
       rows: positions of its longest row, for the loops of blockwise attention; 0 for a program without rows.
       ranks: ranks of its devices.
       model_flops: what the model needs of it, on a device.
+      routed: share of the rows of experts' products that hold a token's choice.
       use: its first use.
     """
 
@@ -72,6 +75,7 @@ class Compiled:
     ranks: tuple[int, ...] = ()
     model_flops: ModelFlops = field(default_factory=ModelFlops)
     use: Use | None = None
+    routed: float = 1.0
 
     @property
     def module(self) -> Module:
@@ -89,7 +93,7 @@ class Compiled:
         Of conditionals the first branch counts: there kernels fit, and all blocks travel.
         """
         blocks = -(-self.rows // BLOCK)
-        return work_of(self.module, rates, trips=(blocks + 1) / 2, ranks=self.ranks)
+        return work_of(self.module, rates, trips=(blocks + 1) / 2, ranks=self.ranks, routed=self.routed)
 
 
 class Programs:
@@ -98,6 +102,7 @@ class Programs:
     Attributes:
       recipe: the configuration, with what it leaves to the devices.
       target: the devices.
+      fullest: choices of experts that the fullest rank computes over the mean.
       assembly: the run on these devices.
       compiler: compiles the programs.
     """
@@ -110,6 +115,7 @@ class Programs:
         cache: Path | None = None,
         source: Source | None = None,
         compiler: Compiler | None = None,
+        fullest: float = 1.0,
     ):
         """Traces the configuration for as many devices as its layouts need.
 
@@ -119,11 +125,12 @@ class Programs:
           cache: the folder where executables are kept; None keeps them in memory alone.
           source: its training samples, where ``open_source(recipe, split="train")`` has opened them already.
           compiler: compiles in place of one of its own, which then knows the programs of several configurations.
+          fullest: choices of experts that the fullest rank computes over the mean.
 
         Raises:
           ConfigError: JAX has no CUDA compiler here, or the configuration is wrong.
         """
-        self.target = target
+        self.target, self.fullest = target, fullest
         self._works: dict[tuple[str, Rates], Work] = {}
         self.compiler = compiler or Compiler(target, cache, deterministic=recipe.train.deterministic)
         world = World(target.devices(recipe.devices))
@@ -203,7 +210,8 @@ class Programs:
         names = tuple(dict.fromkeys(use.program.name for use in uses))
         ranks = self._ranks_of(first.program)
         rows = self._rows(first)
-        return Compiled(names, self.compiler(first.program), rows, ranks, self._model_flops(first), first)
+        executable, flops = self.compiler(first.program), self._model_flops(first)
+        return Compiled(names, executable, rows, ranks, flops, first, self._routed(first))
 
     def _ranks_of(self, program: Program) -> tuple[int, ...]:
         """Ranks of a program's devices, in its order."""
@@ -220,6 +228,17 @@ class Programs:
         inputs = self.assembly.shapes[use.signature]
         modules = [self.assembly.placed.places[use.place].model.module] if use.place else list(inputs)
         return max(inputs[module]["segments"].shape[1] for module in modules)
+
+    def _routed(self, use: Use) -> float:
+        """The share of rows of experts' products that hold a choice, on the rank with the most tokens."""
+        places = self.assembly.placed.places
+        for stage in [places[use.place]] if use.place else list(places.values()):
+            config, layout = self.recipe.model[stage.model.module].settings, stage.submesh.layout
+            if isinstance(config, DecoderConfig) and config.experts:
+                ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
+                share = router_of(config).routed_share(config.experts // ranks, all_to_all=layout.ep_way == "all-to-all")
+                return min(1.0, self.fullest * share)
+        return 1.0
 
     def _model_flops(self, use: Use) -> ModelFlops:
         """Model FLOPs of a program on a device."""

@@ -12,6 +12,7 @@ class Rates:
     Attributes:
       products: FLOPs per second of products of bf16.
       products32: of fp32, in TF32.
+      grouped: of grouped products of experts.
       forward, backward: of fused attention.
       memory: bytes per second.
       link: bytes per second that a device sends in a collective, or to another device of its node.
@@ -22,6 +23,7 @@ class Rates:
 
     products: float = 600e12
     products32: float = 250e12
+    grouped: float = 400e12
     forward: float = 500e12
     backward: float = 400e12
     memory: float = 2.9e12
@@ -32,5 +34,5 @@ class Rates:
 
 
 H100 = Rates()
-"""Assumed: 61 % of the datasheet's peak in products, half and less in attention, 87 % of its bandwidth, 80 % of
-NVLink's and of the network's."""
+"""Assumed: 61 % of the datasheet's peak in products, half and less in attention and in grouped products, 87 % of its
+bandwidth, 80 % of NVLink's and of the network's."""

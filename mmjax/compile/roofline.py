@@ -39,7 +39,7 @@ class Work:
     """The work of a device in one run of a program.
 
     Attributes:
-      flops: by kind, "products", "products32" and "attention".
+      flops: by kind, "products", "products32", "grouped" (of experts) and "attention".
       seconds: by kind, with "memory" for what has no products, and "collectives".
       shown: seconds of collectives that nothing lies beside, as the program is ordered.
       bytes: read and written.
@@ -90,7 +90,13 @@ class Work:
 
 
 def work_of(
-    module: Module, rates: Rates = H100, *, branch: int = 0, trips: float = 1.0, ranks: Sequence[int] = ()
+    module: Module,
+    rates: Rates = H100,
+    *,
+    branch: int = 0,
+    trips: float = 1.0,
+    ranks: Sequence[int] = (),
+    routed: float = 1.0,
 ) -> Work:
     """The work of a program.
 
@@ -99,6 +105,7 @@ def work_of(
       rates: of its devices.
       branch, trips: see ``Module.run``.
       ranks: ranks of the program's devices, ``rates.node`` of them a node; () for devices of one node.
+      routed: share of the rows of grouped products that hold a token's choice; kernels skip the others.
     """
     work, open_ = Work(), _Open()
     for times, computation, instruction in module.run(branch, trips):
@@ -119,7 +126,7 @@ def work_of(
             continue
         if instruction.target:
             work.targets[instruction.target] += times
-        _add_computation(work, times, module, computation, instruction, rates, open_)
+        _add_computation(work, times, module, computation, instruction, rates, open_, routed)
     return work
 
 
@@ -131,12 +138,15 @@ def _add_computation(
     instruction: Instruction,
     rates: Rates,
     open_: _Open,
+    routed: float,
 ) -> None:
     products = [] if "fmha" in instruction.target else list(_products(module, computation, instruction))
     for dtypes, _ in products:
         work.products[dtypes] += times
     work.accumulating += times * _accumulates(instruction)
     kind, flops, rate = _flops(instruction, products, rates)
+    if grouped := _grouped(computation, instruction):
+        kind, flops, rate = "grouped", grouped * routed, rates.grouped
     moved = _bytes(module, computation, instruction)
     took = max(flops / rate, moved / rates.memory)
     work.flops[kind] += times * flops
@@ -183,6 +193,18 @@ def _flops(instruction: Instruction, products: Sequence[tuple[str, float]], rate
     if any(dtypes.startswith("f32") for dtypes, _ in products):
         return "products32", flops, rates.products32
     return "products", flops, rates.products
+
+
+def _grouped(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of a kernel of ``experts.grouped_kernels`` over all rows; 0 for other instructions."""
+    name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)/', instruction.text)
+    if not name or not instruction.target:
+        return 0.0
+    result = instruction.results[0]
+    arrays = [computation[operand].results[0] for operand in instruction.operands]
+    rows = [array.dimensions for array in arrays if len(array.dimensions) == 2]
+    inner = rows[0][0] if name[1] == "weight_gradient" else sum(width for _, width in rows)
+    return 2.0 * result.size * inner
 
 
 def _accumulates(instruction: Instruction) -> bool:

@@ -100,7 +100,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             memory=84_942_979_072,
             bandwidth=3_352_320_000_000,
             rates=H100,
-            fast_rates=Rates(products=700e12, forward=600e12, backward=480e12, memory=3.0e12),
+            fast_rates=Rates(products=700e12, grouped=500e12, forward=600e12, backward=480e12, memory=3.0e12),
         ),
         "h200": Target(
             name="h200",
@@ -109,7 +109,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             memory=150_110_000_000,
             bandwidth=4_800_000_000_000,
             rates=Rates(memory=4.15e12),
-            fast_rates=Rates(products=700e12, forward=600e12, backward=480e12, memory=4.3e12),
+            fast_rates=Rates(products=700e12, grouped=500e12, forward=600e12, backward=480e12, memory=4.3e12),
         ),
         "a100": Target(
             name="a100",
@@ -120,6 +120,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             rates=Rates(
                 products=190e12,
                 products32=75e12,
+                grouped=120e12,
                 forward=160e12,
                 backward=130e12,
                 memory=1.75e12,
@@ -129,6 +130,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             fast_rates=Rates(
                 products=220e12,
                 products32=80e12,
+                grouped=150e12,
                 forward=190e12,
                 backward=150e12,
                 memory=1.83e12,

@@ -363,3 +363,20 @@ def test_a_dry_run_counts_what_programs_take(settings: tuple[str, ...]) -> None:
         read = zip(jax.tree.leaves(use.program.avals), use.program.reads(), strict=True)
         counted = shard_bytes([aval for aval, is_read in read if is_read])
         assert programs.executable(use).arguments == pytest.approx(counted, rel=1e-4), name
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_experts_beside_an_encoder_with_another_layout_have_no_loops() -> None:
+    """One program of modules with different meshes, cuDNN's attention, and kernels for products of experts."""
+    sizes = ["llm/Decoder.layers=1", "llm/Decoder.width=256", "llm/Decoder.heads=4", "vision/ViT.layers=1"]
+    experts = ["llm/Decoder.experts=8", "llm/Decoder.experts_per_token=2", "llm/Decoder.expert_mlp=128"]
+    layouts = ["llm/Layout.dp=4", "llm/Layout.tp=2", "llm/Layout.ep=4", "llm/Layout.ep_way='all-to-all'"]
+    run = ["vision/Layout.dp=8", "Train.dtype='bfloat16'", "Train.microbatches=1", "Train.global_batch=8"]
+    programs = Programs(load_config([], [*sizes, *experts, *layouts, *run, "Data.sequence_length=512"]))
+    compiled = programs.distinct()[0]
+    assert compiled.use and compiled.use.kind == STEP
+    work = compiled.work()
+    assert work.flops["grouped"] and work.flops["attention"] and not work.conditionals
+    assert all(instruction.kind != "while" for _, _, instruction in compiled.module.run())
+    assert compiled.routed == pytest.approx(1 / 4)  # a buffer holds all tokens of a rank, and one of four has experts

@@ -109,9 +109,7 @@ def _rows(
             values = of_block([lax.dynamic_slice_in_dim(x, at, rows) for x in inputs], list(of_expert))
             before = [lax.dynamic_slice_in_dim(y, at, rows) for y in results]
             values = [jnp.where(is_within, *pair) for pair in zip(values, before, strict=True)]
-            return [
-                lax.dynamic_update_slice_in_dim(y, value, at, 0) for y, value in zip(results, values, strict=True)
-            ]
+            return [lax.dynamic_update_slice_in_dim(y, value, at, 0) for y, value in zip(results, values, strict=True)]
 
         return _over_blocks(write, write, results, start, end, blocks), None
 

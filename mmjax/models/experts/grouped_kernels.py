@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -96,6 +95,7 @@ def _rows(
     blocks = _of_dtype(PRODUCT_BLOCKS, inputs[0]).within(rows, columns, inputs[0].shape[1])
     tiles = _tiles(sizes_E, rows, blocks.rows)
     return _call(
+        "grouped_product",
         partial(_multiply_tile, transposed=transposed, blocks=blocks),
         [*tiles, *inputs, *weights],
         shape=(rows, columns),
@@ -129,7 +129,7 @@ def _multiply_tile(expert_T: Any, first_T: Any, end_T: Any, *refs: Any, transpos
     experts, (count, columns) = weights[0].shape[0], y_MF.shape
     row_B = first + jnp.arange(blocks.rows)
     column_B = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns)
-    read_row_B, read_column_B = jnp.minimum(row_B, count - 1), jnp.minimum(column_B, columns - 1)
+    read_row_B, read_column_B = jnp.minimum(row_B, count - 1), _clamped(column_B, columns)
     weight = jnp.minimum(expert, experts - 1)
     y_BB = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
     for x_MD, w_EDF in zip(inputs, weights, strict=True):
@@ -159,6 +159,7 @@ def _weight_gradient(x_MD: Array, dy_MF: Array, sizes_E: Array) -> Float[Array, 
     inputs, outputs = x_MD.shape[1], dy_MF.shape[1]
     blocks = _of_dtype(GRADIENT_BLOCKS, x_MD).within(inputs, outputs, x_MD.shape[0])
     return _call(
+        "grouped_weight_gradient",
         partial(_sum_group, blocks=blocks),
         [ends_E - sizes_E, ends_E, x_MD, dy_MF],
         shape=(sizes_E.size, inputs, outputs),
@@ -175,7 +176,7 @@ def _sum_group(first_E: Any, end_E: Any, x_MD: Any, dy_MF: Any, dw_EDF: Any, *, 
     count, (_, inputs, outputs) = x_MD.shape[0], dw_EDF.shape
     input_B = pl.program_id(1) * blocks.rows + jnp.arange(blocks.rows)
     output_B = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns)
-    read_input_B, read_output_B = jnp.minimum(input_B, inputs - 1), jnp.minimum(output_B, outputs - 1)
+    read_input_B, read_output_B = _clamped(input_B, inputs), _clamped(output_B, outputs)
 
     def turn(i: Array, dw_BB: Array, *, is_rest: bool = False) -> Array:
         row_B = first + i * blocks.inner + jnp.arange(blocks.inner)
@@ -192,7 +193,14 @@ def _sum_group(first_E: Any, end_E: Any, x_MD: Any, dy_MF: Any, dw_EDF: Any, *, 
 
 
 def _call(
-    kernel: Any, operands: Sequence[Array], *, shape: tuple[int, ...], dtype: Any, grid: tuple[int, ...], blocks: Blocks
+    name: str,
+    kernel: Any,
+    operands: Sequence[Array],
+    *,
+    shape: tuple[int, ...],
+    dtype: Any,
+    grid: tuple[int, ...],
+    blocks: Blocks,
 ) -> Array:
     """Runs a kernel, whose references are of complete arrays; on a CPU it is interpreted."""
     for size in (shape, *(x.shape for x in operands)):
@@ -207,6 +215,7 @@ def _call(
         grid=grid,
         in_specs=[pl.no_block_spec] * len(operands),
         out_specs=pl.no_block_spec,
+        name=name,
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=jax_compat.traced_devices()[0] == "cpu",
     )(*operands)
@@ -215,6 +224,11 @@ def _call(
 def _load(reference: Any, is_within: Array, is_masked: int) -> Array:
     """Loads an array; if ``is_masked``, zeros where it is not within."""
     return triton.load(reference, mask=is_within, other=0) if is_masked else triton.load(reference)
+
+
+def _clamped(index_B: Array, count: int) -> Array:
+    """Indices of a block that are below ``count``; where blocks divide it they stay as they are, neighbouring."""
+    return index_B if count % index_B.size == 0 else jnp.minimum(index_B, count - 1)
 
 
 def _dot(a: Array, b: Array) -> Array:

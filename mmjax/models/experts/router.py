@@ -65,6 +65,18 @@ class Router:
         worst = tokens * min(self.per_token, experts)
         return min(worst, math.ceil(self.buffer * tokens * self.per_token / ranks)) if self.buffer else worst
 
+    def routed_share(self, experts: int, *, all_to_all: bool) -> float:
+        """The share of the rows of a rank's products that hold a token's choice, under equal loads.
+
+        Args:
+          experts: experts of a rank.
+          all_to_all: how ranks exchange tokens; else in a ring.
+        """
+        tokens = 1 << 20
+        buffer = self.buffer_rows(tokens, experts, self.experts // experts)
+        rows = buffer if all_to_all else tokens * min(self.per_token, experts)
+        return tokens * self.per_token * experts / self.experts / rows
+
     @property
     def has_bias(self) -> bool:
         """Whether each expert has a bias for the choice."""
