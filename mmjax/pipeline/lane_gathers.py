@@ -193,9 +193,7 @@ class LaneGather:
     def collect(self, shards: Tree) -> dict[str, Tree]:
         """The whole parameters of this process's lanes, by place, which all lanes gather together."""
         whole = self._collective(shards)
-        return {
-            place: on_lane(whole, lane.param_avals) for place, lane in self._lanes.items() if lane.submesh.local
-        }
+        return {place: on_lane(whole, lane.param_avals) for place, lane in self._lanes.items() if lane.submesh.local}
 
     @cached_property
     def _collective(self) -> Program:
@@ -209,11 +207,32 @@ class LaneGather:
         spmd = Spmd(body, state.submesh.mesh, (state.param_specs,), specs)
         return Program.of(f"gather {self.name}", spmd, [state.param_avals])
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
+    # ---- programs and sizes ------------------------------------------------------------------------------------------
 
     def programs(self, *, pulls: bool) -> list[Program]:
         """The programs of ``pull`` and ``join`` in this process, or the one of ``collect``."""
         return list(self._joins.values()) if pulls else [self._collective]
+
+    def temporary_bytes(self, *, pulls: bool) -> int:
+        """Bytes on a device while parameters are made whole, beside these: pulled shards, and what the program needs.
+
+        An estimate from the program's trace.
+        """
+        if not pulls:
+            return self._collective.temporary_bytes()
+        program = self._join_program(self.name)
+        (pieces,) = program.avals
+        sizes = (math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(pieces))
+        return sum(sizes) + program.temporary_bytes()
+
+    def pulled_bytes(self, place: str) -> dict[tuple[Device, Device], int]:
+        """Bytes that a lane copies, by the device that has them and the device that they go to."""
+        sizes: dict[tuple[Device, Device], int] = {}
+        for copy in self._copies(self._lanes[place].submesh):
+            if copy.owner != copy.target:
+                aval, ends = self._on_device(place, copy), (copy.owner, copy.target)
+                sizes[ends] = sizes.get(ends, 0) + math.prod(aval.shape) * aval.dtype.itemsize
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True)
