@@ -1,4 +1,7 @@
-"""Bytes of gathered parameters: a lane has them from their gather to its last F or B that reads them."""
+"""Bytes of gathered parameters: a lane has them from their gather to its last F or B that reads them.
+
+Masters that are published for pulls are copied, from ``prepare`` to ``update``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ GATHERED = "gathered"
 class GatheredBytes:
     """Changes of bytes by the ops of one schedule."""
 
-    def __init__(self, schedule: Schedule, whole: Mapping[str, int]):
+    def __init__(self, schedule: Schedule, whole: Mapping[str, int], published: Mapping[str, int]):
         """Finds which gather serves which ops.
 
         Args:
           schedule: the order of ops.
           whole: bytes of a stage's whole parameters on a device, of stages that gather: {"vision.0": 4096}.
+          published: bytes of published masters on a device, likewise.
         """
-        graph, self._whole = schedule.graph, whole
+        graph, self._whole, self._published = schedule.graph, whole, published
+        self._lanes = {node.name: node.lane_names for node in graph.stages if node.gather == "pull"}
         readers: dict[tuple[str, Op], Op] = {}
         for op, gather in gathers_of_readers(schedule).items():
             readers[graph.stage(op.stage).lane_name(op.microbatch), gather] = op
@@ -35,6 +40,10 @@ class GatheredBytes:
 
     def changes(self, op: Op) -> tuple[Buffers, Buffers]:
         """(bytes that an op allocates, bytes that it frees when it ends), on a device, by (place, kind)."""
+        if op.kind in ("prepare", "update") and op.stage in self._lanes:
+            size = self._published[op.stage]
+            copies = Buffers({(place, GATHERED): size for place in self._lanes[op.stage]})
+            return (copies, Buffers()) if op.kind == "prepare" else (Buffers(), copies)
         size = self._whole.get(op.stage, 0)
         gained = Buffers({(place, GATHERED): size for place in self._gained.get(op, ())})
         return gained, Buffers({(self._lost[op], GATHERED): size} if op in self._lost else {})

@@ -36,7 +36,7 @@ class GatheredParams:
         Args:
           op: the gather.
           place: the lane that pulls.
-          shards: the shards of its stage, over all lanes, a tree by module.
+          shards: ``Walker.shards`` of its stage.
         """
         gather = self._gathers[op.stage]
         if op.stage in self._pulls:

@@ -1,7 +1,8 @@
 """Whole parameters of a lane, from shards that lie on all lanes of its stage.
 
-A lane *pulls* them: it copies every shard that it lacks straight onto its own devices, in the dtype of the computation,
-and joins them. The lanes that own the shards run nothing for it. Between processes the owners' hosts offer them
+Once a step, every device *publishes* its shards, in the dtype of the computation: one flat array for the parameters of
+a dtype. A lane *pulls* them: it copies the flat arrays that it lacks straight onto its own devices, and cuts and joins
+them there. The lanes that own them run nothing for it. Between processes the owners' hosts offer them
 (``mmjax.mesh.pulls``). Where that does not work all lanes gather together, by one program (*collective*).
 
 Zhang et al., "BigMac", §3.3, which copies by NVSHMEM.
@@ -10,16 +11,17 @@ Zhang et al., "BigMac", §3.3, which copies by NVSHMEM.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from mmjax import jax_compat
 from mmjax.mesh.pulls import process_pulls
@@ -31,23 +33,70 @@ from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import Tree, by_name, nested
 from mmjax.pipeline.zero import ZeroLeaf, shard_axes
 
-Piece = tuple[str, int]
-"""The name of a parameter, such as "vision/embed", and the number of a shard of it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A copy of one shard to one device of a lane.
+    """A copy of one flat array to one device of a lane.
 
     Attributes:
-      piece: the shard.
+      bucket: number of the flat array's bucket.
+      shard: number of the shard, in the order of the sharding axes.
       owner: the device that has it, in the same optimizer instance.
       target: the device that it goes to, which may be the owner.
     """
 
-    piece: Piece
+    bucket: int
+    shard: int
     owner: Device
     target: Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Parameters of one dtype whose shards lie over the same mesh axes: a device has one flat array of them.
+
+    Attributes:
+      axes: these mesh axes, such as ("dp", "cp").
+      dtype: of the compute parameters.
+      shapes: shapes of the shards on a device, by parameter, such as {"vision/embed": (12, 16)}.
+    """
+
+    axes: tuple[str, ...]
+    dtype: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        """Elements of a flat array."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a flat array."""
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    def flat(self, shards: Mapping[str, jax.Array]) -> jax.Array:
+        """The flat array ``[1, size]`` of a device's shards. Inside ``shard_map``."""
+        return jnp.concatenate([shards[name].reshape(-1) for name in self.shapes])[None]
+
+    def cut(self, flat: jax.Array) -> Iterator[tuple[str, jax.Array]]:
+        """Names and shards of a flat array ``[1, size]``. Inside ``shard_map``."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        for (name, shape), end, size in zip(self.shapes.items(), accumulate(sizes), sizes, strict=True):
+            yield name, lax.slice_in_dim(flat[0], end - size, end).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Published:
+    """The parameters of a stage as its devices publish them.
+
+    Attributes:
+      flats: an array ``[devices, size]`` for each bucket, a row on each device.
+      repeated: the parameters that every device has whole, by name.
+    """
+
+    flats: tuple[jax.Array, ...]
+    repeated: Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -55,19 +104,19 @@ class Pulled:
     """Parameters of a lane that are on their way.
 
     Attributes:
-      pieces: shards on the lane's devices.
-      shards: the shards on all lanes, for the parameters that are repeated.
+      flats: by bucket, the flat array of every shard, on the lane's devices.
+      repeated: as of ``Published``.
     """
 
-    pieces: Mapping[Piece, jax.Array]
-    shards: Tree
+    flats: tuple[tuple[jax.Array, ...], ...]
+    repeated: Mapping[str, jax.Array]
 
 
 class LaneGather:
     """Gathers the parameters of one stage's lanes."""
 
     def __init__(self, name: str, state: StageState, lanes: Mapping[str, StageState]):
-        """Plans the copies; nothing is traced.
+        """Plans the gathers; nothing is traced.
 
         Args:
           name: the stage's, such as "vision.0".
@@ -76,55 +125,60 @@ class LaneGather:
             whole.
         """
         self.name, self._state, self._lanes = name, state, lanes
-        zeros = by_name(state.zero)
-        self._sharded = {name: zero for name, zero in zeros.items() if zero.dimension is not None}
-        self._repeated = [name for name in zeros if name not in self._sharded]
-
-    # ---- pulls -------------------------------------------------------------------------------------------------------
+        self._zeros = {name: zero for name, zero in by_name(state.zero).items() if zero.dimension is not None}
+        self.buckets = _buckets(self._zeros, state)
 
     def open_pulls(self) -> None:
         """Opens this process's socket if its pulls reach over processes, before another process waits for it."""
         if len(self._state.submesh.processes) > 1 and self._state.submesh.local:
             process_pulls()
 
-    def pull(self, place: str, shards: Tree) -> Pulled | None:
-        """Starts this process's copies for the lane ``place``, and offers what other processes pull for it.
+    # ---- pulls -------------------------------------------------------------------------------------------------------
 
-        Args:
-          place: name of the lane, such as "vision.0/1".
-          shards: the stage's shards, by module, such as {"vision": {"embed": x}}; not donated before they are read.
+    def publish(self, shards: Tree) -> Published:
+        """The parameters for pulls, from the stage's shards by module, such as {"vision": {"embed": x}}.
+
+        They are copies: an owner's update writes over its masters, whoever still reads what it has published.
+        """
+        named = by_name(shards)
+        flats = self._publish({name: named[name] for name in self._zeros})
+        return Published(tuple(flats), {name: x for name, x in named.items() if name not in self._zeros})
+
+    def pull(self, place: str, published: Published) -> Pulled | None:
+        """Starts this process's copies for the lane ``place``, such as "vision.0/1".
+
+        It also offers what other processes pull for that lane.
 
         Returns:
           The parameters for ``join``, which are not there yet; ``None`` if the lane is another process's.
         """
-        plan, named = self._plans[place], by_name(shards)
-        held = {name: by_device(named[name]) for name in self._sharded}
+        plan, flats = self._plans[place], [by_device(flat) for flat in published.flats]
         for receiver, offers in plan.offered.items():
-            arrays = [held[copy.piece[0]][copy.owner] for copy in offers]
+            arrays = [flats[copy.bucket][copy.owner] for copy in offers]
             process_pulls().offer(self._transfer(place), receiver, arrays)
         if not self._lanes[place].submesh.local:
             return None
         copies = [*plan.local]
-        sources = [held[copy.piece[0]][copy.owner] for copy in copies]
+        sources = [flats[copy.bucket][copy.owner] for copy in copies]
         arrays = jax_compat.copies_on(sources, [copy.target for copy in copies])
         for sender, pulled in plan.pulled.items():
-            avals = [self._on_device(place, copy) for copy in pulled]
+            avals = [self._row_on(copy) for copy in pulled]
             arrays += process_pulls().pull(self._transfer(place), sender, avals)
             copies += pulled
-        on_devices: dict[Piece, dict[Device, jax.Array]] = {}
+        rows: dict[tuple[int, int], dict[Device, jax.Array]] = {}
         for copy, array in zip(copies, arrays, strict=True):
-            on_devices.setdefault(copy.piece, {})[copy.target] = array
-        pieces = {piece: array_of([by], self._piece_aval(place, piece[0])) for piece, by in on_devices.items()}
-        return Pulled(pieces, {name: named[name] for name in self._repeated})
+            rows.setdefault((copy.bucket, copy.shard), {})[copy.target] = array
+        (avals,) = self._joins[place].avals
+        joined = tuple(
+            tuple(array_of([rows[bucket, shard]], aval) for shard, aval in enumerate(shards))
+            for bucket, shards in enumerate(avals)
+        )
+        return Pulled(joined, published.repeated)
 
     def join(self, place: str, pulled: Pulled) -> Tree:
-        """The whole parameters of a lane, by module: joins what it has pulled, on its own devices alone."""
-        lane_avals = self._lanes[place].param_avals
-        repeated = on_lane(nested(pulled.shards), lane_avals)
-        joined = self._joins[place](
-            {name: [pulled.pieces[name, n] for n in range(self._parts(name))] for name in self._sharded}
-        )
-        return nested({**by_name(repeated), **joined})
+        """The whole parameters of a lane, by module: cuts and joins what it has pulled, on its own devices alone."""
+        repeated = on_lane(nested(pulled.repeated), self._lanes[place].param_avals)
+        return nested({**by_name(repeated), **self._joins[place](pulled.flats)})
 
     def _transfer(self, place: str) -> str:
         """The name of a lane's pulls: the ends of a transfer count its copies, which a lane makes in order."""
@@ -135,58 +189,67 @@ class LaneGather:
         return {place: _Plan.of(self._copies(lane.submesh)) for place, lane in self._lanes.items()}
 
     def _copies(self, lane: Submesh) -> list[Copy]:
-        """The copies of all shards to all devices of a lane."""
-        mesh = self._state.submesh.mesh
+        """The copies of all flat arrays to all devices of a lane."""
+        mesh, copies = self._state.submesh.mesh, list[Copy]()
         position = {device: np.unravel_index(i, mesh.devices.shape) for i, device in enumerate(mesh.devices.flat)}
-        copies = []
-        for name, zero in self._sharded.items():
-            axes = [mesh.axis_names.index(axis) for axis in shard_axes(zero.leaf, self._state.submesh.axes)]
+        for bucket, content in enumerate(self.buckets):
+            numbers = [mesh.axis_names.index(axis) for axis in content.axes]
             for target in lane.mesh.devices.flat:
                 group: list[Any] = list(position[target])
-                for axis in axes:
-                    group[axis] = slice(None)
-                # Mesh axes that are left keep the mesh's order; shards are numbered in the order of ``axes``.
-                owners = mesh.devices[tuple(group)].transpose(np.argsort(np.argsort(axes)))
+                for number in numbers:
+                    group[number] = slice(None)
+                # The slice has the axes in the mesh's order; shards are numbered in the order of the bucket's.
+                owners = mesh.devices[tuple(group)].transpose(np.argsort(np.argsort(numbers)))
                 copies += [
-                    Copy(piece=(name, number), owner=owner, target=target) for number, owner in enumerate(owners.flat)
+                    Copy(bucket=bucket, shard=shard, owner=owner, target=target)
+                    for shard, owner in enumerate(owners.flat)
                 ]
         return copies
 
-    def _parts(self, name: str) -> int:
-        """The number of shards of a parameter."""
-        submesh = self._state.submesh
-        return math.prod(submesh.mesh.shape[axis] for axis in shard_axes(self._sharded[name].leaf, submesh.axes))
+    def _row_on(self, copy: Copy) -> jax.ShapeDtypeStruct:
+        """A device's flat array on the device that it is copied to."""
+        bucket = self.buckets[copy.bucket]
+        return jax.ShapeDtypeStruct((1, bucket.size), bucket.dtype, sharding=SingleDeviceSharding(copy.target))
 
-    def _piece_aval(self, place: str, name: str) -> jax.ShapeDtypeStruct:
-        """One shard of a parameter as an array of a lane, equal on its ranks of dp and cp."""
-        zero, lane = self._sharded[name], self._lanes[place]
-        shape = list(zero.shape)
-        shape[_dimension(zero)] //= self._parts(name)
-        aval = jax.ShapeDtypeStruct(tuple(shape), self._state.param_dtype(zero.leaf))
-        return with_sharding(aval, lane.submesh.mesh, zero.leaf.spec(lane.submesh.axes))
+    @cached_property
+    def _publish(self) -> Program:
+        submesh, named = self._state.submesh, by_name(self._state.param_specs)
+        specs, avals = {name: named[name] for name in self._zeros}, by_name(self._state.param_avals)
 
-    def _on_device(self, place: str, copy: Copy) -> jax.ShapeDtypeStruct:
-        aval = self._piece_aval(place, copy.piece[0])
-        sharding = jax.sharding.SingleDeviceSharding(copy.target)
-        return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype, sharding=sharding)
+        def body(shards: dict[str, jax.Array]) -> list[jax.Array]:
+            return [bucket.flat(shards) for bucket in self.buckets]
+
+        rows = [PartitionSpec(submesh.axes.all)] * len(self.buckets)
+        spmd = Spmd(body, submesh.mesh, (specs,), rows, check_vma=False)
+        return Program.of(f"publish {self.name}", spmd, [{name: avals[name] for name in self._zeros}])
 
     @cached_property
     def _joins(self) -> dict[str, Program]:
-        return {place: self._join_program(place) for place, lane in self._lanes.items() if lane.submesh.local}
+        return {place: self._join(place) for place, lane in self._lanes.items() if lane.submesh.local}
 
-    def _join_program(self, place: str) -> Program:
-        lane = self._lanes[place].submesh
-        specs = {name: zero.leaf.spec(lane.axes) for name, zero in self._sharded.items()}
-        avals = {name: [self._piece_aval(place, name)] * self._parts(name) for name in self._sharded}
+    def _join(self, place: str) -> Program:
+        lane, mesh = self._lanes[place].submesh, self._state.submesh.mesh
+        avals, specs = [], []
+        for bucket in self.buckets:
+            # Over its other axes a lane has other parts of the parameters.
+            parts = tuple(axis for axis in lane.axes.all if axis not in bucket.axes)
+            shape = (math.prod(lane.mesh.shape[axis] for axis in parts), bucket.size)
+            row = with_sharding(jax.ShapeDtypeStruct(shape, bucket.dtype), lane.mesh, PartitionSpec(parts))
+            shards = math.prod(mesh.shape[axis] for axis in bucket.axes)
+            avals.append((row,) * shards)
+            specs.append((PartitionSpec(parts),) * shards)
+        whole = {name: zero.leaf.spec(lane.axes) for name, zero in self._zeros.items()}
 
-        def body(pieces: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
-            return {name: _joined(self._sharded[name], parts) for name, parts in pieces.items()}
+        def body(flats: tuple[tuple[jax.Array, ...], ...]) -> dict[str, jax.Array]:
+            shards: dict[str, list[jax.Array]] = {}
+            for bucket, rows in zip(self.buckets, flats, strict=True):
+                for name, shard in (pair for row in rows for pair in bucket.cut(row)):
+                    shards.setdefault(name, []).append(shard)
+            return {name: _joined(self._zeros[name], shards[name]) for name in whole}
 
-        in_specs: tuple[dict[str, list[PartitionSpec]]] = (
-            {name: [specs[name]] * len(parts) for name, parts in avals.items()},
-        )
-        # No donation: one piece of each parameter is the lane's own shard.
-        return Program.of(f"join {place}", Spmd(body, lane.mesh, in_specs, specs), [avals])
+        # No donation: one of the rows is what the lane's own devices publish.
+        spmd = Spmd(body, lane.mesh, (tuple(specs),), whole, check_vma=False)
+        return Program.of(f"join {place}", spmd, [tuple(avals)])
 
     # ---- together ----------------------------------------------------------------------------------------------------
 
@@ -210,8 +273,18 @@ class LaneGather:
     # ---- programs and sizes ------------------------------------------------------------------------------------------
 
     def programs(self, *, pulls: bool) -> list[Program]:
-        """The programs of ``pull`` and ``join`` in this process, or the one of ``collect``."""
-        return list(self._joins.values()) if pulls else [self._collective]
+        """The programs of ``publish`` and ``join`` in this process, or the one of ``collect``."""
+        return [self._publish, *self._joins.values()] if pulls else [self._collective]
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes on a device of published masters; published copies of masters take the place of others."""
+        direct = {name for bucket in self.buckets for name in bucket.shapes} - by_name(
+            self._state.prepared_avals
+        ).keys()
+        itemsizes = {name: jnp.dtype(bucket.dtype).itemsize for bucket in self.buckets for name in bucket.shapes}
+        shapes = {name: shape for bucket in self.buckets for name, shape in bucket.shapes.items()}
+        return sum(math.prod(shapes[name]) * itemsizes[name] for name in direct)
 
     def temporary_bytes(self, *, pulls: bool) -> int:
         """Bytes on a device while parameters are made whole, beside these: pulled shards, and what the program needs.
@@ -220,18 +293,18 @@ class LaneGather:
         """
         if not pulls:
             return self._collective.temporary_bytes()
-        program = self._join_program(self.name)
-        (pieces,) = program.avals
-        sizes = (math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(pieces))
-        return sum(sizes) + program.temporary_bytes()
+        program = self._join(self.name)
+        (flats,) = program.avals
+        pulled = sum((len(rows) - 1) * bucket.bytes for bucket, rows in zip(self.buckets, flats, strict=True))
+        return pulled + program.temporary_bytes()
 
     def pulled_bytes(self, place: str) -> dict[tuple[Device, Device], int]:
         """Bytes that a lane copies, by the device that has them and the device that they go to."""
         sizes: dict[tuple[Device, Device], int] = {}
         for copy in self._copies(self._lanes[place].submesh):
             if copy.owner != copy.target:
-                aval, ends = self._on_device(place, copy), (copy.owner, copy.target)
-                sizes[ends] = sizes.get(ends, 0) + math.prod(aval.shape) * aval.dtype.itemsize
+                ends = (copy.owner, copy.target)
+                sizes[ends] = sizes.get(ends, 0) + self.buckets[copy.bucket].bytes
         return sizes
 
 
@@ -257,14 +330,18 @@ class _Plan:
         return plan
 
 
-def _dimension(zero: ZeroLeaf) -> int:
-    assert zero.dimension is not None, "sharded"
-    return zero.dimension
+def _buckets(zeros: Mapping[str, ZeroLeaf], state: StageState) -> list[Bucket]:
+    """The sharded parameters of a stage in buckets."""
+    avals, shapes = by_name(state.param_avals), dict[tuple[Any, tuple[str, ...]], dict[str, tuple[int, ...]]]()
+    for name, zero in zeros.items():
+        key = avals[name].dtype, shard_axes(zero.leaf, state.submesh.axes)
+        shapes.setdefault(key, {})[name] = avals[name].sharding.shard_shape(avals[name].shape)
+    return [Bucket(axes=axes, dtype=dtype, shapes=by) for (dtype, axes), by in shapes.items()]
 
 
-def _joined(zero: ZeroLeaf, parts: list[jax.Array]) -> jax.Array:
+def _joined(zero: ZeroLeaf, shards: list[jax.Array]) -> jax.Array:
     """A rank's part of the parameter without padding, from its shards. Inside ``shard_map``."""
-    dimension = _dimension(zero)
-    whole = jnp.concatenate(parts, dimension)
+    assert zero.dimension is not None, "sharded"
+    whole = jnp.concatenate(shards, zero.dimension)
     # The padded dimension is never split over tp, so its local size is the global one.
-    return lax.slice_in_dim(whole, 0, zero.leaf.shape[dimension], axis=dimension) if zero.padding else whole
+    return lax.slice_in_dim(whole, 0, zero.leaf.shape[zero.dimension], axis=zero.dimension) if zero.padding else whole

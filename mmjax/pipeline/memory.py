@@ -279,7 +279,7 @@ class MicrobatchBytes:
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs by stage.
       ends: by edge or tie, bytes at the source and at the destination.
-      gathered: whole parameters by stage, of stages whose lanes gather them.
+      gathered, published: whole parameters, and published masters, by stage, of stages whose lanes gather.
     """
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
@@ -291,6 +291,7 @@ class MicrobatchBytes:
         self.keeps_carry = {name for name, f in stages.items() if f.has_backward and f.backward_reads_carry}
         self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in stages.items()}
         self.gathered = {name: shard_bytes(placed.places[name].state.param_avals) for name in placed.lane_gathers}
+        self.published = {name: gather.published_bytes for name, gather in placed.lane_gathers.items()}
         edges = {edge.name: traced.boundaries[edge.name].forward for edge in placed.graph.edges}
         self.ends = {name: (shard_bytes(f.source_aval), shard_bytes(f.target_aval)) for name, f in edges.items()}
         for tie in placed.graph.ties:
@@ -305,7 +306,7 @@ class MicrobatchBytes:
         result.residuals = {name: max(flow.residuals[name] for flow in flows) for name in flows[0].residuals}
         result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
         result.inputs = {name: max(flow.inputs[name] for flow in flows) for name in flows[0].inputs}
-        result.gathered = flows[0].gathered
+        result.gathered, result.published = flows[0].gathered, flows[0].published
         result.keeps_carry = set().union(*(flow.keeps_carry for flow in flows))
         result.ends = {
             name: (max(flow.ends[name][0] for flow in flows), max(flow.ends[name][1] for flow in flows))
@@ -354,7 +355,7 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
     on its ranks has ended, or until an op starts that awaits the end of the copy.
     """
     graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
-    gathered = GatheredBytes(schedule, flow.gathered)
+    gathered = GatheredBytes(schedule, flow.gathered, flow.published)
     pending = list[tuple[Op, Buffers, Buffers]]()
     for op in schedule.ops:
         for stash in (stash_op for stash_op in schedule.awaits(op) if stash_op in leaving):

@@ -48,8 +48,7 @@ class StageState(StateShapes):
 
         def cast_and_gather(zero: ZeroLeaf, shard: jax.Array) -> jax.Array:
             shard = shard.astype(self.param_dtype(zero.leaf))
-            # A copy even in the master's dtype: who takes it may read it after the masters are written over.
-            return jnp.copy(shard) if stay_shards else zero.gather(shard, axes)
+            return shard if stay_shards else zero.gather(shard, axes)
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             return jax.tree.map(cast_and_gather, zero, with_leaves(masters, borrowed))

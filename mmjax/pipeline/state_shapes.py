@@ -102,7 +102,7 @@ class StateShapes:
         self.master_dtypes = {m: jnp.dtype(optimizers[m].held_in(compute)) for m in self.leaves}
         self.param_dtypes = {m: jnp.dtype(param_dtype(str(d), compute)) for m, d in self.master_dtypes.items()}
         same_dtype = (m for m, master in self.master_dtypes.items() if master == self.param_dtypes[m])
-        self.direct_modules = frozenset(same_dtype if self._uses_masters else ())
+        self.direct_modules = frozenset(same_dtype if self.has_whole_masters or self._has_shards else ())
         decayed = {m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m]) for m in sorted(self.trainable)}
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
@@ -161,15 +161,6 @@ class StateShapes:
             key = zero.leaf.module, zero.leaf.layer or 0
             sizes[key] = sizes.get(key, 0) + size // (tp if zero.split_by_tp else 1)
         return max(sizes.values(), default=0)
-
-    @property
-    def _uses_masters(self) -> bool:
-        """Whether masters of the right dtype are used as they are.
-
-        Other processes pull copies of them: JAX does not know of such a read, and ``update`` writes over masters.
-        """
-        is_pulled = self.submesh.layout.pulls and len(self.submesh.processes) > 1
-        return (self.has_whole_masters or self._has_shards) and not is_pulled
 
     @property
     def _has_shards(self) -> bool:

@@ -78,7 +78,7 @@ class Walker:
     Attributes:
       states: states by stage, during the once-a-step ops.
       params: compute parameters by place (see ``PlacedModel.places``), of stages that do not gather.
-      shards: compute parameters of stages that gather: shards over all lanes, by stage.
+      shards: compute parameters of stages that gather, by stage: shards over all lanes, or ``Published`` for pulls.
       borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
       carry: received activations by (stage, microbatch), then by source stage.
@@ -166,7 +166,8 @@ class Walker:
         params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
         node = self.graph.stage(op.stage)
         if node.gather:
-            self.shards[op.stage] = params
+            gather = self.placed.lane_gathers[op.stage]
+            self.shards[op.stage] = gather.publish(params) if node.gather == "pull" else params
             return
         if op.stage in self.placed.lane_gathers:
             self.params |= self.placed.lane_gathers[op.stage].collect(params)
