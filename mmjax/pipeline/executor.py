@@ -289,7 +289,9 @@ class _Run(Walker):
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
         self.handlers |= {"stash": self.stash, "unstash": self.unstash}
-        self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local)
+        world = executor.placed.world
+        in_turn = world.processes > 1 and world.platform == "cpu"
+        self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local, in_turn=in_turn)
 
     def __call__(
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]

@@ -163,7 +163,7 @@ class LaneGather:
         arrays = jax_compat.copies_on(sources, [copy.target for copy in copies])
         for sender, pulled in plan.pulled.items():
             avals = [self._row_on(copy) for copy in pulled]
-            arrays += process_pulls().pull(self._transfer(place), sender, avals)
+            arrays += process_pulls().pull(self._transfer(place), sender, avals, channel="gather")
             copies += pulled
         rows: dict[tuple[int, int], dict[Device, jax.Array]] = {}
         for copy, array in zip(copies, arrays, strict=True):
