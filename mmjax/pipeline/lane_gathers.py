@@ -11,7 +11,7 @@ Zhang et al., "BigMac", §3.3, which copies by NVSHMEM.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -73,7 +73,11 @@ class Bucket:
     @property
     def bytes(self) -> int:
         """Bytes of a flat array."""
-        return self.size * jnp.dtype(self.dtype).itemsize
+        return self.bytes_of(self.shapes)
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Bytes of some parameters in a flat array."""
+        return sum(math.prod(self.shapes[name]) for name in names) * jnp.dtype(self.dtype).itemsize
 
     def flat(self, shards: Mapping[str, jax.Array]) -> jax.Array:
         """The flat array ``[1, size]`` of a device's shards. Inside ``shard_map``."""
@@ -279,12 +283,8 @@ class LaneGather:
     @property
     def published_bytes(self) -> int:
         """Bytes on a device of published masters; published copies of masters take the place of others."""
-        direct = {name for bucket in self.buckets for name in bucket.shapes} - by_name(
-            self._state.prepared_avals
-        ).keys()
-        itemsizes = {name: jnp.dtype(bucket.dtype).itemsize for bucket in self.buckets for name in bucket.shapes}
-        shapes = {name: shape for bucket in self.buckets for name, shape in bucket.shapes.items()}
-        return sum(math.prod(shapes[name]) * itemsizes[name] for name in direct)
+        prepared = by_name(self._state.prepared_avals)
+        return sum(bucket.bytes_of([name for name in bucket.shapes if name not in prepared]) for bucket in self.buckets)
 
     def temporary_bytes(self, *, pulls: bool) -> int:
         """Bytes on a device while parameters are made whole, beside these: pulled shards, and what the program needs.
