@@ -372,7 +372,7 @@ class _Run(Walker):
 
     def _params(self, op: Op, place: str) -> Any:
         """The compute parameters for an F or B."""
-        return self.gathered.whole(op, place) if op.stage in self.shards else self.params[place]
+        return self.gathered.params(op, place) if op.stage in self.shards else self.params[place]
 
     def weights(self, op: Op) -> None:
         keys = self.keys(op)

@@ -20,15 +20,15 @@ GATHERED = "gathered"
 class GatheredBytes:
     """Changes of bytes by the ops of one schedule."""
 
-    def __init__(self, schedule: Schedule, whole: Mapping[str, int], published: Mapping[str, int]):
+    def __init__(self, schedule: Schedule, params: Mapping[str, int], published: Mapping[str, int]):
         """Finds which gather serves which ops.
 
         Args:
           schedule: the order of ops.
-          whole: bytes of a stage's whole parameters on a device, of stages that gather: {"vision.0": 4096}.
+          params: bytes of a stage's whole parameters on a device, of stages that gather: {"vision.0": 4096}.
           published: bytes of published masters on a device, likewise.
         """
-        graph, self._whole, self._published = schedule.graph, whole, published
+        graph, self._params, self._published = schedule.graph, params, published
         self._lanes = {node.name: node.lane_names for node in graph.stages if node.gather == "pull"}
         readers: dict[tuple[str, Op], Op] = {}
         for op, gather in gathers_of_readers(schedule).items():
@@ -44,6 +44,6 @@ class GatheredBytes:
             size = self._published[op.stage]
             copies = Buffers({(place, GATHERED): size for place in self._lanes[op.stage]})
             return (copies, Buffers()) if op.kind == "prepare" else (Buffers(), copies)
-        size = self._whole.get(op.stage, 0)
+        size = self._params.get(op.stage, 0)
         gained = Buffers({(place, GATHERED): size for place in self._gained.get(op, ())})
         return gained, Buffers({(self._lost[op], GATHERED): size} if op in self._lost else {})

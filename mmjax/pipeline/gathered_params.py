@@ -28,7 +28,7 @@ class GatheredParams:
         for name in self._pulls:
             self._gathers[name].open_pulls()
         self._pulled: dict[tuple[str, Op], Pulled] = {}
-        self._whole: dict[tuple[str, Op], Any] = {}
+        self._params: dict[tuple[str, Op], Any] = {}
 
     def start(self, op: Op, place: str, shards: Any) -> None:
         """Starts a gather.
@@ -45,16 +45,16 @@ class GatheredParams:
             return
         for lane, params in gather.collect(shards).items():
             if (lane, op) in self._last_reader:  # a lane may have no microbatch
-                self._whole[lane, op] = params
+                self._params[lane, op] = params
 
-    def whole(self, op: Op, place: str) -> Any:
+    def params(self, op: Op, place: str) -> Any:
         """The parameters of a lane for its F or B ``op``, a tree by module."""
         key = place, self._sources[op]
         if key in self._pulled:
-            self._whole[key] = self._gathers[op.stage].join(place, self._pulled.pop(key))
-        return self._whole[key]
+            self._params[key] = self._gathers[op.stage].join(place, self._pulled.pop(key))
+        return self._params[key]
 
     def drop(self, op: Op) -> None:
         """Drops the parameters behind their last reader; memory is free when the op has ended."""
         if op in self._dropped:
-            self._whole.pop(self._dropped[op])
+            self._params.pop(self._dropped[op])

@@ -180,7 +180,7 @@ class LaneGather:
         return Pulled(joined, published.repeated)
 
     def join(self, place: str, pulled: Pulled) -> Tree:
-        """The whole parameters of a lane, by module: cuts and joins what it has pulled, on its own devices alone."""
+        """The whole parameters of a lane, by module: cuts and joins the pulled arrays, on its own devices alone."""
         repeated = on_lane(nested(pulled.repeated), self._lanes[place].param_avals)
         return nested({**by_name(repeated), **self._joins[place](pulled.flats)})
 
@@ -242,25 +242,25 @@ class LaneGather:
             shards = math.prod(mesh.shape[axis] for axis in bucket.axes)
             avals.append((row,) * shards)
             specs.append((PartitionSpec(parts),) * shards)
-        whole = {name: zero.leaf.spec(lane.axes) for name, zero in self._zeros.items()}
+        param_specs = {name: zero.leaf.spec(lane.axes) for name, zero in self._zeros.items()}
 
         def body(flats: tuple[tuple[jax.Array, ...], ...]) -> dict[str, jax.Array]:
             shards: dict[str, list[jax.Array]] = {}
             for bucket, rows in zip(self.buckets, flats, strict=True):
                 for name, shard in (pair for row in rows for pair in bucket.cut(row)):
                     shards.setdefault(name, []).append(shard)
-            return {name: _joined(self._zeros[name], shards[name]) for name in whole}
+            return {name: _joined(self._zeros[name], shards[name]) for name in param_specs}
 
         # No donation: one of the rows is what the lane's own devices publish.
-        spmd = Spmd(body, lane.mesh, (tuple(specs),), whole, check_vma=False)
+        spmd = Spmd(body, lane.mesh, (tuple(specs),), param_specs, check_vma=False)
         return Program.of(f"join {place}", spmd, [tuple(avals)])
 
     # ---- together ----------------------------------------------------------------------------------------------------
 
     def collect(self, shards: Tree) -> dict[str, Tree]:
         """The whole parameters of this process's lanes, by place, which all lanes gather together."""
-        whole = self._collective(shards)
-        return {place: on_lane(whole, lane.param_avals) for place, lane in self._lanes.items() if lane.submesh.local}
+        params = self._collective(shards)
+        return {place: on_lane(params, lane.param_avals) for place, lane in self._lanes.items() if lane.submesh.local}
 
     @cached_property
     def _collective(self) -> Program:
@@ -287,7 +287,7 @@ class LaneGather:
         return sum(bucket.bytes_of([name for name in bucket.shapes if name not in prepared]) for bucket in self.buckets)
 
     def temporary_bytes(self, *, pulls: bool) -> int:
-        """Bytes on a device while parameters are made whole, beside these: pulled shards, and what the program needs.
+        """Bytes on a device while parameters are joined, beside these: pulled arrays, and the program's temporaries.
 
         An estimate from the program's trace.
         """
@@ -342,6 +342,6 @@ def _buckets(zeros: Mapping[str, ZeroLeaf], state: StageState) -> list[Bucket]:
 def _joined(zero: ZeroLeaf, shards: list[jax.Array]) -> jax.Array:
     """A rank's part of the parameter without padding, from its shards. Inside ``shard_map``."""
     assert zero.dimension is not None, "sharded"
-    whole = jnp.concatenate(shards, zero.dimension)
+    padded = jnp.concatenate(shards, zero.dimension)
     # The padded dimension is never split over tp, so its local size is the global one.
-    return lax.slice_in_dim(whole, 0, zero.leaf.shape[zero.dimension], axis=zero.dimension) if zero.padding else whole
+    return lax.slice_in_dim(padded, 0, zero.leaf.shape[zero.dimension], axis=zero.dimension) if zero.padding else padded

@@ -9,8 +9,7 @@ schedule's ops on each rank stays as it is.
 * A *collective* gather runs on all lanes at once, before the microbatches that they run together: a barrier. It comes
   right before these on each rank, or, where that is shorter or the only way, before the first of them.
 
-Where an F or B follows another one of its stage on its lane, the parameters are still there: its gather is *held*, and
-left out.
+Where an F or B follows another one of its stage on its lane, the parameters are still there, and its gather is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def with_gathers(schedule: Schedule, gathers: Mapping[str, GatherKind], costs: C
       costs: seconds of each op, such as `Costs.nominal(graph)`; of gathers too.
 
     Returns:
-      The schedule: `.graph` with the stages' `gather`, `.ops` with the gathers, and `.held`, those that are left out.
+      The schedule: `.graph` with the stages' `gather`, `.ops` with the gathers, and `.skipped_gathers`, left out of it.
 
     Raises:
       ScheduleError: a collective gather can come nowhere.
@@ -46,12 +45,14 @@ def with_gathers(schedule: Schedule, gathers: Mapping[str, GatherKind], costs: C
         return schedule
     graph = schedule.graph.with_gathers(gathers)
     ranks = _rank_orders(schedule)
-    held = frozenset(_held(graph, schedule, ranks))
-    pulls = dict(_pull_waits(graph, ranks, held))
-    timelines, stuck = [], None
-    for waits in (_joint_waits(graph, schedule, ranks), _first_waits(graph, schedule, ranks)):
+    skipped_gathers = frozenset(_skipped(graph, schedule, ranks))
+    pulls = dict(_pull_waits(graph, ranks, skipped_gathers))
+    timelines, stuck, choices = [], None, [_joint_waits(graph, schedule, ranks)]
+    if choices[0]:  # there are collective gathers
+        choices.append(_first_waits(graph, schedule, ranks))
+    for waits in choices:
         try:
-            timelines.append(_timeline(schedule, graph, costs, pulls | waits, held))
+            timelines.append(_timeline(schedule, graph, costs, pulls | waits, skipped_gathers))
         except ScheduleError as error:  # lanes would wait for each other in a circle
             stuck = error
     if not timelines:
@@ -60,7 +61,7 @@ def with_gathers(schedule: Schedule, gathers: Mapping[str, GatherKind], costs: C
 
 
 def gathers_of_readers(schedule: Schedule) -> dict[Op, Op]:
-    """For each F and B that reads gathered parameters, the gather that made them: not a held one, but one before it.
+    """For each F and B that reads gathered parameters, the gather that made them: not a skipped one, but one before it.
 
     The parameters of a lane are dropped behind the last op with the same gather.
 
@@ -72,7 +73,7 @@ def gathers_of_readers(schedule: Schedule) -> dict[Op, Op]:
         for op in schedule.for_stage(node.name):
             if op.kind in ("F", "B"):
                 lane, gather = node.lane(op.microbatch), _gather(graph, op)
-                if gather not in schedule.held:
+                if gather not in schedule.skipped_gathers:
                     latest[lane] = gather
                 sources[op] = latest[lane]
     return sources
@@ -84,7 +85,9 @@ def _gather(graph: StageGraph, op: Op) -> Op:
     return gather
 
 
-def _timeline(schedule: Schedule, graph: StageGraph, costs: Costs, waits: Waits, held: frozenset[Op]) -> Timeline:
+def _timeline(
+    schedule: Schedule, graph: StageGraph, costs: Costs, waits: Waits, skipped_gathers: frozenset[Op]
+) -> Timeline:
     """The schedule's order on each rank, with gathers that wait for some ops."""
     orders: dict[str, list[Op]] = {f"rank {rank}": [] for rank in schedule.graph.ranks}
     for op in schedule.ops:
@@ -92,7 +95,7 @@ def _timeline(schedule: Schedule, graph: StageGraph, costs: Costs, waits: Waits,
             orders[f"rank {rank}"].append(op)
     merged = dict(schedule.waits)
     for op, before in waits.items():
-        if op not in held:
+        if op not in skipped_gathers:
             merged[op] = (*merged.get(op, ()), *before)
     return list_schedule(
         graph,
@@ -103,7 +106,7 @@ def _timeline(schedule: Schedule, graph: StageGraph, costs: Costs, waits: Waits,
         name=schedule.name,
         window=schedule.window,
         waits=merged,
-        held=held,
+        skipped_gathers=skipped_gathers,
     )
 
 
@@ -123,7 +126,7 @@ def _readers(graph: StageGraph, schedule: Schedule) -> Iterator[tuple[StageNode,
             yield graph.stage(op.stage), op
 
 
-def _held(graph: StageGraph, schedule: Schedule, ranks: RankOrders) -> Iterator[Op]:
+def _skipped(graph: StageGraph, schedule: Schedule, ranks: RankOrders) -> Iterator[Op]:
     """The gathers whose parameters are there: on all lanes that take part, the op before is one of the stage's.
 
     A W of the stage may come between, which reads no parameters.
@@ -149,14 +152,16 @@ def _following(order: list[Op]) -> Iterator[Op]:
         latest = op.stage if op.kind != "W" else ""
 
 
-def _pull_waits(graph: StageGraph, ranks: RankOrders, held: Collection[Op]) -> Iterator[tuple[Op, tuple[Op, ...]]]:
+def _pull_waits(
+    graph: StageGraph, ranks: RankOrders, skipped_gathers: Collection[Op]
+) -> Iterator[tuple[Op, tuple[Op, ...]]]:
     """Pairs of a pull and the ops before the last op on its lane's ranks: it starts when they have ended."""
     waits: dict[Op, dict[Op, None]] = {}
     for order in ranks.values():
         for i, op in enumerate(order):
             if op.kind in ("F", "B") and graph.stage(op.stage).gather == "pull":
                 gather = _gather(graph, op)
-                if i >= 2 and gather not in held:
+                if i >= 2 and gather not in skipped_gathers:
                     waits.setdefault(gather, {})[order[i - 2]] = None
     yield from ((gather, tuple(before)) for gather, before in waits.items())
 

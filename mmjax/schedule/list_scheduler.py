@@ -38,7 +38,7 @@ def list_schedule(
     name: str,
     window: int = 0,
     waits: Mapping[Op, tuple[Op, ...]] | None = None,
-    held: frozenset[Op] = frozenset(),
+    skipped_gathers: frozenset[Op] = frozenset(),
 ) -> Timeline:
     """The schedule, called `name`, and its times: each op starts as early as it may, and the ops are in that order.
 
@@ -57,16 +57,17 @@ def list_schedule(
       name: the schedule's name, such as "1f1b".
       window: microbatches of a window; 0 is the whole step.
       waits: by op, further ops that it waits for; None for none.
-      held: gathers that are left out, as in `Schedule`.
+      skipped_gathers: gathers that are left out, as in `Schedule`.
 
     Raises:
       ScheduleError: the wanted orders cannot be kept.
     """
     costs, waits = costs.split_as(graph), dict(waits or {})
-    ops = [op for op in step_ops(graph, microbatches, window) if op not in held]
+    ops = [op for op in step_ops(graph, microbatches, window) if op not in skipped_gathers]
     index = {op: i for i, op in enumerate(ops)}
     predecessors = [
-        {*dependencies(graph, microbatches, op, window), *awaits(graph, in_flight, op), *waits.get(op, ())} - held
+        {*dependencies(graph, microbatches, op, window), *awaits(graph, in_flight, op), *waits.get(op, ())}
+        - skipped_gathers
         for op in ops
     ]
     for order in orders.values():
@@ -106,7 +107,7 @@ def list_schedule(
         in_flight=dict(in_flight),
         window=window,
         waits=_without_implied(graph, waits),
-        held=held,
+        skipped_gathers=skipped_gathers,
     )
     return Timeline(
         schedule=schedule,

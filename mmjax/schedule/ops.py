@@ -75,7 +75,7 @@ class Schedule:
       window: microbatches of a window, for offload and reload. 0 is all; the last window may be smaller.
       waits: for an op, further ops that must end first, beside its dependencies. Named only where the order of ops on
         ranks does not ensure it.
-      held: gathers that are left out, since the parameters are still there from the op before.
+      skipped_gathers: gathers that are left out, since the parameters are still there from the op before.
     """
 
     graph: StageGraph
@@ -85,7 +85,7 @@ class Schedule:
     in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
     window: int = 0
     waits: Mapping[Op, tuple[Op, ...]] = field(default_factory=dict, hash=False)
-    held: frozenset[Op] = frozenset()
+    skipped_gathers: frozenset[Op] = frozenset()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -108,7 +108,9 @@ class Schedule:
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops whose results `op` reads."""
         needed = dependencies(self.graph, self.microbatches, op, self.window)
-        return tuple(before for before in needed if before not in self.held) if self.held else needed
+        return (
+            tuple(before for before in needed if before not in self.skipped_gathers) if self.skipped_gathers else needed
+        )
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
         """Ops that must end before `op` starts although it does not read their results: for `in_flight`, and `waits`.

@@ -98,9 +98,9 @@ def gathered_peak(case: Case) -> tuple[int, int, int]:
         nonlocal most
         yield
         gathered = executor.walker.gathered
-        whole = [params for (place, _), params in gathered._whole.items() if place == "vision.0"]
+        copies = [params for (place, _), params in gathered._params.items() if place == "vision.0"]
         flats = [pulled.flats for (place, _), pulled in gathered._pulled.items() if place == "vision.0"]
-        most = max(most, len(whole) + len(flats))
+        most = max(most, len(copies) + len(flats))
 
     with watched(executor.walker, around, in_order=True):
         session.step(0)

@@ -59,7 +59,7 @@ def test_a_pull_lies_beside_one_op_and_its_parameters_are_there_once():
     schedule = make_schedule("nested", graph, 12, costs)
     timeline = simulate(schedule, costs)
     pulls = [op for op in schedule.ops if op.kind == "gather"]
-    assert pulls and schedule.held
+    assert pulls and schedule.skipped_gathers
     sources = gathers_of_readers(schedule)
     for pull in pulls:
         (rank,) = graph.stage(STAGE).ranks_of(pull.microbatch)
@@ -80,8 +80,8 @@ def test_an_op_that_follows_one_of_its_stage_reads_what_is_there():
         for before, op in zip(["", *order], order, strict=False):
             if op.stage == STAGE and op.kind in ("F", "B"):
                 follows = isinstance(before, Op) and before.stage == STAGE
-                assert (gather_of(schedule.graph, op) in schedule.held) == follows
-    assert all(gather not in schedule.ops for gather in schedule.held)
+                assert (gather_of(schedule.graph, op) in schedule.skipped_gathers) == follows
+    assert all(gather not in schedule.ops for gather in schedule.skipped_gathers)
 
 
 def test_a_w_of_the_stage_leaves_its_parameters_there():
@@ -94,9 +94,9 @@ def test_a_w_of_the_stage_leaves_its_parameters_there():
             kinds = [before.kind for before in order[i - 2 : i] if before.stage == STAGE]
             if op.stage == STAGE and op.kind == "F" and kinds == ["B", "W"]:
                 between += 1
-                assert gather_of(schedule.graph, op) in schedule.held
+                assert gather_of(schedule.graph, op) in schedule.skipped_gathers
             if op.stage == STAGE and op.kind == "F" and order[i - 1].kind == "W" and order[i - 2].stage != STAGE:
-                assert gather_of(schedule.graph, op) not in schedule.held
+                assert gather_of(schedule.graph, op) not in schedule.skipped_gathers
     assert between
 
 
@@ -148,7 +148,7 @@ def test_every_schedule_with_lanes_has_gathers(name, way):
     costs = costs_of(graph, 0.3)
     schedule = make_schedule(name, graph, 10, costs)
     assert validate(schedule).ops == len(schedule.ops)
-    assert {op for op in schedule.ops if op.kind == "gather"}.isdisjoint(schedule.held)
+    assert {op for op in schedule.ops if op.kind == "gather"}.isdisjoint(schedule.skipped_gathers)
 
 
 def test_a_schedule_without_gathers_is_itself():
