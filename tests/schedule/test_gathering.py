@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from mmjax.schedule.graph import GatherKind, GraphError, StageGraph
 from mmjax.schedule.ops import Op, Schedule, gather_of, occupied_ranks, occupied_resources, participating_ranks
 from mmjax.schedule.schedules import INNER, make_schedule
 from mmjax.schedule.simulate import Costs, simulate
+from mmjax.schedule.timeline import draw_timeline, write_trace
 from mmjax.schedule.validate import ScheduleError, validate
 
 STAGE = "e0.0"
@@ -178,3 +180,18 @@ def test_pulls_gain_under_uneven_microbatches(model, least):
     pull, together = (pulled_step(model, way).timeline for way in ("pull", "collective"))
     assert together.makespan / pull.makespan >= least
     assert waiting(pull) == 0 and waiting(together) > 0
+
+
+@pytest.mark.parametrize("way", ["pull", "collective"])
+def test_timelines_show_gathers(way, tmp_path):
+    graph = gathering(way)
+    costs = costs_of(graph, 0.5)
+    timeline = simulate(make_schedule("nested", graph, 8, costs), costs)
+    write_trace(timeline, tmp_path / "trace.json")
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e.get("cat") == "gather"]
+    boxes = {event["tid"] for event in events if event["ph"] == "X"}
+    assert boxes == (set() if way == "pull" else {0, 1, 2, 3}), "a collective is on every rank"
+    gathers = sum(op.kind == "gather" for op in timeline.schedule.ops)
+    assert len(events) == gathers * (2 if way == "pull" else 4)
+    draw_timeline(timeline, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
