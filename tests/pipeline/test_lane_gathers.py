@@ -16,6 +16,7 @@ from test_parity import assert_equal_to_reference
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.pipeline import zero
+from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.gathered_bytes import GATHERED
 from mmjax.pipeline.memory import _replay, count_state_bytes, largest_microbatch, shard_bytes
 from mmjax.pipeline.trees import by_name
@@ -90,6 +91,7 @@ def gathered_peak(case: Case) -> tuple[int, int, int]:
     """Of the vision encoder's first lane: counted and measured bytes of gathered parameters, and those of one copy."""
     session = parity.Session(case).start()
     executor, placed = session.executor, session.placed
+    assert isinstance(executor, Executor), "a program per op"
     peaks, _ = _replay(session.schedule, largest_microbatch(placed, session.schedule, session.parts.shapes.values()))
     most = 0
 
