@@ -2,6 +2,8 @@
 
 Both modules of the digits in bf16 over the eight devices, a program per op. Arrays that live on the first device are
 counted after each op of a step. XLA's temporaries are those of the LLM's compiled forward and backward.
+
+Then parameters that lanes pull, against those that all lanes gather together (``benchmarks.pull``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.pull import bench_pull
 from benchmarks.steps import ALWAYS, Stepper
 from mmjax import jax_compat
 from mmjax.bench.rows import Row, at_most
@@ -75,8 +78,14 @@ def most_live_bytes(executor: Executor, step: Callable[[], None]) -> int:
 
 
 def bench_sharding(rounds: int) -> Iterator[Row]:
-    """Yields bytes of the first device for each way to shard; the last way's live arrays have a target."""
-    del rounds  # nothing is timed
+    """Yields bytes of the first device for each way to shard, of which the last one's live arrays have a target; then
+    steps of lanes that pull parameters or gather them together.
+    """
+    yield from _bytes()
+    yield from bench_pull(rounds)
+
+
+def _bytes() -> Iterator[Row]:
     whole = 0
     for shard, gather in WAYS:
         gc.collect()  # the arrays of the way before

@@ -122,7 +122,8 @@ BENCHES = {
     ),
     "sharding": Bench(
         where="benchmarks.sharding:bench_sharding",
-        doc="Bytes of a device by kind for each Layout.shard: counted, of live arrays, and of compiled programs.",
+        doc="Bytes of a device by kind for each Layout.shard: counted, of live arrays, and of compiled programs; and "
+        "steps of lanes that pull parameters beside those that gather together: eight processes.",
     ),
     "head": Bench(
         where="benchmarks.head:bench_head",

@@ -164,6 +164,9 @@ class Programs:
         for name, stage in placed.stages.items():
             if program := stage.state.prepare_program:
                 yield Use(program=program, kind="prepare", name=name)
+        for name, gather in placed.lane_gathers.items():
+            for program in gather.programs(pulls=graph.stage(name).gather == "pull"):
+                yield from (Use(program=program, kind="gather", name=name, backward=way) for way in (False, True))
         for kind, table in (("reduce", executor.reduce_programs), ("update", executor.update_programs)):
             for name, program in table.items():
                 yield Use(program=program, kind=kind, name=name)

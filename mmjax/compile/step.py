@@ -19,6 +19,7 @@ from mmjax.data.source import Source
 from mmjax.data.types import SampleMeta
 from mmjax.mesh import gpu
 from mmjax.mesh.transfer import MovedTransfer
+from mmjax.mesh.world import Device, World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import count_state_bytes, memory_by_stage, shard_bytes
 from mmjax.pipeline.peak import fullest
@@ -149,6 +150,10 @@ class Step:
             for backward, transfer in ((False, tie.forward.blocks), (True, tie.backward.blocks)):
                 if isinstance(transfer, MovedTransfer) and not transfer.mover.programs():
                     result[("move", name, backward), None] = _copy_seconds(transfer, rates)
+        for name, gather in self._parts.placed.lane_gathers.items():
+            if graph.stage(name).gather == "pull":
+                took = _pull_seconds(gather.pulled_bytes(name), self._parts.world, rates)
+                result |= {(("gather", name, backward), None): took for backward in (False, True)}
         host = 0.8 * self.programs.target.datasheet.host
         for node in graph.stages:
             state = self._parts.placed.stages[node.name].state
@@ -240,6 +245,14 @@ class Step:
         buffer = next((buffer for buffer in executable.buffers if buffer.kind == role), None)
         blame = Blame(kind=kind, bytes=kinds[kind], program=use.program.name, buffer=buffer)
         return Fullest(rank=0, op=STEP, bytes=executable.bytes, limit=limit, kinds=kinds, blame=blame)
+
+
+def _pull_seconds(sizes: Mapping[tuple[Device, Device], int], world: World, rates: Rates) -> float:
+    """Seconds in which a device of a lane copies the shards that it lacks; ``sizes`` by owner and receiver."""
+    ranks, received = {device: rank for rank, device in enumerate(world.devices)}, Counter[tuple[int, bool]]()
+    for (owner, target), size in sizes.items():
+        received[ranks[target], ranks[owner] // rates.node != ranks[target] // rates.node] += size
+    return max((size / (rates.network if far else rates.link) for (_, far), size in received.items()), default=0.0)
 
 
 def _copy_seconds(transfer: MovedTransfer, rates: Rates) -> float:

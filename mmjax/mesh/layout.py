@@ -36,7 +36,7 @@ EP_WAYS = ("ring", "all-to-all")
 """How ranks with different experts exchange tokens; see `mmjax.models.experts.exchange`."""
 SHARDS = ("states", "gradients", "parameters")
 """What is sharded over the ranks of an optimizer instance; see ``Layout.shard``."""
-GATHERS = ("layer", "step")
+GATHERS = ("layer", "step", "pull")
 """How often sharded parameters are gathered; see ``Layout.gather``."""
 DEGREES = ("dp", "pp", "chunks", "lanes", "copies", "cp", "tp", "ep", "optimizer_instances")
 SPANNING = ("dp", "pp", "lanes", "copies", "cp", "tp")
@@ -103,7 +103,9 @@ class Layout:
         ZeRO-1), ``gradients`` (their sums too: backward scatters each layer's gradients in every microbatch, ZeRO-2) or
         ``parameters`` (the compute parameters too, frozen or not: ZeRO-3).
       gather: when sharded parameters are gathered: ``layer`` (each layer's for each use, again in backward, and its
-        gradients are scattered) or ``step`` (all of them once a step; then sums are whole until the step's end).
+        gradients are scattered), ``step`` (all of them once a step; then sums are whole until the step's end) or
+        ``pull``, of a module with lanes (a lane copies all of them from the others before its forwards and backwards,
+        and drops them behind; sums are whole until the step's end).
       layers: how many of the module's layers each pipeline stage has, such as (3, 5), in the order of the layers; ()
         splits them as equally as possible.
 
@@ -168,8 +170,8 @@ class Layout:
         require(self.gather != "stage", "Layout.gather", self.gather, fix)
         one_of("Layout.gather", self.gather, GATHERS)
         if self.lanes > 1 and self.scatters_gradients:
-            fix = "a microbatch runs on one lane, which cannot exchange shards with the others"
-            legal = "; set Layout.gather to 'step'" if self.shard == "parameters" else "; set it to 'states'"
+            fix = "a microbatch runs on one lane, whose program cannot exchange shards with the others"
+            legal = "; set Layout.gather to 'pull'" if self.shard == "parameters" else "; set it to 'states'"
             raise ConfigError(f"Layout.shard={self.shard!r}: with Layout.lanes={self.lanes} {fix}{legal}")
         if self.layers:
             self._check_layers()
@@ -185,6 +187,9 @@ class Layout:
           ConfigError: a degree does not divide a size, or is not supported.
         """
         self._check_experts(name, sizes.experts)
+        fix = "lanes copy from each other, and Layout.lanes=1: ranks run their ops together; set it to 'layer'"
+        is_idle = self.shard != "parameters" or self.optimizer_shards == 1
+        require(self.gather != "pull" or self.lanes > 1 or is_idle, f"{name}/Layout.gather", self.gather, fix)
         self.check_layers(name, sizes.layers)
         by_tp = {**sizes.by_tp, **({} if self.expert_tp == 1 else sizes.by_expert_tp)}
         legal = nearest_divisor(self.tp, math.gcd(*by_tp.values()))
@@ -302,6 +307,16 @@ class Layout:
     def gathers_layers(self) -> bool:
         """Whether compute parameters are shards, which are gathered layer by layer."""
         return self.shard == "parameters" and self.gather == "layer" and self.optimizer_shards > 1
+
+    @property
+    def pulls(self) -> bool:
+        """Whether compute parameters are shards, which a lane gathers before its ops (see ``gather``)."""
+        return self.shard == "parameters" and self.gather == "pull" and self.optimizer_shards > 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether compute parameters are shards between the ops that use them."""
+        return self.gathers_layers or self.pulls
 
     @property
     def scatters_gradients(self) -> bool:

@@ -28,7 +28,7 @@ class Pulls:
     def __init__(self) -> None:
         """Opens the socket that others pull from, and announces its address to them."""
         self._counts: Counter[tuple[str, int, int]] = Counter()
-        self._connections: dict[int, Any] = {}
+        self._connections: dict[tuple[int, str], Any] = {}
         self._server = jax_compat.transfer_server(_host())
         announce(_key(jax_compat.process_index()), self._server.address())
 
@@ -42,15 +42,22 @@ class Pulls:
         """
         self._server.await_pull(self._number(name, jax_compat.process_index(), receiver), list(arrays))
 
-    def pull(self, name: str, sender: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """The arrays that process ``sender`` offers under ``name``; returns at once, with arrays that are not ready.
+    def pull(
+        self, name: str, sender: int, avals: Sequence[jax.ShapeDtypeStruct], *, channel: str = ""
+    ) -> list[jax.Array]:
+        """The arrays that another process offers; returns at once, with arrays that are not ready.
 
-        ``avals`` are their shapes and dtypes, each with a ``SingleDeviceSharding`` on the device that it goes to.
+        Args:
+          name: name of the transfer, as for ``offer``.
+          sender: index of the process that offers them.
+          avals: their shapes and dtypes, each with a ``SingleDeviceSharding`` on the device that it goes to.
+          channel: its pulls arrive one after another, so one that comes early must not stand behind one that comes
+            late: activations are pulled in the order of a schedule, all else has a channel of its own.
         """
-        if sender not in self._connections:
-            self._connections[sender] = self._server.connect(await_announcement(_key(sender)))
+        if (sender, channel) not in self._connections:
+            self._connections[sender, channel] = self._server.connect(await_announcement(_key(sender)))
         number = self._number(name, sender, jax_compat.process_index())
-        return self._connections[sender].pull(number, list(avals))
+        return self._connections[sender, channel].pull(number, list(avals))
 
     def _number(self, name: str, sender: int, receiver: int) -> int:
         """The number of the next copy, which is the same in both processes and used once."""

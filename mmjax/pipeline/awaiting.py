@@ -30,6 +30,8 @@ class Awaiting:
         dispatch: Callable[[Op], None],
         end: Callable[[Op], Any],
         local: Callable[[Op], bool],
+        *,
+        in_turn: bool = False,
     ):
         """Finds the awaits that neither devices nor data dependencies ensure; without any, no op is deferred.
 
@@ -38,7 +40,11 @@ class Awaiting:
           dispatch: runs an op.
           end: returns arrays that are ready when the op dispatched last has ended; None if this process cannot know.
           local: whether an op touches this process's devices.
+          in_turn: whether a deferred op defers all later ones, on any rank. Processes with CPUs need this: XLA launches
+            the programs of a process that have collectives in the order of their dispatch, whatever their devices, so
+            in another order two processes would wait for each other.
         """
+        self._in_turn = in_turn
         self._schedule, self._dispatch, self._end = schedule, dispatch, end
         self.awaits = {
             op: unordered for op in schedule.ops if local(op) and (unordered := _unordered(schedule, op, local))
@@ -71,13 +77,14 @@ class Awaiting:
         deferred, self._deferred = self._deferred, []
         self._blocking, self._taken_resources = set(), set()
         for place, op in enumerate(deferred):
-            if self._all_ranks <= self._taken_resources:
+            if self._deferred and (self._in_turn or self._all_ranks <= self._taken_resources):
                 self._deferred += deferred[place:]
                 return
             self._offer(op)
 
     def _offer(self, op: Op) -> None:
-        if self._deferred and self._all_ranks <= self._taken_resources:  # no rank is free: no need to check the op
+        no_rank_is_free = self._in_turn or self._all_ranks <= self._taken_resources
+        if self._deferred and no_rank_is_free:  # no need to check the op
             self._deferred.append(op)
         elif (self._deferred and self._must_follow_deferred(op)) or not self._may_start(op):
             self._deferred.append(op)

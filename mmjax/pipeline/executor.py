@@ -21,6 +21,7 @@ from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, completion_marker
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
+from mmjax.pipeline.gathered_params import GatheredParams
 from mmjax.pipeline.lane_views import over_lanes
 from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
 from mmjax.pipeline.overwriting import owned, reduce_program, update_program
@@ -209,6 +210,8 @@ class Executor:
         for tie in self.placed.ties.values():
             result += [*tie.forward.programs(), *tie.backward.programs()]
         result += self.placed.prepare_programs()
+        for name, gather in self.placed.lane_gathers.items():
+            result += gather.programs(pulls=self.schedule.graph.stage(name).gather == "pull")
         for table in (self.reduce_programs, self.update_programs):
             result += table.values()
         result += [part.program for part in (self.world_norm, *self.losses.values()) if part]
@@ -280,11 +283,15 @@ class _Run(Walker):
         self.rows: dict[str, jax.Array] = {}
         self.totals: dict[str, jax.Array] = {}
         self.losses: dict[str, list[jax.Array]] = {}
+        self.gathered = GatheredParams(executor.placed, executor.schedule)
+        self.handlers["gather"] = self.gather
         self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
         self.handlers |= {"reduce": self.reduce, "norm": self.norm, "update": self.update}
         self.handlers |= {"offload": self.offload, "reload": self.reload}
         self.handlers |= {"stash": self.stash, "unstash": self.unstash}
-        self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local)
+        world = executor.placed.world
+        in_turn = world.processes > 1 and world.platform == "cpu"
+        self.awaiting = Awaiting(executor.schedule, self.dispatch, self.end, self.is_local, in_turn=in_turn)
 
     def __call__(
         self, microbatches: Sequence[tuple[Signature, InputShapes]], denominators: Mapping[str, float]
@@ -305,7 +312,7 @@ class _Run(Walker):
             losses.setdefault(self.placed.places[place].model.module, []).extend(gathered)
         kinds, modules = model_losses(self.placed), self.placed.model.modules
         result = StepResult(losses, self.totals.get(WORLD), denominators, kinds, modules)
-        self.losses, self.totals, self.params, self.states = {}, {}, {}, {}
+        self.losses, self.totals, self.params, self.shards, self.states = {}, {}, {}, {}, {}
         return result
 
     def end(self, op: Op) -> Any:
@@ -327,7 +334,8 @@ class _Run(Walker):
     def forward(self, op: Op) -> None:
         keys = self.keys(op)
         key, place, programs = keys.stage, keys.place, self._programs(keys)
-        out, residuals = programs.forward(self.params[place], self.inputs[key], self.carry.get(key, {}))
+        out, residuals = programs.forward(self._params(op, place), self.inputs[key], self.carry.get(key, {}))
+        self.gathered.drop(op)
         if programs.backward:
             self.residuals[key] = residuals
             if not programs.functions.backward_reads_carry:
@@ -345,17 +353,26 @@ class _Run(Walker):
         assert programs.backward is not None
         sums = self.executor.take_sums(place)
         new, grads, *deferred = programs.backward(
-            self.params[place],
+            self._params(op, place),
             programs.functions.backward_part(sums),
             self.inputs.pop(key),
             self.carry.pop(key, {}),
             self.residuals.pop(key),
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
+        self.gathered.drop(op)
         if programs.weights:
             (self.deferred[key],) = deferred
         self.executor.sums[place] = programs.functions.with_backward_part(sums, new)
         self.send_back(op, grads)
+
+    def gather(self, op: Op) -> None:
+        """Starts to gather the parameters of a lane, or of all lanes together."""
+        self.gathered.start(op, self.keys(op).place, self.shards[op.stage])
+
+    def _params(self, op: Op, place: str) -> Any:
+        """The compute parameters for an F or B."""
+        return self.gathered.params(op, place) if op.stage in self.shards else self.params[place]
 
     def weights(self, op: Op) -> None:
         keys = self.keys(op)
@@ -418,8 +435,9 @@ class _Run(Walker):
 
     def update(self, op: Op) -> None:
         update, states = self.executor.update_programs[op.stage], self.executor.states
+        self.shards.pop(op.stage, None)  # they may be the masters themselves, which are about to be overwritten
         for place in self.placed.local_places(op.stage):
-            self.params.pop(place)  # they may be the masters themselves, which are about to be overwritten
+            self.params.pop(place, None)
         states[op.stage] = update(states[op.stage], self.reduced.pop(op.stage), self.totals[op.stage])
         if self.placed.offload(op.stage).optimizer:
             states[op.stage] = {**states[op.stage], "opt": moved(states[op.stage]["opt"], HOST)}

@@ -85,6 +85,8 @@ def _outputs(executor: Executor, op: Op) -> dict[str, Any]:
     key = (op.stage, op.microbatch)
     match op.kind:
         case "prepare":
+            if op.stage in run.shards:
+                return {"parameter": executor.states[op.stage]["master"]}  # by their names
             places = executor.placed.local_places(op.stage)
             return {"parameter" if len(places) == 1 else f"parameter on {name}": run.params[name] for name in places}
         case "F":

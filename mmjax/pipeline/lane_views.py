@@ -25,7 +25,7 @@ def on_lane(arrays: Tree, avals: Tree) -> Tree:
       avals: ``ShapeDtypeStruct`` with shardings on the lane.
     """
     lane_avals = by_name(avals)
-    return nested({name: _array([by_device(x)], lane_avals[name]) for name, x in by_name(arrays).items()})
+    return nested({name: array_of([by_device(x)], lane_avals[name]) for name, x in by_name(arrays).items()})
 
 
 def over_lanes(lanes: Iterable[Tree], avals: Tree) -> Tree:
@@ -38,11 +38,17 @@ def over_lanes(lanes: Iterable[Tree], avals: Tree) -> Tree:
     """
     named = [by_name(lane) for lane in lanes]
     return nested(
-        {name: _array([by_device(lane[name]) for lane in named], aval) for name, aval in by_name(avals).items()}
+        {name: array_of([by_device(lane[name]) for lane in named], aval) for name, aval in by_name(avals).items()}
     )
 
 
-def _array(shards: list[dict[Any, jax.Array]], aval: Any) -> jax.Array:
+def array_of(shards: list[dict[Any, jax.Array]], aval: Any) -> jax.Array:
+    """The array with these shards, without a copy.
+
+    Args:
+      shards: shards by device of this process, in one or several dicts.
+      aval: ``ShapeDtypeStruct`` of the array, with its sharding.
+    """
     shard_by_device = {device: shard for lane_shards in shards for device, shard in lane_shards.items()}
     parts = [shard_by_device[device] for device in aval.sharding.mesh.devices.flat if device in shard_by_device]
     return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, parts, dtype=aval.dtype)

@@ -8,19 +8,21 @@ here.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from operator import add
 from typing import Any
 
 import jax
 
 from mmjax import temporaries
+from mmjax.pipeline.gathered_bytes import GATHERED, Buffers, GatheredBytes
+from mmjax.pipeline.lane_gathers import LaneGather
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.state_bytes import StateBytes
-from mmjax.schedule.graph import StageGraph
+from mmjax.schedule.graph import GatherKind, StageGraph
 from mmjax.schedule.ops import ONCE, STASH_COPIES, Op, Schedule, participating_ranks
 
 
@@ -30,7 +32,7 @@ class Memory:
 
     Attributes:
       parameters: stored parameters of frozen modules, and compute copies. If masters are used directly, the only
-        copies are weights that other stages lend.
+        copies are weights that other stages lend. Whole parameters that a lane has gathered are among them.
       optimizer: fp32 masters and moments of trained modules.
       gradients: fp32 sums over microbatches, and reduced shards; unsharded gradients overwrite the sums.
       residuals: residuals, and deferred values of a split backward, of all microbatches in flight.
@@ -124,10 +126,11 @@ def memory_by_stage(placed: PlacedModel, schedule: Schedule, shapes: Iterable[In
         lanes = schedule.graph.stage(name).lane_names
         kinds = ("residuals", "received", "inputs", "boundaries", "host")
         by_kind = {kind: max(peaks[place, kind] for place in lanes) for kind in kinds}
+        gathered = max(peaks[place, GATHERED] for place in lanes)
         by_kind["temporaries"] = needed[name]
         states = count_state_bytes(stage.state)
         result[name] = Memory(
-            parameters=states.copies + states.frozen,
+            parameters=states.copies + states.frozen + gathered,
             optimizer=states.optimizer - states.frozen,
             gradients=states.sums + states.reduced,
             **by_kind | {"host": by_kind["host"] + sum(states.offloaded(placed.offload(name)))},
@@ -177,8 +180,10 @@ def temporaries_by_program(
             functions = traced[name]
             if id(functions) not in known:  # equal buckets share them, and they are kept
                 known[id(functions)] = temporaries_by_kind(functions)
+            join = join_bytes(placed.lane_gathers.get(name), schedule.graph.stage(name).gather)
             for kind, size in known[id(functions)].items():
-                result[kind, name] = max(size, result.get((kind, name), 0))
+                least = join if kind in ("F", "B") else 0
+                result[kind, name] = max(size, least, result.get((kind, name), 0))
     return result | {("reduce", name): reduce_temporaries(stage.state) for name, stage in placed.stages.items()}
 
 
@@ -274,6 +279,7 @@ class MicrobatchBytes:
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs by stage.
       ends: by edge or tie, bytes at the source and at the destination.
+      gathered, published: whole parameters, and published masters, by stage, of stages whose lanes gather.
     """
 
     def __init__(self, placed: PlacedModel, inputs: InputShapes, graph: StageGraph):
@@ -284,6 +290,8 @@ class MicrobatchBytes:
         self.deferred = {name: shard_bytes(f.deferred_avals) for name, f in stages.items()}
         self.keeps_carry = {name for name, f in stages.items() if f.has_backward and f.backward_reads_carry}
         self.inputs = {name: shard_bytes(f.forward_avals[1]) for name, f in stages.items()}
+        self.gathered = {name: shard_bytes(placed.places[name].state.param_avals) for name in placed.lane_gathers}
+        self.published = {name: gather.published_bytes for name, gather in placed.lane_gathers.items()}
         edges = {edge.name: traced.boundaries[edge.name].forward for edge in placed.graph.edges}
         self.ends = {name: (shard_bytes(f.source_aval), shard_bytes(f.target_aval)) for name, f in edges.items()}
         for tie in placed.graph.ties:
@@ -298,6 +306,7 @@ class MicrobatchBytes:
         result.residuals = {name: max(flow.residuals[name] for flow in flows) for name in flows[0].residuals}
         result.deferred = {name: max(flow.deferred[name] for flow in flows) for name in flows[0].deferred}
         result.inputs = {name: max(flow.inputs[name] for flow in flows) for name in flows[0].inputs}
+        result.gathered, result.published = flows[0].gathered, flows[0].published
         result.keeps_carry = set().union(*(flow.keeps_carry for flow in flows))
         result.ends = {
             name: (max(flow.ends[name][0] for flow in flows), max(flow.ends[name][1] for flow in flows))
@@ -306,8 +315,9 @@ class MicrobatchBytes:
         return result
 
 
-Buffers = Counter[tuple[str, str]]
-"""Bytes by (place, kind), with kinds as in ``Memory``, such as "residuals"; the kind "host" is on no device."""
+def join_bytes(gather: LaneGather | None, kind: GatherKind) -> int:
+    """Bytes that a lane needs while its gathered parameters are made whole, beside these; 0 without a gather."""
+    return gather.temporary_bytes(pulls=kind == "pull") if gather and kind else 0
 
 
 def _replay(schedule: Schedule, flow: MicrobatchBytes) -> tuple[Buffers, Buffers]:
@@ -345,12 +355,13 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
     on its ranks has ended, or until an op starts that awaits the end of the copy.
     """
     graph, leaving, before = schedule.graph, dict[Op, Buffers](), Buffers()
+    gathered = GatheredBytes(schedule, flow.gathered, flow.published)
     pending = list[tuple[Op, Buffers, Buffers]]()
     for op in schedule.ops:
         for stash in (stash_op for stash_op in schedule.awaits(op) if stash_op in leaving):
             before.update(leaving.pop(stash))
         yield from pending
-        gained, lost = changes(graph, flow, op)
+        gained, lost = map(add, changes(graph, flow, op), gathered.changes(op))
         if op.kind == "stash":
             leaving[op], lost = lost, Buffers()
         elif leaving and op.kind in ("F", "B", "W"):

@@ -18,6 +18,7 @@ from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS
 from mmjax.data.send_lists import SEND
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
+from mmjax.mesh.movers import mover_of
 from mmjax.mesh.routing import INSIDE_MODULE, LISTED_TOKENS, WHOLE_ROWS
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
@@ -26,13 +27,23 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.models.stage_model import StageModel
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.config import OFFLOAD_KINDS, OffloadConfig
+from mmjax.pipeline.lane_gathers import LaneGather
 from mmjax.pipeline.offload import require_host_memory
 from mmjax.pipeline.split import SplitFunctions
 from mmjax.pipeline.stage import StageFunctions
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.world_gather import WorldGather
-from mmjax.schedule.graph import EdgeKind, EdgeNode, StageGraph, StageNode, connected, edge_name, lane_name
+from mmjax.schedule.graph import (
+    EdgeKind,
+    EdgeNode,
+    GatherKind,
+    StageGraph,
+    StageNode,
+    connected,
+    edge_name,
+    lane_name,
+)
 from mmjax.schedule.simulate import Costs
 
 NO_OFFLOAD = OffloadConfig()
@@ -211,11 +222,32 @@ class PlacedModel:
                 offload=self.offload(name).parameters,
                 stash=self.offload(name).activations,
                 lanes=self.layouts[stage.model.module].lanes,
+                gather=self._gather_kind(stage),
             )
             for name, stage in self.stages.items()
         ]
         pairs = [(source, name) for name, stage in self.stages.items() for source in stage.model.sources]
         return connected(nodes, pairs, lambda src, dst: self._kind(src.name, dst.name), self._tie_nodes())
+
+    def _gather_kind(self, stage: Stage) -> GatherKind:
+        """How lanes gather the stage's parameters: as activations move, without waiting for each other or together."""
+        if not stage.submesh.layout.pulls:
+            return ""
+        mover = mover_of(self.settings.transport, stage.submesh, stage.submesh)
+        return "pull" if mover.kind == "async" else "collective"
+
+    @cached_property
+    def lane_gathers(self) -> dict[str, LaneGather]:
+        """The gathers of the stages whose parameters are shards over lanes, by stage."""
+        return {
+            node.name: LaneGather(
+                node.name,
+                self.stages[node.name].state,
+                {place: self.places[place].state for place in node.lane_names},
+            )
+            for node in self.graph.stages
+            if node.gather
+        }
 
     def _tie_nodes(self) -> tuple[EdgeNode, ...]:
         owners = {leaf: name for name, stage in self.stages.items() for leaf in stage.state.lent}

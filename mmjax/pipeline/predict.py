@@ -143,6 +143,7 @@ class Predictor(Walker):
         programs += [p for boundary in boundaries for p in boundary.forward.programs()]
         programs += [p for tie in self.placed.ties.values() for p in tie.forward.programs()]
         programs += self.placed.prepare_programs()
+        programs += [p for gather in self.placed.lane_gathers.values() for p in gather.programs(pulls=False)]
         last = {place for node in self._ends for place in node.lane_names}
         of_last = [item for forward in passes for item in forward.programs.items() if item[0][0] in last]
         for (name, _), program in of_last:

@@ -39,16 +39,16 @@ class StageState(StateShapes):
     def prepare(self) -> Spmd:
         """``(masters, borrowed) -> parameters``: casts before gathering, so that half the bytes travel.
 
-        Parameters that are gathered layer by layer stay shards.
+        Parameters that are gathered later, for the ops that use them, stay shards.
 
         The arguments are ``prepare_inputs``. The parameters are a tree by module, without ``direct_modules``.
         """
         axes, zero = self.submesh.axes, {m: self.zero[m] for m in self.prepared_avals}
-        gathers_layers = self.submesh.layout.gathers_layers
+        stay_shards = self.submesh.layout.shards_parameters
 
         def cast_and_gather(zero: ZeroLeaf, shard: jax.Array) -> jax.Array:
             shard = shard.astype(self.param_dtype(zero.leaf))
-            return shard if gathers_layers else zero.gather(shard, axes)
+            return shard if stay_shards else zero.gather(shard, axes)
 
         def body(masters: Tree, borrowed: Shared) -> Tree:
             return jax.tree.map(cast_and_gather, zero, with_leaves(masters, borrowed))

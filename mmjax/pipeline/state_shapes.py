@@ -2,8 +2,8 @@
 
 The masters and the optimizer's moments are sharded over dp (ZeRO-1, see ``ZeroLeaf``). Masters are float32; those of a
 frozen module, which nothing updates, are in the dtype of its storage. The compute parameters of a module are made by
-casting and gathering its masters, or are the masters themselves. Under ``Layout.gathers_layers`` they are shards like
-the masters, and under ``Layout.scatters_gradients`` the sums of their gradients are.
+casting and gathering its masters, or are the masters themselves. Under ``Layout.shards_parameters`` they are shards
+like the masters, and under ``Layout.scatters_gradients`` the sums of their gradients are.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StateShapes:
         self.master_dtypes = {m: jnp.dtype(optimizers[m].held_in(compute)) for m in self.leaves}
         self.param_dtypes = {m: jnp.dtype(param_dtype(str(d), compute)) for m, d in self.master_dtypes.items()}
         same_dtype = (m for m, master in self.master_dtypes.items() if master == self.param_dtypes[m])
-        self.direct_modules = frozenset(same_dtype if self.has_whole_masters or self._gathers_layers else ())
+        self.direct_modules = frozenset(same_dtype if self.has_whole_masters or self._has_shards else ())
         decayed = {m: jax.tree.map(lambda zero: zero.leaf.decayed, self.owned[m]) for m in sorted(self.trainable)}
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
@@ -114,14 +114,14 @@ class StateShapes:
     def param_specs(self) -> dict[str, Tree]:
         """``PartitionSpec`` of each compute parameter: a tree by module."""
         axes = self.submesh.axes
-        return jax.tree.map(lambda zero: zero.spec(axes) if self._gathers_layers else zero.leaf.spec(axes), self.zero)
+        return jax.tree.map(lambda zero: zero.spec(axes) if self._has_shards else zero.leaf.spec(axes), self.zero)
 
     @cached_property
     def param_avals(self) -> dict[str, Tree]:
         """``ShapeDtypeStruct``, with its sharding, of each compute parameter: a tree by module."""
 
         def shape(zero: ZeroLeaf) -> jax.ShapeDtypeStruct:
-            param_shape = zero.shape if self._gathers_layers else zero.leaf.shape
+            param_shape = zero.shape if self._has_shards else zero.leaf.shape
             return jax.ShapeDtypeStruct(param_shape, self.param_dtype(zero.leaf))
 
         return self._avals(shape, self.zero, self.param_specs)
@@ -148,7 +148,7 @@ class StateShapes:
     @property
     def scattered(self) -> frozenset[str]:
         """Names of the trained parameters that are whole, and whose sums of gradients are shards."""
-        names = () if self._gathers_layers else self.gathers
+        names = () if self.submesh.layout.gathers_layers else self.gathers
         return frozenset(name for name in names if name.partition("/")[0] in self.trainable)
 
     @cached_property
@@ -163,8 +163,8 @@ class StateShapes:
         return max(sizes.values(), default=0)
 
     @property
-    def _gathers_layers(self) -> bool:
-        return self.submesh.layout.gathers_layers
+    def _has_shards(self) -> bool:
+        return self.submesh.layout.shards_parameters
 
     @cached_property
     def master_specs(self) -> dict[str, Tree]:

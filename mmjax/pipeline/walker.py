@@ -77,7 +77,8 @@ class Walker:
 
     Attributes:
       states: states by stage, during the once-a-step ops.
-      params: compute parameters by place (see ``PlacedModel.places``).
+      params: compute parameters by place (see ``PlacedModel.places``), of stages that do not gather.
+      shards: compute parameters of stages that gather, by stage: shards over all lanes, or ``Published`` for pulls.
       borrowed, returned: received weights of ties and their gradients, by stage, then by tie.
       inputs: host inputs on their devices, by (stage, microbatch).
       carry: received activations by (stage, microbatch), then by source stage.
@@ -93,6 +94,7 @@ class Walker:
         self.placed, self.graph, self.boundaries = placed, graph, boundaries
         self.states: Mapping[str, State] = {}
         self.params: dict[str, Any] = {}
+        self.shards: dict[str, Any] = {}
         self.borrowed: dict[str, dict[str, jax.Array]] = {}
         self.returned: dict[str, dict[str, jax.Array]] = {}
         self.inputs: dict[tuple[str, int], Any] = {}
@@ -156,10 +158,21 @@ class Walker:
             self.in_transit[tie.name, ONCE, False] = moved(by_name(states[tie.src]["master"])[tie.name], DEVICE)
 
     def prepare(self, op: Op) -> None:
-        """Makes the compute parameters of the op's stage, and stores them in ``params`` for its local places."""
+        """Makes the compute parameters of the op's stage, and stores them in ``params`` for its local places.
+
+        If these are shards, they go to ``shards`` where the graph has gathers, and otherwise are gathered here.
+        """
         state, masters = self.placed.stages[op.stage].state, self.on_devices(op.stage, self.states[op.stage]["master"])
         params = state.compute_params(masters, self.borrowed.pop(op.stage, {}))
-        has_lanes = self.graph.stage(op.stage).lanes > 1
+        node = self.graph.stage(op.stage)
+        if node.gather:
+            gather = self.placed.lane_gathers[op.stage]
+            self.shards[op.stage] = gather.publish(params) if node.gather == "pull" else params
+            return
+        if op.stage in self.placed.lane_gathers:
+            self.params |= self.placed.lane_gathers[op.stage].collect(params)
+            return
+        has_lanes = node.lanes > 1
         for name, place in self.placed.local_places(op.stage).items():
             self.params[name] = on_lane(params, place.state.param_avals) if has_lanes else params
 

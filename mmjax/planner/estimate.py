@@ -35,18 +35,24 @@ class Estimate(StepSeconds):
             residuals = memory.residuals.of(part) * on_device + memory.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * memory.inputs.of(part)
         temporaries = self._temporaries(name, part)
+        published = states.direct if self.candidate.layouts[name].pulls else 0.0  # a copy of masters
         states_away, parameters_away = states.offloaded(self.candidate.offload(name))
         return DeviceBytes(
-            weights=states.copies + states.optimizer,
+            weights=states.copies + states.optimizer + published + self._gathered(name, part),
             gradients=states.sums + states.reduced,
             activations=scale * residuals + self._edge_bytes(node) + inputs,
-            temporaries=temporaries * (memory.split if split else 1.0),
+            temporaries=max(temporaries * (memory.split if split else 1.0), self._gathered(name, part)),
             reduced=states.reduced,
             inputs=inputs,
             states_away=states_away,
             parameters_away=parameters_away,
             activations_away=self._residual_bytes(node) * self.in_flight(node) if node.stashes else 0.0,
         )
+
+    def _gathered(self, name: str, part: StagePart) -> float:
+        """Bytes of the whole parameters that a lane gathers; as many are there in shards when it joins them."""
+        layout, states = self.candidate.layouts[name], self._states(name, part)
+        return states.parameters * layout.optimizer_shards if layout.pulls else 0.0
 
     def _temporaries(self, name: str, part: StagePart) -> float:
         """Bytes of a stage's largest program, with the bytes that cp ranks exchange while its layers run."""

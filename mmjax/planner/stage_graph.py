@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clock, Clocks
@@ -36,6 +37,9 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             stash=candidate.offload(name).activations,
             lanes=candidate.layouts[name].lanes,
         )
+        if candidate.layouts[name].pulls:
+            together = are_apart(candidate, clock, lambda clock: clock.process, node)
+            node = replace(node, gather="collective" if together else "pull")
         nodes.append(node)
         pairs += [(source, stage) for source in _sources(work, candidate, parts, module=module, index=index)]
 

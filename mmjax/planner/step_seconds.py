@@ -77,6 +77,9 @@ class StepSeconds:
                 seconds["B", node.name, False] -= w_seconds
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
+            if node.gather:
+                gather = self._gather_seconds(node.module, part)
+                seconds |= {("gather", node.name, backward): gather for backward in (False, True)}
             if node.stashes:
                 copy = self.clock.of(node.module).copy(self._residual_bytes(node))
                 seconds |= {(kind, node.name, False): copy for kind in STASH_COPIES}
@@ -164,7 +167,7 @@ class StepSeconds:
         shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
         first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
         seconds = partial(group_gather, clock, first=first - self.candidate.kind_start(name))
-        gather = 0.0 if layout.gathers_layers else seconds(states.copies, ranks=shards, apart=apart)
+        gather = 0.0 if layout.shards_parameters else seconds(states.copies, ranks=shards, apart=apart)
         reduce = 0.0 if layout.scatters_gradients else seconds(sums, ranks=shards, apart=apart)
         shard = sums if layout.scatters_gradients else sums / shards
         reduce += 2 * seconds(shard, ranks=instances, apart=apart * shards)
@@ -176,10 +179,21 @@ class StepSeconds:
             copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}
         return {"prepare": gather + op, "reduce": reduce + op, "update": op, **copies}
 
+    def _gather_seconds(self, name: str, part: StagePart) -> float:
+        """Seconds in which a lane gathers the parameters of its stage, with the host's time."""
+        layout, shards = self.candidate.layouts[name].across_lanes, self.candidate.layouts[name].optimizer_shards
+        return self.clock.op + group_gather(
+            self.clock.of(name),
+            self._states(name, part).parameters * shards,
+            ranks=shards,
+            apart=layout.replica_size * layout.dp // shards // layout.optimizer_instances,
+            first=layout.first_rank(0) - self.candidate.kind_start(name),
+        )
+
     def _states(self, name: str, part: StagePart) -> StateBytes[float]:
         """Bytes of a stage's states on a device."""
         layout = self.candidate.layouts[name]
-        sharded = Sharded(sums=layout.scatters_gradients, parameters=layout.gathers_layers)
+        sharded = Sharded(sums=layout.scatters_gradients, parameters=layout.shards_parameters)
         return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout), sharded=sharded)
 
     def _shards(self, layout: Layout) -> int:

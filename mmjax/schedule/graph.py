@@ -8,12 +8,13 @@ Parallelism for Multimodal Large Language Model Training", §3.3 and figure 4(a)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 EdgeKind = Literal["local", "async", "rendezvous"]
+GatherKind = Literal["", "pull", "collective"]
 
 WORLD = "world"
 """The stage name of ops that involve every rank; no stage may be called so."""
@@ -36,6 +37,9 @@ class StageNode:
     lanes: equal runs of `ranks` that take microbatches in turn, microbatch m on lane m mod lanes; several where a
     module is spread over the ranks of another module's pipeline (nested schedules). Ops that run once a step, such as
     the update, run on all ranks.
+    gather: how a lane gets the parameters that lie in shards on all lanes, before an F or B: "pull" (it copies them
+    from the other lanes, which take no part), "collective" (all lanes gather them together, so that each waits for the
+    last) or "" (they are whole).
     """
 
     name: str
@@ -49,6 +53,7 @@ class StageNode:
     offload: bool = False
     stash: bool = False
     lanes: int = 1
+    gather: GatherKind = ""
 
     def lane(self, microbatch: int) -> int:
         """The lane that `microbatch` runs on."""
@@ -74,6 +79,12 @@ class StageNode:
     def lane_names(self) -> tuple[str, ...]:
         """The names of all lanes, such as ("vision.0", "vision.0/1"); a stage without lanes has one, its own name."""
         return tuple(self.lane_name(lane) for lane in range(self.lanes))
+
+    def gathered_for(self, microbatch: int) -> int:
+        """The microbatch of the gather that `microbatch` uses: its own if its lane pulls, or else the first of those
+        that all lanes run together.
+        """
+        return microbatch if self.gather == "pull" else microbatch - self.lane(microbatch)
 
     def last_of_lanes(self, span: range) -> range:
         """The last microbatch of `span` on each lane; lanes without a microbatch in `span` have none."""
@@ -224,10 +235,8 @@ class StageGraph:
 
     def forward_only(self) -> StageGraph:
         """The same graph for evaluation, with nothing trained and no gradients."""
-        stages = tuple(
-            replace(stage, backward=False, trainable=False, split=False, offload=False, stash=False)
-            for stage in self.stages
-        )
+        nothing = {"backward": False, "trainable": False, "split": False, "offload": False, "stash": False}
+        stages = tuple(replace(stage, **nothing, gather="") for stage in self.stages)
         edges, ties = (tuple(replace(e, gradient=False) for e in edges) for edges in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)
 
@@ -235,13 +244,22 @@ class StageGraph:
         """The same graph with the backward of every trained stage split into B and W."""
         return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
 
+    def with_gathers(self, gathers: Mapping[str, GatherKind]) -> StageGraph:
+        """The same graph, whose stages gather as `gathers` says by name; all others have whole parameters."""
+        return replace(self, stages=tuple(replace(node, gather=gathers.get(node.name, "")) for node in self.stages))
+
     def with_moves(self, kind: Literal["async", "rendezvous"]) -> StageGraph:
-        """The same graph, all of whose edges and ties between different ranks are of this kind."""
+        """The same graph, all of whose edges and ties between different ranks are of this kind, and gathers likewise.
+
+        Without waiting, lanes pull; else their gathers are collectives.
+        """
+        way: GatherKind = "pull" if kind == "async" else "collective"
 
         def moved(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
             return tuple(edge if edge.kind == "local" else replace(edge, kind=kind) for edge in edges)
 
-        return replace(self, edges=moved(self.edges), ties=moved(self.ties))
+        graph = replace(self, edges=moved(self.edges), ties=moved(self.ties))
+        return graph.with_gathers({node.name: way for node in self.stages if node.gather})
 
     def with_few_ranks(self) -> StageGraph:
         """The same graph with one rank in place of each run of ranks that have the same stages.
@@ -304,6 +322,10 @@ def _check_stage(stage: StageNode) -> None:
         raise GraphError(f"stage {stage.name!r} has {stage.lanes} lanes on {len(stage.ranks)} ranks: lanes are equal")
     if stage.trainable and not stage.backward:
         raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")
+    if stage.gather not in get_args(GatherKind):
+        raise GraphError(f"stage {stage.name!r} gathers by {stage.gather!r}: use {', '.join(get_args(GatherKind))}")
+    if stage.gather and stage.lanes == 1:
+        raise GraphError(f"stage {stage.name!r} gathers and has one lane: the shards are on several, set gather=''")
     if stage.split and not stage.trainable:
         raise GraphError(f"stage {stage.name!r} is split but has no weights to train: set split=False")
 

@@ -38,6 +38,7 @@ def list_schedule(
     name: str,
     window: int = 0,
     waits: Mapping[Op, tuple[Op, ...]] | None = None,
+    skipped_gathers: frozenset[Op] = frozenset(),
 ) -> Timeline:
     """The schedule, called `name`, and its times: each op starts as early as it may, and the ops are in that order.
 
@@ -56,15 +57,17 @@ def list_schedule(
       name: the schedule's name, such as "1f1b".
       window: microbatches of a window; 0 is the whole step.
       waits: by op, further ops that it waits for; None for none.
+      skipped_gathers: gathers that are left out, as in `Schedule`.
 
     Raises:
       ScheduleError: the wanted orders cannot be kept.
     """
     costs, waits = costs.split_as(graph), dict(waits or {})
-    ops = list(step_ops(graph, microbatches, window))
+    ops = [op for op in step_ops(graph, microbatches, window) if op not in skipped_gathers]
     index = {op: i for i, op in enumerate(ops)}
     predecessors = [
         {*dependencies(graph, microbatches, op, window), *awaits(graph, in_flight, op), *waits.get(op, ())}
+        - skipped_gathers
         for op in ops
     ]
     for order in orders.values():
@@ -104,6 +107,7 @@ def list_schedule(
         in_flight=dict(in_flight),
         window=window,
         waits=_without_implied(graph, waits),
+        skipped_gathers=skipped_gathers,
     )
     return Timeline(
         schedule=schedule,
@@ -127,7 +131,7 @@ def _priority(graph: StageGraph) -> Callable[[Op], tuple[int, ...]]:
         backward = op.backward or op.kind == "B"
         if op.kind == "unstash":  # after the copies to the host, so that there is room
             rank = 8
-        elif op.kind in ("prepare", *COPY_KINDS):  # a copy competes with copies alone
+        elif op.kind in ("prepare", "gather", *COPY_KINDS):  # a copy competes with copies alone
             rank = 1
         elif op.kind in ("pack", "move"):  # another submesh may be idle until the data arrives
             rank = 2 if backward else 3 if op.microbatch != ONCE else 0

@@ -21,7 +21,7 @@ STASH_COPIES = ("stash", "unstash")
 MOST_UNSTASHED = 2
 """The most microbatches of a stashing stage's lane between F and B that are on its devices at once."""
 COPY_KINDS = (*PARAMETER_COPIES, *STASH_COPIES)
-KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "prepare", "reduce", "norm", "update")
+KINDS = ("F", "B", "W", *EDGE_KINDS, *COPY_KINDS, "gather", "prepare", "reduce", "norm", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Op:
       offload, reload: copy a stage's compute parameters to the host and back, between a window's last F and its first
         B. `microbatch` is the window's first.
       stash, unstash: copy the residuals that a microbatch's F keeps for its B to the host and back, on its lane.
+      gather: makes a lane's parameters whole for the F of a microbatch, or for its B if `backward`; a collective one
+        those of all lanes, for the microbatches that they run together, of which `microbatch` is the first.
       prepare, reduce, norm, update, once a step: make the weights ready, sum gradients over dp, compute squared
         gradient norms (on all ranks; the stage is "world"), and update.
     """
@@ -73,6 +75,7 @@ class Schedule:
       window: microbatches of a window, for offload and reload. 0 is all; the last window may be smaller.
       waits: for an op, further ops that must end first, beside its dependencies. Named only where the order of ops on
         ranks does not ensure it.
+      skipped_gathers: gathers that are left out, since the parameters are still there from the op before.
     """
 
     graph: StageGraph
@@ -82,6 +85,7 @@ class Schedule:
     in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
     window: int = 0
     waits: Mapping[Op, tuple[Op, ...]] = field(default_factory=dict, hash=False)
+    skipped_gathers: frozenset[Op] = frozenset()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -103,7 +107,10 @@ class Schedule:
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops whose results `op` reads."""
-        return dependencies(self.graph, self.microbatches, op, self.window)
+        needed = dependencies(self.graph, self.microbatches, op, self.window)
+        return (
+            tuple(before for before in needed if before not in self.skipped_gathers) if self.skipped_gathers else needed
+        )
 
     def awaits(self, op: Op) -> tuple[Op, ...]:
         """Ops that must end before `op` starts although it does not read their results: for `in_flight`, and `waits`.
@@ -179,6 +186,8 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     for span in windows(microbatches, window if offloaded else 1):
         for microbatch in span:
             for stage in graph.topological:
+                if gathers(stage, microbatch):
+                    yield Op("gather", stage.name, microbatch)
                 yield Op("F", stage.name, microbatch)
                 for edge in graph.out_edges(stage.name):
                     yield from edge_ops(graph, edge, microbatch, backward=False)
@@ -189,6 +198,8 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
             for stage in reversed(graph.topological):
                 if stage.stashes:
                     yield Op("unstash", stage.name, microbatch)
+                if stage.backward and gathers(stage, microbatch):
+                    yield Op("gather", stage.name, microbatch, backward=True)
                 if stage.backward:
                     yield Op("B", stage.name, microbatch)
                 for edge in graph.in_edges(stage.name):
@@ -204,6 +215,24 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     if trainable:
         yield Op("norm", WORLD)
     yield from (Op("update", stage) for stage in trainable)
+
+
+def gathers(stage: StageNode, microbatch: int) -> bool:
+    """Whether a stage has a gather that is named after this microbatch."""
+    return bool(stage.gather) and stage.gathered_for(microbatch) == microbatch
+
+
+def gather_of(graph: StageGraph, op: Op) -> Op | None:
+    """The gather of the parameters that an F or B reads; None where its stage has whole parameters.
+
+    Args:
+      graph: the graph that has the stage of the op.
+      op: an op of the step, such as `Op("F", "vision.0", 0)`.
+    """
+    node = graph.stage(op.stage)
+    if not node.gather:
+        return None
+    return Op("gather", op.stage, node.gathered_for(op.microbatch), backward=op.kind == "B")
 
 
 def edge_ops(graph: StageGraph, edge: EdgeNode, microbatch: int, *, backward: bool) -> tuple[Op, ...]:
@@ -264,13 +293,15 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
             unpacks = (arrival(edge, op.microbatch, backward=False) for edge in graph.in_edges(op.stage))
             before = _first(microbatches, window, op.microbatch) - 1
             reloads = _reload(graph, microbatches, op.stage, microbatch=before, window=window)
-            return (Op("prepare", op.stage), *reloads, *unpacks)
+            return (Op("prepare", op.stage), *reloads, *unpacks, *_gathers(graph, op))
         case "B":
             outs = (edge for edge in graph.out_edges(op.stage) if edge.gradient)
             reloads = _reload(graph, microbatches, op.stage, microbatch=op.microbatch, window=window)
             unpacks = (arrival(edge, op.microbatch, backward=True) for edge in outs)
             residuals = Op("unstash" if graph.stage(op.stage).stashes else "F", op.stage, op.microbatch)
-            return (residuals, *reloads, *unpacks)
+            return (residuals, *reloads, *unpacks, *_gathers(graph, op))
+        case "gather":
+            return (Op("prepare", op.stage),)
         case "W":
             return (Op("B", op.stage, op.microbatch),)
         case "offload":
@@ -293,6 +324,11 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
         case "update":
             return (Op("norm", WORLD), Op("reduce", op.stage))
     return ()
+
+
+def _gathers(graph: StageGraph, op: Op) -> tuple[Op, ...]:
+    gather = gather_of(graph, op)
+    return (gather,) if gather else ()
 
 
 def _first(microbatches: int, window: int, microbatch: int) -> int:
@@ -347,8 +383,8 @@ def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op,
 def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
     """The ranks that take part in `op`.
 
-    They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step, an offload or a
-    reload; those of both sides for a move; all for a world op.
+    They are the ranks of the microbatch's lane; all of the stage's for an op that runs once a step, an offload, a
+    reload or a gather, which copies from all of them; those of both sides for a move; all for a world op.
 
     Args:
       graph: the graph that has the stage of the op.
@@ -360,25 +396,26 @@ def participating_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
     if op.stage == WORLD:
         return graph.ranks
     node = graph.stage(op.stage)
-    return node.ranks if op.kind in PARAMETER_COPIES else node.ranks_of(op.microbatch)
+    return node.ranks if op.kind in (*PARAMETER_COPIES, "gather") else node.ranks_of(op.microbatch)
 
 
 def occupied_ranks(graph: StageGraph, op: Op) -> tuple[int, ...]:
-    """The ranks that can run nothing else during `op`: its participating ranks, but () for an asynchronous move or a
-    copy.
+    """The ranks that can run nothing else during `op`: its participating ranks, but () for an asynchronous move, a
+    copy or a pull.
 
     Args:
       graph: the graph that has the stage of the op.
       op: an op of the step, such as `Op("F", "llm.0", 0)`.
     """
-    if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).kind == "async"):
+    if op.kind in COPY_KINDS or (op.kind == "move" and graph.edge(op.edge).kind == "async") or _is_pull(graph, op):
         return ()
     return participating_ranks(graph, op)
 
 
 Resource = int | tuple[str, str | int, bool] | tuple[str, str, bool, int]
 """A resource that one op at a time can hold: a rank (its number), an edge's wire in one direction ("wire", edge,
-backward), with the number of the pair of lanes where there are several, or a rank's copy engine ("copy", rank, False).
+backward), with the number of the pair of lanes where there are several, a rank's copy engine ("copy", rank, False), or
+the link by which it pulls ("pull", rank, False).
 """
 
 
@@ -386,8 +423,9 @@ def occupied_resources(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """The resources that no other op can use during `op`: the ranks that it occupies, or its wire or copy engines.
 
     An asynchronous move holds its edge's wire in its direction, a copy to the host or back the copy engine of each of
-    its ranks; both leave the ranks free to compute. A rank is its number, a wire ("wire", edge, backward), with the
-    number of the pair of lanes where there are several, a copy engine ("copy", rank, False).
+    its ranks, a pull the links of the lane that pulls; all leave the ranks free to compute. A rank is its number, a
+    wire ("wire", edge, backward), with the number of the pair of lanes where there are several, a copy engine ("copy",
+    rank, False), a link ("pull", rank, False).
 
     Args:
       graph: the graph that has the stage of the op.
@@ -395,6 +433,8 @@ def occupied_resources(graph: StageGraph, op: Op) -> tuple[Resource, ...]:
     """
     if op.kind in COPY_KINDS:
         return tuple(("copy", rank, False) for rank in participating_ranks(graph, op))
+    if _is_pull(graph, op):
+        return tuple(("pull", rank, False) for rank in graph.stage(op.stage).ranks_of(op.microbatch))
     return occupied_ranks(graph, op) or (_wire(graph, op),)
 
 
@@ -410,6 +450,10 @@ def run_in_order(graph: StageGraph, before: Op, op: Op) -> bool:
     """
     copies = before.kind in COPY_KINDS and op.kind in COPY_KINDS
     return not copies and not set(occupied_resources(graph, before)).isdisjoint(occupied_resources(graph, op))
+
+
+def _is_pull(graph: StageGraph, op: Op) -> bool:
+    return op.kind == "gather" and graph.stage(op.stage).gather == "pull"
 
 
 def _wire(graph: StageGraph, op: Op) -> Resource:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mmjax.schedule.gathering import with_gathers
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.interleaved import interleaved
 from mmjax.schedule.list_scheduler import list_schedule
@@ -280,4 +281,5 @@ def make_schedule(
     if inner not in INNER:
         raise ScheduleError(f"{name} around {inner!r}: use one of {', '.join(INNER)}")
     options = {"window": window} if window else {"inner": inner} if traits.nests else {}
-    return traits.make(graph, microbatches, costs, **options)
+    schedule = traits.make(graph.with_gathers({}), microbatches, costs, **options)
+    return with_gathers(schedule, {node.name: node.gather for node in graph.stages if node.gather}, costs)

@@ -82,7 +82,7 @@ class Costs:
           forward: seconds of F, one number for all stages or one by stage name.
           backward: seconds of a trainable stage's B, as a multiple of its F.
           backward_frozen: seconds of the B of a stage that only passes gradients on, as a multiple of its F.
-          move: seconds of each move, over edges and ties.
+          move: seconds of each move, over edges and ties, and of each gather.
           once: seconds of each prepare, reduce and update.
         """
         seconds: dict[CostKey, float] = {}
@@ -91,6 +91,8 @@ class Costs:
             seconds["F", stage.name, False] = cost
             seconds["B", stage.name, False] = cost * (backward if stage.trainable else backward_frozen)
             seconds |= {(kind, stage.name, False): once for kind in ("prepare", "reduce", "update")}
+            if stage.gather:
+                seconds |= {("gather", stage.name, backwards): move for backwards in (False, True)}
         for edge in (*graph.edges, *graph.ties):
             seconds |= {("move", edge.name, direction): move for direction in (False, True)}
         return cls(seconds=seconds)
@@ -169,7 +171,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     An asynchronous move occupies no rank: it starts when its pack has ended and the move before it over the same edge
     in the same direction. A rendezvous occupies both sides. Copies to and from the host run beside the ranks' ops, one
-    after another on each rank. Costs are taken by `Costs.split_as`. The result has the `starts` and `ends` of the ops,
+    after another on each rank, and so do pulls of parameters; a collective gather occupies all lanes. Costs are taken
+    by `Costs.split_as`. The result has the `starts` and `ends` of the ops,
     in seconds and in their order, and the `makespan`.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmjax.schedule.graph import WORLD, show_ranks
-from mmjax.schedule.ops import COPY_KINDS, Op, occupied_ranks
+from mmjax.schedule.ops import COPY_KINDS, Op, occupied_ranks, occupied_resources
 from mmjax.schedule.simulate import Timeline
 from mmjax.schedule.text import wrapped
 
@@ -50,7 +50,8 @@ def draw_timeline(
 
     A row for the ranks of a stage submesh (or of the submeshes' common part, where they overlap), a colour for each
     module: light is forward, dark backward, in between the weights' part of a split one, the number is the microbatch.
-    Thin arrows are moves, stripes below a row copies to and from the host. Touches no global state of matplotlib.
+    Thin arrows are moves, stripes below a row copies to and from the host and pulls of parameters. Touches no global
+    state of matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -189,7 +190,7 @@ def _draw_row(axes: Axes, timeline: Timeline, row: _Row, y: int, *, inches: floa
         linewidth=0.5 if inches * timeline.makespan < 30 else 0.3,
         zorder=2,
     )
-    copies = [(op, *timeline.span(op)) for op in timeline.schedule.for_rank(row.ranks[0]) if op.kind in COPY_KINDS]
+    copies = [(op, *timeline.span(op)) for op in _copies(timeline, row.ranks[0])]
     axes.broken_barh(  # beside the ranks' ops: a stripe between two rows
         [(start, end - start) for _, start, end in copies],
         (y + _BOX / 2 + 0.03, 0.09),
@@ -205,10 +206,18 @@ def _draw_row(axes: Axes, timeline: Timeline, row: _Row, y: int, *, inches: floa
             axes.annotate(text, where, ha="center", va="center", fontsize=min(8.0, room), color=ink, zorder=3)
 
 
+def _copies(timeline: Timeline, rank: int) -> Iterator[Op]:
+    """The copies to and from the host of a rank, and the gathers by which it pulls parameters."""
+    graph = timeline.schedule.graph
+    for op in timeline.schedule.for_rank(rank):
+        if op.kind in COPY_KINDS or ("pull", rank, False) in occupied_resources(graph, op):
+            yield op
+
+
 def _fill(timeline: Timeline, op: Op) -> str:
     if op.kind in _ONCE:
         return _ONCE[op.kind]
-    if op.kind in ("pack", "move", "unpack"):
+    if op.kind in ("pack", "move", "unpack", "gather"):
         return _COMMUNICATION
     graph = timeline.schedule.graph
     colour = module_colour(graph.stage(op.stage).module, graph.modules)
@@ -271,7 +280,7 @@ def _draw_legend(figure: Figure, timeline: Timeline) -> None:
             handles.append(Patch(facecolor=_fill(timeline, Op(kind, stages[0].name)), label=name))
     kinds = {op.kind for op, (start, end) in timeline.spans.items() if end > start and occupied_ranks(graph, op)}
     handles += [Patch(facecolor=colour, label=kind) for kind, colour in _ONCE.items() if kind in kinds]
-    if kinds & {"pack", "move", "unpack"}:
+    if kinds & {"pack", "move", "unpack", "gather"} or any(stage.gather for stage in graph.stages):
         handles.append(Patch(facecolor=_COMMUNICATION, label="communication"))
     handles.append(Patch(facecolor=_IDLE, edgecolor="#d0d4d9", linewidth=0.5, label="idle"))
     if any(op.kind == "move" for op in timeline.schedule.ops):
@@ -329,7 +338,8 @@ def _slices(timeline: Timeline) -> Iterator[dict]:
             yield {**span, "ph": "e", "ts": end * 1e6}
             continue
         for stage in stages:
-            for rank in graph.ranks if stage == WORLD else graph.stage(stage).ranks_of(op.microbatch):
+            ranks = graph.ranks if stage == WORLD else graph.stage(stage).ranks_of(op.microbatch)
+            for rank in occupied_ranks(graph, op) if op.kind == "gather" else ranks:
                 place = {"pid": _process(timeline, stage), "tid": rank}
                 yield {**common, **place, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6}
 

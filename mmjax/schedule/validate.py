@@ -72,7 +72,8 @@ def _peak_bytes(schedule: Schedule, residuals: Mapping[str, int], deferred: Mapp
 
 
 def _check_complete(schedule: Schedule) -> None:
-    expected = dict.fromkeys(step_ops(schedule.graph, schedule.microbatches, schedule.window))
+    ops = step_ops(schedule.graph, schedule.microbatches, schedule.window)
+    expected = dict.fromkeys(op for op in ops if op not in schedule.skipped_gathers)
     counts = Counter(schedule.ops)
     for op, count in counts.items():
         if op not in expected:

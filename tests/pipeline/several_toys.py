@@ -38,6 +38,8 @@ COPIES = {
     "ear": Layout(dp=2, rank_offset=6),
     "llm": Layout(tp=2, pp=2, rank_offset=2),
 }
+# The lanes of the eye are on processes of their own, which have its parameters in shards.
+PULLING = {**PIPELINED, "eye": Layout(dp=2, lanes=2, rank_offset=2, shard="parameters", gather="pull")}
 PARAMETERS, OPTIMIZER = OffloadConfig(parameters=True), OffloadConfig(optimizer=True)
 
 
@@ -76,6 +78,10 @@ CASES = {
     "encoders first, offloaded": Case(layouts=PIPELINED, schedule="encoders-first", offloads={"eye": PARAMETERS}),
     "encoders first, ranks 0 and 1 idle": Case(layouts=BEHIND, schedule="encoders-first", clip_norm=0.4),
     "two losses, zb-h1": Case(layouts=test_toy_steps.HAND_DEEP, schedule="zb-h1", hand=0.3, clip_norm=0.4, decay=0.1),
+    "lanes pull": Case(layouts=PULLING, schedule="nested", buckets=(1, 2, 2, 1), clip_norm=0.4, decay=0.1, padded=True),
+    "lanes pull, encoders first, eye frozen": Case(
+        layouts=PULLING, schedule="encoders-first", buckets=(1, 2, 1, 1), frozen=("eye",), padded=True
+    ),
     "eager": Case(layouts=PIPELINED, schedule="eager-1f1b", frozen=("llm",)),
     "one program, instances": Case(
         layouts={name: Layout(dp=4, tp=2, optimizer_instances=2) for name in toy.MODULES},

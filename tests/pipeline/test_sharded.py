@@ -228,7 +228,7 @@ def test_one_rank_shares_nothing() -> None:
     [
         ({"shard": "weights"}, "Layout.shard='weights'"),
         ({"gather": "stage"}, "Layout.gather='stage': .*set it to 'step'"),
-        ({"lanes": 2, "shard": "parameters"}, "Layout.shard='parameters': with Layout.lanes=2 .*gather to 'step'"),
+        ({"lanes": 2, "shard": "parameters"}, "Layout.shard='parameters': with Layout.lanes=2 .*gather to 'pull'"),
         ({"lanes": 2, "shard": "gradients"}, "Layout.shard='gradients': with Layout.lanes=2 .*set it to 'states'"),
     ],
 )

@@ -68,6 +68,30 @@ def test_a_long_nested_step_is_what_the_whole_simulation_says(
             assert in_flight == promised or (inner == "zb-h1" and in_flight <= promised)
 
 
+def test_lanes_that_pull_hold_shards_and_one_copy_and_hide_their_pulls() -> None:
+    """Beside lanes with whole parameters: pulls lie beside other ops; a gather of all lanes makes a step longer."""
+    eye = module("vision", 4, 1.0, parameters=Shares(layer=GIGA), trained=Shares(layer=GIGA))
+    work = model(eye, LLM, global_batch=48)
+
+    def planned(process: int = 0, **fields: Any) -> Estimate:
+        layouts = {"vision": Layout(lanes=4, **fields), "llm": Layout(pp=4)}
+        estimate = estimated(work, layouts, 24)
+        return replace(estimate, clock=replace(clock(work, replace(PLAIN, node=4)), process=process))
+
+    whole, pulled = planned(), planned(shard="parameters", gather="pull")
+    together = planned(process=1, shard="parameters", gather="pull")
+    assert [each.graph.stage("vision.0").gather for each in (whole, pulled, together)] == ["", "pull", "collective"]
+    (kind, seconds), (again, _) = ((key[0], cost) for key, cost in pulled.costs.seconds.items() if key[0] == "gather")
+    assert kind == again == "gather" and seconds > 0
+    assert pulled.seconds <= whole.seconds + 2 * seconds
+    collective = pulled.graph.with_gathers({"vision.0": "collective"})  # with the same moves
+    assert pulled.timeline(graph=collective).makespan > pulled.timeline().makespan
+    parameters = 4 * GIGA * work.item
+    states = [each._states("vision", each.parts["vision.0"]) for each in (whole, pulled)]
+    assert states[1].parameters == pytest.approx(states[0].parameters / 4) == parameters / 4
+    assert pulled._gathered("vision", pulled.parts["vision.0"]) == parameters
+
+
 def heavy(seconds: float) -> Work:
     """An encoder of one layer, which no pipeline can cut, and an LLM whose weights want more than one stage."""
     states: dict = {name: Shares(layer=GIGA / 2) for name in ("parameters", "trained")}
