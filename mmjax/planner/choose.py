@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.planner.candidates import (
     COLOCATED,
@@ -318,7 +319,7 @@ def _costs(
         temporaries = clock.temporaries(module.name, least, rows=rows, width=module.width, tp=tp)
         activations[tp] = rows * residuals * in_flight + temporaries
     parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
-    states = work.states(module.name, module.whole, tp=1, shards=1)
+    states = work.states(module.name, module.whole, Layout())
     return ModuleCosts(
         forward=forward,
         backward=backward,
