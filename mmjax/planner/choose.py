@@ -7,10 +7,11 @@ schedule that a run would have, communication included, and the shortest simulat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
@@ -146,21 +147,40 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
     rows_of = rows_of or proportional(work)
-    estimates: list[Estimate] = []
-    misses: dict[str, str] = {}
-    for label, candidates in _candidates(work, fleet, modes):
-        try:
-            fastest = finalists(work, fleet, candidates)
-        except DoesNotFit as reason:
-            misses[label] = str(reason)
-            continue
-        accepted = list(_with_variants(work, fleet, fastest, rows_of))
-        estimates += accepted
-        if not accepted:
-            misses[label] = "no layout that fits on paper fits with whole rows"
+    estimates, misses = list[Estimate](), dict[str, str]()
+    candidates = dict(_candidates(work, fleet, modes))
+    for shards in (False, True):
+        if any(not estimate.candidate.offloads for estimate in estimates):
+            break
+        by_label = _by_label(work, fleet, candidates, rows_of, shards=shards)
+        for label, (accepted, reason) in by_label.items():
+            estimates += accepted
+            if accepted:
+                misses.pop(label, None)
+            elif all(estimate.candidate.label != label for estimate in estimates):
+                misses.setdefault(label, reason)
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
     return ranked(fleet, [*estimates, *_further(work, fleet, estimates, rows_of)], misses)
+
+
+def _by_label(
+    work: Work, fleet: Fleet, candidates: Mapping[str, Iterable[Candidate]], rows_of: RowsOf, *, shards: bool
+) -> dict[str, tuple[list[Estimate], str]]:
+    """Estimates of the fastest candidates that fit, and of their variants, by label; or none and the reason.
+
+    shards: as for `finalists`.
+    """
+    results: dict[str, tuple[list[Estimate], str]] = {}
+    for label, candidates_of_label in candidates.items():
+        try:
+            fastest = finalists(work, fleet, candidates_of_label, shards=shards)
+        except DoesNotFit as reason:
+            results[label] = [], str(reason)
+            continue
+        accepted = list(_with_variants(work, fleet, fastest, rows_of))
+        results[label] = accepted, "" if accepted else "no layout that fits on paper fits with whole rows"
+    return results
 
 
 def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
@@ -225,18 +245,22 @@ def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tu
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
     """The plans of Eq. 1 and 2, and the same plans with cp, which the equations do not have.
 
-    Plans with more recompute are those with a shorter step, which have what memory allows them.
+    Plans with more recompute are those with a shorter step, which have what memory allows them. If there are none,
+    they are the plans of modules whose replicas share all of their states.
 
     least: the least number of kinds of device in use.
     """
     best = math.inf
-    for remat in work.remat_choices:
+    for sharded, remat in itertools.product((False, True), work.remat_choices):
+        if sharded and best < math.inf and remat == work.fastest_remat:
+            return
         recomputing = work.with_remat(remat)
         clocks = fleet.computing(recomputing)
         relaxed = {name for name, value in remat.items() if value != work.fastest_remat[name]}
-        if relaxed and not any(_shorter(recomputing, clocks, best, kinds=least, free=relaxed)):
+        of_kinds = partial(_shorter, recomputing, clocks, best, kinds=least, sharded=sharded)
+        if relaxed and not any(of_kinds(free=relaxed)):
             continue
-        plans = list(_shorter(recomputing, clocks, best, kinds=least))
+        plans = list(of_kinds())
         for plan in plans:
             candidate = replace(apart(recomputing, plan, fleet), remat=remat)
             yield candidate
@@ -244,16 +268,21 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
         best = min([best, *(plan.objective for plan in plans)])
 
 
-def _shorter(work: Work, fleet: Fleet, best: float, *, kinds: int, free: Collection[str] = ()) -> Iterator[Plan]:
+def _shorter(
+    work: Work, fleet: Fleet, best: float, *, kinds: int, sharded: bool, free: Collection[str] = ()
+) -> Iterator[Plan]:
     """The best plans of Eq. 1 and 2 with steps shorter than `best` seconds.
 
-    free: names of modules whose activations take no memory, for a bound that needs no trace of them.
+    sharded: whether replicas share all states. free: names of modules whose activations take no memory, for a bound
+    that needs no trace of them.
     """
-    for problem in problems(work, fleet, free=free):
+    for problem in problems(work, fleet, free=free, sharded=sharded):
         yield from (plan for plan in best_plans(problem, kinds=kinds, below=best) if plan.objective < best)
 
 
-def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterator[MixedProblem]:
+def problems(
+    work: Work, fleet: Fleet, *, free: Collection[str] = (), sharded: bool = False
+) -> Iterator[MixedProblem]:
     """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
 
     Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.
@@ -263,6 +292,7 @@ def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterato
 
     work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
     free: names of modules whose activations are taken to need no memory.
+    sharded: whether replicas share parameters and sums of gradients too.
     """
     pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -270,28 +300,37 @@ def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterato
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
             kinds = {
-                name: as_problem(work, kind, samples=samples, stages=stages, free=free)
+                name: as_problem(work, kind, samples=samples, stages=stages, free=free, sharded=sharded)
                 for name, kind in fleet.kinds.items()
             }
             yield MixedProblem(names=tuple(work.modules), kinds=kinds)
 
 
-def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int, free: Collection[str] = ()) -> Problem:
+def as_problem(
+    work: Work, kind: DeviceKind, *, samples: int, stages: int, free: Collection[str] = (), sharded: bool = False
+) -> Problem:
     """The problem of Eq. 1 and 2 (`mmjax.planner.cost`) on devices of one kind.
 
     Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
-    that may be behind it.
+    that may be behind it. Replicas share experts, as with the most ep.
 
     work, kind: such as `read_work(recipe)` and `DeviceKind(clock=clock, devices=16, memory=80e9)`.
     samples, stages: samples of a microbatch of one LLM replica, and the most LLM stages.
     free: names of modules whose activations are taken to need no memory.
+    sharded: whether replicas share parameters and sums of gradients too.
     """
     modules = {}
     for name, module in work.modules.items():
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
         pps = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
         in_flight = 0 if name in free else in_flight
-        modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
+        costs = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
+        shared = 1.0 if sharded else _expert_share(module)
+        modules[name] = replace(
+            costs,
+            param_bytes=costs.param_bytes * (1 - shared),
+            optimizer_bytes=costs.optimizer_bytes + costs.param_bytes * shared,
+        )
     return Problem(
         devices=kind.devices,
         global_batch=work.global_batch,
@@ -300,6 +339,12 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int, free:
         modules=modules,
         dp_divides_samples=True,
     )
+
+
+def _expert_share(module: ModuleWork) -> float:
+    """The share of experts in the parameters of a module."""
+    experts = module.experts.parameters * module.layers if module.experts else 0.0
+    return experts / module.parameters.of(module.whole) if experts else 0.0
 
 
 def _costs(

@@ -52,6 +52,8 @@ class Estimate(StepSeconds):
         """Bytes of a stage's largest program, with the bytes that cp ranks exchange while its layers run."""
         module, layout = self.work.modules[name], self.candidate.layouts[name]
         transferred = transferred_bytes(module, layout, self.work.item)
+        if layout.scatters_gradients:  # the gradients of other layers are shards already
+            transferred -= self._memory(name).fixed_layer * part.layers * (1 - 1 / layout.optimizer_shards)
         if layout.ep > 1:  # a clock has those of all experts on each rank
             transferred += self._memory(name).running(part, self._scale(name))
             transferred -= module.memory[layout.tp].running(part, self._scale(name))
