@@ -324,13 +324,8 @@ def as_problem(
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
         pps = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
         in_flight = 0 if name in free else in_flight
-        costs = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
-        shared = 1.0 if sharded else _expert_share(module)
-        modules[name] = replace(
-            costs,
-            param_bytes=costs.param_bytes * (1 - shared),
-            optimizer_bytes=costs.optimizer_bytes + costs.param_bytes * shared,
-        )
+        sizes = {"samples": samples, "in_flight": in_flight}
+        modules[name] = _costs(work, module, kind.clock, **sizes, stages=pps, sharded=sharded)
     return Problem(
         devices=kind.devices,
         global_batch=work.global_batch,
@@ -341,14 +336,31 @@ def as_problem(
     )
 
 
-def _expert_share(module: ModuleWork) -> float:
-    """The share of experts in the parameters of a module."""
+def _problem_bytes(work: Work, module: ModuleWork, *, sharded: bool) -> tuple[float, float]:
+    """`ModuleCosts.param_bytes` and `ModuleCosts.optimizer_bytes` of a module: each replica's, and those they share.
+
+    A replica has copies, sums and the gradients that a program adds to them, but for experts. All share states with
+    reduced gradients.
+    """
+    states = work.states(module.name, module.whole, Layout())
+    copies = module.parameters.of(module.whole) * work.item
+    if sharded:
+        return 0.0, copies + states.sums + states.optimizer
+    of_replica = copies + states.sums + module.trained.of(module.whole) * work.item
     experts = module.experts.parameters * module.layers if module.experts else 0.0
-    return experts / module.parameters.of(module.whole) if experts else 0.0
+    shared = of_replica * experts / module.parameters.of(module.whole) if experts else 0.0
+    return of_replica - shared, states.optimizer + states.sums + shared
 
 
 def _costs(
-    work: Work, module: ModuleWork, clock: Clock, *, samples: int, in_flight: int, stages: tuple[int, ...]
+    work: Work,
+    module: ModuleWork,
+    clock: Clock,
+    *,
+    samples: int,
+    in_flight: int,
+    stages: tuple[int, ...],
+    sharded: bool,
 ) -> ModuleCosts:
     """The costs of a module; with none in flight its activations and temporaries take no memory."""
     forward, backward, activations = {}, {}, {}
@@ -363,14 +375,12 @@ def _costs(
         least = StagePart(layers=1, first=True, last=True)
         temporaries = clock.temporaries(module.name, least, rows=rows, width=module.width, tp=tp)
         activations[tp] = rows * residuals * in_flight + temporaries
-    parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
-    states = work.states(module.name, module.whole, Layout())
+    param_bytes, optimizer_bytes = _problem_bytes(work, module, sharded=sharded)
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        # Copies, sums and the gradients that a program adds to them; then sharded states with reduced gradients.
-        param_bytes=parameters * work.item + (states.sums + trained * work.item),
-        optimizer_bytes=states.optimizer + states.sums,
+        param_bytes=param_bytes,
+        optimizer_bytes=optimizer_bytes,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,
