@@ -189,7 +189,10 @@ def _changed(fleet: Fleet, estimate: Estimate, candidate: Candidate) -> Estimate
 
 def _degrees(candidate: Candidate) -> str:
     """The layouts of a candidate in words, without ep and shards."""
-    layouts = {name: replace(layout, ep=1, shard=SHARDS[0]) for name, layout in candidate.layouts.items()}
+    layouts = {
+        name: layout if layout.ep == 1 and layout.shard == SHARDS[0] else replace(layout, ep=1, shard=SHARDS[0])
+        for name, layout in candidate.layouts.items()
+    }
     return replace(candidate, layouts=layouts, remat={}).describe()
 
 

@@ -31,8 +31,8 @@ def expert_parallel(work: Work, candidate: Candidate) -> Iterator[Candidate]:
     names = [name for name, module in work.modules.items() if module.experts]
     choices = [_expert_layouts(work.modules[name], candidate.layouts[name]) for name in names]
     for layouts in itertools.product(*choices):
-        changed = {**candidate.layouts, **dict(zip(names, layouts, strict=True))}
-        yield replace(candidate, layouts=changed) if names else candidate
+        changed = dict(zip(names, layouts, strict=True))
+        yield replace(candidate, layouts={**candidate.layouts, **changed}) if changed else candidate
 
 
 def _expert_layouts(module: ModuleWork, layout: Layout) -> list[Layout]:

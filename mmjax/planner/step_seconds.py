@@ -102,9 +102,11 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
-        groups, ratio = shared_states(self.work, name, part, layout), self.work.item / self.work.gradient
-        compute = beside_layers(compute, groups, layout, clock, layers=part.layers, ratio=ratio, first=first)
+        if layout.ep > 1:
+            compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
+        if layout.scatters_gradients:
+            groups, ratio = shared_states(self.work, name, part, layout), self.work.item / self.work.gradient
+            compute = beside_layers(compute, groups, layout, clock, layers=part.layers, ratio=ratio, first=first)
         return PassSeconds(
             forward=compute.forward + (exchange[0] + whole_rows[0]) + self.clock.op,
             backward=compute.backward + (exchange[1] + whole_rows[1]) + self.clock.op,
@@ -156,11 +158,12 @@ class StepSeconds:
         Offloaded states are copied back while gradients are reduced; a frozen stage copies them back before its
         parameters are gathered. If parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, states, clock = self.candidate.layouts[name].across_lanes, self._states(name, part), self.clock.of(name)
+        layout, clock = self.candidate.layouts[name].across_lanes, self.clock.of(name)
         first = layout.first_rank(index) - self.candidate.kind_start(name)
         gather, reduce = once_a_step(shared_states(self.work, name, part, layout), layout, clock, first=first)
         op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
+            states = self._states(name, part)
             state_bytes, parameter_bytes = states.offloaded(self.candidate.offload(name))
             copy_back = clock.copy(state_bytes)
             gather, reduce = gather + (0.0 if states.sums else copy_back), max(reduce, copy_back)
