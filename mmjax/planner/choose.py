@@ -37,6 +37,7 @@ from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
+from mmjax.planner.state_layouts import fully_sharded
 from mmjax.planner.variants import balanced, exchanged, instanced, interleaved, rescheduled, split_rows
 from mmjax.planner.work import ModuleWork, StagePart, Work
 
@@ -44,6 +45,8 @@ SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
 """The modes in which modules share devices, and the functions that make their candidates."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the number of LLM stages to try if encoders keep activations for each stage."""
+NEEDED, ANY = "needed", "any"
+"""When shards of sums and parameters are tried: if nothing fits without them, or always."""
 VARIED = 1
 """The number of finalists of a mode that are also simulated interleaved, and with layers cut by time."""
 
@@ -116,6 +119,7 @@ def choose(
     memory: float = 0.0,
     rows_of: RowsOf | None = None,
     modes: Collection[str] = MODES,
+    shards: str = NEEDED,
 ) -> PlanChoice:
     """Simulates the best candidates of every mode on devices of one kind; the plan is the `best` of the result.
 
@@ -125,15 +129,23 @@ def choose(
       devices, memory: their number, of which fewer may be used, and the bytes of each; 0 takes the clock's.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
+      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
     kind = DeviceKind(clock=clock, devices=devices, memory=memory or clock.memory)
-    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes)
+    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes, shards=shards)
 
 
-def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
+def choose_on(
+    work: Work,
+    fleet: Fleet,
+    *,
+    rows_of: RowsOf | None = None,
+    modes: Collection[str] = MODES,
+    shards: str = NEEDED,
+) -> PlanChoice:
     """Simulates candidates of every mode on each kind and on several together; the plan is the `best` of the result.
 
     Args:
@@ -141,6 +153,7 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
       fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
+      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.
@@ -149,10 +162,10 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
     rows_of = rows_of or proportional(work)
     estimates, misses = list[Estimate](), dict[str, str]()
     candidates = dict(_candidates(work, fleet, modes))
-    for shards in (False, True):
+    for relieved in (False, True):
         if any(not estimate.candidate.offloads for estimate in estimates):
             break
-        by_label = _by_label(work, fleet, candidates, rows_of, shards=shards)
+        by_label = _by_label(work, fleet, candidates, rows_of, shards=relieved)
         for label, (accepted, reason) in by_label.items():
             estimates += accepted
             if accepted:
@@ -161,6 +174,12 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
                 misses.setdefault(label, reason)
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
+    if shards == ANY:
+        everywhere = {
+            label: [s for c in of_label for s in fully_sharded(work, c)] for label, of_label in candidates.items()
+        }
+        for accepted, _ in _by_label(work, fleet, everywhere, rows_of, shards=False).values():
+            estimates += accepted
     return ranked(fleet, [*estimates, *_further(work, fleet, estimates, rows_of)], misses)
 
 
@@ -280,9 +299,7 @@ def _shorter(
         yield from (plan for plan in best_plans(problem, kinds=kinds, below=best) if plan.objective < best)
 
 
-def problems(
-    work: Work, fleet: Fleet, *, free: Collection[str] = (), sharded: bool = False
-) -> Iterator[MixedProblem]:
+def problems(work: Work, fleet: Fleet, *, free: Collection[str] = (), sharded: bool = False) -> Iterator[MixedProblem]:
     """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
 
     Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.

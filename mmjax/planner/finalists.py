@@ -91,9 +91,7 @@ def proportional(work: Work) -> RowsOf:
     return rows_of
 
 
-def finalists(
-    work: Work, fleet: Fleet, candidates: Iterable[Candidate], *, shards: bool = False
-) -> list[Candidate]:
+def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate], *, shards: bool = False) -> list[Candidate]:
     """The fastest candidates, by closed form, that fit into memory: up to `FINALISTS`, the fastest first.
 
     Modules whose `remat` the plan chooses recompute more where a candidate does not fit otherwise. Behind them are up
@@ -144,8 +142,9 @@ def _first(
 ) -> tuple[list[Estimate], list[Estimate], list[Estimate]]:
     """The `count` fastest in closed form that fit, the faster ones that do not, and those too large by a lower bound.
 
-    At most `ALIKE` of the fitting ones have the same layouts, but for ep and shards. What does not fit is tried again with more recompute,
-    which takes longer: so the fastest first is exact, and bytes with recompute are traced only where they decide.
+    At most `ALIKE` of the fitting ones have the same layouts, but for ep and shards. What does not fit is tried again
+    with more recompute, which takes longer: so the fastest first is exact, and bytes with recompute are traced only
+    where they decide.
 
     shards: whether what does not fit is also tried with shards of sums and parameters.
     """

@@ -263,7 +263,9 @@ def parse_profile(data: Any, where: str = "the profile") -> Profile:
 
 
 def _profile(data: Any) -> Profile:
-    values = fields({"all_to_alls": {}, **data}, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
+    values = fields(
+        {"all_to_alls": {}, **data}, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile"
+    )
     device = fields(values["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
     kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
     count, processes = (whole_number(f"device.{name}", device[name], _MOST) for name in ("count", "processes"))

@@ -61,8 +61,26 @@ def shard_values(module: ModuleWork, layout: Layout) -> tuple[str, ...]:
 
 def with_shards(candidate: Candidate, shards: Mapping[str, str]) -> Candidate:
     """The candidate with these values of `Layout.shard`, by module: {"llm": "parameters"}."""
-    layouts = {name: replace(layout, shard=shards.get(name, layout.shard)) for name, layout in candidate.layouts.items()}
+    layouts = {
+        name: replace(layout, shard=shards.get(name, layout.shard)) for name, layout in candidate.layouts.items()
+    }
     return replace(candidate, layouts=layouts)
+
+
+def fully_sharded(work: Work, candidate: Candidate) -> Iterator[Candidate]:
+    """Yields the candidate with sums as shards, and with parameters too, in every module that may have them.
+
+    It yields nothing where no module may have any.
+
+    Args:
+      work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
+      candidate: the layouts and the schedule, without shards.
+    """
+    values = {name: shard_values(work.modules[name], layout) for name, layout in candidate.layouts.items()}
+    for shard in SHARDS[1:]:
+        chosen = {name: shard for name, of_module in values.items() if shard in of_module}
+        if chosen:
+            yield with_shards(candidate, chosen)
 
 
 def more_shards(estimate: Estimate) -> Iterator[Candidate]:

@@ -89,7 +89,6 @@ class StageMemory:
         most = max(rows * row + fixed for row, fixed, present in sizes if present)
         return most + self.fixed_layer * part.layers
 
-
     def extrapolated(self, ep: int, memory: StageMemory, traced_ep: int, *, more_rows: float) -> StageMemory:
         """The bytes with degree ``ep`` of expert parallelism, if these are the bytes without it.
 

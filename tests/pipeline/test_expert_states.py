@@ -47,9 +47,7 @@ def test_what_a_reduction_copies_is_shared_by_the_ranks_that_are_left(ep: int) -
 def test_a_gathered_layer_has_the_experts_of_a_rank() -> None:
     whole, half, own = (state_of(f"llm/Layout.ep={ep}", "llm/Layout.shard='parameters'") for ep in (1, 2, 4))
     experts = sum(
-        math.prod(zero.leaf.shape) * 2
-        for zero in leaves(whole)
-        if EXPERTS in zero.leaf.dims and zero.leaf.layer == 0
+        math.prod(zero.leaf.shape) * 2 for zero in leaves(whole) if EXPERTS in zero.leaf.dims and zero.leaf.layer == 0
     )
     assert experts > 0 and whole.layer_bytes - half.layer_bytes == experts // 2
     assert whole.layer_bytes - own.layer_bytes == experts, "with as much ep as ranks no rank gathers experts"

@@ -55,7 +55,9 @@ def test_bytes_are_those_of_a_dry_run(bindings: tuple[str, ...]) -> None:
 @cache
 def choices(memory: float) -> tuple[Recipe, PlanChoice]:
     """The homogeneous plans of the digits with experts on eight devices of so many bytes."""
-    recipe = load_config((str(CONFIGS / NAME),), ("Data.workers=0", "llm/Decoder.remat='dots'", "vision/ViT.remat='dots'"))
+    recipe = load_config(
+        (str(CONFIGS / NAME),), ("Data.workers=0", "llm/Decoder.remat='dots'", "vision/ViT.remat='dots'")
+    )
     source = open_source(recipe, split="train")
     work = read_work(recipe, source)
     clock, rows_of = AnalyticClock(work=work, accelerator=H100), rows_by_candidate(recipe, source)

@@ -87,7 +87,11 @@ def test_each_rank_sends_to_other_nodes_itself() -> None:
     beyond = dict(ranks=8, apart=2, first=0)  # four of a node's eight devices are in the group, and four of the next
     assert group_exchange(times, 8 * GIGA, **beyond) == pytest.approx(2 * 4)
     assert group_ring(times, GIGA, **beyond) == pytest.approx(2 * 7)
-    assert group_exchange(times, GIGA, ranks=1, apart=1, first=0) == group_ring(times, GIGA, ranks=1, apart=1, first=0) == 0
+    assert (
+        group_exchange(times, GIGA, ranks=1, apart=1, first=0)
+        == group_ring(times, GIGA, ranks=1, apart=1, first=0)
+        == 0
+    )
 
 
 def test_sums_of_experts_are_passed_once_for_each_use() -> None:
@@ -105,7 +109,9 @@ def test_sums_of_experts_are_passed_once_for_each_use() -> None:
 
     dense = 8 * (GIGA / 2) / TERA  # as many weights as half of the dense FLOPs are products of
     assert seconds(Layout()) == pytest.approx(dense + 8 * 2 * GIGA / TERA, rel=1e-3)
-    assert seconds(Layout(dp=4, ep=4)) == pytest.approx(seconds(Layout())), "a ring adds to a quarter of them, four times"
+    assert seconds(Layout(dp=4, ep=4)) == pytest.approx(seconds(Layout())), (
+        "a ring adds to a quarter of them, four times"
+    )
     assert seconds(Layout(dp=4, ep=4, ep_way="all-to-all")) == pytest.approx(dense + 8 * GIGA / 2 / TERA, rel=1e-3)
 
 

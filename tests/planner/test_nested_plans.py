@@ -80,7 +80,9 @@ def test_nested_wins_where_a_heavy_encoder_meets_an_llm_that_needs_stages() -> N
     work = heavy(2.0)
     everything = choose(work, clock(work), 4, memory=20 * GIGA)
     # All fit with offload alone, so layouts with shards are tried too: those of replicas here, whose gathers are free.
-    whole = [e for e in everything.estimates if all(layout.shard == "states" for layout in e.candidate.layouts.values())]
+    whole = [
+        e for e in everything.estimates if all(layout.shard == "states" for layout in e.candidate.layouts.values())
+    ]
     assert all(e.candidate.offloads for e in whole) and everything.best.candidate.layouts["llm"].shard == "parameters"
     choice = replace(everything, estimates=whole)
     best, unnested = choice.best, [estimate for estimate in choice.estimates if estimate.candidate.mode != NESTED]

@@ -11,7 +11,7 @@ from planner.models import GIGA, PLAIN, clock, model, module
 
 from mmjax.mesh.layout import SHARDS, Layout
 from mmjax.planner.candidates import HOMOGENEOUS, NON_COLOCATED, Candidate
-from mmjax.planner.choose import choose
+from mmjax.planner.choose import ANY, NEEDED, choose
 from mmjax.planner.clock import PassSeconds
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
@@ -112,3 +112,17 @@ def test_a_plan_has_shards_where_nothing_fits_without(mode: str) -> None:
         assert best.candidate.layouts["llm"] == Layout(dp=4, shard=shard) and best.most <= memory * GIGA
     with pytest.raises(DoesNotFit, match="llm misses by" if mode == HOMOGENEOUS else "there is none"):
         choose(work, clock(work, SLOW), 4, memory=GIGA, modes=[mode])
+
+
+def test_a_plan_may_have_shards_where_they_are_faster() -> None:
+    """Of 1e9 parameters a gather takes 1.5 s and a reduction of sums 3; 96 s of products hide both."""
+    work = model(module("llm", 4, 8.0, memory={1: SMALL[1]}, **states_of(GIGA / 4)), global_batch=4)
+    plans = {
+        shards: choose(work, clock(work, SLOW), 4, memory=80 * GIGA, modes=[HOMOGENEOUS], shards=shards).best
+        for shards in (NEEDED, ANY)
+    }
+    shard = {shards: plan.candidate.layouts["llm"].shard for shards, plan in plans.items()}
+    assert shard == {NEEDED: "states", ANY: "parameters"}
+    # Each rank has one of four samples. Two gathers and a scatter, of 1.5 s each, are hidden but for one layer of four.
+    assert plans[NEEDED].seconds == pytest.approx(96 + 1.5 + 3, rel=1e-3)
+    assert plans[ANY].seconds == pytest.approx(96 + 3 * 1.5 / 4, rel=1e-3)
