@@ -125,8 +125,8 @@ def trace_experts(
       width: positions of a row.
       gradient: bytes of the gradients of a layer that a program gives on a device.
     """
-    layouts = {other: Layout() for other in model.nodes} | {name: layout}
-    tps = {other: degrees.tp for other, degrees in layouts.items()}
+    layouts = dict.fromkeys(model.nodes, Layout()) | {name: layout}
+    tps = {module: degrees.tp for module, degrees in layouts.items()}
     few, many = (_rows_of(packer, rows * layout.dp, model, tps) for rows in (ROWS // 2, ROWS))
     before = _Traced.of(_stages(recipe, model, few, layouts, split=False), name)
     after = _Traced.of(_stages(recipe, model, many, layouts), name)

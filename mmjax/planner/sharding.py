@@ -96,8 +96,8 @@ def beside_layers(
         return compute
 
     def seconds(size: float, group: SharedStates) -> float:
-        whole = size * group.ranks
-        return group.uses * group_gather(clock, whole, ranks=group.ranks, apart=group.apart, first=first)
+        once = group_gather(clock, size * group.ranks, ranks=group.ranks, apart=group.apart, first=first)
+        return group.uses * once
 
     gather = sum(seconds(group.states.parameters, group) for group in groups) if layout.gathers_layers else 0.0
     scatter = sum(seconds(group.states.sums * ratio, group) for group in groups)

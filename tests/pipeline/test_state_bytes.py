@@ -33,7 +33,7 @@ def test_bytes_of_a_hundred_parameters_of_which_sixty_are_trained(
 
 def test_ranks_with_different_parameters_share_none_of_them() -> None:
     """Of eight ranks four have different experts, so two share each: of 100 on each rank."""
-    apart, two = (state_bytes(100, 60, item=2, **ranks) for ranks in ({"shards": 8, "apart": 4}, {"shards": 2}))
+    apart, two = state_bytes(100, 60, item=2, shards=8, apart=4), state_bytes(100, 60, item=2, shards=2)
     assert apart == two and apart.optimizer == (12 * 60 + 2 * 40) / 2
     everything = Sharded(sums=True, parameters=True)
     sharded = state_bytes(100, 60, item=2, shards=8, apart=4, sharded=everything)
