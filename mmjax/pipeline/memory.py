@@ -262,12 +262,13 @@ def reduce_temporaries(state: StageState) -> int:
     if state.reduces_in_place or not state.trainable:
         return 0
     zeros = jax.tree.leaves({m: state.zero[m] for m in state.trainable})
-    sizes = sorted(
-        shard_bytes(aval)
+    copied = [
+        (shard_bytes(aval), state.sharers(zero))
         for zero, aval in zip(zeros, jax.tree.leaves(state.sums_avals), strict=True)
         if zero.dimension and math.prod(zero.shape[: zero.dimension]) > 1
-    )
-    return sum(sizes[-2:]) + sum(sizes[-1:]) // state.submesh.layout.optimizer_shards
+    ]
+    copied.sort()
+    return sum(size for size, _ in copied[-2:]) + sum(size // sharers for size, sharers in copied[-1:])
 
 
 class MicrobatchBytes:

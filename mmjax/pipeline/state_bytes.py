@@ -5,7 +5,7 @@ A run counts them in its arrays (`memory.count_state_bytes`), the planner by num
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 from mmjax.pipeline.config import OffloadConfig
@@ -46,6 +46,10 @@ class StateBytes(Generic[Number]):
     def parameters(self) -> Number:
         """Compute parameters: copies, and masters that are used directly."""
         return self.copies + self.direct
+
+    def __add__(self, states: StateBytes[Number]) -> StateBytes[Number]:
+        """Bytes of both, by kind."""
+        return StateBytes(**{f.name: getattr(self, f.name) + getattr(states, f.name) for f in fields(StateBytes)})
 
     def offloaded(self, offload: OffloadConfig) -> tuple[Number, Number]:
         """(bytes of masters and moments, bytes of compute parameters) that are offloaded during a step.
@@ -94,6 +98,7 @@ def state_bytes(
     shards: int = 1,
     frozen: int = 0,
     sharded: Sharded = STATES_ALONE,
+    apart: int = 1,
 ) -> StateBytes[float]:
     """Bytes of the states of some parameters of a device, by kind.
 
@@ -108,21 +113,24 @@ def state_bytes(
       shards: number of ranks over which masters and moments are sharded (ZeRO-1).
       frozen: bytes of a stored frozen parameter; 0 means ``item``.
       sharded: what else these ranks share.
+      apart: number of these ranks that have different parameters, as those of ep have different experts; it divides
+        ``shards``, and ranks with the same parameters share them.
     """
-    frozen = frozen or item
-    parts = shards if sharded.parameters else 1  # of compute parameters
+    frozen, sharers = frozen or item, shards // apart
+    parts = sharers if sharded.parameters else 1  # of compute parameters
+    is_direct = shards == 1 or sharded.parameters
     by_size = {MASTER: trained}  # number of parameters by bytes of a master
     by_size[frozen] = by_size.get(frozen, 0.0) + parameters - trained
     params = sum(min(size, item) * number for size, number in by_size.items()) / parts
-    direct = sum(size * number for size, number in by_size.items() if size <= item and shards == parts) / parts
-    masters = sum(size * number for size, number in by_size.items()) / shards
-    sums = trained * gradient / (shards if sharded.sums else 1)
+    direct = sum(size * number for size, number in by_size.items() if size <= item and is_direct) / parts
+    masters = sum(size * number for size, number in by_size.items()) / sharers
+    sums = trained * gradient / (sharers if sharded.sums else 1)
     return StateBytes(
         masters=masters,
-        optimizer=masters + trained * MOMENTS / shards,
+        optimizer=masters + trained * MOMENTS / sharers,
         copies=params - direct,
         sums=sums,
-        reduced=sums / shards if shards > 1 and not sharded.sums else 0.0,
+        reduced=sums / sharers if shards > 1 and not sharded.sums else 0.0,
         direct=direct,
-        frozen=(parameters - trained) * frozen / shards,
+        frozen=(parameters - trained) * frozen / sharers,
     )

@@ -29,7 +29,7 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.gathers import Gather
 from mmjax.pipeline.state_bytes import param_dtype
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested
-from mmjax.pipeline.zero import ZeroLeaf
+from mmjax.pipeline.zero import ZeroLeaf, shard_axes
 
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are its
@@ -155,12 +155,16 @@ class StateShapes:
     def layer_bytes(self) -> int:
         """Bytes on a rank of the largest layer's sharded parameters, when they are gathered; 0 without ``gathers``."""
         sizes: dict[tuple[str, int], int] = {}
-        zeros, tp = by_name(self.zero), self.submesh.layout.tp
+        zeros, axes = by_name(self.zero), self.submesh.axes
         for zero in (zeros[name] for name in self.gathers if zeros[name].leaf.layer is not None):
-            size = math.prod(zero.shape) * self.param_dtypes[zero.leaf.module].itemsize
+            local = self.submesh.sharding(zero.leaf.spec(axes)).shard_shape(zero.shape)
             key = zero.leaf.module, zero.leaf.layer or 0
-            sizes[key] = sizes.get(key, 0) + size // (tp if zero.split_by_tp else 1)
+            sizes[key] = sizes.get(key, 0) + math.prod(local) * self.param_dtypes[zero.leaf.module].itemsize
         return max(sizes.values(), default=0)
+
+    def sharers(self, zero: ZeroLeaf) -> int:
+        """The number of ranks that share a leaf's master: those of an optimizer instance which have the same part."""
+        return math.prod(self.submesh.mesh.shape[axis] for axis in shard_axes(zero.leaf, self.submesh.axes))
 
     @property
     def _has_shards(self) -> bool:

@@ -56,6 +56,16 @@ FLAGS = (
         doc="compiles the three best plans for GPUs that are not here, h100, h200 or a100; says whether they fit by the"
         " compiler.",
     ),
+    Flag(
+        name="shards",
+        doc="when Layout.shard is chosen too: needed, if nothing fits without, or any, also where a step is shorter.",
+        default="needed",
+    ),
+    Flag(
+        name="fullest",
+        doc="rows of the fullest rank of expert parallelism over their mean, such as 1.5; 1 means equal loads.",
+        default="1",
+    ),
     Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(
         name="problem",
@@ -76,6 +86,7 @@ NUMBER = re.compile(r"-?[0-9]{1,7}")
 KINDS = "h100:64,l20:16"
 EXACT, COUPLED = "exact", "loosely-coupled"
 STRATEGIES = (EXACT, COUPLED)
+SHARDS_WHEN = ("needed", "any")
 WHOLE_BELOW = 64
 """Numbers of stages below this stay integers in the bound, which would be loose with few stages as real numbers."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}
@@ -101,7 +112,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             _require_only(
                 flags,
                 "gin_file",
-                ("devices", "accelerator", "profile", "strategy", "processes", *FILES, "compile_for", "json"),
+                (
+                    "devices",
+                    "accelerator",
+                    "profile",
+                    "strategy",
+                    "processes",
+                    "fullest",
+                    "shards",
+                    *FILES,
+                    "compile_for",
+                    "json",
+                ),
             )
         else:
             raise ConfigError("--gin_file is missing: what is to be planned; write --gin_file=F, or --problem=FILE")
@@ -140,7 +162,9 @@ def _plan_config(flags: Flags) -> int:
     kinds, strategy = read_devices(flags), read_strategy(flags)
     target = read_target(flags, kinds)
     _check_files(flags)
-    processes = _read_processes(flags, kinds)
+    processes, fullest = _read_processes(flags, kinds), read_fullest(flags)
+    shards = str(flags.values["shards"])
+    one_of("--shards", shards, SHARDS_WHEN)
     recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
     profile = read_profile(str(flags.values["profile"]), recipe) if flags.values["profile"] else None
     with importing():
@@ -157,7 +181,15 @@ def _plan_config(flags: Flags) -> int:
         print("counting what every module does and keeps, some seconds …", file=sys.stderr)
     lines = list[str]()
     choice = choose_plan(
-        recipe, source, kinds, strategy=strategy, profile=profile, processes=processes or NODE, say=lines.append
+        recipe,
+        source,
+        kinds,
+        strategy=strategy,
+        profile=profile,
+        processes=processes or NODE,
+        fullest=fullest,
+        shards=shards,
+        say=lines.append,
     )
     alternatives = seconds_by_process(choice.best, recipe.world.transport)
     processes = processes or min(alternatives, key=lambda step: step.seconds).per if alternatives else NODE
@@ -172,6 +204,22 @@ def _plan_config(flags: Flags) -> int:
         lines += [*planned.table(choice), *_processes_lines(alternatives, processes)]
         print("\n".join([*lines, *compiled_lines(plans), *written]))
     return 0
+
+
+def read_fullest(flags: Flags) -> float:
+    """The number of --fullest, 1.0 without the flag; flags: the parsed command line.
+
+    Raises:
+      ConfigError: it is no number of 1 or more.
+    """
+    text = str(flags.values["fullest"])
+    try:
+        fullest = float(text)
+    except ValueError:
+        fullest = math.nan
+    if not 1 <= fullest < math.inf:
+        raise ConfigError(f"--fullest={text}: must be 1 or more, the fullest rank's rows over their mean, such as 1.5")
+    return fullest
 
 
 def read_target(flags: Flags, kinds: Mapping[str, int]) -> Target | None:

@@ -12,7 +12,7 @@ from mmjax.plan import planned
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import Accelerator, accelerator
 from mmjax.planner.candidates import MODES
-from mmjax.planner.choose import PlanChoice, choose_on
+from mmjax.planner.choose import NEEDED, PlanChoice, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cluster_files import NODE
@@ -69,6 +69,8 @@ def choose_plan(
     strategy: Sequence[str] = MODES,
     profile: Profile | None = None,
     processes: str = NODE,
+    fullest: float = 1.0,
+    shards: str = NEEDED,
     say: Callable[[str], None] = lambda line: None,
 ) -> PlanChoice:
     """Estimates the layouts of a recipe on some devices; the best is the `best` of the result, an `Estimate`.
@@ -83,13 +85,18 @@ def choose_plan(
       profile: measured times in place of a datasheet's, as `read_profile(path)` gives them; of no effect with several
         kinds.
       processes: "node" or "device", which has a process; on several kinds of device it is the node.
+      fullest: rows of the fullest rank of expert parallelism over their mean, 1 or more.
+      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any"; not with
+        loosely coupled modules.
       say: called with a line about the plan's `remat` where the recipe leaves it to the devices, such as `print`.
 
     Raises:
       ConfigError: a kind is unknown, or a setting does not fit the data.
       DoesNotFit: no layout fits the devices' memory.
     """
-    choice = _choose(recipe, source, kinds, strategy, profile if len(kinds) == 1 else None, processes)
+    profile = profile if len(kinds) == 1 else None
+    work = read_work(recipe, source, options=_options(recipe, profile), fullest=fullest)
+    choice = _choose(recipe, source, work, kinds, strategy, profile, processes, shards)
     if names := open_remat(recipe):
         best = choice.best.candidate.remat
         say(f"the plan has {remat_text(planned.with_remats(recipe, best), names)}, chosen with the layouts")
@@ -109,14 +116,15 @@ def _options(recipe: Recipe, profile: Profile | None) -> dict[str, tuple[str, ..
 def _choose(
     recipe: Recipe,
     source: Source,
+    work: Work,
     kinds: Mapping[str, int],
     strategy: Sequence[str],
     profile: Profile | None,
     processes: str,
+    shards: str,
 ) -> PlanChoice:
     """`choose_plan` without a line about `remat`."""
     transport = recipe.world.transport
-    work = read_work(recipe, source, options=_options(recipe, profile))
     rows_of = planned.rows_by_candidate(recipe, source)
     if len(kinds) == 1:
         ((name, devices),) = kinds.items()
@@ -134,7 +142,7 @@ def _choose(
             for name, chip in accelerators.items()
         }
     if strategy:
-        return choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy)
+        return choose_on(work, Fleet(kinds=fleet), rows_of=rows_of, modes=strategy, shards=shards)
     return choose_coupled(work, Fleet(kinds=fleet), rows_of=rows_of)
 
 

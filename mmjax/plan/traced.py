@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,25 +25,28 @@ ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
 
 
-class TracedLater(Mapping[int, StageMemory]):
-    """Bytes by tp that are traced when one is first read; its keys, the tp, are known before.
+Key = TypeVar("Key")
 
-    tps: every tp. trace: gives the bytes of each.
+
+class TracedLater(Mapping[Key, StageMemory]):
+    """Bytes by key, such as by tp, that are traced when one is first read; the keys are known before.
+
+    keys: every key. trace: gives the bytes of a key.
     """
 
-    def __init__(self, tps: Sequence[int], trace: Callable[[], Mapping[int, StageMemory]]) -> None:
-        self._tps, self._trace = tuple(tps), trace
+    def __init__(self, keys: Iterable[Key], trace: Callable[[Key], StageMemory]) -> None:
+        self._keys, self._trace = tuple(keys), trace
 
-    def __getitem__(self, tp: int) -> StageMemory:
-        if tp not in self._tps:
-            raise KeyError(tp)
-        return self._trace()[tp]
+    def __getitem__(self, key: Key) -> StageMemory:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._trace(key)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tps)
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._tps)
+        return len(self._keys)
 
 
 def positions_of(inputs: InputShapes) -> int:
@@ -91,9 +94,10 @@ def trace_memory(
         {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
         for number in range(max(map(len, tps.values())))
     ]
-    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), rounds[0], split=False)
+    layouts = [{name: Layout(tp=tp) for name, tp in round_tps.items()} for round_tps in rounds]
+    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), layouts[0], split=False)
     shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
-    many = [_stages(recipe, model, inputs, round_tps) for inputs, round_tps in zip(shapes, rounds, strict=True)]
+    many = [_stages(recipe, model, inputs, of_round) for inputs, of_round in zip(shapes, layouts, strict=True)]
     memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
     for name, lowest in rounds[0].items():
         before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
@@ -109,23 +113,45 @@ def trace_memory(
     return memory
 
 
+def trace_experts(
+    recipe: Recipe, model: MultimodalModel, packer: Packer, name: str, layout: Layout, *, width: int, gradient: float
+) -> StageMemory:
+    """Bytes that a row of a module needs on a device in a layout with expert parallelism.
+
+    Args:
+      recipe, model, packer: as for `trace_memory`.
+      name: the module's name, such as "llm".
+      layout: one stage of it, such as `Layout(tp=2, dp=4, ep=4)`.
+      width: positions of a row.
+      gradient: bytes of the gradients of a layer that a program gives on a device.
+    """
+    layouts = dict.fromkeys(model.nodes, Layout()) | {name: layout}
+    tps = {module: degrees.tp for module, degrees in layouts.items()}
+    few, many = (_rows_of(packer, rows * layout.dp, model, tps) for rows in (ROWS // 2, ROWS))
+    before = _Traced.of(_stages(recipe, model, few, layouts, split=False), name)
+    after = _Traced.of(_stages(recipe, model, many, layouts), name)
+    fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
+    rows = ROWS * many[name]["segments"].shape[1] / width
+    return after.memory(rows, fixed, min(fixed[1] / 2, gradient))
+
+
 Stages = Mapping[str, StageFunctions]
 
 
 def _stages(
-    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, tps: Mapping[str, int], *, split: bool = True
+    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, degrees: Mapping[str, Layout], *, split: bool = True
 ) -> tuple[Stages, Stages]:
     """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
 
-    Without `split` the second is the first once more.
+    degrees: by module, a layout of one stage. Without `split` the second result is the first once more.
     """
     layouts: dict[str, Layout] = {}
     offset = 0
-    for name, tp in tps.items():
-        layouts[name] = Layout(pp=3, tp=tp, layers=(1, 2, 1), rank_offset=offset)
+    for name, layout in degrees.items():
+        layouts[name] = replace(layout, pp=3, layers=(1, 2, 1), rank_offset=offset)
         offset += layouts[name].size
     small = model
-    for name in tps:
+    for name in degrees:
         small = small.with_settings(name, layers=4).with_inject(name)
     settings = Settings(
         optimizers=recipe.model.optimizers,

@@ -6,6 +6,7 @@ tp; the devices need not be here. Rows are as wide as their bucket, since paddin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,14 +29,15 @@ from mmjax.data.mask_words import sample_words
 from mmjax.data.packing import Packer
 from mmjax.data.source import Source
 from mmjax.data.types import SampleMeta
-from mmjax.mesh.layout import Layout
+from mmjax.mesh.layout import EP_WAYS, Layout
+from mmjax.mesh.spread import EXPERTS
 from mmjax.models import flops
 from mmjax.models.config import LLM, lora_name, projector_name
 from mmjax.models.graph import MultimodalModel
 from mmjax.models.module import Module
 from mmjax.models.parameters import ModuleSlice
-from mmjax.plan.traced import TracedLater, positions_of, trace_memory
-from mmjax.planner.work import ModuleWork, Real, Shares, StageMemory, Work
+from mmjax.plan.traced import TracedLater, positions_of, trace_experts, trace_memory
+from mmjax.planner.work import ExpertWork, ModuleWork, Real, Shares, StageMemory, Work
 from mmjax.recipe import Recipe
 from mmjax.recipe.device_defaults import with_remat
 
@@ -45,7 +47,11 @@ SAMPLES = 512
 
 
 def read_work(
-    recipe: Recipe, source: Source | None = None, *, options: Mapping[str, Sequence[str]] | None = None
+    recipe: Recipe,
+    source: Source | None = None,
+    *,
+    options: Mapping[str, Sequence[str]] | None = None,
+    fullest: float = 1.0,
 ) -> Work:
     """The work of each module, in FLOPs and bytes, for a sample of the data of `recipe`; a plan needs it.
 
@@ -58,6 +64,7 @@ def read_work(
       options: values of `remat` that a plan may choose, by module, the fastest first, such as {"llm": ("dots",
         "full")}, for `Work.options`; in place of the recipe's `remat`. A module whose layers have no backward gets the
         first alone. Bytes of the other values are traced when they are first read.
+      fullest: rows of the fullest rank of ep over their mean, 1 or more.
 
     Raises:
       ConfigError: a setting does not fit the data.
@@ -83,7 +90,9 @@ def read_work(
     def work_of(recipe: Recipe, model: MultimodalModel, name: str, memory: Mapping[int, StageMemory]) -> ModuleWork:
         rows, width = padded[name]
         work = module_work(recipe, model, name, width, shares if name == LLM else None)
-        return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name])
+        experts = traced_experts(recipe, model, packer, name, work, tps[name])
+        experts = replace(experts, fullest=fullest) if experts else None
+        return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name], experts=experts)
 
     modules = {name: work_of(recipe, model, name, memory[name]) for name in model.nodes}
     works = {name: {values[0]: modules[name]} for name, values in options.items()}
@@ -93,7 +102,7 @@ def read_work(
         traced = cache(partial(trace_memory, leaner, leaner_model, packer, tps, widths, gradients))
         for name, values in options.items():
             if number < len(values) and modules[name].backward.layer:
-                traced_later = TracedLater(tps[name], lambda traced=traced, name=name: traced()[name])
+                traced_later = TracedLater(tps[name], lambda tp, traced=traced, name=name: traced()[name][tp])
                 works[name][values[number]] = work_of(leaner, leaner_model, name, traced_later)
     return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe), options=works)
 
@@ -272,7 +281,60 @@ def module_work(
         blended=node.medium.blended if node.medium else 1,
         after=tuple(edge.source for edge in model.into(name)),
         enters=tuple(layer for edge in model.out_of(name) for layer in edge.inject),
+        experts=_expert_work(recipe, model, name, width) if settings.experts > 1 else None,
     )
+
+
+def _expert_work(recipe: Recipe, model: MultimodalModel, name: str, width: int) -> ExpertWork:
+    """The experts of a module in rows of `width` positions, adapters of experts included, without memory."""
+    settings, frozen = model.nodes[name].config, recipe.model.frozen
+    parameters = trained = 0.0
+    for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
+        for part in (part for part in stage.slices if part.module in model.parts_of(name)):
+            leaves = (leaf for leaf in jax.tree.leaves(part.leaves()) if EXPERTS in leaf.dims)
+            count = sum(len(leaf.names) * math.prod(leaf.logical_shape) for leaf in leaves)
+            parameters, trained = parameters + count, trained + count * (part.module not in frozen)
+    per_layer = 1 / settings.layers
+    return ExpertWork(
+        count=settings.experts,
+        per_token=settings.experts_per_token,
+        parameters=parameters * per_layer,
+        trained=trained * per_layer,
+        forward=2 * parameters * per_layer * settings.experts_per_token / settings.experts * width,
+        features=width * settings.width * _item(recipe),
+        buffer=settings.expert_buffer,
+        traced_ep=next(ep for ep in range(2, settings.experts + 1) if settings.experts % ep == 0),
+    )
+
+
+def traced_experts(
+    recipe: Recipe, model: MultimodalModel, packer: Packer, name: str, work: ModuleWork, tps: Sequence[int]
+) -> ExpertWork | None:
+    """The experts of a module with the bytes that a device needs, which are traced when they are first read.
+
+    None for a module without several experts.
+
+    Args:
+      recipe: the run's configuration, in which no `remat` is "auto".
+      model: its model, as `build_model(recipe, tokenizer)` makes it.
+      packer: its packer, as `build_packer(recipe, tokenizer)` makes it.
+      name: the module's name, such as "llm".
+      work: its work, as `module_work` gives it.
+      tps: every tp that it may have.
+    """
+    experts = work.experts
+    if experts is None:
+        return None
+
+    @cache
+    def trace(key: tuple[int, str]) -> StageMemory:
+        tp, way = key
+        layout = Layout(tp=tp, dp=experts.traced_ep, ep=experts.traced_ep, ep_way=way)
+        numbers = work.dense.trained.layer + experts.trained / layout.ep
+        gradient = numbers * _item(recipe) / tp
+        return trace_experts(recipe, model, packer, name, layout, width=work.width, gradient=gradient)
+
+    return replace(experts, memory=TracedLater(itertools.product(tps, EP_WAYS), trace))
 
 
 def _pairs(module: Module, width: int) -> int:

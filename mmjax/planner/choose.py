@@ -7,11 +7,13 @@ schedule that a run would have, communication included, and the shortest simulat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.planner.candidates import (
     COLOCATED,
@@ -35,6 +37,7 @@ from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
+from mmjax.planner.state_layouts import fully_sharded
 from mmjax.planner.variants import balanced, exchanged, instanced, interleaved, rescheduled, split_rows
 from mmjax.planner.work import ModuleWork, StagePart, Work
 
@@ -42,6 +45,8 @@ SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
 """The modes in which modules share devices, and the functions that make their candidates."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the number of LLM stages to try if encoders keep activations for each stage."""
+NEEDED, ANY = "needed", "any"
+"""When shards of sums and parameters are tried: if nothing fits without them, or always."""
 VARIED = 1
 """The number of finalists of a mode that are also simulated interleaved, and with layers cut by time."""
 
@@ -114,6 +119,7 @@ def choose(
     memory: float = 0.0,
     rows_of: RowsOf | None = None,
     modes: Collection[str] = MODES,
+    shards: str = NEEDED,
 ) -> PlanChoice:
     """Simulates the best candidates of every mode on devices of one kind; the plan is the `best` of the result.
 
@@ -123,15 +129,23 @@ def choose(
       devices, memory: their number, of which fewer may be used, and the bytes of each; 0 takes the clock's.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
+      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
     kind = DeviceKind(clock=clock, devices=devices, memory=memory or clock.memory)
-    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes)
+    return choose_on(work, Fleet(kinds={"": kind}), rows_of=rows_of, modes=modes, shards=shards)
 
 
-def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes: Collection[str] = MODES) -> PlanChoice:
+def choose_on(
+    work: Work,
+    fleet: Fleet,
+    *,
+    rows_of: RowsOf | None = None,
+    modes: Collection[str] = MODES,
+    shards: str = NEEDED,
+) -> PlanChoice:
     """Simulates candidates of every mode on each kind and on several together; the plan is the `best` of the result.
 
     Args:
@@ -139,27 +153,53 @@ def choose_on(work: Work, fleet: Fleet, *, rows_of: RowsOf | None = None, modes:
       fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
+      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
     """
     rows_of = rows_of or proportional(work)
-    estimates: list[Estimate] = []
-    misses: dict[str, str] = {}
-    for label, candidates in _candidates(work, fleet, modes):
-        try:
-            fastest = finalists(work, fleet, candidates)
-        except DoesNotFit as reason:
-            misses[label] = str(reason)
-            continue
-        accepted = list(_with_variants(work, fleet, fastest, rows_of))
-        estimates += accepted
-        if not accepted:
-            misses[label] = "no layout that fits on paper fits with whole rows"
+    estimates, misses = list[Estimate](), dict[str, str]()
+    candidates = dict(_candidates(work, fleet, modes))
+    for relieved in (False, True):
+        if any(not estimate.candidate.offloads for estimate in estimates):
+            break
+        by_label = _by_label(work, fleet, candidates, rows_of, shards=relieved)
+        for label, (accepted, reason) in by_label.items():
+            estimates += accepted
+            if accepted:
+                misses.pop(label, None)
+            elif all(estimate.candidate.label != label for estimate in estimates):
+                misses.setdefault(label, reason)
     if not estimates:
         raise DoesNotFit("; ".join(f"{label}: {reason}" for label, reason in misses.items()))
+    if shards == ANY:
+        everywhere = {
+            label: [s for c in of_label for s in fully_sharded(work, c)] for label, of_label in candidates.items()
+        }
+        for accepted, _ in _by_label(work, fleet, everywhere, rows_of, shards=False).values():
+            estimates += accepted
     return ranked(fleet, [*estimates, *_further(work, fleet, estimates, rows_of)], misses)
+
+
+def _by_label(
+    work: Work, fleet: Fleet, candidates: Mapping[str, Iterable[Candidate]], rows_of: RowsOf, *, shards: bool
+) -> dict[str, tuple[list[Estimate], str]]:
+    """Estimates of the fastest candidates that fit, and of their variants, by label; or none and the reason.
+
+    shards: as for `finalists`.
+    """
+    results: dict[str, tuple[list[Estimate], str]] = {}
+    for label, candidates_of_label in candidates.items():
+        try:
+            fastest = finalists(work, fleet, candidates_of_label, shards=shards)
+        except DoesNotFit as reason:
+            results[label] = [], str(reason)
+            continue
+        accepted = list(_with_variants(work, fleet, fastest, rows_of))
+        results[label] = accepted, "" if accepted else "no layout that fits on paper fits with whole rows"
+    return results
 
 
 def ranked(fleet: Fleet, estimates: Iterable[Estimate], misses: Mapping[str, str]) -> PlanChoice:
@@ -224,18 +264,22 @@ def _candidates(work: Work, fleet: Fleet, modes: Collection[str]) -> Iterator[tu
 def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
     """The plans of Eq. 1 and 2, and the same plans with cp, which the equations do not have.
 
-    Plans with more recompute are those with a shorter step, which have what memory allows them.
+    Plans with more recompute are those with a shorter step, which have what memory allows them. If there are none,
+    they are the plans of modules whose replicas share all of their states.
 
     least: the least number of kinds of device in use.
     """
     best = math.inf
-    for remat in work.remat_choices:
+    for sharded, remat in itertools.product((False, True), work.remat_choices):
+        if sharded and best < math.inf and remat == work.fastest_remat:
+            return
         recomputing = work.with_remat(remat)
         clocks = fleet.computing(recomputing)
         relaxed = {name for name, value in remat.items() if value != work.fastest_remat[name]}
-        if relaxed and not any(_shorter(recomputing, clocks, best, kinds=least, free=relaxed)):
+        of_kinds = partial(_shorter, recomputing, clocks, best, kinds=least, sharded=sharded)
+        if relaxed and not any(of_kinds(free=relaxed)):
             continue
-        plans = list(_shorter(recomputing, clocks, best, kinds=least))
+        plans = list(of_kinds())
         for plan in plans:
             candidate = replace(apart(recomputing, plan, fleet), remat=remat)
             yield candidate
@@ -243,16 +287,19 @@ def _apart(work: Work, fleet: Fleet, least: int = 1) -> Iterator[Candidate]:
         best = min([best, *(plan.objective for plan in plans)])
 
 
-def _shorter(work: Work, fleet: Fleet, best: float, *, kinds: int, free: Collection[str] = ()) -> Iterator[Plan]:
+def _shorter(
+    work: Work, fleet: Fleet, best: float, *, kinds: int, sharded: bool, free: Collection[str] = ()
+) -> Iterator[Plan]:
     """The best plans of Eq. 1 and 2 with steps shorter than `best` seconds.
 
-    free: names of modules whose activations take no memory, for a bound that needs no trace of them.
+    sharded: whether replicas share all states. free: names of modules whose activations take no memory, for a bound
+    that needs no trace of them.
     """
-    for problem in problems(work, fleet, free=free):
+    for problem in problems(work, fleet, free=free, sharded=sharded):
         yield from (plan for plan in best_plans(problem, kinds=kinds, below=best) if plan.objective < best)
 
 
-def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterator[MixedProblem]:
+def problems(work: Work, fleet: Fleet, *, free: Collection[str] = (), sharded: bool = False) -> Iterator[MixedProblem]:
     """The problem of Eq. 1 and 2 for each number of samples of a microbatch and each bound on the LLM's stages.
 
     Yields them for the `SAMPLES` that divide the global batch; their kinds have the names of the fleet's.
@@ -262,6 +309,7 @@ def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterato
 
     work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
     free: names of modules whose activations are taken to need no memory.
+    sharded: whether replicas share parameters and sums of gradients too.
     """
     pps = depths(work.modules[LLM], max(kind.devices for kind in fleet.kinds.values()))
     keeps = any(work.modules[name].has_backward for name in work.encoders)
@@ -269,28 +317,32 @@ def problems(work: Work, fleet: Fleet, *, free: Collection[str] = ()) -> Iterato
     for samples in (size for size in SAMPLES if work.global_batch % size == 0):
         for stages in most:
             kinds = {
-                name: as_problem(work, kind, samples=samples, stages=stages, free=free)
+                name: as_problem(work, kind, samples=samples, stages=stages, free=free, sharded=sharded)
                 for name, kind in fleet.kinds.items()
             }
             yield MixedProblem(names=tuple(work.modules), kinds=kinds)
 
 
-def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int, free: Collection[str] = ()) -> Problem:
+def as_problem(
+    work: Work, kind: DeviceKind, *, samples: int, stages: int, free: Collection[str] = (), sharded: bool = False
+) -> Problem:
     """The problem of Eq. 1 and 2 (`mmjax.planner.cost`) on devices of one kind.
 
     Every dp divides the samples of a microbatch of all replicas. An encoder's activations count once for each stage
-    that may be behind it.
+    that may be behind it. Replicas share experts, as with the most ep.
 
     work, kind: such as `read_work(recipe)` and `DeviceKind(clock=clock, devices=16, memory=80e9)`.
     samples, stages: samples of a microbatch of one LLM replica, and the most LLM stages.
     free: names of modules whose activations are taken to need no memory.
+    sharded: whether replicas share parameters and sums of gradients too.
     """
     modules = {}
     for name, module in work.modules.items():
         in_flight = stages + len(work.generators) + 1 if name in work.encoders else 1
         pps = tuple(pp for pp in depths(module, kind.devices) if name != LLM or pp <= stages)
         in_flight = 0 if name in free else in_flight
-        modules[name] = _costs(work, module, kind.clock, samples=samples, in_flight=in_flight, stages=pps)
+        sizes = {"samples": samples, "in_flight": in_flight}
+        modules[name] = _costs(work, module, kind.clock, **sizes, stages=pps, sharded=sharded)
     return Problem(
         devices=kind.devices,
         global_batch=work.global_batch,
@@ -301,8 +353,31 @@ def as_problem(work: Work, kind: DeviceKind, *, samples: int, stages: int, free:
     )
 
 
+def _problem_bytes(work: Work, module: ModuleWork, *, sharded: bool) -> tuple[float, float]:
+    """`ModuleCosts.param_bytes` and `ModuleCosts.optimizer_bytes` of a module: each replica's, and those they share.
+
+    A replica has copies, sums and the gradients that a program adds to them, but for experts. All share states with
+    reduced gradients.
+    """
+    states = work.states(module.name, module.whole, Layout())
+    copies = module.parameters.of(module.whole) * work.item
+    if sharded:
+        return 0.0, copies + states.sums + states.optimizer
+    of_replica = copies + states.sums + module.trained.of(module.whole) * work.item
+    experts = module.experts.parameters * module.layers if module.experts else 0.0
+    shared = of_replica * experts / module.parameters.of(module.whole) if experts else 0.0
+    return of_replica - shared, states.optimizer + states.sums + shared
+
+
 def _costs(
-    work: Work, module: ModuleWork, clock: Clock, *, samples: int, in_flight: int, stages: tuple[int, ...]
+    work: Work,
+    module: ModuleWork,
+    clock: Clock,
+    *,
+    samples: int,
+    in_flight: int,
+    stages: tuple[int, ...],
+    sharded: bool,
 ) -> ModuleCosts:
     """The costs of a module; with none in flight its activations and temporaries take no memory."""
     forward, backward, activations = {}, {}, {}
@@ -317,14 +392,12 @@ def _costs(
         least = StagePart(layers=1, first=True, last=True)
         temporaries = clock.temporaries(module.name, least, rows=rows, width=module.width, tp=tp)
         activations[tp] = rows * residuals * in_flight + temporaries
-    parameters, trained = module.parameters.of(module.whole), module.trained.of(module.whole)
-    states = work.states(module.name, module.whole, tp=1, shards=1)
+    param_bytes, optimizer_bytes = _problem_bytes(work, module, sharded=sharded)
     return ModuleCosts(
         forward=forward,
         backward=backward,
-        # Copies, sums and the gradients that a program adds to them; then sharded states with reduced gradients.
-        param_bytes=parameters * work.item + (states.sums + trained * work.item),
-        optimizer_bytes=states.optimizer + states.sums,
+        param_bytes=param_bytes,
+        optimizer_bytes=optimizer_bytes,
         activation_bytes=0.0,
         layers=module.layers,
         stages=stages,

@@ -84,8 +84,10 @@ class Clock(Clocks, Protocol):
         """FLOPs per second of a device, for MFU; 0 where it is not known."""
         ...
 
-    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
-        """Seconds of a microbatch in a stage, without moves and without the communication of dp and cp.
+    def stage(
+        self, module: str, part: StagePart, *, rows: float, width: int, tp: int, expert_share: float = 1.0
+    ) -> PassSeconds:
+        """Seconds of a microbatch in a stage, without moves and without the communication of dp, cp and ep.
 
         Args:
           module: the module's name.
@@ -93,11 +95,13 @@ class Clock(Clocks, Protocol):
           rows: rows of the microbatch on one dp rank, divided by cp too where ranks share them; may be fractional.
           width: positions of a row, padding included.
           tp: one of the tp in `ModuleWork.memory` of the module.
+          expert_share: share of the sums of experts' gradients that a device reads and writes in a microbatch; it has
+            all products of its tokens' experts, whatever the share.
         """
         ...
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
-        """Bytes that the largest program of a stage needs on a device while it runs; arguments as `stage`."""
+        """Bytes that the largest program of a stage without ep needs on a device; arguments as `stage`."""
         ...
 
     def move(self, size: float, *, across: bool) -> float:
@@ -108,6 +112,13 @@ class Clock(Clocks, Protocol):
         """Seconds of an all-gather or reduce-scatter over `ranks` devices, across nodes or within one.
 
         size: bytes of the whole array, which each rank has after a gather and before a scatter.
+        """
+        ...
+
+    def all_to_all(self, size: float, ranks: int, *, across: bool) -> float:
+        """Seconds in which each of `ranks` devices sends an equal part of `size` bytes to each, across nodes or within.
+
+        size: bytes that a rank sends, with the part that it keeps.
         """
         ...
 
@@ -131,9 +142,40 @@ def group_gather(clock: Clock, size: float, *, ranks: int, apart: int, first: in
     if ranks == 1:
         return 0.0
     within = clock.gather(size, ranks, across=False)
-    if first // clock.node == (first + ranks * apart - 1) // clock.node:
+    if not _leaves_node(clock, ranks=ranks, apart=apart, first=first):
         return within
     return max(within, clock.gather(size / max(1, clock.node // apart), ranks, across=True))
+
+
+def group_exchange(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
+    """Seconds of an all-to-all over a group of devices; 0 for one rank.
+
+    Each rank sends its own parts to other nodes. size: bytes that a rank sends, with the part that it keeps. Other
+    arguments as for `group_gather`.
+    """
+    if ranks == 1:
+        return 0.0
+    if not _leaves_node(clock, ranks=ranks, apart=apart, first=first):
+        return clock.all_to_all(size, ranks, across=False)
+    on_node = max(1, min(ranks - 1, clock.node // apart))
+    within = clock.all_to_all(size * on_node / ranks, on_node, across=False) if on_node > 1 else 0.0
+    elsewhere = size * (ranks - on_node) / (ranks - 1)  # of this a rank sends (ranks - 1)/ranks
+    return max(within, clock.all_to_all(elsewhere, ranks, across=True))
+
+
+def group_ring(clock: Clock, size: float, *, ranks: int, apart: int, first: int) -> float:
+    """Seconds in which an array of `size` bytes of each rank of a group goes round all others; 0 for one rank.
+
+    From a node's last rank each array goes to the next node by itself. Arguments as for `group_gather`.
+    """
+    if ranks == 1:
+        return 0.0
+    return clock.gather(size * ranks, ranks, across=_leaves_node(clock, ranks=ranks, apart=apart, first=first))
+
+
+def _leaves_node(clock: Clock, *, ranks: int, apart: int, first: int) -> bool:
+    """Whether a group of devices is on several nodes."""
+    return first // clock.node != (first + ranks * apart - 1) // clock.node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +254,9 @@ class AnalyticClock:
         """The times of other work of the same modules."""
         return self if work is self.work else replace(self, work=work)
 
-    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
+    def stage(
+        self, module: str, part: StagePart, *, rows: float, width: int, tp: int, expert_share: float = 1.0
+    ) -> PassSeconds:
         """Seconds of a microbatch in a stage; arguments as for `Clock.stage`."""
         work = self.work.modules[module]
         scale = rows * width / work.width
@@ -221,21 +265,28 @@ class AnalyticClock:
         size = work.width * work.model_width * self.work.item * scale
         once = 2 * size * (tp - 1) / tp / (self.accelerator.link * self.efficiency.link)
         forward_sums, backward_sums = (sums * part.layers * once for sums in work.sums)
-        waits = self._waits_for_sums(work, part, scale=scale, tp=tp)
+        waits = self._waits_for_sums(work, part, scale=scale, expert_share=expert_share) / tp
         return PassSeconds(
             forward=forward / rate + forward_sums,
             backward=backward / rate + waits + backward_sums if backward else 0.0,
         )
 
-    def _waits_for_sums(self, work: ModuleWork, part: StagePart, *, scale: float, tp: int) -> float:
-        """Seconds by which a stage's sums of gradients are read and written longer than their products take.
+    def _waits_for_sums(self, work: ModuleWork, part: StagePart, *, scale: float, expert_share: float) -> float:
+        """Seconds by which sums of gradients are read and written longer than their products take, for tp 1.
 
         scale: rows of the microbatch on one dp rank, counted in rows of the module's width.
         """
-        flops, device, shares = work.weight_gradients.of(part), self.accelerator, self.efficiency
-        weights = flops / (2 * work.width)
-        passes = 2 * self.work.gradient * weights / (device.bandwidth * shares.memory)
-        return max(0.0, passes - flops * scale / (device.flops * shares.compute)) / tp
+        device, shares = self.accelerator, self.efficiency
+
+        def waits(weights: float, flops: float) -> float:
+            passes = 2 * self.work.gradient * weights / (device.bandwidth * shares.memory)
+            return max(0.0, passes - flops * scale / (device.flops * shares.compute))
+
+        flops = work.dense.weight_gradients.of(part)
+        dense = waits(flops / (2 * work.width), flops)
+        if not work.experts or not work.experts.trained:
+            return dense
+        return dense + part.layers * waits(expert_share * work.experts.trained, work.experts.forward)
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
         """Bytes that the largest program of a stage needs on a device while it runs, from its trace.
@@ -251,6 +302,10 @@ class AnalyticClock:
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes in all: a rank sends (ranks - 1)/ranks of it."""
+        return size * (ranks - 1) / ranks / self._speed(across=across)
+
+    def all_to_all(self, size: float, ranks: int, *, across: bool) -> float:
+        """Seconds of an all-to-all in which a rank sends (ranks - 1)/ranks of `size` bytes."""
         return size * (ranks - 1) / ranks / self._speed(across=across)
 
     def copy(self, size: float) -> float:

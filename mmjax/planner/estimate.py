@@ -9,7 +9,7 @@ from operator import add
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import MASTER
 from mmjax.planner.needs import DeviceBytes, bytes_by_rank, fullest_split
-from mmjax.planner.sharding import layers_in_transfer
+from mmjax.planner.sharding import transferred_bytes
 from mmjax.planner.step_seconds import StepSeconds
 from mmjax.planner.traffic import exchanged_bytes
 from mmjax.planner.work import StagePart
@@ -56,9 +56,14 @@ class Estimate(StepSeconds):
 
     def _temporaries(self, name: str, part: StagePart) -> float:
         """Bytes of a stage's largest program, with the bytes that cp ranks exchange while its layers run."""
-        layout = self.candidate.layouts[name]
-        layer = self.work.modules[name].parameters.layer / layout.tp * self.work.item
-        return self._of_programs(name, part) + layers_in_transfer(layout) * layer
+        module, layout = self.work.modules[name], self.candidate.layouts[name]
+        transferred = transferred_bytes(module, layout, self.work.item)
+        if layout.scatters_gradients:  # the gradients of other layers are shards already
+            transferred -= self._memory(name).fixed_layer * part.layers * (1 - 1 / layout.optimizer_shards)
+        if layout.ep > 1:  # a clock has those of all experts on each rank
+            transferred += self._memory(name).running(part, self._scale(name))
+            transferred -= module.memory[layout.tp].running(part, self._scale(name))
+        return max(0.0, self._of_programs(name, part) + transferred)
 
     def _of_programs(self, name: str, part: StagePart) -> float:
         """`_temporaries` of whole parameters and sums."""

@@ -1,4 +1,7 @@
-"""The fastest candidates that fit into memory, by closed form, with as little recompute and offload as they need."""
+"""The fastest candidates that fit into memory, by closed form.
+
+They have as little recompute, and as few shards and arrays in host memory, as they need.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mmjax.configurable import ConfigError
+from mmjax.mesh.layout import SHARDS
 from mmjax.planner.candidates import Candidate, leaner
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet
+from mmjax.planner.state_layouts import expert_parallel, more_shards, most_shards
 from mmjax.planner.variants import everything_offloaded, offloaded
 from mmjax.planner.work import Work
 
@@ -86,7 +91,7 @@ def proportional(work: Work) -> RowsOf:
     return rows_of
 
 
-def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list[Candidate]:
+def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate], *, shards: bool = False) -> list[Candidate]:
     """The fastest candidates, by closed form, that fit into memory: up to `FINALISTS`, the fastest first.
 
     Modules whose `remat` the plan chooses recompute more where a candidate does not fit otherwise. Behind them are up
@@ -95,19 +100,23 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
 
     work, fleet: such as `read_work(recipe)` and `Fleet(kinds={"": kind})`.
     candidates: candidates in any order, such as `homogeneous(work, 16, 8)`.
+    shards: whether what does not fit is tried with shards of sums and parameters, in place of offload.
 
     Raises:
       DoesNotFit: none fits; the message names a module of the candidate that lacks least.
     """
     rows_of = proportional(work)
-    chosen = (replace(c, remat={**work.fastest_remat, **c.remat}) for c in candidates)
+    with_experts = (c for candidate in candidates for c in expert_parallel(work, candidate))
+    chosen = (replace(c, remat={**work.fastest_remat, **c.remat}) for c in with_experts)
     distinct = {(c.describe(), *c.remat.values(), c.microbatches, c.schedule, c.window): c for c in chosen}
     estimates = [estimated(work, fleet, c, rows_of) for c in distinct.values()]
     largest_memory = max(kind.memory for kind in fleet.kinds.values())
-    fitting, unfitting, too_large = _first(fleet, estimates, FINALISTS)
+    if shards:
+        estimates = [estimate for estimate in estimates if _lightest(fleet, estimate) <= largest_memory]
+    fitting, unfitting, too_large = _first(fleet, estimates, FINALISTS, shards=shards)
     limit = fitting[0].quick * (1 + TIE) if fitting else math.inf
     to_offload = [*unfitting, *too_large] if len(too_large) <= FEW or not fitting else unfitting
-    offloaded_estimates = _offloaded(to_offload, largest_memory, limit)
+    offloaded_estimates = [] if shards else _offloaded(to_offload, largest_memory, limit)
     most = RELIEVED if fitting else FINALISTS
     fitting_offloaded, unfitting_offloaded, _ = _first(fleet, offloaded_estimates, most)
     if fitting or fitting_offloaded:
@@ -120,13 +129,24 @@ def finalists(work: Work, fleet: Fleet, candidates: Iterable[Candidate]) -> list
     raise DoesNotFit(_misses(fleet, leanest))
 
 
+def _lightest(fleet: Fleet, estimate: Estimate) -> float:
+    """A lower bound on the bytes of the fullest device with all shards; infinite for layouts without ranks to share."""
+    most = most_shards(estimate)
+    if most.layouts == estimate.candidate.layouts:
+        return math.inf
+    return _changed(fleet, estimate, most).least
+
+
 def _first(
-    fleet: Fleet, estimates: Iterable[Estimate], count: int
+    fleet: Fleet, estimates: Iterable[Estimate], count: int, *, shards: bool = False
 ) -> tuple[list[Estimate], list[Estimate], list[Estimate]]:
     """The `count` fastest in closed form that fit, the faster ones that do not, and those too large by a lower bound.
 
-    At most `ALIKE` of the fitting ones have the same layouts. What does not fit is tried again with more recompute,
-    which takes longer: so the fastest first is exact, and bytes with recompute are traced only where they decide.
+    At most `ALIKE` of the fitting ones have the same layouts, but for ep and shards. What does not fit is tried again
+    with more recompute, which takes longer: so the fastest first is exact, and bytes with recompute are traced only
+    where they decide.
+
+    shards: whether what does not fit is also tried with shards of sums and parameters.
     """
     fitting, missed, too_large = list[Estimate](), list[Estimate](), list[Estimate]()
     largest_memory = max(kind.memory for kind in fleet.kinds.values())
@@ -135,7 +155,7 @@ def _first(
     heapq.heapify(queue)
     while queue and len(fitting) < count:
         *_, estimate = heapq.heappop(queue)
-        layouts = replace(estimate.candidate, remat={}).describe()
+        layouts = _degrees(estimate.candidate)
         if alike[layouts] == ALIKE:
             continue
         offloads = bool(estimate.candidate.offloads)
@@ -147,22 +167,39 @@ def _first(
             fitting.append(estimate)
             alike[layouts] += 1
             continue
-        for lean in () if offloads else _leaner(fleet, estimate):
+        for lean in () if offloads else _leaner(fleet, estimate, shards=shards):
             heapq.heappush(queue, (_order(lean), next(numbers), lean))
     return fitting, missed, too_large
 
 
-def _leaner(fleet: Fleet, estimate: Estimate) -> Iterator[Estimate]:
-    """Estimates of the same candidate in which a module recomputes more."""
-    for candidate in leaner(estimate.work, estimate.candidate):
-        yield estimated(estimate.work, fleet, candidate, lambda _: estimate.rows)
+def _leaner(fleet: Fleet, estimate: Estimate, *, shards: bool) -> Iterator[Estimate]:
+    """Estimates of the same candidate in which a module recomputes more, or with `shards` shares more."""
+    candidate = estimate.candidate
+    if all(layout.shard == SHARDS[0] for layout in candidate.layouts.values()):  # so that each is reached once
+        yield from (_changed(fleet, estimate, lean) for lean in leaner(estimate.work, candidate))
+    if shards:
+        yield from (_changed(fleet, estimate, lean) for lean in more_shards(estimate))
 
 
-def _order(estimate: Estimate) -> tuple[float, int, int, int]:
-    """Sort key: the fastest in closed form first; of equal ones, fewer microbatches, fewer lanes and less cp."""
+def _changed(fleet: Fleet, estimate: Estimate, candidate: Candidate) -> Estimate:
+    """The estimate of a candidate with the rows of another one, from which it differs in remat or shards."""
+    return estimated(estimate.work, fleet, candidate, lambda _: estimate.rows)
+
+
+def _degrees(candidate: Candidate) -> str:
+    """The layouts of a candidate in words, without ep and shards."""
+    layouts = {
+        name: layout if layout.ep == 1 and layout.shard == SHARDS[0] else replace(layout, ep=1, shard=SHARDS[0])
+        for name, layout in candidate.layouts.items()
+    }
+    return replace(candidate, layouts=layouts, remat={}).describe()
+
+
+def _order(estimate: Estimate) -> tuple[float, int, int, int, int]:
+    """Sort key: the fastest in closed form first; of equal ones, fewer microbatches, fewer lanes, less cp and ep."""
     layouts = estimate.candidate.layouts.values()
-    lanes, cp = max(layout.lanes for layout in layouts), max(layout.cp for layout in layouts)
-    return float(f"{estimate.quick:.3g}"), estimate.candidate.microbatches, lanes, cp
+    lanes, cp, ep = (max(getattr(layout, name) for layout in layouts) for name in ("lanes", "cp", "ep"))
+    return float(f"{estimate.quick:.3g}"), estimate.candidate.microbatches, lanes, cp, ep
 
 
 def _offloaded(estimates: Iterable[Estimate], memory: float, limit: float) -> list[Estimate]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.planner.clock import PassSeconds
-from mmjax.planner.profile_file import Compiled, Profile, ProfiledStage
+from mmjax.planner.profile_file import Compiled, Profile, ProfiledStage, Samples
 from mmjax.planner.work import StagePart, Work
 
 _LEAST = 0.1
@@ -152,12 +152,17 @@ class MeasuredClock:
         """This clock, for every module."""
         return self
 
-    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
+    def stage(
+        self, module: str, part: StagePart, *, rows: float, width: int, tp: int, expert_share: float = 1.0
+    ) -> PassSeconds:
         """Seconds of a microbatch in a stage, without the host's part; arguments as for `Clock.stage`.
+
+        Stages were timed with all experts on each device, so `expert_share` changes nothing.
 
         Raises:
           ConfigError: the module was not timed, or not with this tp.
         """
+        del expert_share
         forward, backward = (
             float(_counts(part) @ unknowns) for unknowns in self._solved(module, tp, rows * width, width)
         )
@@ -213,9 +218,23 @@ class MeasuredClock:
         Raises:
           ConfigError: the profile has no gathers.
         """
+        return self._collective(self.profile.gathers, size, ranks)
+
+    def all_to_all(self, size: float, ranks: int, *, across: bool) -> float:
+        """Seconds of an all-to-all of `size` bytes of each of `ranks` devices; else as `gather`.
+
+        A profile that has no all-to-alls, such as an older one, has the times of gathers, which move as many bytes.
+
+        Raises:
+          ConfigError: the profile has no gathers either.
+        """
+        return self._collective(self.profile.all_to_alls or self.profile.gathers, size, ranks)
+
+    def _collective(self, measured: Mapping[int, Samples], size: float, ranks: int) -> float:
+        """Seconds of a collective over `ranks` devices, from times by number of ranks and bytes."""
         if ranks == 1:
             return 0.0
-        table = {count: _line(samples, "gathers").at(size) for count, samples in self.profile.gathers.items()}
+        table = {count: _line(samples, "gathers").at(size) for count, samples in measured.items()}
         if not table:
             raise ConfigError("gathers: the profile has none, since it was made on one device; make one on two or more")
         counts = sorted(table)

@@ -116,6 +116,7 @@ class Profile:
       copies: times from a device to its host's memory; empty if it cannot copy there.
       gathers: by number of ranks, times of all-gathers by the bytes of all ranks together.
       reduces: by number of ranks, times of all-reduces by the bytes on each rank.
+      all_to_alls: by number of ranks, times of all-to-alls by the bytes that each rank has; empty in older profiles.
       op: seconds that the host spends on an op beside the work of its devices.
       shared: the number of devices that work at a time: all if each has a processor of its own. It may be fractional if
         virtual devices share the cores of a host.
@@ -134,6 +135,7 @@ class Profile:
     reduces: Mapping[int, Samples] = field(hash=False)
     op: float
     shared: float
+    all_to_alls: Mapping[int, Samples] = field(default_factory=dict, hash=False)
 
     @property
     def source(self) -> str:
@@ -163,6 +165,7 @@ class Profile:
             "copies": _samples_json(self.copies),
             "gathers": {str(ranks): _samples_json(samples) for ranks, samples in self.gathers.items()},
             "reduces": {str(ranks): _samples_json(samples) for ranks, samples in self.reduces.items()},
+            "all_to_alls": {str(ranks): _samples_json(samples) for ranks, samples in self.all_to_alls.items()},
             "op": self.op,
             "shared": self.shared,
         }
@@ -260,7 +263,9 @@ def parse_profile(data: Any, where: str = "the profile") -> Profile:
 
 
 def _profile(data: Any) -> Profile:
-    values = fields(data, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile")
+    values = fields(
+        {"all_to_alls": {}, **data}, "", ("format", *(f.name for f in dataclasses.fields(Profile))), top="the profile"
+    )
     device = fields(values["device"], "device", tuple(f.name for f in dataclasses.fields(Device)))
     kind, platform = (_text(f"device.{name}", device[name]) for name in ("kind", "platform"))
     count, processes = (whole_number(f"device.{name}", device[name], _MOST) for name in ("count", "processes"))
@@ -280,6 +285,7 @@ def _profile(data: Any) -> Profile:
         copies=_samples("copies", values["copies"]),
         gathers=_by_ranks("gathers", values["gathers"]),
         reduces=_by_ranks("reduces", values["reduces"]),
+        all_to_alls=_by_ranks("all_to_alls", values["all_to_alls"]),
         op=number("op", values["op"], least=0),
         shared=number("shared", values["shared"], least=0, positive=True),
     )

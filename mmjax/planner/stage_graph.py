@@ -32,7 +32,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             index=index,
             ranks=candidate.layouts[name].stage_ranks(index),
             trainable=module.trained.of(part) > 0,
-            loss=part.last and name not in work.encoders,
+            loss=(part.last and name not in work.encoders) or module.experts is not None,  # their routers have losses
             offload=candidate.offload(name).parameters,
             stash=candidate.offload(name).activations,
             lanes=candidate.layouts[name].lanes,

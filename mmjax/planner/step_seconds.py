@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import lcm
 
-from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.pipeline.state_bytes import Sharded, StateBytes
+from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks, PassSeconds, group_gather
-from mmjax.planner.sharding import beside_layers
+from mmjax.planner.clock import Clocks, PassSeconds
+from mmjax.planner.experts import expert_sums, with_experts
+from mmjax.planner.sharding import beside_layers, once_a_step, shared_states
 from mmjax.planner.stage_graph import stage_graph
 from mmjax.planner.traffic import edge_costs, exchange_seconds, whole_rows_seconds
 from mmjax.planner.work import StageMemory, StagePart, Work
@@ -99,18 +99,17 @@ class StepSeconds:
     def _pass_seconds(self, name: str, part: StagePart) -> PassSeconds:
         """Seconds of a microbatch in a stage of module `name`, with its cp communication and the host's time."""
         layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
-        compute = clock.stage(name, part, rows=rows, width=width, tp=layout.tp)
+        module, first = self.work.modules[name], layout.first_rank(0) - self.candidate.kind_start(name)
+        share = expert_sums(module, layout)
+        compute = clock.stage(name, part, rows=rows, width=width, tp=layout.tp, expert_share=share)
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        compute = beside_layers(
-            compute,
-            self._states(name, part),
-            layout,
-            clock,
-            ratio=self.work.item / self.work.gradient,
-            first=layout.first_rank(0) - self.candidate.kind_start(name),
-        )
+        if layout.ep > 1:
+            compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
+        if layout.scatters_gradients:
+            groups, ratio = shared_states(self.work, name, part, layout), self.work.item / self.work.gradient
+            compute = beside_layers(compute, groups, layout, clock, layers=part.layers, ratio=ratio, first=first)
         return PassSeconds(
             forward=compute.forward + (exchange[0] + whole_rows[0]) + self.clock.op,
             backward=compute.backward + (exchange[1] + whole_rows[1]) + self.clock.op,
@@ -159,23 +158,18 @@ class StepSeconds:
     def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         """Seconds of a stage's ops that run once a step, by kind: gather parameters, reduce gradients, update.
 
-        With optimizer instances, gradients are reduced within each instance, and then their shards between instances.
         Offloaded states are copied back while gradients are reduced; a frozen stage copies them back before its
         parameters are gathered. If parameters are offloaded, "offload" and "reload" are their copies.
         """
-        layout, states, clock = self.candidate.layouts[name].across_lanes, self._states(name, part), self.clock.of(name)
-        shards, instances, sums = self._shards(layout), layout.optimizer_instances, states.sums
-        first, apart = layout.first_rank(index), layout.replica_size * layout.dp // shards // instances
-        seconds = partial(group_gather, clock, first=first - self.candidate.kind_start(name))
-        gather = 0.0 if layout.shards_parameters else seconds(states.copies, ranks=shards, apart=apart)
-        reduce = 0.0 if layout.scatters_gradients else seconds(sums, ranks=shards, apart=apart)
-        shard = sums if layout.scatters_gradients else sums / shards
-        reduce += 2 * seconds(shard, ranks=instances, apart=apart * shards)
+        layout, clock = self.candidate.layouts[name].across_lanes, self.clock.of(name)
+        first = layout.first_rank(index) - self.candidate.kind_start(name)
+        gather, reduce = once_a_step(shared_states(self.work, name, part, layout), layout, clock, first=first)
         op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
+            states = self._states(name, part)
             state_bytes, parameter_bytes = states.offloaded(self.candidate.offload(name))
             copy_back = clock.copy(state_bytes)
-            gather, reduce = gather + (0.0 if sums else copy_back), max(reduce, copy_back)
+            gather, reduce = gather + (0.0 if states.sums else copy_back), max(reduce, copy_back)
             copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}
         return {"prepare": gather + op, "reduce": reduce + op, "update": op, **copies}
 
@@ -192,13 +186,7 @@ class StepSeconds:
 
     def _states(self, name: str, part: StagePart) -> StateBytes[float]:
         """Bytes of a stage's states on a device."""
-        layout = self.candidate.layouts[name]
-        sharded = Sharded(sums=layout.scatters_gradients, parameters=layout.shards_parameters)
-        return self.work.states(name, part, tp=layout.tp, shards=self._shards(layout), sharded=sharded)
-
-    def _shards(self, layout: Layout) -> int:
-        """Number of ranks among which masters and moments are sharded."""
-        return layout.optimizer_shards
+        return self.work.states(name, part, self.candidate.layouts[name])
 
     def _crossing(self, edge: EdgeNode) -> float:
         """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
@@ -443,7 +431,7 @@ class StepSeconds:
 
     def _memory(self, name: str) -> StageMemory:
         """Bytes that a device of a module needs for rows and programs."""
-        return self.work.modules[name].memory[self.candidate.layouts[name].tp]
+        return self.work.modules[name].stage_memory(self.candidate.layouts[name])
 
     def _residual_bytes(self, node: StageNode) -> float:
         """Bytes of residuals that a device keeps of a microbatch from a stage's F to its B."""

@@ -227,7 +227,8 @@ def instanced(estimate: Estimate) -> Candidate | None:
     for name, layout in candidate.layouts.items():
         dp = layout.across_lanes.dp
         if dp > 1 and layout.stage_size > estimate.clock.of(name).node:
-            options = (replace(layout, optimizer_instances=count) for count in divisors(dp, dp))
+            counts = (count for count in divisors(dp, dp) if dp // count % layout.ep_degrees[0] == 0)
+            options = (replace(layout, optimizer_instances=count) for count in counts)
             layouts[name] = min(
                 options, key=lambda option, name=name: _once_seconds(estimate, {**layouts, name: option}, [name])
             )

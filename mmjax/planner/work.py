@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
-from mmjax.pipeline.state_bytes import STATES_ALONE, Sharded, StateBytes, state_bytes
+from mmjax.pipeline.state_bytes import Sharded, StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class Shares:
         """The quantity, multiplied by `factor`."""
         return Shares(*(value * factor for value in self.each))
 
+    def towards(self, shares: Shares, factor: float) -> Shares:
+        """The quantity and `factor` times its difference to `shares`; no number of it is below 0."""
+        return Shares(*(max(0.0, a + factor * (b - a)) for a, b in zip(self.each, shares.each, strict=True)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -83,6 +88,86 @@ class StageMemory:
         sizes = zip(self.temporary.each, self.fixed.each, (part.first, True, part.last), strict=True)
         most = max(rows * row + fixed for row, fixed, present in sizes if present)
         return most + self.fixed_layer * part.layers
+
+    def extrapolated(self, ep: int, memory: StageMemory, traced_ep: int, *, more_rows: float) -> StageMemory:
+        """The bytes with degree ``ep`` of expert parallelism, if these are the bytes without it.
+
+        Bytes for each row are linear in the rows of the experts' buffers. A part of the others, the experts' gradients,
+        is divided by ep.
+
+        Args:
+          ep: the degree, 1 or more.
+          memory: the bytes with another degree above 1.
+          traced_ep: that degree.
+          more_rows: rows of buffers beyond those without ep, over those that ``memory`` has beyond them.
+        """
+        parts = (1 - 1 / ep) / (1 - 1 / traced_ep)
+        return StageMemory(
+            residuals=self.residuals.towards(memory.residuals, more_rows),
+            deferred=self.deferred.towards(memory.deferred, more_rows),
+            inputs=self.inputs,
+            temporary=self.temporary.towards(memory.temporary, more_rows),
+            fixed=self.fixed.towards(memory.fixed, parts),
+            fixed_layer=max(0.0, self.fixed_layer + parts * (memory.fixed_layer - self.fixed_layer)),
+            split=memory.split if ep > 1 else self.split,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWork:
+    """The experts in a module's layers (`mmjax.models.experts`); figures of a layer are means over all layers.
+
+    Attributes:
+      count: experts of a layer that has them.
+      per_token: experts that compute a token.
+      parameters: number of parameters of a layer's experts, a part of `ModuleWork.parameters`.
+      trained: number of those with gradients and optimizer states.
+      forward: FLOPs of a row's forward in a layer's experts, a part of `ModuleWork.forward`.
+      features: bytes of the features of a row's tokens, which ranks of ep exchange in a layer.
+      buffer: rows that two ranks exchange in an all-to-all over their mean number; 0 is the worst case.
+      fullest: rows of the fullest rank of ep over their mean, declared; 1 means equal loads.
+      traced_ep: the degree of `memory`, above 1.
+      memory: by tp and way of the exchange, the bytes that a device needs with that degree.
+    """
+
+    count: int
+    per_token: int
+    parameters: float
+    trained: float
+    forward: float
+    features: float
+    buffer: float = 0.0
+    fullest: float = 1.0
+    traced_ep: int = 2
+    memory: Mapping[tuple[int, str], StageMemory] = field(default_factory=dict, hash=False)
+
+    def buffer_rows(self, layout: Layout) -> float:
+        """Rows of a rank's buffers over the rows that its tokens have without ep, as `mmjax.models.experts.exchange`.
+
+        layout: the module's layout, whose ep divides `count`.
+        """
+        ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
+        rows = min(self.per_token, self.count // ranks)
+        if layout.ep_way == "all-to-all" and self.buffer:
+            rows = min(rows, self.buffer * self.per_token / ranks)
+        return layout.ep * rows / self.per_token
+
+    def uses(self, layout: Layout) -> int:
+        """How often a layer's experts are used in a microbatch: in a ring, for each rank's tokens."""
+        return layout.ep if layout.ep_way == "ring" else 1
+
+    def stage_memory(self, plain: StageMemory, layout: Layout) -> StageMemory:
+        """The bytes that a device needs in a layout.
+
+        plain: the bytes with its tp and without ep.
+        """
+        if layout.ep == 1:
+            return plain
+        traced = replace(layout, dp=layout.dp * self.traced_ep, ep=self.traced_ep)  # a dp that this degree divides
+        traced_rows, rows = (self.buffer_rows(degrees) - 1 for degrees in (traced, layout))
+        more_rows = rows / traced_rows if traced_rows > 0 else 1.0
+        memory = self.memory[layout.tp, layout.ep_way]
+        return plain.extrapolated(layout.ep, memory, self.traced_ep, more_rows=more_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +213,7 @@ class ModuleWork:
       memory: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
       after: names of the modules whose activations it takes.
       enters: layers of its targets, beside the first, that its activations enter.
+      experts: the experts in its layers; None without.
     """
 
     name: str
@@ -153,6 +239,7 @@ class ModuleWork:
     memory: Mapping[int, StageMemory] = field(default_factory=dict, hash=False)
     after: tuple[str, ...] = ()
     enters: tuple[int, ...] = ()
+    experts: ExpertWork | None = None
 
     @property
     def whole(self) -> StagePart:
@@ -176,12 +263,38 @@ class ModuleWork:
         """FLOPs of W if a row's backward is split: two for each trained weight and position.
 
         They are at most the forward's FLOPs: a weight that is only looked up or added is in no product. Behind the
-        layers only the LLM's head is recomputed, and B computes its gradient.
+        layers only the LLM's head is recomputed, and B computes its gradient. Those of experts are as many as their
+        forward has.
         """
+        if self.experts:
+            experts = Shares(layer=self.experts.forward if self.experts.trained else 0.0)
+            return self.dense.weight_gradients + experts
         most = (self.forward.first, self.forward.layer, self.forward.last - self.recompute.last)
         return Shares(
             *(min(2 * trained * self.width, limit) for trained, limit in zip(self.trained.each, most, strict=True))
         )
+
+    @cached_property
+    def dense(self) -> ModuleWork:
+        """The module without its experts: their parameters and their FLOPs."""
+        if self.experts is None:
+            return self
+        experts, again = self.experts, self.recompute.layer > 0
+        passes = (2 if experts.trained else 1) * (self.backward.layer > 0) + again
+        return replace(
+            self,
+            forward=self.forward + Shares(layer=-experts.forward),
+            backward=self.backward + Shares(layer=-passes * experts.forward),
+            recompute=self.recompute + Shares(layer=-again * experts.forward),
+            parameters=self.parameters + Shares(layer=-experts.parameters),
+            trained=self.trained + Shares(layer=-experts.trained),
+            experts=None,
+        )
+
+    def stage_memory(self, layout: Layout) -> StageMemory:
+        """The bytes that a device needs in a layout, whose tp is one of those in `memory`."""
+        plain = self.memory[layout.tp]
+        return self.experts.stage_memory(plain, layout) if self.experts else plain
 
     def context(self, layout: Layout) -> int:
         """Number of cp ranks that share the positions of a row; 1 if each of them computes whole rows."""
@@ -245,22 +358,36 @@ class Work:
         """Names of the modules that take the LLM's activations, in the order of `modules`."""
         return tuple(name for name, module in self.modules.items() if LLM in module.after)
 
-    def states(
-        self, name: str, part: StagePart, *, tp: int, shards: int, sharded: Sharded = STATES_ALONE
-    ) -> StateBytes[float]:
-        """Bytes of states of a part of module `name` on a device.
+    def states(self, name: str, part: StagePart, layout: Layout) -> StateBytes[float]:
+        """Bytes of states of a part of module `name` on a device of a layout."""
+        dense, *experts = self.states_by_group(name, part, layout)
+        return sum(experts, start=dense)
 
-        shards: ranks that share its masters and moments. sharded: what else they share.
-        """
-        module = self.modules[name]
+    def states_by_group(self, name: str, part: StagePart, layout: Layout) -> tuple[StateBytes[float], ...]:
+        """`states`, those of experts separately if ranks of ep have different ones: then they come second."""
+        module, dense = self.modules[name], self.modules[name].dense
+        if layout.ep == 1 or module.experts is None:
+            return (self._states(module.parameters.of(part), module.trained.of(part), module.frozen, layout),)
+        parameters, trained = (
+            part.layers * number / layout.ep for number in (module.experts.parameters, module.experts.trained)
+        )
+        return (
+            self._states(dense.parameters.of(part), dense.trained.of(part), module.frozen, layout),
+            self._states(parameters, trained, module.frozen, layout, apart=layout.ep),
+        )
+
+    def _states(
+        self, parameters: float, trained: float, frozen: int, layout: Layout, *, apart: int = 1
+    ) -> StateBytes[float]:
         return state_bytes(
-            module.parameters.of(part) / tp,
-            module.trained.of(part) / tp,
+            parameters / layout.tp,
+            trained / layout.tp,
             item=self.item,
             gradient=self.gradient,
-            shards=shards,
-            frozen=module.frozen,
-            sharded=sharded,
+            shards=layout.optimizer_shards,
+            frozen=frozen,
+            sharded=Sharded(sums=layout.scatters_gradients, parameters=layout.shards_parameters),
+            apart=apart,
         )
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:

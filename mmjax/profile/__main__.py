@@ -90,6 +90,7 @@ def table(profile: Profile) -> Iterator[str]:
         yield f"{name}: {lengths['count']:.0f} segments, {figures}"
     transfers = {"move": profile.moves}
     transfers |= {f"all-gather over {ranks}": samples for ranks, samples in profile.gathers.items()}
+    transfers |= {f"all-to-all over {ranks}": samples for ranks, samples in profile.all_to_alls.items()}
     transfers |= {f"all-reduce over {ranks}": samples for ranks, samples in profile.reduces.items()}
     for name, samples in transfers.items():
         yield f"{name}: " + ", ".join(f"{size:.0f} bytes {seconds * 1e3:.3g} ms" for size, seconds in samples)

@@ -52,6 +52,24 @@ def gathers(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     return tuple((float(size), _collective(world, ranks, gather, size, PartitionSpec())) for size in sizes)
 
 
+def all_to_alls(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
+    """Measures all-to-alls over the first `ranks` ranks: (bytes on each rank, seconds) for each of `sizes`.
+
+    All processes call it. Seconds are 0 in a process that has none of these ranks.
+
+    Args:
+      world: the devices, as `world_for(recipe)` gives them.
+      ranks: how many ranks, no more than the world has.
+      sizes: bytes of the array on each rank, ascending, such as `SIZES`.
+    """
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, "r", 0, 0, tiled=True)
+
+    out = PartitionSpec("r")
+    return tuple((float(size), _collective(world, ranks, exchange, size * ranks, out)) for size in sizes)
+
+
 def reduces(world: World, ranks: int, sizes: tuple[int, ...]) -> Samples:
     """Measures all-reduces over the first `ranks` ranks: (bytes on each rank, seconds) for each of `sizes`.
 
@@ -74,7 +92,7 @@ def _collective(world: World, ranks: int, body: Callable[..., Any], size: int, o
     if not world.local_ranks & set(range(ranks)):
         return 0.0
     mesh = Mesh(np.array(world.devices[:ranks]), ("r",))
-    count = max(1, size // _ITEM // ranks) * ranks
+    count = max(1, size // _ITEM // ranks**2) * ranks**2  # each rank has an equal part for each
     aval = jax.ShapeDtypeStruct((count,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("r")))
     program = Program.of("collective", Spmd(body, mesh, PartitionSpec("r"), out), [aval])
     payload = _ones(aval)

@@ -23,7 +23,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.processes import broadcast_text, gather_texts, is_first
 from mmjax.mesh.world import World
 from mmjax.planner.profile_file import Compiled, Device, Profile, Trial, model_of, parse_profile
-from mmjax.profile.links import QUICK, SIZES, copies, gathers, moves, ranks_here, reduces
+from mmjax.profile.links import QUICK, SIZES, all_to_alls, copies, gathers, moves, ranks_here, reduces
 from mmjax.profile.trials import ROUNDS, at_a_time, attempts, best_trials, compiled, legal_tps, points
 from mmjax.progress import Progress
 from mmjax.recipe import Recipe
@@ -85,6 +85,7 @@ def profile_of(recipe: Recipe, *, quick: bool = False, style: str = "auto") -> P
         moves=moves(world, sizes) if world.size > 1 else (),
         copies=copies(world, sizes),
         gathers={count: gathers(world, count, sizes) for count in ranks},
+        all_to_alls={count: all_to_alls(world, count, sizes) for count in ranks},
         reduces={count: reduces(world, count, sizes) for count in ranks},
         op=statistics.median(calls) if calls else 0.0,
         shared=shared if shared < _ALL * world.size else float(world.size),

@@ -80,9 +80,11 @@ class MegatronClock(AnalyticClock):
     attention: float
     inside: Mapping[str, Inside] = field(hash=False)
 
-    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
+    def stage(
+        self, module: str, part: StagePart, *, rows: float, width: int, tp: int, expert_share: float = 1.0
+    ) -> PassSeconds:
         """Seconds of a microbatch of `rows` rows of `width` on one dp replica of a stage."""
-        took = super().stage(module, part, rows=rows, width=width, tp=tp)
+        took = super().stage(module, part, rows=rows, width=width, tp=tp, expert_share=expert_share)
         slow = self.attention_pass(module, part, rows=rows, width=width, tp=tp)
         quick = self.attention / self.efficiency.compute
         scale = rows * width / self.work.modules[module].width

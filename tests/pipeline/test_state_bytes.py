@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.pipeline.config import OffloadConfig
-from mmjax.pipeline.state_bytes import state_bytes
+from mmjax.pipeline.state_bytes import Sharded, state_bytes
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,19 @@ def test_bytes_of_a_hundred_parameters_of_which_sixty_are_trained(
     away = [held.offloaded(OffloadConfig(**own)) for own in kinds]
     gone, parameters = optimizer - served, copies + served
     assert away == [(0, 0), (gone, 0), (0, parameters), (gone, parameters)]
+
+
+def test_ranks_with_different_parameters_share_none_of_them() -> None:
+    """Of eight ranks four have different experts, so two share each: of 100 on each rank."""
+    apart, two = state_bytes(100, 60, item=2, shards=8, apart=4), state_bytes(100, 60, item=2, shards=2)
+    assert apart == two and apart.optimizer == (12 * 60 + 2 * 40) / 2
+    everything = Sharded(sums=True, parameters=True)
+    sharded = state_bytes(100, 60, item=2, shards=8, apart=4, sharded=everything)
+    assert (sharded.parameters, sharded.sums, sharded.reduced) == (2 * 100 / 2, 4 * 60 / 2, 0)
+    # Alone with its experts, a rank still prepares copies of them, since other masters of the module are shards.
+    alone = state_bytes(100, 60, item=4, shards=4, apart=4)
+    assert (alone.copies, alone.direct, alone.masters, alone.reduced) == (400, 0, 400, 240)
+    assert (alone + two).copies == alone.copies + two.copies and (alone + two).parameters == 400 + 200
 
 
 @pytest.mark.parametrize(

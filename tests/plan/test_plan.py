@@ -135,6 +135,10 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         ),
         (["--gin_file={tiny}", "--strategy=nested,exact"], "--strategy=nested,exact: exact goes with no other; leave"),
         (["--problem=p.json", "--strategy=nested"], "--strategy=nested: there is none of this name; use 'exact' or"),
+        (["--gin_file={tiny}", "--shards=none"], "--shards"),
+        (["--gin_file={tiny}", "--fullest=0.5"], "--fullest=0.5: must be 1 or more, the fullest rank's rows over"),
+        (["--gin_file={tiny}", "--fullest=inf"], "--fullest=inf: must be 1 or more"),
+        (["--gin_file={tiny}", "--fullest=most"], "--fullest=most: must be 1 or more"),
         (["--gin_file={tiny}", "--out=plan.json"], "--out=plan.json: must be a .gin file in a directory that is there"),
         (["--gin_file={tiny}", "--slurm=plan.sh"], "--slurm: starts a run of the plan, which has to be written too"),
         (
@@ -252,8 +256,9 @@ def test_remat_is_chosen_where_the_recipe_leaves_it_open(
     recipe, lines, tried = load_config([], list(bindings)), list[str](), []
     chosen = {name: values[name == "llm"] for name, values in options.items()}
 
-    def read_options(_recipe: Recipe, _source: Source, *, options: dict[str, tuple[str, ...]]) -> Work:
+    def read_options(_recipe: Recipe, _source: Source, *, options: dict[str, tuple[str, ...]], fullest: float) -> Work:
         tried.append(options)
+        assert fullest == 1
         return WORK
 
     monkeypatch.setattr(plan_choice, "read_work", read_options)

@@ -33,7 +33,9 @@ class Steady:
     def computing(self, work: Work) -> Steady:
         return self
 
-    def stage(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> PassSeconds:
+    def stage(
+        self, module: str, part: StagePart, *, rows: float, width: int, tp: int, expert_share: float = 1.0
+    ) -> PassSeconds:
         return PassSeconds(forward=F * part.layers * rows, backward=B * part.layers * rows)
 
     def temporaries(self, module: str, part: StagePart, *, rows: float, width: int, tp: int) -> float:
@@ -46,6 +48,9 @@ class Steady:
         return 0.0
 
     def gather(self, size: float, ranks: int, *, across: bool) -> float:
+        return GATHER
+
+    def all_to_all(self, size: float, ranks: int, *, across: bool) -> float:
         return GATHER
 
 

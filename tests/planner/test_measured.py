@@ -280,6 +280,17 @@ def test_communication_is_as_measured_and_goes_on_like_a_ring() -> None:
     assert clock.gather(100, 8, across=False) == pytest.approx(3e-4 * (7 / 8) / (3 / 4))
 
 
+def test_an_all_to_all_is_as_measured_and_else_as_a_gather() -> None:
+    measured = MeasuredClock(profile=profile(all_to_alls={2: ((100.0, 7e-4), (200.0, 9e-4))}))
+    assert measured.all_to_all(150, 2, across=False) == pytest.approx(8e-4)
+    assert measured.all_to_all(100, 4, across=False) == pytest.approx(7e-4 * (3 / 4) / (1 / 2))
+    older = profile().as_json()
+    del older["all_to_alls"]
+    clock = MeasuredClock(profile=parse_profile(older))
+    assert clock.all_to_all(150, 2, across=False) == clock.gather(150, 2, across=False) > 0
+    assert clock.all_to_all(150, 1, across=False) == 0
+
+
 def test_the_closest_unknowns_are_none_below_nothing() -> None:
     matrix = np.array([[1.0, 0.0], [1.0, 1.0]])
     assert non_negative(matrix, np.array([2.0, 5.0])) == pytest.approx([2.0, 3.0])

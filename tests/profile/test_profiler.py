@@ -111,7 +111,8 @@ def test_a_profile_of_a_tiny_model_gives_times_for_any_of_its_stages(
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     profile = read_profile(out, load_config([str(file)]))
     assert profile.device.count == 4
-    assert set(profile.gathers) == {2, 4}
+    assert set(profile.gathers) == set(profile.all_to_alls) == {2, 4}
+    assert all(seconds > 0 for samples in profile.all_to_alls.values() for _, seconds in samples)
     assert 1 <= profile.shared <= 4
     clock = MeasuredClock(profile=profile)
     for module in ("llm", "vision"):
@@ -138,7 +139,7 @@ def test_two_processes_make_one_profile_of_both_their_devices(tmp_path: Path) ->
     assert all(trial.forward > 0 for trial in profile.trials)
     (small, least), (large, most) = profile.moves[0], profile.moves[-1]
     assert least > 0 and most > (large - small) / 100e9, "no wire between processes is so fast"
-    assert set(profile.gathers) == set(profile.reduces) == {2}
+    assert set(profile.gathers) == set(profile.all_to_alls) == set(profile.reduces) == {2}
     clock = MeasuredClock(profile=profile)
     assert waiting_free("collective", "node", clock.node, clock.platform) == 1
     assert waiting_free("auto", "node", clock.node, clock.platform) == 0, "between CPUs no sender waits"
