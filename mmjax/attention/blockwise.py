@@ -70,7 +70,8 @@ class Blockwise(AttentionVjp):
         """The output in the dtype of the inputs, and the fp32 logarithm of each softmax's denominator.
 
         Args:
-          q, k, v: queries ``[B, T, H, K]`` and keys ``[B, S, G, K]`` with rotary embedding, and values ``[B, S, G, V]``.
+          q, k, v: queries ``[B, T, H, K]`` and keys ``[B, S, G, K]`` with rotary embedding, and values
+            ``[B, S, G, V]``.
           query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
             "segments" among them.
         """
@@ -267,8 +268,9 @@ def _from_blocks(blocked: Array, x_BT: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _BackwardInputs:
-    """Arrays of a block of queries for backward: ``q`` [..., t, G, R, K], ``d_out`` [..., t, G, R, V], others [..., G, R,
-    t].
+    """Arrays of a block of queries for backward.
+
+    ``q`` is [..., t, G, R, K], ``d_out`` [..., t, G, R, V], and the others are [..., G, R, t].
     """
 
     q: Array

@@ -3,8 +3,8 @@
 Modules do not know of the cache: their layers call ``Context.attend`` as in training, which reads and extends it. A
 token's place in the cache is its order in its row, so only the host knows a row's length.
 
-Shapes: B rows, S places of a row, T new tokens, G key/value heads, K width of keys, V of values (local to this rank); L layers of a
-stack, where layers are stacked.
+Shapes: B rows, S places of a row, T new tokens, G key/value heads, K width of keys, V of values (local to
+this rank); L layers of a stack, where layers are stacked.
 """
 
 from __future__ import annotations

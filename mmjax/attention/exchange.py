@@ -9,8 +9,8 @@ ranks.
 * *ring*: keys and values go from rank to rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers", §3).
 * *all-to-all*: every rank gets all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses", §3).
 
-Shapes: B rows, T tokens of a rank, S = T · (ranks) tokens of a row, H query heads, G key/value heads, K width of queries and
-keys, V of values (all local to this rank's part of tp).
+Shapes: B rows, T tokens of a rank, S = T · (ranks) tokens of a row, H query heads, G key/value heads, K width of
+queries and keys, V of values (all local to this rank's part of tp).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on one sample (DeepSeek-V2, §2.1, equations 9 to 19; the names of its symbols in brackets).
+"""Multi-head latent attention on one sample (DeepSeek-V2, §2.1, equations 9 to 19, whose symbols stand in comments).
 
 Letters in shapes: N tokens of a sample, D width, H heads, P width of a head's part without position, R width of its
 rotated part, V width of a head's values, L width of a latent.

@@ -27,7 +27,7 @@ TEXTS: Sequence[Sequence[str | int]] = (
     ("Is ", 1, "as red as ", 2, "?"),
 )
 """The prompts of ``oracles/make_generated.py``; numbers are images."""
-LLMS = ("mistral", "qwen2", "qwen3")
+LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
 
@@ -131,7 +131,7 @@ def test_a_whole_folder_answers_as_it_does_there(
 def test_a_language_model_alone_says_what_it_says_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With windows that the text outgrows, norms of queries and keys, and a tied head."""
+    """With windows that the text outgrows, norms of queries and keys, a tied head, experts, and latent attention."""
     folder = FOLDER.parent / "llm"
     want = np.load(folder / "generated.npz")[name].tolist()
     path = tmp_path / "m.json"

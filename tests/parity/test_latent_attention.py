@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import speaking, tiny
+from tiny import bindings, speaking, tiny
 
+from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.parity import check
+from mmjax.parity.shrink import shrink
 
 Changes = dict[str, Any]
 LITE: Changes = {  # as DeepSeek-V2-Lite: queries without a latent, and YaRN that changes the softmax's scale
@@ -105,3 +107,12 @@ LONG |= {
 def test_latent_attention_trains_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()
+
+
+def test_a_published_model_becomes_small_but_keeps_its_latents() -> None:
+    """Queries and values of different widths, and groups of experts; and the small configuration is legal."""
+    lines = [line for line in bindings() if not line.startswith("llm/Decoder")]
+    lines += ["llm/Decoder.preset='deepseek-v3'", "llm/Layout.tp=2", "vision/Layout.rank_offset=2"]
+    small = shrink(load_config([], lines), 2, 261).recipe.model.llm.settings
+    assert (small.heads, small.kv_heads, small.head_dim, small.head_width, small.value_width) == (4, 4, 0, 14, 5)
+    assert (small.kv_rank, small.q_rank, small.router_groups, small.rope_mscale_all) == (12, 20, 4, 1.0)

@@ -158,8 +158,8 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
     """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
 
     ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. ``x``,
-    the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"; of
-    latent attention those of ``LatentAttention``), "mlp_norm" and "mlp" ("gate", "up", "down").
+    the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o",
+    or those of ``LatentAttention``), "mlp_norm" and "mlp" ("gate", "up", "down").
 
     Raises:
       ValueError: the stage reads no positions.
