@@ -79,7 +79,8 @@ def latent_heads(
     )
     q_BTHN, q_BTHR = jnp.split(q_BTHK, [c.nope_head_dim], axis=-1)
     k_BT1R = rope.rotate(c, _of_all_tokens(shared, axes).reshape(*rows, 1, -1), positions)
-    k_BTHR = jnp.broadcast_to(k_BT1R, (*k_BTHN.shape[:3], c.rope_head_dim))
+    # In fp32, so that its gradients are: they are summed over heads.
+    k_BTHR = jnp.broadcast_to(k_BT1R.astype(jnp.float32), (*k_BTHN.shape[:3], c.rope_head_dim)).astype(k_BT1R.dtype)
     q_BTHK = jnp.concatenate([q_BTHN, rope.rotate(c, q_BTHR, positions)], axis=-1)
     if (factor := rope.score_factor(c)) != 1:
         q_BTHK *= factor
