@@ -110,7 +110,7 @@ def test_values_of_another_width_than_keys(
     """On two ranks, and of complete rows, in one block and in several, beside a sum over pairs of tokens in NumPy."""
     monkeypatch.setattr(blockwise, "BLOCK", block)
     order = np.argsort(np.random.default_rng(0).random((ROWS, TOKENS)), axis=1).astype(np.int32)
-    inputs = {"segments": np.where(order < 50, 1 + order // 30, 0).astype(np.int32), "order": order}
+    inputs: dict[str, Any] = {"segments": np.where(order < 50, 1 + order // 30, 0).astype(np.int32), "order": order}
     arrays, mask = numbers(3, 4, 2, value_width), Mask("causal")
     want = complete_rows(mask, inputs, arrays)
     require_equal(across_ranks(cp_way, 2, mask, inputs, arrays), want)
@@ -121,7 +121,8 @@ def test_values_of_another_width_than_keys(
     weights = np.where(sees, np.exp(scores), 0)
     weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-9)
     np.testing.assert_allclose(want[0], np.einsum("bhts,bshv->bthv", weights, np.repeat(v, 2, axis=2)), atol=2e-5)
-    whole = blockwise.attention(*arrays[:3], Tokens.of(inputs), mask)
+    queries, keys, values = (jnp.asarray(x) for x in arrays[:3])
+    whole = blockwise.attention(queries, keys, values, Tokens.of(inputs), mask)
     real = inputs["segments"] > 0
     np.testing.assert_allclose(np.asarray(whole)[real], np.asarray(want[0])[real], atol=2e-5)
 

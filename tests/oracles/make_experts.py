@@ -52,7 +52,8 @@ def main() -> None:
                 found[f"{family}/gradients/{key}"] = weight.grad.numpy()
         print(family, float(balance.detach()))
     versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
-    np.savez_compressed(path, **found | {"versions": versions})
+    found["versions"] = versions
+    np.savez_compressed(path, **found)
 
 
 if __name__ == "__main__":

@@ -84,14 +84,15 @@ def words(llms: Any) -> None:
     """Writes what language models say."""
     path = HERE.parent / "llm" / "generated.npz"
     tokens = torch.tensor([[0, *(3 + CHARACTERS.index(one) for one in SAID)]])
-    found = dict(np.load(path)) if path.exists() else {}
+    found: dict[str, Any] = dict(np.load(path)) if path.exists() else {}
     for name in llms:
         model = transformers.AutoModelForCausalLM.from_pretrained(HERE.parent / "llm" / name, dtype=torch.float32)
         about = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=1, eos_token_id=1)
         said = model.eval().generate(input_ids=tokens, max_new_tokens=LLM_LIMIT, **about)[0, tokens.shape[1] :]
         found[name] = said.numpy().astype(np.int32)
         print(name, found[name].tolist())
-    np.savez_compressed(path, **found | {"versions": versions()})
+    found["versions"] = versions()
+    np.savez_compressed(path, **found)
 
 
 if __name__ == "__main__":

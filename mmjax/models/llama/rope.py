@@ -32,8 +32,9 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
 
 
 def magnitude(c: DecoderConfig) -> float:
-    """The factor of rotated queries and keys: 1 + 0.1 ln(``rope_factor``) for YaRN, else 1. It makes the softmax
-    sharper. In latent attention it is that of ``rope_mscale`` over that of ``rope_mscale_all``.
+    """The factor of rotated queries and keys: m(1) for YaRN, where m(x) is 1 + 0.1 x ln(``rope_factor``), else 1.
+
+    In latent attention it is m(``rope_mscale``) / m(``rope_mscale_all``).
     """
     if c.rope_scaling != "yarn":
         return 1.0
@@ -41,9 +42,7 @@ def magnitude(c: DecoderConfig) -> float:
 
 
 def score_factor(c: DecoderConfig) -> float:
-    """The factor of scores of latent attention: the square of 1 + 0.1 ``rope_mscale_all`` ln(``rope_factor``) for YaRN,
-    else 1.
-    """
+    """The factor of scores of latent attention: m(``rope_mscale_all``)² for YaRN, else 1; see ``magnitude``."""
     return _mscale(c, c.rope_mscale_all) ** 2 if c.rope_scaling == "yarn" else 1.0
 
 
