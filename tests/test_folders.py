@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -87,11 +88,10 @@ def test_out_of_in_of_a_deepseek_is_the_same_folder_under_a_layout(tmp_path: Pat
     """No step: bit for bit, with biases of experts in fp32 as published folders have them, and the layer that no leaf
     needs.
     """
-    c = DecoderConfig(
-        **dict(layers=3, width=16, heads=4, kv_heads=4, mlp=24, vocab=261, norm_eps=1e-6, kv_rank=6, q_rank=10),
-        **dict(nope_head_dim=5, rope_head_dim=4, v_head_dim=3, experts=4, expert_mlp=8, shared_experts=1),
-        **dict(dense_layers=1, router="sigmoid", router_bias=True, router_scale=2.5),
-    )
+    sizes: dict[str, Any] = dict(layers=3, width=16, heads=4, kv_heads=4, mlp=24, vocab=261, norm_eps=1e-6)
+    sizes |= dict(kv_rank=6, q_rank=10, nope_head_dim=5, rope_head_dim=4, v_head_dim=3, experts=4, expert_mlp=8)
+    sizes |= dict(shared_experts=1, dense_layers=1, router="sigmoid", router_bias=True, router_scale=2.5)
+    c = DecoderConfig(**sizes)
     shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "deepseek"
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
