@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -80,6 +81,40 @@ def without_sizes(folder: Path) -> Path:
     path = write_tiny(folder)
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("llm/Decoder")))
     return path
+
+
+@pytest.mark.long
+def test_out_of_in_of_a_deepseek_is_the_same_folder_under_a_layout(tmp_path: Path) -> None:
+    """No step: bit for bit, with biases of experts in fp32 as published folders have them, and the layer that no leaf
+    needs.
+    """
+    sizes: dict[str, Any] = dict(layers=3, width=16, heads=4, kv_heads=4, mlp=24, vocab=261, norm_eps=1e-6)
+    sizes |= dict(kv_rank=6, q_rank=10, nope_head_dim=5, rope_head_dim=4, v_head_dim=3, experts=4, expert_mlp=8)
+    sizes |= dict(shared_experts=1, dense_layers=1, router="sigmoid", router_bias=True, router_scale=2.5)
+    c = DecoderConfig(**sizes)
+    shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "deepseek"
+
+    def read(names: Collection[str]) -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
+
+    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16")
+    tensors = everything(home)
+    for key in [key for key in tensors if key.endswith("e_score_correction_bias")]:
+        tensors[key] = rng.normal(size=4).astype(np.float32)
+    tensors["model.layers.3.eh_proj.weight"] = tensors["lm_head.weight"]
+    save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    layout = ("llm/Layout.tp=2", "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=4")
+    bindings = [f"llm/Weights.path={str(home)!r}", *layout, "Train.dtype='bfloat16'", "Train.eval_samples=0"]
+    config = load_config([without_sizes(tmp_path)], bindings)
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        trainer.state.step = 1
+        trainer.save()
+    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    export_folders(tmp_path / "run", tmp_path / "out")
+    got = everything(tmp_path / "out")
+    assert tensors.keys() == got.keys() and len([t for t in got.values() if t.dtype == np.float32]) == 2
+    for key, tensor in tensors.items():
+        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
 
 
 @pytest.mark.long

@@ -3,7 +3,8 @@
 Every backend gives the same values up to rounding. ``blockwise`` supports every mask on every device. A library's
 kernel supports some masks and shapes on some devices, and refuses others with a reason in words.
 
-Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width (all local to this rank).
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K width of queries and keys, V of
+values (all local to this rank). Kernels of libraries need V = K.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ class Backend:
         self,
         q_BTHK: Float[Array, "B T H K"],
         k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G K"],
+        v_BSGV: Float[Array, "B S G V"],
         tokens: Tokens,
         mask: Mask,
         keys: Tokens | None = None,
         precomputed: TokenInfo | None = None,
-    ) -> Float[Array, "B T H K"]:
+    ) -> Float[Array, "B T H V"]:
         """Grouped-query attention within segments, of rows that are complete on this rank; differentiable.
 
         Args:
-          q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; H is a multiple of G.
+          q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values; H is a multiple of G.
           tokens: the queries' tokens.
           mask: the attention mask.
           keys: the keys' tokens; by default the queries' tokens.
@@ -76,18 +77,20 @@ class Backend:
           ConfigError: the backend is a kernel that does not support these arrays, this mask or these devices.
           ValueError: a host input of the mask is missing.
         """
-        call = AttentionCall.of(q_BTHK, k_BSGK, tokens, mask, keys, max_runs=self.max_runs)
+        call = AttentionCall.of(
+            q_BTHK, k_BSGK, tokens, mask, keys, max_runs=self.max_runs, value_width=v_BSGV.shape[-1]
+        )
         name = self.resolve(call)
         if name in XLA_BACKENDS:
-            return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGK, tokens, mask, keys)
+            return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGV, tokens, mask, keys)
         info = token_info(tokens, mask)
-        return attend(KERNELS[name].of(call), q_BTHK, k_BSGK, v_BSGK, info | (precomputed or {}), info)
+        return attend(KERNELS[name].of(call), q_BTHK, k_BSGK, v_BSGV, info | (precomputed or {}), info)
 
     def attend_across_ranks(
         self,
         q_BTHK: Float[Array, "B T H K"],
         k_BTGK: Float[Array, "B T G K"],
-        v_BTGK: Float[Array, "B T G K"],
+        v_BTGV: Float[Array, "B T G V"],
         tokens: Tokens,
         mask: Mask,
         keys: Tokens,
@@ -95,11 +98,11 @@ class Backend:
         axes: tuple[str, ...],
         cp_way: str,
         precomputed: TokenInfo | None = None,
-    ) -> Float[Array, "B T H K"]:
+    ) -> Float[Array, "B T H V"]:
         """Attention with the tokens of rows split over mesh axes, inside ``shard_map``.
 
         Args:
-          q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
+          q_BTHK, k_BTGK, v_BTGV: queries, keys and values of this rank's tokens.
           tokens: this rank's tokens.
           mask: the attention mask.
           keys: the tokens of complete rows, from ``exchange.gather_tokens`` with the same ``cp_way``.
@@ -112,13 +115,13 @@ class Backend:
             devices.
           ValueError: the heads cannot be divided over the ranks, as "all-to-all" needs it.
         """
-        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way, self.max_runs)
+        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way, self.max_runs, value_width=v_BTGV.shape[-1])
         name = self.resolve(call)
         kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
         return attend_across_ranks(
             q_BTHK,
             k_BTGK,
-            v_BTGK,
+            v_BTGV,
             tokens,
             keys,
             kernel=kernel,

@@ -5,8 +5,8 @@ recomputes the weights of a pair of blocks (Dao et al. 2022, "FlashAttention", �
 Does Not Need O(n²) Memory"). A pair of blocks that the mask hides is never computed: each block of queries has a list
 of blocks of keys, not a range.
 
-Shapes: B rows, T queries, S keys, H query heads, G key/value heads, R = H / G, K head width
-(all local to this rank); P blocks of t queries, N blocks of s keys.
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, R = H / G, K width of queries and keys, V of
+values (all local to this rank); P blocks of t queries, N blocks of s keys.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _ROUND = 16
 def attention(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    v_BSGV: Float[Array, "B S G V"],
     tokens: Tokens,
     mask: Mask,
     keys: Tokens | None = None,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H V"]:
     """Grouped-query attention among the tokens of one segment; differentiable, and in the dtype of the inputs.
 
     Query head ``h`` reads key head ``h // (H/G)``. Scores and the softmax are fp32. Where the scores of a row are no
     more than those of a pair of blocks, the row is one block, and there is no loop.
 
     Args:
-      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype; H is a multiple of G.
+      q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values, of equal dtype; H is a multiple of G.
       tokens: the queries' tokens, such as ``Tokens.of({"segments": segments_BT})``. The outputs of padding are finite
         and unused.
       mask: the attention mask, such as ``Mask("causal")``.
@@ -57,7 +57,7 @@ def attention(
       ValueError: a host input of the mask is missing.
     """
     key_tokens = token_info(keys or tokens, mask)
-    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGK, token_info(tokens, mask), key_tokens)
+    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGV, token_info(tokens, mask), key_tokens)
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,12 @@ class Blockwise(AttentionVjp):
 
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+    ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
         """The output in the dtype of the inputs, and the fp32 logarithm of each softmax's denominator.
 
         Args:
-          q, k, v: queries ``[B, T, H, K]`` and keys with rotary embedding, and values, ``[B, S, G, K]``.
+          q, k, v: queries ``[B, T, H, K]`` and keys ``[B, S, G, K]`` with rotary embedding, and values
+            ``[B, S, G, V]``.
           query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
             "segments" among them.
         """
@@ -140,18 +141,18 @@ def forward(
     mask: Mask,
     q_BTHK: Array,
     k_BSGK: Array,
-    v_BSGK: Array,
+    v_BSGV: Array,
     query_tokens: TokenInfo,
     key_tokens: TokenInfo,
     block: int = 0,
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B H T"]]:
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
     """Attention without a gradient: the output in the dtype of the inputs, and fp32 ``lse`` for ``backward``.
 
     ``lse`` is the logarithm of each softmax's denominator, by head: -1e30 or less where a query sees nothing.
 
     Args:
       mask: the attention mask, such as ``Mask("causal")``.
-      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values, of equal dtype. All arrays vary over
+      q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values, of equal dtype. All arrays vary over
         the same mesh axes (see ``jax_compat.alike``).
       query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT},
         as ``custom_vjp.token_info`` makes them.
@@ -161,11 +162,11 @@ def forward(
       ValueError: a host input of the mask is missing.
     """
     blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)
+    q_BPtGRK, k_BNsGK, v_BNsGV, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGV, query_tokens, key_tokens)
     run = _forward_single_pair if blocks.is_single_pair else _forward_blocks
-    out_BPtGRK, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGK, pairs)
+    out_BPtGRV, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGV, pairs)
     B, T, H, _ = q_BTHK.shape
-    out = out_BPtGRK.reshape(B, -1, *q_BTHK.shape[2:])[:, :T]
+    out = out_BPtGRV.reshape(B, -1, H, v_BSGV.shape[-1])[:, :T]
     return out, jnp.moveaxis(lse_BPGRt, 1, 3).reshape(B, H, -1)[..., :T]
 
 
@@ -173,38 +174,38 @@ def backward(
     mask: Mask,
     q_BTHK: Array,
     k_BSGK: Array,
-    v_BSGK: Array,
+    v_BSGV: Array,
     query_tokens: TokenInfo,
     key_tokens: TokenInfo,
-    out_BTHK: Array,
+    out_BTHV: Array,
     lse_BHT: Array,
-    d_out_BTHK: Array,
+    d_out_BTHV: Array,
     block: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Gradients (fp32) of queries ``[B, T, H, K]``, keys ``[B, S, G, K]`` and values ``[B, S, G, K]``.
+    """Gradients (fp32) of queries ``[B, T, H, K]``, keys ``[B, S, G, K]`` and values ``[B, S, G, V]``.
 
-    The keys may be a part of all keys that the queries see; ``out_BTHK`` and ``lse_BHT`` are of all of them.
+    The keys may be a part of all keys that the queries see; ``out_BTHV`` and ``lse_BHT`` are of all of them.
 
     Args:
       mask: the attention mask, such as ``Mask("causal")``.
-      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
+      q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values.
       query_tokens, key_tokens: host inputs by name of the T queries and the S keys, as ``custom_vjp.token_info`` makes
         them, such as {"segments": segments_BT}; with "order", places in the row, where keys are a part of it.
-      out_BTHK, lse_BHT: the results of ``forward``: the output, and the logarithm of each softmax's denominator.
-      d_out_BTHK: the gradient of the output.
+      out_BTHV, lse_BHT: the results of ``forward``: the output, and the logarithm of each softmax's denominator.
+      d_out_BTHV: the gradient of the output.
       block: the most tokens of a block; 0 stands for ``BLOCK``.
     """
     blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
-    q_BPtGRK, k_BNsGK, v_BNsGK, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens)
+    q_BPtGRK, k_BNsGK, v_BNsGV, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGV, query_tokens, key_tokens)
     # The sum over the keys of weights times their gradients (D in FlashAttention, §B.2).
-    delta_BTH = jnp.sum(out_BTHK.astype(jnp.float32) * d_out_BTHK.astype(jnp.float32), axis=-1)
+    delta_BTH = jnp.sum(out_BTHV.astype(jnp.float32) * d_out_BTHV.astype(jnp.float32), axis=-1)
     groups = q_BPtGRK.shape[3:5]
     per_query_BTH = (delta_BTH, jnp.swapaxes(lse_BHT, 1, 2))
     delta, lse = (jnp.moveaxis(_to_blocks(x, blocks.q_size, blocks.q_count, groups), 2, -1) for x in per_query_BTH)
-    inputs = _BackwardInputs(q_BPtGRK, _to_blocks(d_out_BTHK, blocks.q_size, blocks.q_count, groups), lse, delta)
+    inputs = _BackwardInputs(q_BPtGRK, _to_blocks(d_out_BTHV, blocks.q_size, blocks.q_count, groups), lse, delta)
     run = _backward_single_pair if blocks.is_single_pair else _backward_blocks
-    dq, dk, dv = run(blocks, inputs, k_BNsGK, v_BNsGK, pairs)
-    return _from_blocks(dq, q_BTHK), _from_blocks(dk, k_BSGK), _from_blocks(dv, v_BSGK)
+    dq, dk, dv = run(blocks, inputs, k_BNsGK, v_BNsGV, pairs)
+    return _from_blocks(dq, q_BTHK), _from_blocks(dk, k_BSGK), _from_blocks(dv, v_BSGV)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -230,13 +231,13 @@ def _split(blocks: _Blocking, q: Array, k: Array, v: Array, query_tokens: TokenI
     """Queries, keys and values in blocks, and the pairs of blocks to compute."""
     heads, groups = q.shape[2], k.shape[2]
     q_BPtGRK = _to_blocks(q, blocks.q_size, blocks.q_count, (groups, heads // groups))
-    k_BNsGK, v_BNsGK = (_to_blocks(x, blocks.k_size, blocks.k_count, (groups,)) for x in (k, v))
+    k_BNsGK, v_BNsGV = (_to_blocks(x, blocks.k_size, blocks.k_count, (groups,)) for x in (k, v))
     queries = _mask_inputs(blocks.mask, query_tokens, blocks.q_size, blocks.q_count)
     keys = _mask_inputs(blocks.mask, key_tokens, blocks.k_size, blocks.k_count)
     visible_BPN = blocks.mask.may_allow(_bounds(queries), _bounds(keys))
     lists_BPN = jnp.argsort(~visible_BPN, axis=-1, stable=True).astype(jnp.int32)
     counts_BP = jnp.sum(visible_BPN, axis=-1, dtype=jnp.int32)
-    return q_BPtGRK, k_BNsGK, v_BNsGK, _BlockPairs(queries, keys, lists_BPN, counts_BP)
+    return q_BPtGRK, k_BNsGK, v_BNsGV, _BlockPairs(queries, keys, lists_BPN, counts_BP)
 
 
 def _bounds(inputs: MaskInputs) -> Bounds:
@@ -267,7 +268,10 @@ def _from_blocks(blocked: Array, x_BT: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _BackwardInputs:
-    """Arrays of a block of queries for backward: ``q`` and ``d_out`` [..., t, G, R, K], others [..., G, R, t]."""
+    """Arrays of a block of queries for backward.
+
+    ``q`` is [..., t, G, R, K], ``d_out`` [..., t, G, R, V], and the others are [..., G, R, t].
+    """
 
     q: Array
     d_out: Array
@@ -281,28 +285,28 @@ def _scores(mask: Mask, q_tGRK: Array, k_sGK: Array, queries: MaskInputs, keys: 
 
 
 def _gradients(
-    mask: Mask, inputs: _BackwardInputs, k_sGK: Array, v_sGK: Array, queries: MaskInputs, keys: MaskInputs
+    mask: Mask, inputs: _BackwardInputs, k_sGK: Array, v_sGV: Array, queries: MaskInputs, keys: MaskInputs
 ) -> tuple[Array, Array, Array]:
     """The contributions of a pair of blocks to the gradients of queries, keys and values, in fp32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     weights_GRts = jnp.exp(_scores(mask, inputs.q, k_sGK, queries, keys) - inputs.lse[..., None])
-    dv_sGK = product("grts,tgrk->sgk", weights_GRts.astype(v_sGK.dtype), inputs.d_out)
-    d_weights_GRts = product("tgrk,sgk->grts", inputs.d_out, v_sGK)
+    dv_sGV = product("grts,tgrv->sgv", weights_GRts.astype(v_sGV.dtype), inputs.d_out)
+    d_weights_GRts = product("tgrv,sgv->grts", inputs.d_out, v_sGV)
     d_scores_GRts = weights_GRts * (d_weights_GRts - inputs.delta[..., None]) * inputs.q.shape[-1] ** -0.5
     d_scores_GRts = d_scores_GRts.astype(inputs.q.dtype)
     dq_tGRK = product("grts,sgk->tgrk", d_scores_GRts, k_sGK)
-    return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, inputs.q), dv_sGK
+    return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, inputs.q), dv_sGV
 
 
 # ---- rows of one block -----------------------------------------------------------------------------------------------
 
 
 def _forward_single_pair(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _BlockPairs) -> tuple[Array, Array]:
-    def of_row(q_tGRK: Array, k_sGK: Array, v_sGK: Array, queries: MaskInputs, keys: MaskInputs) -> tuple[Array, Array]:
+    def of_row(q_tGRK: Array, k_sGK: Array, v_sGV: Array, queries: MaskInputs, keys: MaskInputs) -> tuple[Array, Array]:
         scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, queries, keys)
         lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
-        weights_GRts = jnp.exp(scores_GRts - lse_GRt[..., None]).astype(v_sGK.dtype)
-        return jnp.einsum("grts,sgk->tgrk", weights_GRts, v_sGK), lse_GRt
+        weights_GRts = jnp.exp(scores_GRts - lse_GRt[..., None]).astype(v_sGV.dtype)
+        return jnp.einsum("grts,sgv->tgrv", weights_GRts, v_sGV), lse_GRt
 
     return _vmap_rows_and_blocks(of_row)(q, k, v, pairs.queries, pairs.keys)
 
@@ -323,34 +327,35 @@ def _vmap_rows_and_blocks(function: Any) -> Any:
 
 def _forward_blocks(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _BlockPairs) -> tuple[Array, Array]:
     """Loops over blocks of queries, and for each over its visible blocks of keys."""
-    shape, axes = q.shape[2:], sorted(jax_compat.varying_axes(q))
+    numbers, axes = (*q.shape[3:5], q.shape[2]), sorted(jax_compat.varying_axes(q))
+    out_shape = (*q.shape[:-1], v.shape[-1])
 
     def of_block(place: tuple[Array, Array]) -> tuple[Array, Array]:
         row, block = place
         q_tGRK, queries = q[row, block], _at(pairs.queries, row, block)
 
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            acc_tGRK, total_GRt, top_GRt = sums
+            acc_tGRV, total_GRt, top_GRt = sums
             key_block = pairs.lists_BPN[row, block, n]
             scores_GRts = _scores(blocks.mask, q_tGRK, k[row, key_block], queries, _at(pairs.keys, row, key_block))
             new_GRt = jnp.maximum(top_GRt, scores_GRts.max(axis=-1))
             weights_GRts, shrink_GRt = jnp.exp(scores_GRts - new_GRt[..., None]), jnp.exp(top_GRt - new_GRt)
             increment = jnp.einsum(
-                "grts,sgk->tgrk", weights_GRts.astype(v.dtype), v[row, key_block], preferred_element_type=jnp.float32
+                "grts,sgv->tgrv", weights_GRts.astype(v.dtype), v[row, key_block], preferred_element_type=jnp.float32
             )
-            acc_tGRK = acc_tGRK * jnp.moveaxis(shrink_GRt, -1, 0)[..., None] + increment
-            return acc_tGRK, total_GRt * shrink_GRt + weights_GRts.sum(axis=-1), new_GRt
+            acc_tGRV = acc_tGRV * jnp.moveaxis(shrink_GRt, -1, 0)[..., None] + increment
+            return acc_tGRV, total_GRt * shrink_GRt + weights_GRts.sum(axis=-1), new_GRt
 
-        numbers = (*shape[1:3], shape[0])
-        start = (jnp.zeros(shape, jnp.float32), jnp.zeros(numbers), jnp.full(numbers, _HIDDEN_SCORE, jnp.float32))
+        acc_tGRV = jnp.zeros(out_shape[2:], jnp.float32)
+        start = acc_tGRV, jnp.zeros(numbers), jnp.full(numbers, _HIDDEN_SCORE, jnp.float32)
         sums = lax.fori_loop(0, pairs.counts_BP[row, block], add, jax_compat.tree_to_varying(start, axes))
-        acc_tGRK, total_GRt, top_GRt = sums
+        acc_tGRV, total_GRt, top_GRt = sums
         total_GRt = jnp.where(total_GRt > 0, total_GRt, 1.0)  # a block of padding sees no block
-        out_tGRK = acc_tGRK / jnp.moveaxis(total_GRt, -1, 0)[..., None]
-        return out_tGRK.astype(q.dtype), top_GRt + jnp.log(total_GRt)
+        out_tGRV = acc_tGRV / jnp.moveaxis(total_GRt, -1, 0)[..., None]
+        return out_tGRV.astype(q.dtype), top_GRt + jnp.log(total_GRt)
 
     B, P = q.shape[:2]
-    zeros = jnp.zeros(q.shape, q.dtype), jnp.zeros((B, P, *shape[1:3], shape[0]))
+    zeros = jnp.zeros(out_shape, q.dtype), jnp.zeros((B, P, *numbers))
     q, results = _beside(q, jax_compat.tree_to_varying(zeros, axes))
     rows_N, blocks_N = _places(B, P)
 

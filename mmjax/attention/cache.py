@@ -3,8 +3,8 @@
 Modules do not know of the cache: their layers call ``Context.attend`` as in training, which reads and extends it. A
 token's place in the cache is its order in its row, so only the host knows a row's length.
 
-Shapes: B rows, S places of a row, T new tokens, G key/value heads, K head width (local to this rank); L layers of a
-stack, where layers are stacked.
+Shapes: B rows, S places of a row, T new tokens, G key/value heads, K width of keys, V of values (local to
+this rank); L layers of a stack, where layers are stacked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.attention.tokens import Tokens
 
-Pair = tuple[Float[Array, "*L B S G K"], Float[Array, "*L B S G K"]]
+Pair = tuple[Float[Array, "*L B S G K"], Float[Array, "*L B S G V"]]
 """Keys and values of one call of attention, of a layer or of a stack of layers."""
 Layers = Mapping[str, Sequence[Pair]]
 """Pairs by the name of a stack of layers, or of a layer that is not stacked: one for each attention call."""
@@ -66,10 +66,10 @@ class Cache:
         finally:
             self._open = None
 
-    def extended(self, k_BTGK: Array, v_BTGK: Array) -> tuple[Array, Array, Tokens]:
+    def extended(self, k_BTGK: Array, v_BTGV: Array) -> tuple[Array, Array, Tokens]:
         """Keys, values and tokens that new tokens attend to: the layer's cached ones, followed by the new ones.
 
-        ``k_BTGK`` and ``v_BTGK`` are of the new tokens. The results are ``[B, S + T, G, K]``, or ``[B, T, G, K]`` at
+        ``k_BTGK`` and ``v_BTGV`` are of the new tokens. The results are ``[B, S + T, G, K]``, or ``[B, T, G, K]`` at
         the beginning of rows. To be called inside ``layer``, once for each attention call; it appends the new pair to
         the list of ``layer``.
 
@@ -79,11 +79,11 @@ class Cache:
         if self._open is None:
             raise ValueError("attention outside of layers has no cache: call Context.attend in the module's layers")
         cached, new = self._open
-        new.append((k_BTGK, v_BTGK))
+        new.append((k_BTGK, v_BTGV))
         if self._all_tokens is self.tokens:
-            return k_BTGK, v_BTGK, self.tokens
-        k_BSGK, v_BSGK = next(cached)
-        return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGK, v_BTGK], 1), self._all_tokens
+            return k_BTGK, v_BTGV, self.tokens
+        k_BSGK, v_BSGV = next(cached)
+        return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGV, v_BTGV], 1), self._all_tokens
 
 
 def _concatenated(cached_inputs: Mapping[str, Array], tokens: Tokens) -> Tokens:

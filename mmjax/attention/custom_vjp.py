@@ -3,8 +3,8 @@
 An ``AttentionVjp`` computes forward and backward. The residuals are queries, keys, values, the host inputs of tokens,
 and the results of forward; the latter have a name that checkpoint policies can save.
 
-Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K head width (all local to
-this rank).
+Shapes: B rows, T queries, S keys, H query heads, G key/value heads, K width of queries and keys, V of values (all
+local to this rank).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class AttentionVjp:
     mask: Mask
 
     def forward(
-        self, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
-    ) -> tuple[Float[Array, "B T H K"], Any]:
+        self, q_BTHK: Array, k_BSGK: Array, v_BSGV: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+    ) -> tuple[Float[Array, "B T H V"], Any]:
         """The output, and statistics of the softmax for backward: a tree of arrays whose structure depends on the
         class.
 
         Args:
-          q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values; they vary over the same mesh axes.
+          q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values; they vary over the same mesh axes.
           query_tokens, key_tokens: results of ``token_info`` for the T queries and the S keys.
         """
         raise NotImplementedError
@@ -64,36 +64,36 @@ class AttentionVjp:
         self,
         q_BTHK: Array,
         k_BSGK: Array,
-        v_BSGK: Array,
+        v_BSGV: Array,
         query_tokens: TokenInfo,
         key_tokens: TokenInfo,
-        out_BTHK: Array,
+        out_BTHV: Array,
         stats: Any,
-        d_out_BTHK: Array,
+        d_out_BTHV: Array,
     ) -> tuple[Array, Array, Array]:
         """Gradients of queries, keys and values, in fp32 or in the dtypes of these.
 
         Args:
-          q_BTHK, k_BSGK, v_BSGK, query_tokens, key_tokens: the arguments of ``forward``.
-          out_BTHK, stats: the results of ``forward``.
-          d_out_BTHK: the gradient of the output.
+          q_BTHK, k_BSGK, v_BSGV, query_tokens, key_tokens: the arguments of ``forward``.
+          out_BTHV, stats: the results of ``forward``.
+          d_out_BTHV: the gradient of the output.
         """
         raise NotImplementedError
 
 
 def attend(
-    attention: AttentionVjp, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
-) -> Float[Array, "B T H K"]:
-    """Differentiable attention ``[B, T, H, K]``, by ``attention.forward`` and ``attention.backward``.
+    attention: AttentionVjp, q_BTHK: Array, k_BSGK: Array, v_BSGV: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
+) -> Float[Array, "B T H V"]:
+    """Differentiable attention ``[B, T, H, V]``, by ``attention.forward`` and ``attention.backward``.
 
     Only queries, keys and values have gradients, in their dtypes.
 
     Args:
       attention: the backend with its mask, such as ``Blockwise(Mask("causal"))``.
-      q_BTHK, k_BSGK, v_BSGK: queries and keys with rotary embedding, and values.
+      q_BTHK, k_BSGK, v_BSGV: queries and keys with rotary embedding, and values.
       query_tokens, key_tokens: results of ``token_info`` for the T queries and the S keys.
     """
-    q, k, v, *_ = jax_compat.alike(q_BTHK, k_BSGK, v_BSGK, *query_tokens.values(), *key_tokens.values())
+    q, k, v, *_ = jax_compat.alike(q_BTHK, k_BSGK, v_BSGV, *query_tokens.values(), *key_tokens.values())
     return _attend(attention, q, k, v, query_tokens, key_tokens)
 
 

@@ -9,8 +9,8 @@ ranks.
 * *ring*: keys and values go from rank to rank (Liu et al. 2023, "Ring Attention with Blockwise Transformers", §3).
 * *all-to-all*: every rank gets all tokens of some heads (Jacobs et al. 2023, "DeepSpeed Ulysses", §3).
 
-Shapes: B rows, T tokens of a rank, S = T · (ranks) tokens of a row, H query heads, G key/value heads, K head width (all
-local to this rank's part of tp).
+Shapes: B rows, T tokens of a rank, S = T · (ranks) tokens of a row, H query heads, G key/value heads, K width of
+queries and keys, V of values (all local to this rank's part of tp).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def token_info_with_order(tokens: Tokens, mask: Mask) -> TokenInfo:
 def attend_across_ranks(
     q_BTHK: Float[Array, "B T H K"],
     k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
+    v_BTGV: Float[Array, "B T G V"],
     tokens: Tokens,
     keys: Tokens,
     *,
@@ -142,11 +142,11 @@ def attend_across_ranks(
     cp_way: str,
     precomputed: TokenInfo | None = None,
     distances: tuple[int, ...] | None = None,
-) -> Float[Array, "B T H K"]:
+) -> Float[Array, "B T H V"]:
     """Grouped-query attention within segments whose tokens are on several ranks; differentiable. Inside ``shard_map``.
 
     Args:
-      q_BTHK, k_BTGK, v_BTGK: queries, keys and values of this rank's tokens.
+      q_BTHK, k_BTGK, v_BTGV: queries, keys and values of this rank's tokens.
       tokens: this rank's tokens, such as ``Tokens.of(inputs, ("cp",))`` with "segments" ``[B, T]`` in ``inputs``.
       keys: the tokens of complete rows, ``gather_tokens(tokens, kernel.mask, axes, cp_way)``.
       kernel: computes the attention of queries to keys that are on one rank; its mask is the attention mask, such as
@@ -163,7 +163,7 @@ def attend_across_ranks(
     exchange = EXCHANGES[cp_way]
     query_tokens = token_info_with_order(tokens, kernel.mask) | (precomputed or {})
     key_tokens = token_info(keys, kernel.mask) | {name: keys.inputs[name] for name in exchange.PLAN_NAMES}
-    q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGK, lax.axis_index(axes))
+    q, k, v, _ = jax_compat.alike(q_BTHK, k_BTGK, v_BTGV, lax.axis_index(axes))
     return attend(exchange(kernel.mask, kernel, CpGroup.over(axes), distances), q, k, v, query_tokens, key_tokens)
 
 

@@ -37,6 +37,7 @@ class AttentionCall:
       cp_way: how ranks exchange tokens, a key of ``exchange.EXCHANGES``; "" where rows are complete on each rank.
       in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
       max_runs: the known bound on the number of runs in rows (see ``row_runs``).
+      value_width: width of a head of values; 0 stands for ``width``.
     """
 
     platform: str
@@ -51,6 +52,7 @@ class AttentionCall:
     cp_way: str = ""
     in_row_order: bool = True
     max_runs: int = ANY_RUNS
+    value_width: int = 0
 
     @classmethod
     def of(
@@ -62,10 +64,12 @@ class AttentionCall:
         keys: Tokens | None = None,
         cp_way: str = "",
         max_runs: int = ANY_RUNS,
+        value_width: int = 0,
     ) -> AttentionCall:
         """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments.
 
         ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'. For ``max_runs`` see ``row_runs``.
+        ``value_width`` is the width of a head of values; 0 stands for that of queries.
         """
         platform, device_kind = jax_compat.traced_devices()
         queries, heads, width = q_BTHK.shape[1:]
@@ -82,6 +86,7 @@ class AttentionCall:
             cp_way=cp_way,
             in_row_order=not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs,
             max_runs=max_runs,
+            value_width=value_width,
         )
 
     def device_is_one_of(self, *words: str) -> bool:
@@ -126,7 +131,9 @@ class Kernel(AttentionVjp):
             return f"{library.name} takes {' and '.join(library.dtypes)} and queries are {call.dtype}"
         if not call.in_row_order and not call.cp_way:
             return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
-        return library.refusal(call.width, call.mask.grid_window, call.mask.kind, call.cp_way)
+        return library.refusal(
+            call.width, call.mask.grid_window, call.mask.kind, call.cp_way, value_width=call.value_width
+        )
 
     @classmethod
     def compiled_runs(cls, call: AttentionCall) -> int:

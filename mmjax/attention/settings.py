@@ -39,7 +39,9 @@ class Library:
     any_mask: bool = False
     cp_ways: tuple[str, ...] = ()
 
-    def refusal(self, head_width: int, grid_window: int = 0, kind: str = "causal", cp_way: str = "") -> str:
+    def refusal(
+        self, head_width: int, grid_window: int = 0, kind: str = "causal", cp_way: str = "", *, value_width: int = 0
+    ) -> str:
         """The reason why the library cannot compute such attention, or is not installed; "" where it can.
 
         Args:
@@ -47,12 +49,15 @@ class Library:
           grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
           kind: the kind of the mask: "causal", "full" or "words".
           cp_way: a value of ``Layout.cp_way``; "" without context parallelism.
+          value_width: width of one head of values; 0 stands for ``head_width``.
         """
         if kind == "words" and not self.any_mask:
             return f"{self.name} takes causal and full masks, and none of other rules"
         if cp_way and cp_way not in self.cp_ways:
             ways = " and ".join(map(repr, self.cp_ways))
             return f"{self.name} with cp is for Layout.cp_way {ways}, not {cp_way!r}"
+        if value_width not in (0, head_width):
+            return f"{self.name} takes keys and values of one width, not of {head_width} and {value_width}"
         if head_width % self.width_multiple or head_width > self.max_width:
             widths = f"a multiple of {self.width_multiple} up to {self.max_width}"
             return f"{self.name} takes heads whose width is {widths}, not {head_width}"
@@ -123,7 +128,9 @@ def check_backend_run(field: str, attention: str, dtype: str, platform: str) -> 
         require(platform in ("", "cuda"), field, attention, f"{where}; use 'cuda' there, {fix}")
 
 
-def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal") -> None:
+def check_backend(
+    cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal", *, value_width: int = 0
+) -> None:
     """Raises `ConfigError` unless the backend exists and supports the module's heads, windows and mask.
 
     Args:
@@ -132,6 +139,7 @@ def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 
       head_width: width of one head.
       grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
       kind: the kind of the mask: "causal", "full" or "words".
+      value_width: width of one head of values; 0 stands for ``head_width``.
 
     Raises:
       ConfigError: the name is unknown, or the backend's library refuses.
@@ -139,5 +147,5 @@ def check_backend(cls: str, attention: str, head_width: int, grid_window: int = 
     name = f"{cls}.attention"
     one_of(name, attention, BACKENDS)
     if attention in LIBRARIES:
-        refusal = LIBRARIES[attention].refusal(head_width, grid_window, kind)
+        refusal = LIBRARIES[attention].refusal(head_width, grid_window, kind, value_width=value_width)
         require(not refusal, name, attention, f"{refusal}; use {AUTO!r} or 'blockwise'")

@@ -98,12 +98,12 @@ class Context:
         return _local_tokens(x_BTD, self.axes.sp)
 
     def attend(
-        self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
-    ) -> Float[Array, "B T H K"]:
+        self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G V"]
+    ) -> Float[Array, "B T H V"]:
         """Attention of queries to keys and values, cached ones included, under the mask; inside ``shard_map``.
 
         Queries, keys and values are of ``tokens``, with this rank's heads; H is a multiple of G, and rotary embedding
-        is applied already.
+        is applied already. A library's kernel takes no values of another width than keys.
 
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, the mask or the devices.

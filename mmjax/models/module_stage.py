@@ -70,7 +70,8 @@ class ModuleStage(StageModel):
 
     def compiled_runs(self, call: AttentionCall) -> tuple[int, ...]:
         """See ``StageModel.compiled_runs``."""
-        call = replace(call, width=getattr(self.node.config, "head_width", call.width))
+        width = getattr(self.node.config, "head_width", call.width)
+        call = replace(call, width=width, value_width=getattr(self.node.config, "value_width", width))
         masks = dict.fromkeys(mask for _, mask in self.node.module.masks)
         return tuple(self._backend.compiled_runs(replace(call, mask=mask)) for mask in masks)
 

@@ -116,6 +116,11 @@ class EqualHeads(ModuleSettings):
         """Width of one head."""
         return self.width // self.heads
 
+    @property
+    def value_width(self) -> int:
+        """Width of one head of values."""
+        return self.head_width
+
 
 class SquarePatches:
     """Settings of a module that cuts images into square patches."""

@@ -222,10 +222,11 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         kv_heads = _heads(c.kv_heads, tp)
         # A projector without a hidden width takes this one, so the encoders' tp must divide it too.
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
-        sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "head_dim": _HEAD, "width": width}
+        sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "width": width}
+        sizes |= _latent(c) if c.kv_rank else {"head_dim": _HEAD}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
-    if c.rope_sections and "head_dim" in sizes:
+    if c.rope_sections and "heads" in sizes:
         pairs, all_pairs = _HEAD // 2, sum(c.rope_sections)
         time, row = (pairs * section // all_pairs for section in c.rope_sections[:2])
         sizes["rope_sections"] = (time, row, pairs - time - row)
@@ -239,6 +240,12 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes["full_every"] = layers
     sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
     return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
+
+
+def _latent(c: DecoderConfig) -> dict[str, int]:
+    """Latent attention whose widths all differ."""
+    sizes = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": _HEAD, "v_head_dim": 5}
+    return sizes | {"q_rank": 20 if c.q_rank else 0}
 
 
 def _experts(c: DecoderConfig, layers: int, layout: Layout) -> dict[str, int]:

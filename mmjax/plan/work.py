@@ -252,6 +252,7 @@ def module_work(
         layer=forward.layer if settings.remat == "full" and factors[name] else 0.0,
         last=forward.last if node.module.losses and has_logits and factors[name] and not keeps_logits else 0.0,
     )
+    head = settings.head_width + settings.value_width
     levels = len(model.levels(name))  # beside the features, at the latest from the last stage on
     carried = (1 + levels) * width * settings.width * item
     output_bytes = carried
@@ -273,8 +274,8 @@ def module_work(
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
         heads=(settings.heads, settings.kv_heads),
-        ring=2 * width * settings.kv_heads * settings.head_width * item,
-        attention=4 * settings.heads * settings.head_width * _pairs(node.module, width) / settings.layers,
+        ring=width * settings.kv_heads * head * item,
+        attention=2 * settings.heads * head * _pairs(node.module, width) / settings.layers,
         carried=carried,
         output_bytes=output_bytes,
         together=0 if recipe.train.lowering == "single" else node.module.patches_per_token,

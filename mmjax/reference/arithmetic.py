@@ -93,15 +93,15 @@ def rotate_to(x_NHK: jax.Array, tables: Tables) -> jax.Array:
 def softmax_attention(
     q_NHK: jax.Array,
     k_NGK: jax.Array,
-    v_NGK: jax.Array,
+    v_NGV: jax.Array,
     *,
     causal: bool,
     window: int = 0,
     read_NN: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*K].
+    """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*V].
 
-    N is the number of tokens; without `causal` each query reads all keys.
+    N is the number of tokens, V the width of values; without `causal` each query reads all keys.
 
     With a window above 0, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal`
     and `window`: it is true where a query (the row) reads a key (the column).
@@ -119,8 +119,8 @@ def softmax_attention(
             scores = jnp.where(read_NN, scores, -jnp.inf)
         elif causal:
             scores = jnp.where(unread, -jnp.inf, scores)
-        outputs.append(matmul(jax.nn.softmax(scores, axis=-1), v_NGK[:, kv_head]))
-    return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * head_dim)
+        outputs.append(matmul(jax.nn.softmax(scores, axis=-1), v_NGV[:, kv_head]))
+    return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * v_NGV.shape[2])
 
 
 def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:

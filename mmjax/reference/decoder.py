@@ -32,6 +32,7 @@ from mmjax.reference.arithmetic import (
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
+from mmjax.reference.latent import latent_heads, latent_magnitude
 from mmjax.reference.positions import cut_patches, patch_positions, token_positions
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
     models; for llama3 the frequencies of Llama 3.1's release, by wavelength.
     """
     pairs, base, factor, context = (
-        decoder.head_width // 2,
+        decoder.rotary_width // 2,
         decoder.rope_theta,
         decoder.rope_factor,
         decoder.rope_context,
@@ -90,7 +91,8 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
     start, end = (pairs * np.log(context / (times * 2 * np.pi)) / np.log(base) for times in (high, low))
     start, end = max(np.floor(start), 0), min(np.ceil(end), 2 * pairs - 1)
     ramp = np.clip((np.arange(pairs) - start) / (end - start if end != start else 0.001), 0, 1)
-    return plain / factor * ramp + plain * (1 - ramp), 0.1 * float(np.log(factor)) + 1
+    magnitude = latent_magnitude(decoder) if decoder.kv_rank else 0.1 * float(np.log(factor)) + 1
+    return plain / factor * ramp + plain * (1 - ramp), magnitude
 
 
 def _decoder_layer(
@@ -113,7 +115,10 @@ def _decoder_layer(
             x_NHK = rms_norm(leaves[f"{prefix}/attn/{name}_norm"], x_NHK, decoder.norm_eps)
         return magnitude * rotate_to(x_NHK, tables)
 
-    q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
+    if decoder.kv_rank:
+        q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
+    else:
+        q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
     is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
     if masks is None:
         mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)

@@ -70,6 +70,8 @@ def test_every_name_of_the_setting_is_a_way() -> None:
         ({"dtype": "float32"}, "blockwise"),
         ({"width": 20}, "blockwise"),
         ({"width": 256}, "blockwise"),
+        ({"width": 128, "value_width": 64}, "blockwise"),
+        ({"width": 64, "value_width": 64}, "cudnn"),
         ({"mask": Mask("full", grid_window=4)}, "blockwise"),
         ({"mask": Mask("causal", grid_window=4)}, "blockwise"),
         ({"mask": Mask.of("gemma3", 16)}, "blockwise"),

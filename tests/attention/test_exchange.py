@@ -35,10 +35,10 @@ def cases(draw: st.DrawFn) -> Case:
     return draw(st.sampled_from(MASKS)), {k: v.astype(np.int32) for k, v in inputs.items()}, draw(st.integers(0, 99))
 
 
-def numbers(seed: int, heads: int, groups: int) -> list[np.ndarray]:
+def numbers(seed: int, heads: int, groups: int, value_width: int = WIDTH) -> list[np.ndarray]:
     """Queries, keys, values and the gradient of the output."""
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=(ROWS, TOKENS, n, WIDTH)).astype(np.float32) for n in (heads, groups, groups, heads)]
+    rng, sizes = np.random.default_rng(seed), ((heads, WIDTH), (groups, WIDTH), (groups, value_width))
+    return [rng.normal(size=(ROWS, TOKENS, *size)).astype(np.float32) for size in (*sizes, (heads, value_width))]
 
 
 def across_ranks(
@@ -100,6 +100,31 @@ def test_every_way_is_attention_of_whole_rows(cp_way: str, ranks: int, heads: in
     mask, inputs, seed = case
     arrays = numbers(seed, heads, groups)
     require_equal(across_ranks(cp_way, ranks, mask, inputs, arrays), complete_rows(mask, inputs, arrays))
+
+
+@pytest.mark.parametrize("cp_way", EXCHANGES)
+@pytest.mark.parametrize(("value_width", "block"), [(5, 512), (11, 16)])
+def test_values_of_another_width_than_keys(
+    cp_way: str, value_width: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks, and of complete rows, in one block and in several, beside a sum over pairs of tokens in NumPy."""
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    order = np.argsort(np.random.default_rng(0).random((ROWS, TOKENS)), axis=1).astype(np.int32)
+    inputs: dict[str, Any] = {"segments": np.where(order < 50, 1 + order // 30, 0).astype(np.int32), "order": order}
+    arrays, mask = numbers(3, 4, 2, value_width), Mask("causal")
+    want = complete_rows(mask, inputs, arrays)
+    require_equal(across_ranks(cp_way, 2, mask, inputs, arrays), want)
+    q, k, v = (x.astype(np.float64) for x in arrays[:3])
+    scores = np.einsum("bthk,bshk->bhts", q, np.repeat(k, 2, axis=2)) * WIDTH**-0.5
+    same = inputs["segments"][:, :, None] == inputs["segments"][:, None]
+    sees = (same & (order[:, :, None] >= order[:, None]) & (inputs["segments"] > 0)[..., None])[:, None]
+    weights = np.where(sees, np.exp(scores), 0)
+    weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-9)
+    np.testing.assert_allclose(want[0], np.einsum("bhts,bshv->bthv", weights, np.repeat(v, 2, axis=2)), atol=2e-5)
+    queries, keys, values = (jnp.asarray(x) for x in arrays[:3])
+    whole = blockwise.attention(queries, keys, values, Tokens.of(inputs), mask)
+    real = inputs["segments"] > 0
+    np.testing.assert_allclose(np.asarray(whole)[real], np.asarray(want[0])[real], atol=2e-5)
 
 
 @pytest.mark.parametrize("cp_way", EXCHANGES)

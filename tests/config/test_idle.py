@@ -30,6 +30,8 @@ PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank
 FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
 EXPERTS: Bindings = ("llm/Decoder.experts=4",)
+LATENT: Bindings = ("llm/Decoder.kv_rank=8", "llm/Decoder.nope_head_dim=8", "llm/Decoder.kv_heads=4")
+SCALED: Bindings = ("llm/Decoder.rope_head_dim=8", "llm/Decoder.rope_scaling='yarn'", "llm/Decoder.rope_context=64")
 EXCHANGED: Bindings = (*EXPERTS, "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=8")
 ONE: Bindings = ("llm/Layout.pp=1", "llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
 
@@ -91,6 +93,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
             **{"router_bias": "True", "balance_loss": "0.1", "router_z_loss": "0.1"},
         }.items()
     },
+    **{f"llm/Decoder.{name}": ("8", (), (*LATENT, "llm/Decoder.rope_head_dim=8")) for name in ("q_rank", "v_head_dim")},
+    "llm/Decoder.nope_head_dim": ("8", (), (LATENT[0], LATENT[2], "llm/Decoder.rope_head_dim=8")),
+    "llm/Decoder.rope_head_dim": ("8", (), LATENT),
+    "llm/Decoder.rope_mscale": ("0.7", (*LATENT, SCALED[0]), (*LATENT, *SCALED)),
+    "llm/Decoder.rope_mscale_all": ("0.7", (), (*LATENT, *SCALED)),
     "llm/Decoder.shared_gate": ("True", (), (*EXPERTS, "llm/Decoder.shared_experts=1")),
     "llm/Decoder.router_group_limit": ("2", (), (*EXPERTS, "llm/Decoder.router_groups=2")),
     "llm/Decoder.router_bias_rate": ("0.1", EXPERTS, (*EXPERTS, "llm/Decoder.router_bias=True")),
@@ -166,7 +173,7 @@ READ = {
     "last_norm norm_eps layer_scale gated activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
-    "Decoder": "preset layers width heads kv_heads head_dim mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
+    "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
     "mask chunk rope_theta rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",

@@ -27,7 +27,7 @@ TEXTS: Sequence[Sequence[str | int]] = (
     ("Is ", 1, "as red as ", 2, "?"),
 )
 """The prompts of ``oracles/make_generated.py``; numbers are images."""
-LLMS = ("mistral", "qwen2", "qwen3")
+LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
 
@@ -127,17 +127,38 @@ def test_a_whole_folder_answers_as_it_does_there(
         np.testing.assert_allclose(answer["logprobs"], want[f"logprobs_{number}"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:])])
+SPREAD = {
+    "tp and pp": ("--gin.llm/Layout.tp=2", "--gin.llm/Layout.pp=2"),
+    "cp": ("--gin.llm/Layout.cp=2", "--gin.llm/Layout.tp=2", "--gin.llm/Layout.sp=False"),
+    "sharded": ("--gin.llm/Layout.dp=2", "--gin.llm/Layout.shard='parameters'"),
+}
+ALONE = [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SPREAD)
+def test_latent_attention_says_the_same_under_layouts(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With whole keys and values of each rank's heads in the cache."""
+    require_words("deepseek_v3", tmp_path, capsys, *SPREAD[layout])
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_a_language_model_alone_says_what_it_says_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With windows that the text outgrows, norms of queries and keys, and a tied head."""
+    """With windows that the text outgrows, norms of queries and keys, a tied head, experts, and latent attention."""
+    require_words(name, tmp_path, capsys)
+
+
+def require_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *layout: str) -> None:
     folder = FOLDER.parent / "llm"
     want = np.load(folder / "generated.npz")[name].tolist()
     path = tmp_path / "m.json"
     path.write_text(json.dumps([{"role": "user", "content": SAID}]))
     flags = [f"--weights={folder / name}", f"--messages={path}", f"--gin.Data.tokenizer={letters(tmp_path)}"]
-    (found,) = said(capsys, *flags, "--max_tokens=32")
+    (found,) = said(capsys, *flags, *layout, "--max_tokens=32")
     assert found["tokens"] == [token for token in want if token != END] and len(want) > 5
 
 

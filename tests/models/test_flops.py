@@ -238,6 +238,22 @@ def test_dense_forward_does_the_counted_products() -> None:
         assert expected <= compiled["flops"] < 1.05 * expected
 
 
+@pytest.mark.parametrize("q_rank", [0, 24])
+def test_dense_latent_attention_does_the_counted_products(q_rank: int) -> None:
+    """Pairs of tokens cost the widths of queries and of values; keys and values are products of a latent."""
+    latent = dict(kv_rank=20, q_rank=q_rank, nope_head_dim=10, rope_head_dim=6, v_head_dim=12)
+    c, length = dataclasses.replace(DECODER, kv_heads=4, head_dim=0, **latent), 64
+    queries = 128 * 4 * 16 if not q_rank else 128 * 24 + 24 * 4 * 16
+    layer = queries + 128 * (20 + 6) + 20 * 4 * (10 + 12) + 4 * 12 * 128 + 3 * 128 * 384
+    pair = 2 * c.layers * 4 * (16 + 12)
+    counted = module_of(c).forward_flops([length])
+    assert counted == 2 * length * (c.layers * layer + 128 * 500) + pair * (length * (length + 1) // 2)
+    avals = leaf_avals(multimodal({"vision": VIT}, c, projectors={"vision": HIDDEN}))
+    llm = {name: aval for name, aval in avals.items() if name.startswith("llm/")}
+    traced = reference_decoder.decode.trace(llm, c, jax.ShapeDtypeStruct((length,), np.int32), ())
+    assert product_flops(traced.jaxpr.jaxpr) == counted + pair * (length**2 - length * (length + 1) // 2)
+
+
 def test_dense_gated_tower_with_windows_does_the_counted_products() -> None:
     about = dict(norm="rms", gated=True, frames=2, window=4, full_at=(1,), positions="axial", activation="silu")
     vit = dataclasses.replace(VIT, **about)

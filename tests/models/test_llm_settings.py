@@ -15,6 +15,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.weights import settings, to_hf_config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN40 = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "vicuna-7b": {
         **dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000),
@@ -68,12 +69,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(vocab_size=151936, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408),
         **dict(shared_expert_intermediate_size=5632, norm_topk_prob=False, decoder_sparse_step=1),
     },
+    "deepseek-v2-lite": {
+        **dict(model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, num_hidden_layers=27),
+        **dict(num_attention_heads=16, num_key_value_heads=16, hidden_act="silu", rms_norm_eps=1e-06),
+        **dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        **dict(rope_theta=10000, rope_scaling={**YARN40, "mscale": 0.707, "mscale_all_dim": 0.707}, vocab_size=102400),
+        **dict(n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408),
+        **dict(first_k_dense_replace=1, moe_layer_freq=1, n_group=1, topk_group=1, topk_method="greedy"),
+        **dict(norm_topk_prob=False, routed_scaling_factor=1.0, scoring_func="softmax", aux_loss_alpha=0.001),
+        **dict(attention_bias=False, tie_word_embeddings=False, seq_aux=True, max_position_embeddings=163840),
+    },
+    "deepseek-v3": {
+        **dict(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_hidden_layers=61),
+        **dict(num_attention_heads=128, num_key_value_heads=128, hidden_act="silu", rms_norm_eps=1e-06),
+        **dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        **dict(rope_theta=10000, rope_scaling={**YARN40, "mscale": 1.0, "mscale_all_dim": 1.0}, vocab_size=129280),
+        **dict(n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048),
+        **dict(first_k_dense_replace=3, moe_layer_freq=1, n_group=8, topk_group=4, topk_method="noaux_tc"),
+        **dict(norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid", num_nextn_predict_layers=1),
+        **dict(attention_bias=False, tie_word_embeddings=False, ep_size=1, max_position_embeddings=163840),
+    },
 }
 """Of the folders on the Hub, what shapes the model."""
 TINY: dict[str, Any] = {
     **dict(num_hidden_layers=3, hidden_size=16, num_attention_heads=4, intermediate_size=24, vocab_size=7),
     **dict(num_key_value_heads=2),
 }
+
+
+V2: dict[str, Any] = dict(
+    model_type="deepseek_v2", num_key_value_heads=4, num_experts_per_tok=3, first_k_dense_replace=1
+)
 
 
 def of(**theirs: Any) -> DecoderConfig:
@@ -85,13 +111,16 @@ def of(**theirs: Any) -> DecoderConfig:
 def test_presets_are_the_published_models(name: str) -> None:
     found = DecoderConfig(**settings(PUBLISHED[name]))
     preset = from_preset(DecoderConfig, name)
-    assert replace(preset, head_dim=preset.head_width, preset="tiny", balance_loss=0.0) == found
+    assert (
+        replace(preset, head_dim=0 if preset.kv_rank else preset.head_width, preset="tiny", balance_loss=0.0) == found
+    )
 
 
 def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
     sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
+    sizes |= {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200}
     assert {name: module_of(from_preset(DecoderConfig, name)).parameters() for name in sizes} == sizes
 
 
@@ -179,7 +208,21 @@ def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
             ),
             "layer_types=['sliding_attention', 'full_attention', 'sliding_attention']: mmjax has layers of full",
         ),
-        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3': mmjax knows llama, mistral"),
+        ({"model_type": "deepseek_v32"}, "model_type='deepseek_v32': mmjax knows llama, mistral"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config='fp8': mmjax reads no quantised"),
+        ({**V2, "num_key_value_heads": 2}, "num_key_value_heads=2: in latent attention each head has keys of its own"),
+        ({**V2, "attention_bias": True}, "attention_bias=True: mmjax has no such biases beside latent attention"),
+        ({**V2, "moe_layer_freq": 2}, "moe_layer_freq=2: mmjax has experts in all layers but the first"),
+        ({**V2, "topk_method": "noaux_tc"}, "topk_method='noaux_tc': legal: 'greedy', 'group_limited_greedy'"),
+        ({**V2, "norm_topk_prob": True}, "norm_topk_prob=True: transformers does not read it for deepseek_v2"),
+        ({**V2, "num_experts_per_tok": None}, "num_experts_per_tok=None: is the number of experts of a token"),
+        ({**V2, "model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func='softmax': legal: 'sigmoid'"),
+        ({**V2, "model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave=False: mmjax rotates pairs"),
+        ({**V2, "rope_scaling": {**YARN40, "mscale": 0.7}}, "mscale=0.7: mscale_all_dim is 0.0; mmjax has both above"),
+        (
+            {**V2, "rope_scaling": {**YARN40, "mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.5}},
+            "attention_factor=1.5: mmjax has the factor of mscale and mscale_all_dim = 1 alone",
+        ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: mmjax has experts in all"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers=[2]: mmjax has layers without experts"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True: mmjax has no window in"),
@@ -210,6 +253,20 @@ KINDS = {
         **{"qk_norm": True, "qkv_bias": True, "o_bias": True},
     },
 }
+LATENT_SIZES = {"kv_heads": 4, "head_dim": 0, "kv_rank": 9, "nope_head_dim": 5, "rope_head_dim": 4, "v_head_dim": 3}
+LATENT = {
+    "deepseek_v2": {
+        **LATENT_SIZES,
+        **{"experts": 6, "expert_mlp": 8, "experts_per_token": 3, "shared_experts": 2, "dense_layers": 1},
+        **{"router_normalised": False, "router_groups": 3, "router_group_limit": 2, "router_scale": 16.0},
+    },
+    "deepseek_v3": {
+        **LATENT_SIZES,
+        **{"experts": 6, "expert_mlp": 8, "experts_per_token": 3, "shared_experts": 1, "q_rank": 7},
+        **{"router": "sigmoid", "router_bias": True, "router_scale": 2.5},
+    },
+}
+KINDS |= LATENT
 ROPES = (
     {},
     {"rope_scaling": "linear", "rope_factor": 3.0},
@@ -222,7 +279,7 @@ ROPES = (
 def test_settings_make_a_config_that_means_the_same(kind: str, rope: dict[str, Any]) -> None:
     own = of()
     for some in ({}, {"tied": True, "head_dim": 6, "norm_eps": 1e-3, "rope_theta": 77.0}):
-        c = replace(own, **KINDS[kind], **rope, **some)
+        c = replace(own, **{**some, **KINDS[kind], **rope})
         theirs = to_hf_config(c, dtype="bfloat16")
         assert theirs["model_type"] == kind and DecoderConfig(**settings(theirs)) == c
         for older in (("rope_parameters",), ("rope_theta", "rope_scaling")):  # either spelling is enough
@@ -251,6 +308,10 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({"experts": 4, "router": "sigmoid"}, "", "Decoder.router='sigmoid': no model of type 'llama' or"),
         ({"experts": 4, "router_bias": True}, "mixtral", "Decoder.router_bias=True: no model of type 'mixtral'"),
         ({"experts": 4}, "llama", "Decoder.experts=4: no model of type 'llama' has it"),
+        (LATENT_SIZES, "llama", "Decoder.kv_rank=9: no model of type 'llama' has it"),
+        ({}, "deepseek_v2", "Decoder.kv_rank=0: no model of type 'deepseek_v2' has it"),
+        ({**LATENT["deepseek_v2"], "router_bias": True}, "deepseek_v2", "Decoder.router_bias=True: no model of type"),
+        ({**LATENT["deepseek_v3"], "window": 9}, "", "Decoder.window=9: no model of type 'llama' or 'mistral' or"),
         ({"chunk": 9}, "", "Decoder.window=0: no model of type 'llama' or 'mistral' or"),
         ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
     ],
@@ -283,6 +344,16 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
         ({"experts": 4, "dense_layers": 4}, "Decoder.dense_layers=4: layers of experts follow"),
         ({"experts": 4, "shared_gate": True}, "Decoder.shared_gate=True: is of shared experts"),
         ({"experts": 4, "router": "sigmod"}, "Decoder.router='sigmod': did you mean 'sigmoid'?"),
+        ({"kv_rank": 8}, "Decoder.nope_head_dim=0: must be above 0, such as 64"),
+        ({"kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 4}, "Decoder.kv_heads=2: with Decoder.kv_rank each head"),
+        ({**LATENT_SIZES, "head_dim": 8}, "Decoder.head_dim=8: latent attention has Decoder.nope_head_dim and"),
+        ({**LATENT_SIZES, "rope_head_dim": 3}, "Decoder.rope_head_dim=3: must be even"),
+        ({**LATENT_SIZES, "qkv_bias": True}, "Decoder.qkv_bias=True: latent attention (Decoder.kv_rank) has none"),
+        ({**LATENT_SIZES, "attention": "cudnn"}, "Decoder.attention='cudnn': cuDNN takes keys and values of one width"),
+        (
+            {**LATENT_SIZES, "rope_sections": (1, 1, 2)},
+            "Decoder.rope_sections=(1, 1, 2): must be three numbers, 0 or more, ",
+        ),
         ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),
     ],
 )

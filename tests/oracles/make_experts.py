@@ -1,15 +1,17 @@
 """Makes ``llm/experts.npz``: gradients and router losses of decoders with experts.
 
-    python tests/oracles/make_experts.py    # needs torch and transformers, and the folders of make_llm.py
+    python tests/oracles/make_experts.py [FAMILY ...]    # needs torch and transformers, and the folders of make_llm.py
 
 The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
 ``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
+Of DeepSeek's models, whose choice of experts that function does not know, it is the cross-entropies alone.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +21,30 @@ import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 HERE = Path(__file__).parent / "llm"
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
 COEFFICIENT = 0.5
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for family in FAMILIES:
+    path = HERE / "experts.npz"
+    found: dict[str, Any] = dict(np.load(path)) if path.exists() else {}
+    for family in sys.argv[1:] or FAMILIES:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(HERE / family, dtype=torch.float32).eval()
         values = np.load(HERE / family / "values.npz")
         sequences = np.split(values["tokens"], np.cumsum(values["lengths"])[:-1])
         balance, total = torch.zeros(()), torch.zeros(())
         for tokens in sequences:
             ids = torch.from_numpy(tokens)[None].long()
-            out = model(input_ids=ids, output_router_logits=True)
+            has_loss = not family.startswith("deepseek")
+            out = model(input_ids=ids, output_router_logits=has_loss)
             chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
-            experts = getattr(model.config, "num_local_experts", None) or model.config.num_experts
-            k = model.config.num_experts_per_tok
-            by_layer = [load_balancing_loss_func((logits,), experts, k) for logits in out.router_logits]
-            balance = balance + len(tokens) * torch.stack(by_layer).mean()
             total = total - chosen.sum()
+            if has_loss:
+                experts = getattr(model.config, "num_local_experts", None) or model.config.num_experts
+                k = model.config.num_experts_per_tok
+                by_layer = [load_balancing_loss_func((logits,), experts, k) for logits in out.router_logits]
+                balance = balance + len(tokens) * torch.stack(by_layer).mean()
         (total + COEFFICIENT * balance).backward()
         found[f"{family}/balance_loss"] = balance.detach().numpy()
         for key, weight in model.named_parameters():
@@ -47,7 +52,8 @@ def main() -> None:
                 found[f"{family}/gradients/{key}"] = weight.grad.numpy()
         print(family, float(balance.detach()))
     versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
-    np.savez_compressed(HERE / "experts.npz", versions=versions, **found)
+    found["versions"] = versions
+    np.savez_compressed(path, **found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes ``llava/generated.npz`` and ``llm/generated.npz``: what ``transformers.generate`` continues prompts with.
 
-    python tests/oracles/make_generated.py
+    python tests/oracles/make_generated.py [LLM ...]    # of these language models alone
 
 It needs torch and transformers, which mmjax does not. Prompts of the first are bytes with a token for the beginning and
 places for images; each is continued alone, greedily, up to 64 tokens.
@@ -10,6 +10,7 @@ places for images; each is continued alone, greedily, up to 64 tokens.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PROMPTS = (
     "USER: Tell me of the sea and of the ships that are on it, please. ASSISTANT: ",
     "USER: Is <image>as red as <image>? ASSISTANT: ",
 )
-LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""
 SAID, LLM_LIMIT = "What do you see: the sea. ", 32
@@ -40,8 +41,19 @@ def prompt(text: str) -> list[int]:
     return tokens
 
 
+def versions() -> str:
+    return json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if not sys.argv[1:]:
+        images_and_words()
+    words(sys.argv[1:] or LLMS)
+
+
+def images_and_words() -> None:
+    """Writes what LLaVA says."""
     rng = np.random.default_rng(5)
     model: Any = transformers.LlavaForConditionalGeneration.from_pretrained(HERE, dtype=torch.float32).eval()
     pixels = rng.integers(0, 256, (3, 28, 28, 3), dtype=np.uint8)
@@ -65,17 +77,22 @@ def main() -> None:
         values[f"prompt_{number}"] = np.asarray(tokens, np.int32)
         values[f"tokens_{number}"] = said.numpy().astype(np.int32)
         values[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
-    versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
-    np.savez_compressed(HERE / "generated.npz", versions=versions, **values)
+    np.savez_compressed(HERE / "generated.npz", versions=versions(), **values)
+
+
+def words(llms: Any) -> None:
+    """Writes what language models say."""
+    path = HERE.parent / "llm" / "generated.npz"
     tokens = torch.tensor([[0, *(3 + CHARACTERS.index(one) for one in SAID)]])
-    found = {}
-    for name in LLMS:
+    found: dict[str, Any] = dict(np.load(path)) if path.exists() else {}
+    for name in llms:
         model = transformers.AutoModelForCausalLM.from_pretrained(HERE.parent / "llm" / name, dtype=torch.float32)
         about = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=1, eos_token_id=1)
         said = model.eval().generate(input_ids=tokens, max_new_tokens=LLM_LIMIT, **about)[0, tokens.shape[1] :]
         found[name] = said.numpy().astype(np.int32)
         print(name, found[name].tolist())
-    np.savez_compressed(HERE.parent / "llm" / "generated.npz", versions=versions, **found)
+    found["versions"] = versions()
+    np.savez_compressed(path, **found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -50,6 +52,12 @@ def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, **numbers}}
 
 
+LATENT: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "head_dim": 8} | dict(
+    **dict(kv_lora_rank=10, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5),
+    **dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2),
+    **dict(first_k_dense_replace=1, n_group=4, topk_group=2, bos_token_id=1, eos_token_id=2),
+)
+YARN = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_position_embeddings=16)
 FAMILIES: dict[str, Any] = {
     "llama2": LlamaConfig(
@@ -86,6 +94,20 @@ FAMILIES: dict[str, Any] = {
         **_rope("default", rope_theta=1000000.0),
         **dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=24),
     ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **{**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+        **_rope("yarn", **YARN, mscale=0.7, mscale_all_dim=0.7),
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT,
+        **_rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.3),
+        **dict(topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT,
+        **_rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
+        **dict(norm_topk_prob=True, routed_scaling_factor=2.5, num_mtp_layers=0),
+    ),
 }
 
 
@@ -101,6 +123,9 @@ def random_model(config: Any, seed: int) -> Any:
             else:
                 drawn = 0.3 * drawn + (0.0 if name.endswith("bias") else 1.0)
             weight.copy_(drawn.bfloat16())
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_((0.2 * torch.randn(bias.shape, generator=generator)).bfloat16())
     return model
 
 

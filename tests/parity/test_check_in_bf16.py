@@ -15,13 +15,19 @@ from mmjax.assembly.assembly import place
 from mmjax.pipeline.stage import StageFunctions
 
 # Whatever a stage may have: learned positions of both encoders, features that enter a layer again, a tied embedding on
-# two stages, a generator.
+# two stages, a generator, latent attention with a shared key.
 EVERYTHING: dict[str, Any] = {
     "Train.dtype": "bfloat16",
     "vision/ViT.positions": "learned2d",
     "audio/Whisper.positions": "learned",
     "vision/Projector.inject": (0, 2),
     "llm/Decoder.tied": True,
+    "llm/Decoder.kv_heads": 8,
+    "llm/Decoder.head_dim": 0,
+    "llm/Decoder.kv_rank": 10,
+    "llm/Decoder.q_rank": 14,
+    "llm/Decoder.nope_head_dim": 4,
+    "llm/Decoder.rope_head_dim": 6,
     "vision/ViT.remat": "dots",
     "painter/DiT.remat": "full",
 }

@@ -28,8 +28,11 @@ EXPERT_SETTINGS = (
 """Settings that have no effect without experts."""
 _NOT_NEGATIVE = (
     *("experts", "expert_mlp", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
-    "router_z_loss",
+    *("router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale"),
+    "rope_mscale_all",
 )
+LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
+"""Settings that have no effect without ``kv_rank``."""
 
 
 @configurable("Decoder")
@@ -42,6 +45,13 @@ class DecoderConfig(ModuleSettings):
       layers, width, heads, kv_heads, mlp: depth, model width, query heads, key/value heads, hidden units.
       head_dim: width of one head; 0 means width / heads.
       vocab: vocabulary size; 0 means the tokenizer's.
+      kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
+        token's keys and values are products of a normed latent of this width, and each head has a key of its own
+        beside one that all heads share, which alone is rotated; 0 is none.
+      q_rank: width of the normed latent from which queries are products; 0 makes them of the features (V2-Lite).
+      nope_head_dim: width of a head's queries and keys without position.
+      rope_head_dim: width of a head's queries, and of the shared key, that is rotated, by pairs of neighbours.
+      v_head_dim: width of a head's values; 0 means ``nope_head_dim``.
       qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
       mask: the attention mask: "causal", another preset such as "gemma3" and "paligemma", or rules such as "text sees
@@ -60,6 +70,9 @@ class DecoderConfig(ModuleSettings):
       rope_turns: ``llama3`` and ``yarn`` divide frequencies with fewer turns in that context than the first number,
         keep those with more than the second, and interpolate between; () means (1, 4) for ``llama3``, (1, 32) for
         ``yarn``.
+      rope_mscale, rope_mscale_all: of latent attention under ``yarn`` rotated queries and keys are multiplied by
+        m(``rope_mscale``) / m(``rope_mscale_all``), and scores by m(``rope_mscale_all``)², where m(x) is
+        1 + 0.1 x ln(``rope_factor``).
       rope_sections: numbers of a head's pairs of components that rotate with a token's time, row and column: M-RoPE
         (Wang et al., "Qwen2-VL", §2.1), such as (16, 24, 24). A text token has one number for all three, an image's
         token its place in the image. () rotates all pairs with the token's place in its sample.
@@ -110,6 +123,11 @@ class DecoderConfig(ModuleSettings):
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 0
+    kv_rank: int = 0
+    q_rank: int = 0
+    nope_head_dim: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
     mlp: int = 192
     vocab: int = 0
     qkv_bias: bool = False
@@ -126,6 +144,8 @@ class DecoderConfig(ModuleSettings):
     rope_factor: float = 1.0
     rope_context: int = 0
     rope_turns: tuple[float, ...] = field(default=(), metadata={"example": (1.0, 4.0)})
+    rope_mscale: float = 1.0
+    rope_mscale_all: float = 0.0
     rope_sections: tuple[int, ...] = field(default=(), metadata={"example": (16, 24, 24)})
     norm_eps: float = 1e-5
     tied: bool = False
@@ -165,11 +185,14 @@ class DecoderConfig(ModuleSettings):
         ):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
-        if not self.head_dim:
+        if self.kv_rank:
+            self._check_latent()
+        elif not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
-        require(self.head_width % 2 == 0, "Decoder.head_dim", self.head_width, "must be even, such as 16")
+        even, name = "must be even, such as 16", "rope_head_dim" if self.kv_rank else "head_dim"
+        require(self.rotary_width % 2 == 0, f"Decoder.{name}", self.rotary_width, even)
         kind = Rules.parse(self.mask, "Decoder.mask").kind
-        check_backend("Decoder", self.attention, self.head_width, self.chunk, kind)
+        check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, value_width=self.value_width)
         one_of("Decoder.remat", self.remat, REMATS)
         self._check_window()
         self._check_rope()
@@ -222,10 +245,21 @@ class DecoderConfig(ModuleSettings):
         turns, fix = self.rope_turns, "must be two numbers above 0, the smaller first, such as (1.0, 4.0)"
         ascending = len(turns) == 2 and 0 < turns[0] < turns[1] < math.inf
         require(not turns or ascending, "Decoder.rope_turns", turns, fix)
-        sections, pairs = self.rope_sections, self.head_width // 2
+        sections, pairs = self.rope_sections, self.rotary_width // 2
         fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
+
+    def _check_latent(self) -> None:
+        for name in ("nope_head_dim", "rope_head_dim"):
+            positive(f"Decoder.{name}", getattr(self, name), 64)
+        fix = f"with Decoder.kv_rank each head has keys of its own; set it to Decoder.heads ({self.heads})"
+        require(self.kv_heads == self.heads, "Decoder.kv_heads", self.kv_heads, fix)
+        fix = "latent attention has Decoder.nope_head_dim and rope_head_dim; set it to 0"
+        require(self.head_dim == 0, "Decoder.head_dim", self.head_dim, fix)
+        for name in ("qkv_bias", "o_bias", "qk_norm"):
+            value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has none; set it to False"
+            require(not value, f"Decoder.{name}", value, fix)
 
     def _check_experts(self) -> None:
         one_of("Decoder.router", self.router, ROUTERS)
@@ -250,6 +284,11 @@ class DecoderConfig(ModuleSettings):
         if self.rope_scaling not in ROPE_TURNS:
             reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
             reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
+        if not self.kv_rank:
+            reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
+        elif self.rope_scaling != "yarn":
+            reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
+            reasons |= dict.fromkeys(("rope_mscale", "rope_mscale_all"), reason)
         if not self.experts:
             reasons |= dict.fromkeys(EXPERT_SETTINGS, "Decoder.experts=0: there are no experts")
         elif not self.router_bias:
@@ -302,5 +341,17 @@ class DecoderConfig(ModuleSettings):
 
     @property
     def head_width(self) -> int:
-        """Width of one head."""
+        """Width of one head's queries and keys."""
+        if self.kv_rank:
+            return self.nope_head_dim + self.rope_head_dim
         return self.head_dim or self.width // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of one head that is rotated."""
+        return self.rope_head_dim if self.kv_rank else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's values."""
+        return (self.v_head_dim or self.nope_head_dim) if self.kv_rank else self.head_width

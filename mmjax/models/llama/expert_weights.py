@@ -1,6 +1,7 @@
 """Mixture of experts in folders of transformers: rows of the weights table, and their part of ``config.json``.
 
-Values of ``model_type`` are mixtral, qwen2_moe and qwen3_moe. A folder has a tensor for each expert and product, also
+Values of ``model_type`` are mixtral, qwen2_moe and qwen3_moe; of deepseek_v2 and deepseek_v3 the rows are here, and the
+configuration is in ``deepseek_weights``. A folder has a tensor for each expert and product, also
 where ``transformers`` 5 stacks them in memory. Imports no JAX.
 """
 
@@ -33,26 +34,32 @@ DEFAULTS: Mapping[str, Json] = {
 }
 """The defaults of transformers for missing keys on experts, by model type."""
 _BLOCKS = {"mixtral": "block_sparse_moe"}
+_SHARED = {"deepseek_v2": "shared_experts", "deepseek_v3": "shared_experts"}
 _PRODUCTS = {"mixtral": {"gate": "w1", "up": "w3", "down": "w2"}}
 _QWEN_PRODUCTS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
 def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     """Yields the rows of a decoder's experts, with the keys of this ``model_type``; "" is chosen by the settings."""
-    kind = model_type if model_type in DEFAULTS else model_type_of(c)
+    kind = model_type if model_type in (*DEFAULTS, *_SHARED) else model_type_of(c)
     layers, block = range(c.dense_layers, c.layers), f"model.layers.{{}}.{_BLOCKS.get(kind, 'mlp')}"
     yield Row("layers/{}/experts/router", (f"{block}.gate.weight",), TRANSPOSED, layers=layers)
     for name, key in _PRODUCTS.get(kind, _QWEN_PRODUCTS).items():
         keys = (f"{block}.experts.*.{key}.weight",)
         yield Row(f"layers/{{}}/experts/{name}", keys, TRANSPOSED_LIST, layers=layers)
+    if c.router_bias:
+        yield Row("layers/{}/experts/router_bias", (f"{block}.gate.e_score_correction_bias",), layers=layers)
+    shared = _SHARED.get(kind, "shared_expert")
     for name, key in _QWEN_PRODUCTS.items() if c.shared_experts else ():
-        yield Row(f"layers/{{}}/shared/{name}", (f"{block}.shared_expert.{key}.weight",), TRANSPOSED, layers=layers)
+        yield Row(f"layers/{{}}/shared/{name}", (f"{block}.{shared}.{key}.weight",), TRANSPOSED, layers=layers)
     if c.shared_gate:
         yield Row("layers/{}/shared_gate", (f"{block}.shared_expert_gate.weight",), TRANSPOSED, layers=layers)
 
 
 def model_type_of(c: DecoderConfig) -> str:
-    """The model type with a decoder's shared experts, norms and biases; other settings may have none."""
+    """The model type with a decoder's attention, router, shared experts and norms; other settings may have none."""
+    if c.kv_rank:
+        return "deepseek_v3" if c.router == "sigmoid" else "deepseek_v2"
     if c.shared_experts:
         return "qwen2_moe"
     return "qwen3_moe" if c.qk_norm else "mixtral"

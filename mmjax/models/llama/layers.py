@@ -1,4 +1,4 @@
-"""Llama-family decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama-family decoder: RMSNorm, rotary positions, grouped-query or latent attention, SwiGLU.
 
 Shapes: B rows, T tokens, D width, H query heads and G key/value heads local to this rank, K head width, V vocabulary.
 """
@@ -30,6 +30,7 @@ from mmjax.models.layers import (
 )
 from mmjax.models.llama import rope
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.latent import LatentAttention, latent_heads
 from mmjax.models.module import Block, Loss
 from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
@@ -73,7 +74,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        self.attn = _Attention(c, rngs)
+        self.attn = (LatentAttention if c.kv_rank else _Attention)(c, rngs)
         self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         self.mlp = _Mlp(c, c.mlp, rngs)
 
@@ -86,7 +87,7 @@ class ExpertLayer(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        self.attn = _Attention(c, rngs)
+        self.attn = (LatentAttention if c.kv_rank else _Attention)(c, rngs)
         self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
         if c.shared_experts:
@@ -157,8 +158,8 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
     """The function of one layer, (x [B, T, D], its parameters) -> [B, T, D], over rows of packed samples.
 
     ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. ``x``,
-    the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o"),
-    "mlp_norm" and "mlp" ("gate", "up", "down").
+    the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o",
+    or those of ``LatentAttention``), "mlp_norm" and "mlp" ("gate", "up", "down").
 
     Raises:
       ValueError: the stage reads no positions.
@@ -194,11 +195,21 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
 def _after_attention(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -> Array:
     """The features behind a layer's attention; ``[B·T, D]`` without sequence parallelism."""
-    axes, positions = context.axes, context.tokens.positions
-    a: Any = p["attn"]
+    axes, a = context.axes, p["attn"]
     # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
     x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
     h = rms_norm(x, p["attn_norm"], c.norm_eps)
+    y_BTHK = context.attend(*(latent_heads if c.kv_rank else _heads)(c, context, a, h))
+    parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
+    width = y_BTHK.shape[2] * y_BTHK.shape[3]
+    ys = parts.split_gathered(y_BTHK.reshape(*(y_BTHK.shape[:2] if axes.sp else (-1,)), width))
+    return saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
+
+
+def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, Array, Array]:
+    """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, and values ``[B, T, G, K]``."""
+    a: Any = p
+    axes, positions = context.axes, context.tokens.positions
     qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
     q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), c.head_width) for y in qkv)
     if c.qk_norm:
@@ -206,9 +217,7 @@ def _after_attention(c: DecoderConfig, context: Context, x_BTD: Array, p: Params
     q, k = (rope.rotate(c, y, positions) for y in (q, k))
     if not c.qk_norm:  # whose backward reads the products, which are saved
         q, k = saved(q), saved(k)
-    parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
-    ys = parts.split_gathered(context.attend(q, k, v).reshape(*qkv[0].shape[:-1], -1))
-    return saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
+    return q, k, v
 
 
 def _mlp(axes: Axes, p: Params, h: Array) -> Array:

@@ -18,6 +18,18 @@ _QWEN2_VL_7B: Mapping[str, object] = {
 }
 """Sizes of the language model of Qwen2-VL 7B and of Qwen2.5-VL 7B."""
 
+_DEEPSEEK: Mapping[str, object] = {
+    "kv_rank": 512,
+    "nope_head_dim": 128,
+    "rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_scaling": "yarn",
+    "rope_factor": 40.0,
+    "rope_context": 4096,
+    "norm_eps": 1e-6,
+}
+"""Latent attention of DeepSeek-V2-Lite and DeepSeek-V3."""
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
     "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
@@ -129,6 +141,48 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "shared_gate": True,
         "router_normalised": False,
         "balance_loss": 0.001,
+    },
+    # The published weights of both balance losses are of loads that are divided by the experts of a token.
+    "deepseek-v2-lite": {
+        "layers": 27,
+        "width": 2048,
+        "heads": 16,
+        "kv_heads": 16,
+        "mlp": 10944,
+        "vocab": 102400,
+        **_DEEPSEEK,
+        "rope_mscale": 0.707,
+        "rope_mscale_all": 0.707,
+        "experts": 64,
+        "experts_per_token": 6,
+        "expert_mlp": 1408,
+        "shared_experts": 2,
+        "dense_layers": 1,
+        "router_normalised": False,
+        "balance_loss": 0.001 / 6,
+    },
+    "deepseek-v3": {
+        "layers": 61,
+        "width": 7168,
+        "heads": 128,
+        "kv_heads": 128,
+        "mlp": 18432,
+        "vocab": 129280,
+        **_DEEPSEEK,
+        "q_rank": 1536,
+        "rope_mscale": 1.0,
+        "rope_mscale_all": 1.0,
+        "experts": 256,
+        "experts_per_token": 8,
+        "expert_mlp": 2048,
+        "shared_experts": 1,
+        "dense_layers": 3,
+        "router": "sigmoid",
+        "router_scale": 2.5,
+        "router_groups": 8,
+        "router_group_limit": 4,
+        "router_bias": True,
+        "balance_loss": 0.0001 / 8,
     },
 }
 """Published sizes by name; "tiny" has the defaults of the settings."""

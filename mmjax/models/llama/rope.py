@@ -1,6 +1,6 @@
 """Rotary embedding of Llama-family language models, with scaled frequencies for longer contexts.
 
-Shapes: B rows, T tokens, H heads, K head width. A frequency is in radians a position.
+Shapes: B rows, T tokens, H heads, K width of the rotated part of a head. A frequency is in radians a position.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from mmjax.models.llama.config import DecoderConfig
 def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
     """Rotary embedding of queries or keys, with the settings' frequencies and the factor ``magnitude``.
 
-    Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``. Component ``i`` is paired with ``i + K/2``,
-    and the result has the shape and dtype of ``x_BTHK``.
+    Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``. Component ``i`` is paired with ``i + K/2``.
+    In latent attention ``2 i`` is paired with ``2 i + 1``, and the result has the first components of all pairs before
+    the second ones; scores do not depend on an order that queries and keys share. The result has the shape and dtype
+    of ``x_BTHK``.
     """
-    frequency_K = frequencies(c.head_width, c.rope_theta)
+    if c.kv_rank:
+        x_BTHK = jnp.concatenate([x_BTHK[..., 0::2], x_BTHK[..., 1::2]], axis=-1)
+    frequency_K = frequencies(c.rotary_width, c.rope_theta)
     if c.rope_scaling != "none":
         unscaled_K = _unscaled_share(c, frequency_K)
         frequency_K = frequency_K * (unscaled_K + (1 - unscaled_K) / c.rope_factor)
@@ -28,8 +32,22 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
 
 
 def magnitude(c: DecoderConfig) -> float:
-    """The factor of queries and keys: 1 + 0.1 ln(``rope_factor``) for YaRN, else 1. It makes the softmax sharper."""
-    return 1 + 0.1 * math.log(c.rope_factor) if c.rope_scaling == "yarn" else 1.0
+    """The factor of rotated queries and keys: m(1) for YaRN, where m(x) is 1 + 0.1 x ln(``rope_factor``), else 1.
+
+    In latent attention it is m(``rope_mscale``) / m(``rope_mscale_all``).
+    """
+    if c.rope_scaling != "yarn":
+        return 1.0
+    return _mscale(c, c.rope_mscale) / _mscale(c, c.rope_mscale_all) if c.kv_rank else _mscale(c, 1.0)
+
+
+def score_factor(c: DecoderConfig) -> float:
+    """The factor of scores of latent attention: m(``rope_mscale_all``)² for YaRN, else 1; see ``magnitude``."""
+    return _mscale(c, c.rope_mscale_all) ** 2 if c.rope_scaling == "yarn" else 1.0
+
+
+def _mscale(c: DecoderConfig, mscale: float) -> float:
+    return 1 + 0.1 * mscale * math.log(c.rope_factor)
 
 
 def _unscaled_share(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Float[Array, " K/2"]:
@@ -42,7 +60,7 @@ def _unscaled_share(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Floa
         return jnp.clip((turns_K - low_turns) / (high_turns - low_turns), 0, 1)
     # yarn: linear in the index of a frequency, between whole indices around those of ``high_turns`` and ``low_turns``
     first = max(math.floor(_index(c, high_turns)), 0)
-    last = min(math.ceil(_index(c, low_turns)), c.head_width - 1)
+    last = min(math.ceil(_index(c, low_turns)), c.rotary_width - 1)
     last += 1e-3 * (last == first)
     index_K = jnp.arange(len(frequency_K), dtype=jnp.float32)
     return jnp.clip((last - index_K) / (last - first), 0, 1)
@@ -50,4 +68,4 @@ def _unscaled_share(c: DecoderConfig, frequency_K: Float[Array, " K/2"]) -> Floa
 
 def _index(c: DecoderConfig, turns: float) -> float:
     """The fractional index, from the highest, of the frequency with this number of turns in the original context."""
-    return c.head_width / 2 * math.log(c.rope_context / (2 * math.pi * turns), c.rope_theta)
+    return c.rotary_width / 2 * math.log(c.rope_context / (2 * math.pi * turns), c.rope_theta)

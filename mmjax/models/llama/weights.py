@@ -1,7 +1,8 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
-and qwen3_moe (see ``expert_weights``), and in composite models those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), and in composite models
+those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
-from mmjax.models.llama import expert_weights
-from mmjax.models.llama.config import EXPERT_SETTINGS, ROPE_TURNS, DecoderConfig
+from mmjax.models.llama import deepseek_weights, expert_weights
+from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, ROPE_TURNS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
@@ -68,7 +69,8 @@ _WITH_EXPERTS = {
     "qwen3_moe": _QWEN2
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
 }
-ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS)
+_LATENT = deepseek_weights.DEFAULTS
+ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT)
 """Model types of folders of a language model alone."""
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
 """Model types of language models with M-RoPE; older folders have the type of the composite model."""
@@ -79,6 +81,7 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen3": _QWEN2 | {"head_dim": 128},
     **dict.fromkeys(MROPE, _QWEN2_VL),
     **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
+    **_LATENT,
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -117,7 +120,9 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
 
     yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
     yield layer_row("attn_norm", "input_layernorm.weight")
-    for name in "qkvo":
+    if c.kv_rank:
+        yield from deepseek_weights.attention_rows(c)
+    for name in "" if c.kv_rank else "qkvo":
         yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=c.o_bias if name == "o" else c.qkv_bias)
     for name in "qk" if c.qk_norm else "":
         yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
@@ -136,10 +141,9 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
 def unused(c: DecoderConfig) -> tuple[str, ...]:
     """Regular expressions for the ends of keys that folders may have although no leaf needs them.
 
-    They are rotary frequencies, which are computed; ``c`` is not read.
+    They are rotary frequencies, which are computed, and DeepSeek-V3's layer for a second token.
     """
-    del c
-    return (r"rotary_emb\.inv_freq",)
+    return (r"rotary_emb\.inv_freq", *([deepseek_weights.unused(c)] if c.kv_rank else ()))
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------
@@ -159,10 +163,13 @@ def settings(hf_config: Json) -> dict[str, Any]:
     known = f"mmjax knows {', '.join(ALONE)}, and the text of {', '.join(MROPE[::2])}"
     require(kind in DEFAULTS, "config.json: model_type", kind, known)
     t = {**DEFAULTS[kind], **hf_config}
+    quantised = (t.get("quantization_config") or {}).get("quant_method")
+    fix = "mmjax reads no quantised weights; take the model's folder in BF16, or make one"
+    require(not t.get("quantization_config"), "config.json: quantization_config", quantised, fix)
     require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width = t["num_attention_heads"], t["hidden_size"]
     qkv_bias, o_bias = _attention_biases(kind, t)
-    head_dim = t["head_dim"] or width // heads
+    head_dim = t.get("head_dim") or width // heads
     values = {
         "layers": t["num_hidden_layers"],
         "width": width,
@@ -180,6 +187,8 @@ def settings(hf_config: Json) -> dict[str, Any]:
     }
     if kind in _WITH_EXPERTS:
         values |= expert_weights.expert_settings(kind, t)
+    if kind in _LATENT:
+        values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
     if kind in MROPE:  # set for the composite model; in older folders in the text's part
         values["tied"] = values["tied"] or bool(hf_config.get("whole", {}).get("tie_word_embeddings"))
     return values | _window(kind, t) | _rope(kind, t)
@@ -187,7 +196,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
 
 def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
     """Whether queries, keys and values, and the attention's output have biases."""
-    if kind in ("mistral", "mixtral"):
+    if kind in ("mistral", "mixtral", *_LATENT):
         return False, False
     if kind == "qwen2_moe":
         return bool(t["qkv_bias"]), False
@@ -244,14 +253,18 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
         }
     if kind == "yarn":
         attention_factor, usual = rope.get("attention_factor"), 0.1 * math.log(factor) + 1
-        fix = f"mmjax has 0.1 ln(factor) + 1 = {usual:.6g} alone"
+        formula = "0.1 ln(factor) + 1"
+        if model_type in _LATENT:
+            values |= deepseek_weights.mscales(rope)
+            usual, formula = deepseek_weights.magnitude(factor, values), "the factor of mscale and mscale_all_dim"
+        fix = f"mmjax has {formula} = {usual:.6g} alone"
         require(
             attention_factor is None or math.isclose(attention_factor, usual, rel_tol=1e-6),
             "config.json: attention_factor",
             attention_factor,
             fix,
         )
-        for name in ("mscale", "mscale_all_dim"):
+        for name in ("mscale", "mscale_all_dim") if model_type not in _LATENT else ():
             require(not rope.get(name), f"config.json: {name}", rope.get(name), "mmjax has none; leave it out")
     return values
 
@@ -278,6 +291,8 @@ def to_hf_config(
     require(c.vocab > 0, "Decoder.vocab", c.vocab, "set it to the tokenizer's vocabulary first")
     differences: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
+        if (kind in _LATENT) != (c.kv_rank > 0):
+            continue
         hf_config = _closest_config(c, kind, positions, dtype)
         unmapped = {name: getattr(c, name) for name in _UNMAPPED}
         restored = DecoderConfig(**unmapped, **settings(hf_config))
@@ -285,7 +300,7 @@ def to_hf_config(
         if not different:
             return hf_config
         differences.append(different)
-    name = min(differences, key=len)[0]
+    name = min(differences, key=len, default=["kv_rank"])[0]
     kinds = repr(model_type) if model_type else " or ".join(map(repr, ALONE))
     fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
     raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
@@ -293,6 +308,10 @@ def to_hf_config(
 
 def _value(c: DecoderConfig, name: str) -> Any:
     """The value of a setting in a normal form, which is equal for equal models."""
+    if name in LATENT_SETTINGS and name in c.idle():
+        return None
+    if name == "v_head_dim":
+        return c.value_width
     if name in EXPERT_SETTINGS and (not c.experts or name in c.idle()):
         return None
     if (name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers) or name == "expert_mlp":
@@ -340,6 +359,8 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
     if kind in _WITH_EXPERTS:
         hf_config |= expert_weights.expert_config(c, kind)
+    if kind in _LATENT:
+        hf_config |= deepseek_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
@@ -355,6 +376,8 @@ def _rope_of(c: DecoderConfig) -> dict[str, Any]:
     if kind in ROPE_TURNS:
         numbers |= dict(zip(_ROPE_TURNS[kind], c.turns, strict=True))
         numbers["original_max_position_embeddings"] = c.rope_context
+    if c.kv_rank:
+        numbers |= deepseek_weights.rope_entries(c)
     return {
         "rope_parameters": {"rope_type": kind, "rope_theta": c.rope_theta, **numbers},
         "rope_theta": c.rope_theta,
