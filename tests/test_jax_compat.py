@@ -363,7 +363,8 @@ def test_cudnn_window():
 
 
 def test_cudnn_in_a_program_of_modules_with_different_meshes():
-    meshes = [jax.make_mesh(shape, ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2) for shape in ((4, 1), (2, 2))]
+    automatic = (jax.sharding.AxisType.Auto,) * 2
+    meshes = [jax.make_mesh(shape, ("dp", "tp"), axis_types=automatic) for shape in ((4, 1), (2, 2))]
     x = jax.ShapeDtypeStruct((4, 64, 2, 16), jnp.bfloat16)
 
     def attend(x):

@@ -239,8 +239,8 @@ class Programs:
             config, layout = self.recipe.model[stage.model.module].settings, stage.submesh.layout
             if isinstance(config, DecoderConfig) and config.experts:
                 ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
-                share = router_of(config).routed_share(config.experts // ranks, all_to_all=layout.ep_way == "all-to-all")
-                return min(1.0, self.fullest * share)
+                router, all_to_all = router_of(config), layout.ep_way == "all-to-all"
+                return min(1.0, self.fullest * router.routed_share(config.experts // ranks, all_to_all=all_to_all))
         return 1.0
 
     def _model_flops(self, use: Use) -> ModelFlops:

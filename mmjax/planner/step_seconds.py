@@ -16,7 +16,7 @@ from math import lcm
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks, PassSeconds
+from mmjax.planner.clock import Clocks, PassSeconds, group_gather
 from mmjax.planner.experts import expert_sums, with_experts
 from mmjax.planner.sharding import beside_layers, once_a_step, shared_states
 from mmjax.planner.stage_graph import stage_graph

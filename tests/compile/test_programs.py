@@ -378,5 +378,5 @@ def test_experts_beside_an_encoder_with_another_layout_have_no_loops() -> None:
     assert compiled.use and compiled.use.kind == STEP
     work = compiled.work()
     assert work.flops["grouped"] and work.flops["attention"] and not work.conditionals
-    assert all(instruction.kind != "while" for _, _, instruction in compiled.module.run())
+    assert all(instruction.kind != "while" for _, _, instruction in compiled.module.run(0, 1.0))
     assert compiled.routed == pytest.approx(1 / 4)  # a buffer holds all tokens of a rank, and one of four has experts
