@@ -125,6 +125,10 @@ BENCHES = {
         doc="Bytes of a device by kind for each Layout.shard: counted, of live arrays, and of compiled programs; and "
         "steps of lanes that pull parameters beside those that gather together: eight processes.",
     ),
+    "experts": Bench(
+        where="benchmarks.experts:bench_experts",
+        doc="Experts beside a dense SwiGLU of equal active size: processor seconds, forward and backward.",
+    ),
     "head": Bench(
         where="benchmarks.head:bench_head",
         doc="The LLM's loss by chunks of tokens beside the logits of all: compiled temporaries, and times.",

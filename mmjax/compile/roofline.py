@@ -200,11 +200,11 @@ def _grouped(computation: Computation, instruction: Instruction) -> float:
     name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)/', instruction.text)
     if not name or not instruction.target:
         return 0.0
-    result = instruction.results[0]
-    arrays = [computation[operand].results[0] for operand in instruction.operands]
-    rows = [array.dimensions for array in arrays if len(array.dimensions) == 2]
-    inner = rows[0][0] if name[1] == "weight_gradient" else sum(width for _, width in rows)
-    return 2.0 * result.size * inner
+    arrays = [computation[operand].results[0].dimensions for operand in instruction.operands]
+    rows, widths = zip(*(dimensions for dimensions in arrays if len(dimensions) == 2), strict=True)
+    if name[1] == "weight_gradient":
+        return 2.0 * rows[0] * widths[0] * widths[1]
+    return 2.0 * instruction.results[0].size * sum(widths)
 
 
 def _accumulates(instruction: Instruction) -> bool:

@@ -89,7 +89,7 @@ SECTIONS = (
         name="experts",
         where=f"{HOME}.experts:run",
         seconds=45,
-        doc="Grouped products of experts by kernels, by blocks and by XLA, beside a dense one: values and times.",
+        doc="Grouped products of experts by kernels and by XLA, beside a dense one: values and times.",
     ),
     Section(
         name="torch",
