@@ -23,8 +23,6 @@ from mmjax.data.source import Source
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
-from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.llama.layers import router_of
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.walker import Signature
@@ -234,14 +232,12 @@ class Programs:
 
     def _routed(self, use: Use) -> float:
         """The share of rows of experts' products that hold a choice, on the rank with the most tokens."""
-        places = self.assembly.placed.places
-        for stage in [places[use.place]] if use.place else list(places.values()):
-            config, layout = self.recipe.model[stage.model.module].settings, stage.submesh.layout
-            if isinstance(config, DecoderConfig) and config.experts:
-                ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
-                router, all_to_all = router_of(config), layout.ep_way == "all-to-all"
-                return min(1.0, self.fullest * router.routed_share(config.experts // ranks, all_to_all=all_to_all))
-        return 1.0
+        placed, shares = self.assembly.placed, [1.0]
+        for stage in [placed.places[use.place]] if use.place else list(placed.places.values()):
+            module, layout = placed.model.nodes[stage.model.module].module, stage.submesh.layout
+            ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
+            shares.append(self.fullest * module.routed_share(ranks, all_to_all=layout.ep_way == "all-to-all"))
+        return min(shares)
 
     def _model_flops(self, use: Use) -> ModelFlops:
         """Model FLOPs of a program on a device."""

@@ -197,7 +197,7 @@ def _flops(instruction: Instruction, products: Sequence[tuple[str, float]], rate
 
 def _grouped(computation: Computation, instruction: Instruction) -> float:
     """FLOPs of a kernel of ``experts.grouped_kernels`` over all rows; 0 for other instructions."""
-    name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)/', instruction.text)
+    name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)\b', instruction.text)
     if not name or not instruction.target:
         return 0.0
     arrays = [computation[operand].results[0].dimensions for operand in instruction.operands]

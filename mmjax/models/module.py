@@ -257,6 +257,17 @@ class Module(ABC):
         """
         return traced_work(self).flops(lengths, pairs)
 
+    def routed_share(self, ranks: int, *, all_to_all: bool) -> float:
+        """The share of the rows of a rank's grouped products that hold a token's choice, under equal loads; 1 without
+        experts.
+
+        Args:
+          ranks: number of ranks with different experts.
+          all_to_all: whether they exchange tokens by all-to-all; else in a ring.
+        """
+        del ranks, all_to_all
+        return 1.0
+
     def with_vocab(self, vocab: int) -> Self:
         """A copy with the tokenizer's vocabulary size, where the field ``vocab`` of the settings is 0; else the module
         itself.

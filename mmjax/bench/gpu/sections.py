@@ -40,7 +40,7 @@ SECTIONS = (
     Section(
         name="vlm",
         where=f"{HOME}.vlm:run",
-        seconds=60,
+        seconds=45,
         doc="A step of CLIP-L/14-336 and four Vicuna-7B layers in one program, unrolled: time, MFU, memory.",
         environment={MEMORY: "0.92"},
     ),
@@ -54,7 +54,7 @@ SECTIONS = (
     Section(
         name="vlm_profile",
         where=f"{HOME}.vlm:run_profile",
-        seconds=55,
+        seconds=40,
         doc="The step of section vlm without command buffers: the same, and time by kernel and source line.",
         environment={MEMORY: "0.92", XLA_FLAGS: "--xla_gpu_enable_command_buffer="},
     ),
@@ -68,7 +68,7 @@ SECTIONS = (
     Section(
         name="vlm_ops",
         where=f"{HOME}.vlm:run_ops",
-        seconds=55,
+        seconds=30,
         doc="The step of section vlm as a program per op: time, the host's time an op, time by op and module.",
         environment={MEMORY: "0.92"},
     ),

@@ -51,6 +51,12 @@ class Llama(Module):
         """The losses and metrics of routers, where layers have experts: such as "balance_loss"."""
         return layers.layer_losses(self.config)
 
+    def routed_share(self, ranks: int, *, all_to_all: bool) -> float:
+        """See ``Module``."""
+        if ranks == 1 or not self.config.experts:
+            return 1.0
+        return layers.router_of(self.config).routed_share(self.config.experts // ranks, all_to_all=all_to_all)
+
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
         """The embedding table of the first stage, and the norm and the head of the last; see ``layers.parts``."""
         return layers.parts(self.config, first=first, last=last)
