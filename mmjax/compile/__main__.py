@@ -17,10 +17,11 @@ from mmjax.config import load_config
 from mmjax.config.flags import Flag, one_line_errors, parse_flags, require_gin_file, run_command
 from mmjax.configurable import ConfigError
 from mmjax.flags import Flags, importing
+from mmjax.planner.fullest import FULLEST, read_fullest
 
 FLAGS = (
     Flag(name="for", doc="the GPU to compile for: h100, h200 or a100.", default="h100"),
-    Flag(name="fullest", doc="choices of experts that the fullest rank computes, over the mean.", default=1.0),
+    FULLEST,
     Flag(name="json", doc="one JSON object a program, and one for the step.", default=False),
     Flag(name="hlo", doc="folder for the optimised HLO text of each program; none by default.", default=""),
     Flag(
@@ -49,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = target(str(flags.values["for"]))
         hlo, cache = _folder(flags, "hlo"), _folder(flags, "cache")
         require_gin_file(flags)
-        fullest = float(flags.values["fullest"])
-        if fullest < 1:
-            raise ConfigError(f"--fullest={fullest:g}: must be at least 1, the mean, such as 1.5")
+        fullest = read_fullest(flags)
         require_compiler()
         recipe = load_config(flags.gin_files, flags.bindings, allow_code=flags.allow_code)
         with importing():

@@ -18,6 +18,7 @@ from mmjax.planner.accelerators import ACCELERATORS, accelerator
 from mmjax.planner.cluster_files import DEVICE, NODE, PROCESSES_PER, ClusterJob, jobset_file, slurm_file, train_command
 from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.fullest import FULLEST, read_fullest
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
 from mmjax.planner.problem import MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
@@ -61,11 +62,7 @@ FLAGS = (
         doc="when Layout.shard is chosen too: needed, if nothing fits without, or any, also where a step is shorter.",
         default="needed",
     ),
-    Flag(
-        name="fullest",
-        doc="rows of the fullest rank of expert parallelism over their mean, such as 1.5; 1 means equal loads.",
-        default="1",
-    ),
+    FULLEST,
     Flag(name="json", doc="prints one line of JSON.", default=False),
     Flag(
         name="problem",
@@ -204,22 +201,6 @@ def _plan_config(flags: Flags) -> int:
         lines += [*planned.table(choice), *_processes_lines(alternatives, processes)]
         print("\n".join([*lines, *compiled_lines(plans), *written]))
     return 0
-
-
-def read_fullest(flags: Flags) -> float:
-    """The number of --fullest, 1.0 without the flag; flags: the parsed command line.
-
-    Raises:
-      ConfigError: it is no number of 1 or more.
-    """
-    text = str(flags.values["fullest"])
-    try:
-        fullest = float(text)
-    except ValueError:
-        fullest = math.nan
-    if not 1 <= fullest < math.inf:
-        raise ConfigError(f"--fullest={text}: must be 1 or more, the fullest rank's rows over their mean, such as 1.5")
-    return fullest
 
 
 def read_target(flags: Flags, kinds: Mapping[str, int]) -> Target | None:

@@ -104,13 +104,13 @@ def _measure(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _exact(case: Case, x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, np.ndarray]:
     """The results of the passes by name, in fp32 on the host."""
-    x, w, dy = (np.asarray(a).astype(np.float32) for a in (x, w, dy))
+    rows_x, weights, rows_dy = (np.asarray(a).astype(np.float32) for a in (x, w, dy))
     ends = np.cumsum(case.sizes)
     groups = [slice(end - size, end) for end, size in zip(ends, case.sizes, strict=True)]
     return {
-        "y": np.concatenate([x[rows] @ w[expert] for expert, rows in enumerate(groups)]),
-        "dx": np.concatenate([dy[rows] @ w[expert].T for expert, rows in enumerate(groups)]),
-        "dw": np.stack([x[rows].T @ dy[rows] for rows in groups]),
+        "y": np.concatenate([rows_x[rows] @ weights[expert] for expert, rows in enumerate(groups)]),
+        "dx": np.concatenate([rows_dy[rows] @ weights[expert].T for expert, rows in enumerate(groups)]),
+        "dw": np.stack([rows_x[rows].T @ rows_dy[rows] for rows in groups]),
     }
 
 
