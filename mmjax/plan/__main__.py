@@ -191,7 +191,7 @@ def _plan_config(flags: Flags) -> int:
     alternatives = seconds_by_process(choice.best, recipe.world.transport)
     processes = processes or min(alternatives, key=lambda step: step.seconds).per if alternatives else NODE
     written = list(_written(flags, choice, recipe, processes))
-    plans = compile_plans(recipe, source, choice, target) if target else []
+    plans = compile_plans(recipe, source, choice, target, fullest=fullest) if target else []
     if flags.values["json"]:
         compiled = {"compiled": [plan.as_json() for plan in plans]} if target else {}
         by_process = {"processes": processes, "processes_seconds": {step.per: asdict(step) for step in alternatives}}

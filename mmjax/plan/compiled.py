@@ -54,6 +54,7 @@ def compile_plans(
     *,
     cache: Path | None = None,
     report: Report | None = None,
+    fullest: float = 1.0,
 ) -> list[CompiledPlan]:
     """The plan and the best others, `PLANS` together, with compiled programs; the plan first.
 
@@ -64,6 +65,7 @@ def compile_plans(
       target: the devices to compile for.
       cache: the folder where compiled programs are kept; None keeps them in memory alone.
       report: see `Compiler.all`.
+      fullest: rows of the fullest rank of expert parallelism over their mean, 1 or more.
 
     Raises:
       ConfigError: JAX has no CUDA compiler here.
@@ -71,7 +73,7 @@ def compile_plans(
     compiler, result = Compiler(target, cache), list[CompiledPlan]()
     runners_up = [estimate for estimate in choice.estimates if estimate is not choice.best]
     for estimate in [choice.best, *runners_up][:PLANS]:
-        programs = Programs(planned(recipe, estimate.candidate), target, source=source, compiler=compiler)
+        programs = Programs(planned(recipe, estimate.candidate), target, source=source, compiler=compiler, fullest=fullest)
         programs.distinct(report)
         result.append(CompiledPlan(estimate=estimate, programs=programs, step=Step(programs, source)))
     return result
