@@ -113,7 +113,7 @@ def test_a_wheel_has_the_benchmarks_of_the_package_alone(tmp_path, monkeypatch, 
     assert bench.main(["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "soak*" in out and "--processes" in out and "--picture" not in out
-    assert "In a checkout of mmjax there are also bf16, cp, data, data-plans, generate," in out
+    assert "In a checkout of mmjax there are also bf16, cp, data, data-plans, experts, generate," in out
     for arguments, name in (["masks"], "masks"), ([], "layouts"):
         with pytest.raises(SystemExit) as end:
             bench.main(arguments)
