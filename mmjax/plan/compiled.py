@@ -73,7 +73,9 @@ def compile_plans(
     compiler, result = Compiler(target, cache), list[CompiledPlan]()
     runners_up = [estimate for estimate in choice.estimates if estimate is not choice.best]
     for estimate in [choice.best, *runners_up][:PLANS]:
-        programs = Programs(planned(recipe, estimate.candidate), target, source=source, compiler=compiler, fullest=fullest)
+        programs = Programs(
+            planned(recipe, estimate.candidate), target, source=source, compiler=compiler, fullest=fullest
+        )
         programs.distinct(report)
         result.append(CompiledPlan(estimate=estimate, programs=programs, step=Step(programs, source)))
     return result
