@@ -66,7 +66,9 @@ def choices(memory: float) -> tuple[Recipe, PlanChoice]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("memory", "field", "value"), [(2e6, "shard", "parameters")], ids=["parameters"])
+@pytest.mark.parametrize(
+    ("memory", "field", "value"), [(5e6, "ep", 2), (1.7e6, "shard", "parameters")], ids=["ep", "parameters"]
+)
 def test_a_plan_trains_as_one_device_does(memory: float, field: str, value: object, tmp_path: Path) -> None:
     """`mmjax.check` takes the configuration and the plan's file, and compares with the dense reference."""
     recipe, choice = choices(memory)
