@@ -63,8 +63,8 @@ class Compiled:
       rows: positions of its longest row, for the loops of blockwise attention; 0 for a program without rows.
       ranks: ranks of its devices.
       model_flops: what the model needs of it, on a device.
-      routed: share of the rows of experts' products that hold a token's choice.
       use: its first use.
+      routed: share of the rows of experts' products that hold a token's choice.
     """
 
     names: tuple[str, ...]
@@ -235,8 +235,8 @@ class Programs:
         placed, shares = self.assembly.placed, [1.0]
         for stage in [placed.places[use.place]] if use.place else list(placed.places.values()):
             module, layout = placed.model.nodes[stage.model.module].module, stage.submesh.layout
-            ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
-            shares.append(self.fullest * module.routed_share(ranks, all_to_all=layout.ep_way == "all-to-all"))
+            all_to_all = layout.ep_way == "all-to-all"
+            shares.append(self.fullest * module.routed_share(layout.expert_ranks, all_to_all=all_to_all))
         return min(shares)
 
     def _model_flops(self, use: Use) -> ModelFlops:

@@ -205,9 +205,8 @@ class Layout:
     def _check_experts(self, name: str, experts: int) -> None:
         fix = "the module has no experts; set it to 1"
         require(experts > 0 or self.ep == 1, f"{name}/Layout.ep", self.ep, fix)
-        shares = self.ep * (self.tp if self.expert_tp == 1 else 1)
-        fix = f"{shares} ranks share {experts} experts, which it must divide; use another"
-        require(experts % shares == 0, f"{name}/Layout.ep", self.ep, fix)
+        fix = f"{self.expert_ranks} ranks share {experts} experts, which it must divide; use another"
+        require(experts % self.expert_ranks == 0, f"{name}/Layout.ep", self.ep, fix)
 
     def check_layers(self, name: str, layers: int) -> None:
         """Requires that every stage of the module ``name`` has one of its ``layers`` layers, and every layer a stage.
@@ -307,6 +306,11 @@ class Layout:
     def gathers_layers(self) -> bool:
         """Whether compute parameters are shards, which are gathered layer by layer."""
         return self.shard == "parameters" and self.gather == "layer" and self.optimizer_shards > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that have different experts of a layer."""
+        return self.ep * (self.tp if self.expert_tp == 1 else 1)
 
     @property
     def pulls(self) -> bool:

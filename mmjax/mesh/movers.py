@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from mmjax import jax_compat
 from mmjax.mesh.collectives import exchange
-from mmjax.mesh.pulls import process_pulls
+from mmjax.mesh.pulls import ProcessCopies, process_pulls
 from mmjax.mesh.routes import Route, components
 from mmjax.mesh.routing import Routing
 from mmjax.mesh.spmd import Program, Spmd, Stitcher, by_device
@@ -129,20 +129,11 @@ class DevicePutMover(Mover):
         super().__init__(routing, world)
         in_one_process = len(routing.source.processes | routing.target.processes) == 1
         self._local_copies = LocalCopies(routing, world, self._stitcher) if in_one_process else None
-        self._copied: list[Route] = []
-        self._offered: dict[int, list[Route]] = {}
-        self._pulled: dict[int, list[Route]] = {}
-        me = jax_compat.process_index()
-        for route in routing.routes:
-            sender, receiver = (world.devices[rank].process_index for rank in (route.source, route.target))
-            if sender == me == receiver:
-                self._copied.append(route)
-            elif sender == me:
-                self._offered.setdefault(receiver, []).append(route)
-            elif receiver == me:
-                self._pulled.setdefault(sender, []).append(route)
-        self.reads_later = bool(self._offered)
-        if self._offered or self._pulled:
+        self._routes = ProcessCopies.of(
+            routing.routes, lambda route: (world.devices[route.source], world.devices[route.target])
+        )
+        self.reads_later = bool(self._routes.offered)
+        if self._routes.offered or self._routes.pulled:
             process_pulls()  # opens the socket before another process waits for it
 
     def move(self, packed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -156,11 +147,13 @@ class DevicePutMover(Mover):
         def sources(routes: Sequence[Route]) -> list[jax.Array]:
             return [source_pieces[route.source_piece, devices[route.source]] for route in routes]
 
-        for receiver, routes in self._offered.items():
+        for receiver, routes in self._routes.offered.items():
             process_pulls().offer(name, receiver, sources(routes))
-        copies = jax_compat.copies_on(sources(self._copied), [devices[route.target] for route in self._copied])
-        routes = list(self._copied)
-        for sender, pulled in self._pulled.items():
+        copies = jax_compat.copies_on(
+            sources(self._routes.local), [devices[route.target] for route in self._routes.local]
+        )
+        routes = list(self._routes.local)
+        for sender, pulled in self._routes.pulled.items():
             copies += process_pulls().pull(name, sender, [self._piece_on(route.target) for route in pulled])
             routes += pulled
         return {(route.target_piece, devices[route.target]): copy for route, copy in zip(routes, copies, strict=True)}

@@ -9,14 +9,47 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 
 from mmjax import jax_compat
 from mmjax.mesh.processes import announce, await_announcement
+
+Copied = TypeVar("Copied")
+"""A description of a copy from one device to another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessCopies(Generic[Copied]):
+    """The copies that this process takes part in.
+
+    Attributes:
+      local: those from and to its own devices.
+      offered: those from its devices, by the process that receives them.
+      pulled: those to its devices, by the process that sends them.
+    """
+
+    local: list[Copied]
+    offered: dict[int, list[Copied]]
+    pulled: dict[int, list[Copied]]
+
+    @classmethod
+    def of(cls, copies: Iterable[Copied], ends: Callable[[Copied], tuple[Any, Any]]) -> Self:
+        """Those of ``copies``, in order; ``ends`` gives the device that a copy is from, and the one that it goes to."""
+        result, me = cls(local=[], offered={}, pulled={}), jax_compat.process_index()
+        for copy in copies:
+            sender, receiver = (device.process_index for device in ends(copy))
+            if sender == me == receiver:
+                result.local.append(copy)
+            elif sender == me:
+                result.offered.setdefault(receiver, []).append(copy)
+            elif receiver == me:
+                result.pulled.setdefault(sender, []).append(copy)
+        return result
 
 
 class Pulls:

@@ -77,14 +77,13 @@ class Awaiting:
         deferred, self._deferred = self._deferred, []
         self._blocking, self._taken_resources = set(), set()
         for place, op in enumerate(deferred):
-            if self._deferred and (self._in_turn or self._all_ranks <= self._taken_resources):
+            if self._defers_all:
                 self._deferred += deferred[place:]
                 return
             self._offer(op)
 
     def _offer(self, op: Op) -> None:
-        no_rank_is_free = self._in_turn or self._all_ranks <= self._taken_resources
-        if self._deferred and no_rank_is_free:  # no need to check the op
+        if self._defers_all:  # no need to check the op
             self._deferred.append(op)
         elif (self._deferred and self._must_follow_deferred(op)) or not self._may_start(op):
             self._deferred.append(op)
@@ -94,6 +93,11 @@ class Awaiting:
             self._dispatch(op)
             if op in self._awaited:
                 self._ends[op] = self._end(op)
+
+    @property
+    def _defers_all(self) -> bool:
+        """Whether deferred ops defer every later one: in turn, or since no rank is free."""
+        return bool(self._deferred) and (self._in_turn or self._all_ranks <= self._taken_resources)
 
     def _must_follow_deferred(self, op: Op) -> bool:
         """Whether a deferred op must come before this one."""

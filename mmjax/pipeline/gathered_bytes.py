@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from mmjax.schedule.gathering import gathers_of_readers
+from mmjax.schedule.gathering import last_readers
 from mmjax.schedule.ops import Op, Schedule
 
 Buffers = Counter[tuple[str, str]]
@@ -30,9 +30,7 @@ class GatheredBytes:
         """
         graph, self._params, self._published = schedule.graph, params, published
         self._lanes = {node.name: node.lane_names for node in graph.stages if node.gather == "pull"}
-        readers: dict[tuple[str, Op], Op] = {}
-        for op, gather in gathers_of_readers(schedule).items():
-            readers[graph.stage(op.stage).lane_name(op.microbatch), gather] = op
+        readers = last_readers(schedule)
         self._gained: dict[Op, list[str]] = {}
         for place, gather in readers:
             self._gained.setdefault(gather, []).append(place)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mmjax.pipeline.lane_gathers import Pulled
 from mmjax.pipeline.place import PlacedModel
-from mmjax.schedule.gathering import gathers_of_readers
+from mmjax.schedule.gathering import gathers_of_readers, last_readers
 from mmjax.schedule.ops import Op, Schedule
 
 
@@ -20,10 +20,8 @@ class GatheredParams:
         """For the lanes of this process; opens the sockets of pulls between processes."""
         self._gathers, graph = placed.lane_gathers, schedule.graph
         self._sources = gathers_of_readers(schedule)
-        lanes = {op: graph.stage(op.stage).lane_name(op.microbatch) for op in self._sources}
-        # By lane and gather: of several readers the last in the schedule's order.
-        self._last_reader = {(lanes[op], source): op for op, source in self._sources.items()}
-        self._dropped = {op: key for key, op in self._last_reader.items()}
+        self._last_readers = last_readers(schedule)
+        self._dropped = {op: key for key, op in self._last_readers.items()}
         self._pulls = {name for name in self._gathers if graph.stage(name).gather == "pull"}
         for name in self._pulls:
             self._gathers[name].open_pulls()
@@ -44,7 +42,7 @@ class GatheredParams:
                 self._pulled[place, op] = pulled
             return
         for lane, params in gather.collect(shards).items():
-            if (lane, op) in self._last_reader:  # a lane may have no microbatch
+            if (lane, op) in self._last_readers:  # a lane may have no microbatch
                 self._params[lane, op] = params
 
     def params(self, op: Op, place: str) -> Any:

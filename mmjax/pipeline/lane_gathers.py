@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from mmjax import jax_compat
-from mmjax.mesh.pulls import process_pulls
+from mmjax.mesh.pulls import ProcessCopies, process_pulls
 from mmjax.mesh.spmd import Program, Spmd, by_device, with_sharding
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import Device
@@ -189,8 +189,11 @@ class LaneGather:
         return f"gather {place}"
 
     @cached_property
-    def _plans(self) -> dict[str, _Plan]:
-        return {place: _Plan.of(self._copies(lane.submesh)) for place, lane in self._lanes.items()}
+    def _plans(self) -> dict[str, ProcessCopies[Copy]]:
+        return {
+            place: ProcessCopies.of(self._copies(lane.submesh), lambda copy: (copy.owner, copy.target))
+            for place, lane in self._lanes.items()
+        }
 
     def _copies(self, lane: Submesh) -> list[Copy]:
         """The copies of all flat arrays to all devices of a lane."""
@@ -306,28 +309,6 @@ class LaneGather:
                 ends = (copy.owner, copy.target)
                 sizes[ends] = sizes.get(ends, 0) + self.buckets[copy.bucket].bytes
         return sizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The copies for a lane that this process takes part in: inside it, by receiving process, by sending process."""
-
-    local: list[Copy]
-    offered: dict[int, list[Copy]]
-    pulled: dict[int, list[Copy]]
-
-    @classmethod
-    def of(cls, copies: list[Copy]) -> _Plan:
-        plan, me = cls(local=[], offered={}, pulled={}), jax_compat.process_index()
-        for copy in copies:
-            sender, receiver = copy.owner.process_index, copy.target.process_index
-            if sender == me == receiver:
-                plan.local.append(copy)
-            elif sender == me:
-                plan.offered.setdefault(receiver, []).append(copy)
-            elif receiver == me:
-                plan.pulled.setdefault(sender, []).append(copy)
-        return plan
 
 
 def _buckets(zeros: Mapping[str, ZeroLeaf], state: StageState) -> list[Bucket]:

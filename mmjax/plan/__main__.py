@@ -20,7 +20,7 @@ from mmjax.planner.cost import Plan
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fullest import FULLEST, read_fullest
 from mmjax.planner.loosely_coupled import best_coupled, simulated_seconds
-from mmjax.planner.problem import MixedProblem, Problem, read_problem
+from mmjax.planner.problem import NEEDED, SHARDS_WHEN, MixedProblem, Problem, read_problem
 from mmjax.planner.search import best_plan
 
 if TYPE_CHECKING:  # plans from numbers alone need none of these, and start at once
@@ -60,7 +60,7 @@ FLAGS = (
     Flag(
         name="shards",
         doc="when Layout.shard is chosen too: needed, if nothing fits without, or any, also where a step is shorter.",
-        default="needed",
+        default=NEEDED,
     ),
     FULLEST,
     Flag(name="json", doc="prints one line of JSON.", default=False),
@@ -83,7 +83,6 @@ NUMBER = re.compile(r"-?[0-9]{1,7}")
 KINDS = "h100:64,l20:16"
 EXACT, COUPLED = "exact", "loosely-coupled"
 STRATEGIES = (EXACT, COUPLED)
-SHARDS_WHEN = ("needed", "any")
 WHOLE_BELOW = 64
 """Numbers of stages below this stay integers in the bound, which would be loose with few stages as real numbers."""
 FILES = {"out": ".gin", "slurm": ".sh", "jobset": ".yaml"}

@@ -12,13 +12,14 @@ from mmjax.plan import planned
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import Accelerator, accelerator
 from mmjax.planner.candidates import MODES
-from mmjax.planner.choose import NEEDED, PlanChoice, choose_on
+from mmjax.planner.choose import PlanChoice, choose_on
 from mmjax.planner.choose_coupled import choose_coupled
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.cluster_files import NODE
 from mmjax.planner.fleet import DeviceKind, Fleet
 from mmjax.planner.measured import MeasuredClock
 from mmjax.planner.node_processes import waiting_free
+from mmjax.planner.problem import NEEDED
 from mmjax.planner.profile_file import Profile
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe

@@ -35,7 +35,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.finalists import TIE, RowsOf, exact, finalists, proportional
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import DeviceKind, Fleet
-from mmjax.planner.problem import MixedProblem, ModuleCosts, Problem
+from mmjax.planner.problem import ANY, NEEDED, MixedProblem, ModuleCosts, Problem
 from mmjax.planner.search import best_plans
 from mmjax.planner.state_layouts import fully_sharded
 from mmjax.planner.variants import balanced, exchanged, instanced, interleaved, rescheduled, split_rows
@@ -45,8 +45,6 @@ SHARED = {HOMOGENEOUS: homogeneous, COLOCATED: colocated, NESTED: nested}
 """The modes in which modules share devices, and the functions that make their candidates."""
 STAGES = (1, 2, 4, 8, 16, 32, 64)
 """Bounds on the number of LLM stages to try if encoders keep activations for each stage."""
-NEEDED, ANY = "needed", "any"
-"""When shards of sums and parameters are tried: if nothing fits without them, or always."""
 VARIED = 1
 """The number of finalists of a mode that are also simulated interleaved, and with layers cut by time."""
 

@@ -27,6 +27,10 @@ class SharedStates:
     apart: int
     uses: int = 1
 
+    def gather(self, clock: Clock, shard: float, *, first: int) -> float:
+        """Seconds of a gather of arrays of which each rank has `shard` bytes; `first` as for `group_gather`."""
+        return group_gather(clock, shard * self.ranks, ranks=self.ranks, apart=self.apart, first=first)
+
 
 def shared_states(work: Work, name: str, part: StagePart, layout: Layout) -> tuple[SharedStates, ...]:
     """The states of a part of module `name`; those of experts are a second group if ranks of ep have different ones.
@@ -96,8 +100,7 @@ def beside_layers(
         return compute
 
     def seconds(size: float, group: SharedStates) -> float:
-        once = group_gather(clock, size * group.ranks, ranks=group.ranks, apart=group.apart, first=first)
-        return group.uses * once
+        return group.uses * group.gather(clock, size, first=first)
 
     gather = sum(seconds(group.states.parameters, group) for group in groups) if layout.gathers_layers else 0.0
     scatter = sum(seconds(group.states.sums * ratio, group) for group in groups)

@@ -16,7 +16,7 @@ from math import lcm
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import Clocks, PassSeconds, group_gather
+from mmjax.planner.clock import Clocks, PassSeconds
 from mmjax.planner.experts import expert_sums, with_experts
 from mmjax.planner.sharding import beside_layers, once_a_step, shared_states
 from mmjax.planner.stage_graph import stage_graph
@@ -105,8 +105,7 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        if layout.ep > 1:
-            compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
+        compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
         if layout.scatters_gradients:
             groups, ratio = shared_states(self.work, name, part, layout), self.work.item / self.work.gradient
             compute = beside_layers(compute, groups, layout, clock, layers=part.layers, ratio=ratio, first=first)
@@ -175,14 +174,10 @@ class StepSeconds:
 
     def _gather_seconds(self, name: str, part: StagePart) -> float:
         """Seconds in which a lane gathers the parameters of its stage, with the host's time."""
-        layout, shards = self.candidate.layouts[name].across_lanes, self.candidate.layouts[name].optimizer_shards
-        return self.clock.op + group_gather(
-            self.clock.of(name),
-            self._states(name, part).parameters * shards,
-            ranks=shards,
-            apart=layout.replica_size * layout.dp // shards // layout.optimizer_instances,
-            first=layout.first_rank(0) - self.candidate.kind_start(name),
-        )
+        layout, clock = self.candidate.layouts[name].across_lanes, self.clock.of(name)
+        groups, first = shared_states(self.work, name, part, layout), layout.first_rank(0)
+        first -= self.candidate.kind_start(name)
+        return self.clock.op + sum(group.gather(clock, group.states.parameters, first=first) for group in groups)
 
     def _states(self, name: str, part: StagePart) -> StateBytes[float]:
         """Bytes of a stage's states on a device."""

@@ -146,10 +146,9 @@ class ExpertWork:
 
         layout: the module's layout, whose ep divides `count`.
         """
-        ranks = layout.ep * (layout.tp if layout.expert_tp == 1 else 1)
-        rows = min(self.per_token, self.count // ranks)
+        rows = min(self.per_token, self.count // layout.expert_ranks)
         if layout.ep_way == "all-to-all" and self.buffer:
-            rows = min(rows, self.buffer * self.per_token / ranks)
+            rows = min(rows, self.buffer * self.per_token / layout.expert_ranks)
         return layout.ep * rows / self.per_token
 
     def uses(self, layout: Layout) -> int:

@@ -79,6 +79,18 @@ def gathers_of_readers(schedule: Schedule) -> dict[Op, Op]:
     return sources
 
 
+def last_readers(schedule: Schedule) -> dict[tuple[str, Op], Op]:
+    """The last F or B that reads a lane's gathered parameters, by (lane, gather); a lane may have no microbatch.
+
+    schedule: as for `gathers_of_readers`.
+    """
+    graph = schedule.graph
+    return {
+        (graph.stage(op.stage).lane_name(op.microbatch), gather): op
+        for op, gather in gathers_of_readers(schedule).items()
+    }
+
+
 def _gather(graph: StageGraph, op: Op) -> Op:
     gather = gather_of(graph, op)
     assert gather, "its stage gathers"

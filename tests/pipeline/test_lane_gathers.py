@@ -15,7 +15,6 @@ from test_parity import assert_equal_to_reference
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout, ModuleSizes
-from mmjax.pipeline import zero
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.gathered_bytes import GATHERED
 from mmjax.pipeline.memory import _replay, count_state_bytes, largest_microbatch, shard_bytes
@@ -70,16 +69,12 @@ SLOW = {
     "generator, together": replace(DRAWN, transport="collective"),
     "generator, frozen": replace(DRAWN, frozen=("painter", "painter_projector", "vision")),
 }
+pytestmark = pytest.mark.usefixtures("small_leaves_are_sharded")
 CASES = [
     pytest.param(PULLED, id="pulled"),
     *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_leaves_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "SMALL", 1)
 
 
 @pytest.mark.parametrize("case", CASES)

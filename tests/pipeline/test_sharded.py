@@ -17,7 +17,6 @@ from test_parity import assert_equal_to_reference
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import SHARDS, Layout
 from mmjax.models.handles import Transposed
-from mmjax.pipeline import zero
 from mmjax.pipeline.gathers import Composed, Gather
 from mmjax.pipeline.memory import count_state_bytes
 from mmjax.pipeline.residuals import from_parameters_alone
@@ -163,15 +162,11 @@ SLOW = {
         painter=Layout(dp=2, rank_offset=6, shard="gradients"),
     ),
 }
+pytestmark = pytest.mark.usefixtures("small_leaves_are_sharded")
 CASES = [
     *(pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.long) for name, case in FAST.items()),
     *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_leaves_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "SMALL", 1)
 
 
 @pytest.mark.parametrize("case", CASES)

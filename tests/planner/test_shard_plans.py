@@ -11,10 +11,11 @@ from planner.models import GIGA, PLAIN, clock, model, module
 
 from mmjax.mesh.layout import SHARDS, Layout
 from mmjax.planner.candidates import HOMOGENEOUS, NON_COLOCATED, Candidate
-from mmjax.planner.choose import ANY, NEEDED, choose
+from mmjax.planner.choose import choose
 from mmjax.planner.clock import PassSeconds
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
+from mmjax.planner.problem import ANY, NEEDED
 from mmjax.planner.sharding import beside_layers, shared_states
 from mmjax.planner.state_layouts import more_shards, most_shards, shard_values
 from mmjax.planner.work import Shares, StageMemory, StagePart, Work

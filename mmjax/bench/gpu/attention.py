@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from mmjax.attention.backends import Backend
 from mmjax.attention.mask import Mask
 from mmjax.attention.settings import AUTO, BACKENDS
 from mmjax.attention.tokens import Tokens
-from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.job import Job, failure
 from mmjax.bench.gpu.parity import matmul_precision
 from mmjax.bench.gpu.timing import apart, seconds
 
@@ -108,17 +107,12 @@ def run(job: Job) -> None:
     A backend that is not available has its "error" instead.
     """
     by_case: dict[str, Any] = {}
-    last_seconds = 0.0
-    for case in SMALL if job.small else CASES:
-        start = time.perf_counter()
-        if not job.has_time(case.name, 1.5 * last_seconds):
-            break
+    for case in job.while_time(SMALL if job.small else CASES, lambda case: case.name):
         by_case[case.name] = results = _measure(case)
         job.note(cases=by_case)
         for name, result in results.items():
             if name in BACKENDS and "error" not in result:
                 job.check(f"{case.name}: {name}", max(result["forward_gap"], result["backward_gap"]) <= LIMIT)
-        last_seconds = time.perf_counter() - start
 
 
 def _measure(case: Case) -> dict[str, Any]:
@@ -136,7 +130,7 @@ def _measure(case: Case) -> dict[str, Any]:
             out, gradients = jax.device_get(both(q, k, v, cotangent, segments))
             results[name] |= {"forward_gap": apart(out, exact[0]), "backward_gap": apart(gradients, exact[1])}
         except Exception as error:  # not on this platform, or not for these shapes: that is a result too
-            results[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]}
+            results[name] = failure(error)
     return results
 
 

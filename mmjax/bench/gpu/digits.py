@@ -29,14 +29,10 @@ def run(job: Job) -> None:
     expected = kept()["digits"]
     recipe = config_of_values(expected["config"])
     steps = 2 if job.small else STEPS
-    last_seconds = 0.0
-    for precision in ("highest",) if job.small else ("highest", ""):
-        start = time.perf_counter()
-        if not job.has_time(precision or "as XLA chooses", 1.2 * last_seconds):
-            break
+    precisions = ("highest",) if job.small else ("highest", "")
+    for precision in job.while_time(precisions, lambda precision: precision or "as XLA chooses", reserve=1.2):
         with matmul_precision(precision):
             losses, timings = train(recipe, steps)
-        last_seconds = time.perf_counter() - start
         gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=False)]
         within = {str(few): max(gaps[:few]) for few in LIMITS if few <= steps}
         way = precision or "as XLA chooses"

@@ -6,7 +6,6 @@ fullest has one and a half times as many as the mean.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.job import Job, failure
 from mmjax.bench.gpu.timing import apart, seconds
 from mmjax.models.experts import grouped_kernels
 
@@ -78,17 +77,12 @@ Pass = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 def run(job: Job) -> None:
     """Notes as ``cases`` the figures of each way by case, pass and name, and checks the values of mmjax's kernels."""
     by_case: dict[str, dict[str, Any]] = {}
-    last_seconds = 0.0
-    for case in SMALL if job.small else CASES:
-        start = time.perf_counter()
-        if not job.has_time(case.name, 1.5 * last_seconds):
-            break
+    for case in job.while_time(SMALL if job.small else CASES, lambda case: case.name):
         by_case[case.name] = {}
         for name, figures in _measure(case):
             by_case[case.name][name] = figures
             job.note(cases=by_case)
             job.check(f"{case.name}: {name}", figures["kernels"].get("gap", 1.0) <= LIMIT)
-        last_seconds = time.perf_counter() - start
 
 
 def _measure(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -96,10 +90,8 @@ def _measure(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     x, w, dy = (_numbers(shape, seed) for seed, shape in enumerate(_shapes(case)))
     operands, exact = (x, w, dy, jnp.asarray(case.sizes)), _exact(case, x, w, dy)
     for name, ways in passes().items():
-        yield (
-            name,
-            {way: _timed(run, operands, case, None if way == "dense" else exact[name]) for way, run in ways.items()},
-        )
+        exact_of = dict.fromkeys(ways, exact[name]) | {"dense": None}  # which computes something else
+        yield name, {way: _timed(run, operands, case, exact_of[way]) for way, run in ways.items()}
 
 
 def _exact(case: Case, x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, np.ndarray]:
@@ -129,7 +121,7 @@ def _timed(run: Pass, operands: tuple[jax.Array, ...], case: Case, exact: np.nda
         result["temporary_bytes"] = 0 if memory is None else memory.temp_size_in_bytes
         return result | ({} if exact is None else {"gap": apart(compiled(*operands), exact)})
     except Exception as error:  # too large for the memory, say: that is a result too
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:300]}
+        return failure(error)
 
 
 def passes() -> Mapping[str, Mapping[str, Pass]]:

@@ -7,10 +7,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 _LIST = re.compile(r"\[\s+((?:[-+.\w]+,\s+)*[-+.\w]+)\s+\]")
 """Matches a list of numbers, which is written on one line."""
 
@@ -36,6 +37,19 @@ class Job:
         self.note(no_time_for=[*self.values.get("no_time_for", ()), name])
         return False
 
+    def while_time(self, items: Iterable[Item], name: Callable[[Item], str], reserve: float = 1.5) -> Iterator[Item]:
+        """Yields items, such as cases, until less is left than ``reserve`` times the seconds of the one before.
+
+        ``name`` gives an item's name, under which the first one without time is noted.
+        """
+        last_seconds = 0.0
+        for item in items:
+            if not self.has_time(name(item), reserve * last_seconds):
+                return
+            start = time.monotonic()
+            yield item
+            last_seconds = time.monotonic() - start
+
     def note(self, **values: Any) -> None:
         """Adds figures by name, in place of earlier ones of the name, and writes all figures to the file at once."""
         self.values |= values
@@ -44,6 +58,12 @@ class Job:
     def check(self, name: str, passed: bool) -> None:
         """Notes under ``checks`` whether a check has passed; a section with a failed check is wrong."""
         self.note(checks={**self.values.get("checks", {}), name: bool(passed)})
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """The figures of something that failed: its "error" in a line, such as {"error": "ValueError: too large"}."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return {"error": f"{type(error).__name__}: {first_line}"[:300]}
 
 
 def write_json(path: Path, values: Mapping[str, Any], digits: int = 6) -> None:

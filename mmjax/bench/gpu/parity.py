@@ -56,11 +56,9 @@ def run(job: Job) -> None:
     """
     expected, results = kept()["parity"], dict[str, Any]()
     cases = dict(list(expected.items())[: 1 if job.small else None])
-    precisions, last_seconds = WAYS[: 2 if job.small else None], 0.0
-    for dtype, precision in precisions:
-        way, start = f"{dtype} {precision}".strip(), time.perf_counter()
-        if not job.has_time(way, 1.2 * last_seconds):
-            break
+    ways = WAYS[: 2 if job.small else None]
+    for dtype, precision in job.while_time(ways, lambda way: " ".join(way).strip(), reserve=1.2):
+        way = f"{dtype} {precision}".strip()
         with matmul_precision(precision):
             sessions = {name: session(config_of_values(case["config"]), dtype) for name, case in cases.items()}
             compile_start = time.perf_counter()
@@ -71,7 +69,6 @@ def run(job: Job) -> None:
                 results[way][name] = distances(outcome(traced), expected[name]["results"])
                 job.note(**{way: results[way]})
                 _check(job, way, name, gaps=results[way][name], case=expected[name])
-        last_seconds = time.perf_counter() - start
 
 
 def _print_compiled(way: str, done: int, total: int, name: str) -> None:

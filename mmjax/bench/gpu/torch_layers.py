@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.attention.backends import Backend
 from mmjax.bench.gpu import attention
-from mmjax.bench.gpu.job import Job
+from mmjax.bench.gpu.job import Job, failure
 from mmjax.bench.gpu.parity import matmul_precision
 from mmjax.bench.gpu.timing import apart, seconds
 from mmjax.mesh.layout import Layout
@@ -100,9 +100,7 @@ def run(job: Job) -> None:
             try:
                 results[case.name][library] = measure(case)
             except Exception as error:  # of a compiler that is not here, for instance: the other times still count
-                results[case.name][library] = {
-                    "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
-                }
+                results[case.name][library] = failure(error)
             job.note(cases=results)
         seconds_ours = results[case.name]["ours"].get("seconds")
         seconds_torch = [results[case.name][library].get("seconds") for library in ("torch", "torch compiled")]
@@ -115,19 +113,15 @@ def run(job: Job) -> None:
 def _run_flex(job: Job) -> None:
     """FlexAttention by case of section ``attention``, as long as there is time."""
     flex: dict[str, Any] = {}
-    last_seconds = 0.0
-    for case in attention.SMALL if job.small else attention.CASES:
-        start = time.perf_counter()
-        if not job.has_time(f"FlexAttention: {case.name}", 1.5 * last_seconds):
-            break
+    cases = attention.SMALL if job.small else attention.CASES
+    for case in job.while_time(cases, lambda case: f"FlexAttention: {case.name}"):
         try:
             from mmjax.bench.gpu.flex import measure  # an older PyTorch has none
 
             flex[case.name] = measure(case)
         except Exception as error:
-            flex[case.name] = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+            flex[case.name] = failure(error)
         job.note(flex=flex)
-        last_seconds = time.perf_counter() - start
 
 
 def _small(case: Case) -> Case:

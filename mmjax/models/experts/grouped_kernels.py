@@ -59,8 +59,7 @@ class Blocks:
         )
 
 
-PRODUCT_BLOCKS = Blocks(rows=128, columns=128, inner=64, warps=4, stages=3)
-GRADIENT_BLOCKS = Blocks(rows=128, columns=128, inner=64, warps=4, stages=3)
+BLOCKS = Blocks(rows=128, columns=128, inner=64, warps=4, stages=3)
 FP32_BLOCKS = Blocks(rows=64, columns=64, inner=32, warps=4, stages=2)
 
 
@@ -92,7 +91,7 @@ def _rows(
     arrays = jax_compat.alike(*inputs, *weights, sizes_E)
     inputs, weights, sizes_E = arrays[: len(inputs)], arrays[len(inputs) : -1], arrays[-1]
     rows, columns = inputs[0].shape[0], weights[0].shape[1 if transposed else 2]
-    blocks = _of_dtype(PRODUCT_BLOCKS, inputs[0]).within(rows, columns, inputs[0].shape[1])
+    blocks = _blocks(inputs[0]).within(rows, columns, inputs[0].shape[1])
     tiles = _tiles(sizes_E, rows, blocks.rows)
     return _call(
         "grouped_product",
@@ -106,7 +105,7 @@ def _rows(
 
 
 def _tiles(sizes_E: Int[Array, " E"], rows: int, size: int) -> tuple[Array, Array, Array]:
-    """Of each tile: its expert, its first row, and the end of its group, ``[T]`` each.
+    """The expert of each tile, its first row, and the end of its group, ``[T]`` each.
 
     The rows behind the last group are a group of expert E. A tile that is not used has no rows.
     """
@@ -137,13 +136,12 @@ def _multiply_tile(expert_T: Any, first_T: Any, end_T: Any, *refs: Any, transpos
 
         def turn(i: Array, y_BB: Array, x_MD: Any = x_MD, w_EDF: Any = w_EDF, width: int = width) -> Array:
             inner_B = i * blocks.inner + jnp.arange(blocks.inner)
-            x_BB = _load(x_MD.at[read_row_B[:, None], inner_B[None, :]], inner_B[None, :] < width, width % blocks.inner)
+            is_within_B = inner_B < width if width % blocks.inner else None
+            x_BB = _load(x_MD.at[read_row_B[:, None], inner_B[None, :]], is_within_B, axis=1)
             if transposed:
-                w_BB = w_EDF.at[weight, read_column_B[:, None], inner_B[None, :]]
-                w_BB = _load(w_BB, inner_B[None, :] < width, width % blocks.inner).T
+                w_BB = _load(w_EDF.at[weight, read_column_B[:, None], inner_B[None, :]], is_within_B, axis=1).T
             else:
-                w_BB = w_EDF.at[weight, inner_B[:, None], read_column_B[None, :]]
-                w_BB = _load(w_BB, inner_B[:, None] < width, width % blocks.inner)
+                w_BB = _load(w_EDF.at[weight, inner_B[:, None], read_column_B[None, :]], is_within_B, axis=0)
             return y_BB + _dot(x_BB, w_BB)
 
         turns = (expert < experts).astype(jnp.int32) * pl.cdiv(width, blocks.inner)
@@ -157,7 +155,7 @@ def _weight_gradient(x_MD: Array, dy_MF: Array, sizes_E: Array) -> Float[Array, 
     x_MD, dy_MF, sizes_E = jax_compat.alike(x_MD, dy_MF, sizes_E)
     ends_E = jnp.cumsum(sizes_E)
     inputs, outputs = x_MD.shape[1], dy_MF.shape[1]
-    blocks = _of_dtype(GRADIENT_BLOCKS, x_MD).within(inputs, outputs, x_MD.shape[0])
+    blocks = _blocks(x_MD).within(inputs, outputs, x_MD.shape[0])
     return _call(
         "grouped_weight_gradient",
         partial(_sum_group, blocks=blocks),
@@ -180,9 +178,9 @@ def _sum_group(first_E: Any, end_E: Any, x_MD: Any, dy_MF: Any, dw_EDF: Any, *, 
 
     def turn(i: Array, dw_BB: Array, *, is_rest: bool = False) -> Array:
         row_B = first + i * blocks.inner + jnp.arange(blocks.inner)
-        read_row_B = jnp.minimum(row_B, count - 1)[:, None]
-        x_BB = _load(x_MD.at[read_row_B, read_input_B[None, :]], (row_B < end)[:, None], is_rest)
-        dy_BB = _load(dy_MF.at[read_row_B, read_output_B[None, :]], (row_B < end)[:, None], is_rest)
+        read_row_B, is_within_B = jnp.minimum(row_B, count - 1)[:, None], row_B < end if is_rest else None
+        x_BB = _load(x_MD.at[read_row_B, read_input_B[None, :]], is_within_B, axis=0)
+        dy_BB = _load(dy_MF.at[read_row_B, read_output_B[None, :]], is_within_B, axis=0)
         return dw_BB + _dot(x_BB.T, dy_BB)
 
     turns = (end - first) // blocks.inner
@@ -221,9 +219,11 @@ def _call(
     )(*operands)
 
 
-def _load(reference: Any, is_within: Array, is_masked: int) -> Array:
-    """Loads an array; if ``is_masked``, zeros where it is not within."""
-    return triton.load(reference, mask=is_within, other=0) if is_masked else triton.load(reference)
+def _load(reference: Any, is_within_B: Array | None, *, axis: int) -> Array:
+    """Loads an array ``[B, B]``, with zeros where indices along ``axis`` are not within; all are if it is ``None``."""
+    if is_within_B is None:
+        return triton.load(reference)
+    return triton.load(reference, mask=jnp.expand_dims(is_within_B, 1 - axis), other=0)
 
 
 def _clamped(index_B: Array, count: int) -> Array:
@@ -235,8 +235,8 @@ def _dot(a: Array, b: Array) -> Array:
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _of_dtype(blocks: Blocks, x: Array) -> Blocks:
-    return FP32_BLOCKS if x.dtype == jnp.float32 else blocks
+def _blocks(x: Array) -> Blocks:
+    return FP32_BLOCKS if x.dtype == jnp.float32 else BLOCKS
 
 
 def _power_of_two(size: int) -> int:
