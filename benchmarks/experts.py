@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.bench.rows import Row, at_most
-from mmjax.models.experts.dispatch import add_rows, send_rows, send_weights, sort_by_expert
-from mmjax.models.experts.layers import compute_rows
+from mmjax.models.experts.dispatch import TokenRows, sort_by_expert
+from mmjax.models.experts.mlp import expert_mlps
 
 TOKENS, WIDTH, HIDDEN = 4096, 1024, 3072
 """``HIDDEN`` units compute a token, with experts as without."""
@@ -87,8 +87,7 @@ def _weights(leading: tuple[int, ...], hidden: int = HIDDEN) -> dict[str, jax.Ar
 def _experts(p: dict[str, jax.Array], x_ND: jax.Array, choices_Nk: jax.Array) -> jax.Array:
     dispatch = sort_by_expert(choices_Nk, p["gate"].shape[0], choices_Nk.size)
     weights_Nk = jnp.full(choices_Nk.shape, 1 / choices_Nk.shape[1])
-    rows_MD = compute_rows(p, send_rows(x_ND, dispatch), send_weights(weights_Nk, dispatch), dispatch.sizes_E)
-    return add_rows(rows_MD, dispatch)
+    return expert_mlps(p, [TokenRows(x_ND, weights_Nk, dispatch)])[0]
 
 
 def _dense(p: dict[str, jax.Array], x_ND: jax.Array, choices_Nk: None) -> jax.Array:

@@ -196,15 +196,16 @@ def _flops(instruction: Instruction, products: Sequence[tuple[str, float]], rate
 
 
 def _grouped(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of a kernel of ``experts.grouped_kernels`` over all rows; 0 for other instructions."""
-    name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)\b', instruction.text)
+    """FLOPs of a kernel of ``experts.grouped_kernels`` over all rows, whose number is in its name; 0 for others."""
+    name = re.search(r'op_name="[^"]*grouped_(product|weight_gradient)_of_(\d+)_rows\b', instruction.text)
     if not name or not instruction.target:
         return 0.0
-    arrays = [computation[operand].results[0].dimensions for operand in instruction.operands]
-    rows, widths = zip(*(dimensions for dimensions in arrays if len(dimensions) == 2), strict=True)
+    rows, result = int(name[2]), instruction.results[0].dimensions
     if name[1] == "weight_gradient":
-        return 2.0 * rows[0] * widths[0] * widths[1]
-    return 2.0 * instruction.results[0].size * sum(widths)
+        return 2.0 * rows * result[-2] * result[-1]
+    arrays = [computation[operand].results[0].dimensions for operand in instruction.operands]
+    widths = (dimensions[1] for dimensions in arrays if len(dimensions) == 2)
+    return 2.0 * rows * result[-1] * sum(widths)
 
 
 def _accumulates(instruction: Instruction) -> bool:

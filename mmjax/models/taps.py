@@ -32,6 +32,8 @@ from mmjax.models.weight_gradients import computed_together, sum_over_tokens, su
 
 PRODUCT = "weight of a product"
 """The checkpoint name of weights that ``products`` reads inside ``marked``."""
+GROUPED = "weight of experts"
+"""The checkpoint name of weights ``[E, D, F]`` that ``experts.mlp`` reads once inside ``marked``."""
 HEAD = "weight of a head"
 """The checkpoint name of heads of language models inside ``marked``."""
 _marking: ContextVar[bool] = ContextVar("marking", default=False)

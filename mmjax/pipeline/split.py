@@ -19,7 +19,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.experts.grouped import grouped_weight_gradient
 from mmjax.models.handles import gradient_of_stored
-from mmjax.models.taps import HEAD, PRODUCT, Tapped, Use, Uses, Value
+from mmjax.models.taps import GROUPED, HEAD, PRODUCT, Tapped, Use, Uses, Value
 from mmjax.models.weight_gradients import weight_gradient
 from mmjax.pipeline.gathers import composed
 from mmjax.pipeline.residuals import Residual
@@ -70,7 +70,7 @@ class SplitFunctions(StageFunctions):
 
     def _plan(self) -> None:
         uses, params = Uses(), by_name(self._avals[0])
-        candidates = [name for name in self._trained if self._single_uses.get(name) == PRODUCT]
+        candidates = [name for name in self._trained if self._single_uses.get(name) in (PRODUCT, GROUPED)]
         self._summed = [name for name in self._summable if self._single_uses.get(name) == HEAD]
 
         def record(params: Tree, inputs: Tree, carry: Tree) -> Output:

@@ -23,12 +23,12 @@ from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
-from mmjax.models.taps import HEAD, PRODUCT, Summed, Value
+from mmjax.models.taps import Summed, Value
 from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
 from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, with_leaves
-from mmjax.pipeline.weight_uses import single_uses, summable
+from mmjax.pipeline.weight_uses import DIMENSIONS, single_uses, summable
 
 Tree = Any
 
@@ -125,7 +125,7 @@ class StageFunctions:
 
     def _plan(self) -> None:
         """Prepares the trace of the vjp: determines the weights whose products add gradients to sums."""
-        self._summed = [name for name in self._summable if name in self._single_uses]
+        self._summed = self._summable
 
     @property
     def _trained(self) -> dict[str, Any]:
@@ -135,7 +135,13 @@ class StageFunctions:
 
     @property
     def _summable(self) -> list[str]:
-        return summable(self._trained, {*self.model.opens, *self.state.opens, *self.state.gathers})
+        opened = {*self.model.opens, *self.state.opens, *self.state.gathers}
+        params = self._trained
+        return [
+            name
+            for name in summable(params, opened)
+            if DIMENSIONS.get(self._single_uses.get(name, "")) == params[name].ndim
+        ]
 
     @property
     def _scattered(self) -> frozenset[str]:
@@ -144,7 +150,7 @@ class StageFunctions:
 
     @cached_property
     def _single_uses(self) -> dict[str, str]:
-        return single_uses(self._spmd(self._plain, self._outputs), self._avals, (PRODUCT, HEAD))
+        return single_uses(self._spmd(self._plain, self._outputs), self._avals, tuple(DIMENSIONS))
 
     def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
         """Parameters as arguments of the vjp, those of ``_summed`` with their sums ``[1, ...]``, zeros by default."""

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from mmjax import jaxprs
 from mmjax.mesh.spmd import Spmd
-from mmjax.models.taps import marked
+from mmjax.models.taps import GROUPED, HEAD, PRODUCT, marked
 from mmjax.pipeline.trees import by_name
 
 Tree = Any
+DIMENSIONS: Mapping[str, int] = {PRODUCT: 2, GROUPED: 3, HEAD: 2}
+"""Dimensions of weights that are no stacks of layers, by the mark of their use."""
 
 
 def single_uses(forward: Spmd, avals: Sequence[Any], marks: Collection[str]) -> dict[str, str]:
@@ -31,7 +33,8 @@ def single_uses(forward: Spmd, avals: Sequence[Any], marks: Collection[str]) -> 
 
 
 def summable(params: Mapping[str, Any], opened: Collection[str]) -> list[str]:
-    """The names of weights whose products may add gradients to the weights' sums (see ``mmjax.models.taps``).
+    """The names of weights whose products may add gradients to the weights' sums (see ``mmjax.models.taps``), if the
+    weights have a single use of a mark of as many ``DIMENSIONS``.
 
     Not fp32 weights: XLA computes their gradient and its sum in one kernel in any case. Not stacks of layers: a scan
     would copy the sum of each layer.
@@ -40,7 +43,8 @@ def summable(params: Mapping[str, Any], opened: Collection[str]) -> list[str]:
       params: avals by name, such as {"llm/head": aval}.
       opened: names of the parameters that are not stored as they are used.
     """
-    return [name for name, x in params.items() if x.ndim == 2 and adds_to_sum(x.dtype) and name not in opened]
+    ranks = DIMENSIONS.values()
+    return [name for name, x in params.items() if x.ndim in ranks and adds_to_sum(x.dtype) and name not in opened]
 
 
 def adds_to_sum(dtype: Any) -> bool:

@@ -19,6 +19,7 @@ from jax import lax
 from mmjax.bench.gpu.job import Job, failure
 from mmjax.bench.gpu.timing import apart, seconds
 from mmjax.models.experts import grouped_kernels
+from mmjax.models.experts.dispatch import Rows
 
 LIMIT = 1e-2
 """Limit on relative differences of bf16 results from those of fp32."""
@@ -128,17 +129,17 @@ def passes() -> Mapping[str, Mapping[str, Pass]]:
     """The passes "y", "dx" and "dw" in each way, by pass and name."""
     return {
         "y": {
-            "kernels": lambda x, w, dy, n: grouped_kernels.products(x, [w], n)[0],
+            "kernels": lambda x, w, dy, n: grouped_kernels.products(Rows(x), [w], n)[0],
             "ragged_dot": lambda x, w, dy, n: lax.ragged_dot(x, w, n),
             "dense": lambda x, w, dy, n: x @ w[0],
         },
         "dx": {
-            "kernels": lambda x, w, dy, n: grouped_kernels.input_gradient([dy], [w], n),
+            "kernels": lambda x, w, dy, n: grouped_kernels.input_gradient([Rows(dy)], [w], n),
             "ragged_dot": lambda x, w, dy, n: lax.ragged_dot(dy, jnp.swapaxes(w, 1, 2), n),
             "dense": lambda x, w, dy, n: dy @ w[0].T,
         },
         "dw": {
-            "kernels": lambda x, w, dy, n: grouped_kernels.weight_gradients(x, [dy], n)[0],
+            "kernels": lambda x, w, dy, n: grouped_kernels.weight_gradients([(Rows(x), [Rows(dy)], n)])[0],
             "dense": lambda x, w, dy, n: jnp.matmul(x.T, dy, preferred_element_type=jnp.float32),
         },
     }

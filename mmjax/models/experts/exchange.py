@@ -4,31 +4,33 @@
 The next rank's tokens travel beside the products of the present ones. Every rank receives all tokens, whatever the
 router chooses, so buffers hold at most the rows of one rank's tokens.
 
-*All-to-all*: each choice of a token is a row that goes to the rank of its expert, and its result comes back. Shapes are
-static, so each pair of ranks exchanges a buffer of a fixed number of rows (Lepikhin et al., "GShard", §3.2). By default
-it holds the worst case, in which all tokens of a rank choose experts of one other; rows that do not fit a smaller one
-are dropped and counted.
+*All-to-all*: a token goes once to each rank that has some of its experts, whose summed results come back. Shapes are
+static, so each pair of ranks exchanges a buffer of a fixed number of tokens (Lepikhin et al., "GShard", §3.2). By
+default it holds all tokens of a rank, the worst case, and nothing has to be sorted for it: tokens are gathered. Tokens
+that do not fit a smaller one are dropped and counted, and so are the choices for which a rank has no rows.
 
-Shapes: N tokens of this rank, k experts a token, R ranks, C rows of a buffer, L experts of this rank, D width.
+Shapes: N tokens of this rank, k experts a token, R ranks, C tokens of a buffer, S = R · C tokens that this rank
+receives, M rows in the order of experts, L experts of this rank, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmjax.mesh.spread import Axes
-from mmjax.models.experts.dispatch import Dispatch, add_rows, send_rows, send_weights, sort_by_expert
+from mmjax.models.experts.dispatch import Dispatch, TokenRows, add_rows, send_rows, sort_by_expert
 
-Compute = Callable[[Array, Array, Int[Array, " L"]], Array]
-"""The results ``[M, D]`` of rows ``[M, D]`` times their weights ``[M]``, sorted by expert; the last are the numbers of
-rows of each local expert.
-"""
+Compute = Callable[[Sequence[TokenRows]], list[Array]]
+"""The sums ``[N, D]`` of the weighted results of each token's local experts, for each part of the tokens."""
+HALF_TOKENS = 1024
+"""The least number of a rank's tokens in a half: products of fewer take longer in halves than the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,16 @@ def compute_local(
     compute: Compute, experts: LocalExperts, h_ND: Array, experts_Nk: Array, weights_Nk: Array
 ) -> Float[Array, "N D"]:
     """The sum of the results of those of each token's choices that are experts of this rank."""
-    most = h_ND.shape[0] * min(experts_Nk.shape[1], experts.count)
-    dispatch = sort_by_expert(experts.local(experts_Nk), experts.count, most)
-    rows_MD = compute(send_rows(h_ND, dispatch), send_weights(weights_Nk, dispatch), dispatch.sizes_E)
-    return add_rows(rows_MD, dispatch)
+    return compute([_local_rows(experts, h_ND, experts_Nk, weights_Nk)])[0]
+
+
+def _local_rows(
+    experts: LocalExperts, h_ND: Array, experts_Nk: Array, weights_Nk: Array, most: int | None = None
+) -> TokenRows:
+    """The tokens with rows for their choices of this rank's experts: at most ``most``, or as many as there may be."""
+    worst = h_ND.shape[0] * min(experts_Nk.shape[1], experts.count)
+    dispatch = sort_by_expert(experts.local(experts_Nk), experts.count, min(worst, most or worst))
+    return TokenRows(h_ND, weights_Nk, dispatch)
 
 
 def compute_in_ring(
@@ -80,76 +88,137 @@ def compute_in_ring(
 def compute_all_to_all(
     compute: Compute,
     experts: LocalExperts,
-    axes: Axes,
+    exchange: AllToAll,
     h_ND: Array,
     experts_Nk: Array,
     weights_Nk: Array,
     *,
-    rows: int,
+    halves: bool,
 ) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
-    """The sum over all choices of each token, and the number of choices that did not fit.
+    """The sum over all choices of each token, and the number of choices that were dropped; with tp this rank's part.
 
     Args:
       compute: computes rows.
       experts: those of this rank.
-      axes: mesh axes by role, of which ``ep`` are those of the exchange.
+      exchange: the ranks and the sizes of buffers.
       h_ND, experts_Nk, weights_Nk: the tokens of this rank, their experts and weights.
-      rows: rows of the buffer of each pair of ranks.
+      halves: whether two halves of the tokens may be exchanged one after the other, so that the exchange of one lies
+        beside the products of the other. ``compute`` gets both at once, and adds to the weights' gradients once.
     """
-    blocks = _BlocksOfRanks(axes, experts.count)
-    dispatch, experts_RC = _buffers(blocks, experts_Nk, rows)
-    is_row_RC = experts_RC < blocks.experts
-    x_RCD = jnp.where(is_row_RC.reshape(-1, 1), send_rows(h_ND, dispatch), 0).reshape(*is_row_RC.shape, -1)
-    weights_RC = send_weights(weights_Nk, dispatch).reshape(is_row_RC.shape)
-    x_RCD, weights_RC, experts_RC = (
-        lax.all_to_all(x, axes.ep, 0, 0, tiled=True) for x in (x_RCD, weights_RC, experts_RC)
+    count = h_ND.shape[0]
+    number = 2 if halves and count % 2 == 0 and count >= 2 * HALF_TOKENS else 1
+    sent = [
+        _Sent.of(exchange, experts, *part)
+        for part in zip(*(jnp.split(x, number) for x in (h_ND, experts_Nk, weights_Nk)), strict=True)
+    ]
+    results = compute([part.received for part in sent])
+    y_ND = jnp.concatenate([part.returned(y_SD) for part, y_SD in zip(sent, results, strict=True)])
+    return y_ND, sum((part.dropped.astype(jnp.float32) for part in sent), start=jnp.zeros(()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll:
+    """The ranks of an all-to-all, and the sizes of its buffers.
+
+    Attributes:
+      axes: mesh axes of the ranks with each other's experts.
+      tokens: of a number of a rank's tokens, how many of them it sends to another at most.
+      rows: of a number of tokens that a rank receives, rows for their choices.
+    """
+
+    axes: tuple[str, ...]
+    tokens: Callable[[int], int]
+    rows: Callable[[int], int]
+
+
+class _Sent(NamedTuple):
+    """Tokens that were sent to the ranks of their experts.
+
+    Attributes:
+      axes: mesh axes of the ranks.
+      received: the tokens that this rank has received, with rows of its experts.
+      dispatch: of this rank's tokens to the buffers; ``None`` if all were sent to all ranks.
+      dropped: number of choices of this rank's tokens that did not fit the buffers, and of those received that have no
+        row.
+    """
+
+    axes: tuple[str, ...]
+    received: TokenRows
+    dispatch: Dispatch | None
+    dropped: Int[Array, ""]
+
+    @classmethod
+    def of(cls, exchange: AllToAll, experts: LocalExperts, h_ND: Array, experts_Nk: Array, weights_Nk: Array) -> _Sent:
+        """Sends tokens."""
+        axes, count = exchange.axes, h_ND.shape[0]
+        size = exchange.tokens(count)
+        rows = exchange.rows(count * lax.axis_size(axes))
+        if size >= count:
+            experts_Sk = lax.all_gather(experts_Nk, axes, tiled=True)
+            x_SD, weights_Sk = gather_tokens(h_ND, axes), gather_tokens(weights_Nk, axes)
+            received = _local_rows(experts, x_SD, experts_Sk, weights_Sk, rows)
+            return cls(axes, received, None, _without_row(experts, experts_Sk, received))
+        first_R = lax.all_gather(experts.first, axes)
+        is_of_NkR = (experts_Nk[..., None] >= first_R) & (experts_Nk[..., None] < first_R + experts.count)
+        dispatch, is_token_RC = _buffers(jnp.any(is_of_NkR, axis=1), size)
+        experts_Sk = jnp.where(is_token_RC.reshape(-1, 1), experts_Nk[dispatch.tokens_M], -1)
+        x_SD, weights_Sk, experts_Sk = (
+            lax.all_to_all(x, axes, 0, 0, tiled=True)
+            for x in (send_rows(h_ND, dispatch), send_rows(weights_Nk, dispatch), experts_Sk)
+        )
+        received = _local_rows(experts, x_SD, experts_Sk, weights_Sk, rows)
+        is_dropped_NR = dispatch.rows_Nk == is_token_RC.size
+        dropped = jnp.sum(is_of_NkR & is_dropped_NR[:, None]) + _without_row(experts, experts_Sk, received)
+        return cls(axes, received, dispatch, dropped)
+
+    def returned(self, y_SD: Float[Array, "S D"]) -> Float[Array, "N D"]:
+        """The sum over ranks of the results for this rank's tokens, of those for the tokens that ranks received."""
+        if self.dispatch is None:
+            return sum_results(y_SD, self.axes)
+        return add_rows(lax.all_to_all(y_SD, self.axes, 0, 0, tiled=True), self.dispatch)
+
+
+def _without_row(experts: LocalExperts, experts_Nk: Array, tokens: TokenRows) -> Int[Array, ""]:
+    """The number of choices of this rank's experts that have no row."""
+    return jnp.sum(experts.local(experts_Nk) < experts.count) - jnp.sum(tokens.dispatch.sizes_E)
+
+
+def _buffers(is_sent_NR: Array, size: int) -> tuple[Dispatch, Array]:
+    """The dispatch of tokens to the buffers, and whether each row ``[R, C]`` has a token.
+
+    A "choice" of the dispatch is a rank: tokens that do not go there, or do not fit, have the row R · C.
+    """
+    count, ranks = is_sent_NR.shape
+    place_NR = jnp.cumsum(is_sent_NR, axis=0) - 1
+    fits_NR = is_sent_NR & (place_NR < size)
+    rows_NR = jnp.where(fits_NR, jnp.arange(ranks) * size + place_NR, ranks * size)
+    choices_S = (
+        jnp.zeros(ranks * size, rows_NR.dtype).at[rows_NR.reshape(-1)].set(jnp.arange(rows_NR.size), mode="drop")
     )
-    flat = x_RCD.reshape(-1, h_ND.shape[1]), experts_RC.reshape(-1, 1), weights_RC.reshape(-1, 1)
-    y_RCD = compute_local(compute, experts, *flat).reshape(x_RCD.shape)
-    y_RCD = lax.all_to_all(y_RCD, axes.ep, 0, 0, tiled=True)
-    is_dropped_Nk = (blocks.rank_of(experts_Nk) < blocks.ranks) & (dispatch.rows_Nk == is_row_RC.size)
-    return add_rows(y_RCD.reshape(-1, h_ND.shape[1]), dispatch), jnp.sum(is_dropped_Nk).astype(jnp.float32)
+    counts_R = jnp.minimum(jnp.sum(is_sent_NR, axis=0), size)
+    return Dispatch(choices_S, rows_NR, counts_R), jnp.arange(size) < counts_R[:, None]
 
 
-def _buffers(blocks: _BlocksOfRanks, experts_Nk: Array, rows: int) -> tuple[Dispatch, Int[Array, "R C"]]:
-    """The dispatch to the buffers, whose row (r, c) is choice number c of an expert of rank r, and each row's expert.
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_tokens(x_ND: Float[Array, "N D"], axes: tuple[str, ...]) -> Float[Array, "S D"]:
+    """The tokens of all ranks along ``axes``. Backward is ``sum_results``."""
+    return lax.all_gather(x_ND, axes, tiled=True)
 
-    The dispatch's sizes are those of ranks, not of experts. The expert is ``blocks.experts`` for a row of no choice;
-    choices that do not fit have the row R · C.
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_results(y_SD: Float[Array, "S D"], axes: tuple[str, ...]) -> Float[Array, "N D"]:
+    """The sum over all ranks along ``axes`` of their results for this rank's tokens, in fp32 and then rounded.
+
+    Backward is ``gather_tokens``.
     """
-    by_expert = sort_by_expert(experts_Nk, blocks.experts, experts_Nk.size)
-    starts_R, counts_R = blocks.of_ranks(by_expert.sizes_E)
-    places_RC = jnp.minimum(starts_R[:, None] + jnp.arange(rows), experts_Nk.size - 1)
-    choices_RC = by_expert.choices_M[places_RC]
-    is_row_RC = jnp.arange(rows) < counts_R[:, None]
-    experts_RC = jnp.where(is_row_RC, experts_Nk.reshape(-1)[choices_RC], blocks.experts)
-    rank_Nk = blocks.rank_of(experts_Nk)
-    at_Nk = by_expert.rows_Nk - jnp.take(starts_R, rank_Nk, mode="clip")
-    fits_Nk = (rank_Nk < blocks.ranks) & (at_Nk < rows)
-    rows_Nk = jnp.where(fits_Nk, rank_Nk * rows + at_Nk, blocks.ranks * rows)
-    return Dispatch(choices_RC.reshape(-1), rows_Nk, counts_R), experts_RC
+    ranks = lax.axis_size(axes)
+    y_RND = lax.all_to_all(y_SD, axes, 0, 0, tiled=True).reshape(ranks, -1, y_SD.shape[1])
+    return jnp.sum(y_RND.astype(jnp.float32), axis=0).astype(y_SD.dtype)
 
 
-class _BlocksOfRanks:
-    """The experts with which this rank exchanges tokens, by rank along ``axes.ep``.
-
-    Where ranks of tp have whole experts, a rank exchanges those of its own place in tp; others see to the rest.
-    """
-
-    def __init__(self, axes: Axes, count: int):
-        self.ranks, self.count = lax.axis_size(axes.ep), count
-        self._stride = count * (lax.axis_size(axes.tp) if axes.has_whole_experts else 1)
-        self._first = lax.axis_index(axes.tp) * count if axes.has_whole_experts else 0
-        self.experts = self.ranks * self._stride
-
-    def rank_of(self, experts: Int[Array, "*S"]) -> Int[Array, "*S"]:
-        """The rank with an expert; ``ranks`` for experts that this rank does not exchange, and for none."""
-        place = experts % self._stride - self._first
-        is_exchanged = (experts < self.experts) & (place >= 0) & (place < self.count)
-        return jnp.where(is_exchanged, experts // self._stride, self.ranks)
-
-    def of_ranks(self, sizes_E: Int[Array, " E"]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-        """The first row of each rank among rows sorted by expert, and the number of its rows."""
-        starts_E = jnp.cumsum(sizes_E) - sizes_E
-        of_rank_RL = self._first + jnp.arange(self.ranks)[:, None] * self._stride + jnp.arange(self.count)
-        return starts_E[of_rank_RL[:, 0]], jnp.sum(sizes_E[of_rank_RL], axis=1)
+gather_tokens.defvjp(
+    lambda x_ND, axes: (gather_tokens(x_ND, axes), None), lambda axes, _, dx_SD: (sum_results(dx_SD, axes),)
+)
+sum_results.defvjp(
+    lambda y_SD, axes: (sum_results(y_SD, axes), None), lambda axes, _, dy_ND: (gather_tokens(dy_ND, axes),)
+)

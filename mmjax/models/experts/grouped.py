@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
 from mmjax.models.experts import grouped_blocks, grouped_kernels
+from mmjax.models.experts.dispatch import Rows
 from mmjax.models.handles import adapted_products, opened
 from mmjax.models.recorded_work import record_product
 from mmjax.models.taps import PRODUCT, Tapped, Value, record_uses, with_mark
@@ -72,7 +73,7 @@ def _opened_products(x_MD: Array, weights: Sequence[Any], sizes_E: Array) -> lis
     return [checkpoint_name(y, RESIDUAL_NAME) for y in jax.checkpoint(products)(x_MD, weights)]
 
 
-def _ways() -> ModuleType:
+def ways() -> ModuleType:
     """The module that computes products and gradients on the devices that are traced."""
     return grouped_kernels if jax_compat.traced_devices()[0] == "gpu" else grouped_blocks
 
@@ -85,7 +86,7 @@ def _tapped_products(x_MD: Array, weights: Sequence[Tapped], sizes_E: Array) -> 
 
 @jax.custom_vjp
 def _tapped(x_MD: Array, weights: list[Any], sizes_E: Array, taps: Any) -> list[Array]:
-    return _ways().products(x_MD, [opened(w) for w in weights], sizes_E)
+    return ways().products(Rows(x_MD), [opened(w) for w in weights], sizes_E)
 
 
 def _tapped_forward(x_MD: Array, weights: list[Any], sizes_E: Array, taps: Any) -> tuple[list[Array], Any]:
@@ -94,7 +95,7 @@ def _tapped_forward(x_MD: Array, weights: list[Any], sizes_E: Array, taps: Any) 
 
 def _tapped_backward(residuals: Any, dys: list[Array]) -> tuple[Any, ...]:
     x_MD, weights, sizes_E = residuals
-    dx_MD = _ways().input_gradient(dys, [opened(w) for w in weights], sizes_E)
+    dx_MD = ways().input_gradient([Rows(dy) for dy in dys], [opened(w) for w in weights], sizes_E)
     dx_MD = summed(jnp.asarray(dx_MD, x_MD.dtype), jax_compat.varying_axes(x_MD))
     return dx_MD, None, None, (x_MD, sizes_E.astype(jnp.float32), dys)
 
@@ -115,7 +116,7 @@ def grouped_weight_gradient(
 
     def of_layer(arrays: tuple[Array, Array, Array]) -> Array:
         x_MD, dy_MF, sizes_E = arrays
-        (gradient,) = _ways().weight_gradients(x_MD, [dy_MF], sizes_E.astype(jnp.int32))
+        (gradient,) = ways().weight_gradients([(Rows(x_MD), [Rows(dy_MF)], sizes_E.astype(jnp.int32))])
         return gradient
 
     gradient = lax.map(of_layer, (x, dy, sizes)) if x.ndim == 3 else of_layer((x, dy, sizes))
@@ -124,7 +125,7 @@ def grouped_weight_gradient(
 
 @jax.custom_vjp
 def _products(x_MD: Array, weights: list[Array], sizes_E: Array) -> list[Array]:
-    return _ways().products(x_MD, weights, sizes_E)
+    return ways().products(Rows(x_MD), weights, sizes_E)
 
 
 def _forward(x_MD: Array, weights: list[Array], sizes_E: Array) -> tuple[list[Array], Any]:
@@ -133,8 +134,8 @@ def _forward(x_MD: Array, weights: list[Array], sizes_E: Array) -> tuple[list[Ar
 
 def _backward(residuals: Any, dys: list[Array]) -> tuple[Array, list[Array], None]:
     x_MD, weights, sizes_E = residuals
-    dx_MD = _ways().input_gradient(dys, weights, sizes_E).astype(x_MD.dtype)
-    gradients = _ways().weight_gradients(x_MD, dys, sizes_E)
+    dx_MD = ways().input_gradient([Rows(dy) for dy in dys], weights, sizes_E).astype(x_MD.dtype)
+    gradients = ways().weight_gradients([(Rows(x_MD), [Rows(dy) for dy in dys], sizes_E)])
     return (
         summed(dx_MD, jax_compat.varying_axes(x_MD)),
         [summed(dw.astype(w.dtype), jax_compat.varying_axes(w)) for dw, w in zip(gradients, weights, strict=True)],

@@ -9,12 +9,15 @@ Shapes: M rows, D inputs, F outputs, E experts, B rows of a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
+from mmjax.models.experts.dispatch import Rows
 from mmjax.models.taps import Value
 
 LARGEST, SMALLEST = 512, 16
@@ -23,19 +26,17 @@ STEPS = 16
 """Number of block sizes; the sizes between zero and the largest are equally far apart."""
 
 
-def products(
-    x_MD: Float[Array, "M D"], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
-) -> list[Float[Array, "M F"]]:
-    """``x[i] @ w[e(i)]`` for every weight; rows behind the last group are zeros."""
+def products(x: Rows, weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]) -> list[Array]:
+    """``x[i] @ w[e(i)]`` for every weight, ``[M, F]``; rows behind the last group are zeros."""
 
     def of_block(blocks: list[Array], of_expert: list[Array]) -> list[Array]:
         return [blocks[0] @ w_DF for w_DF in of_expert]
 
-    return _rows(of_block, [x_MD], weights, sizes_E, [w.shape[2] for w in weights])
+    return _rows(of_block, [x.taken_MD], weights, sizes_E, [w.shape[2] for w in weights])
 
 
 def input_gradient(
-    dys: Sequence[Float[Array, "M F"]], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
+    dys: Sequence[Rows], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
 ) -> Float[Array, "M D"]:
     """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros."""
 
@@ -43,12 +44,21 @@ def input_gradient(
         parts = (lax.dot_general(dy, w, (((1,), (1,)), ((), ()))) for dy, w in zip(blocks, of_expert, strict=True))
         return [sum(parts, start=jnp.zeros((), blocks[0].dtype))]
 
-    return _rows(of_block, dys, weights, sizes_E, [weights[0].shape[1]])[0]
+    return _rows(of_block, [dy.taken_MD for dy in dys], weights, sizes_E, [weights[0].shape[1]])[0]
 
 
 def weight_gradients(
-    x_MD: Float[Array, "M D"], dys: Sequence[Float[Array, "M F"]], sizes_E: Int[Array, " E"]
+    parts: Sequence[tuple[Rows, Sequence[Rows], Int[Array, " E"]]], totals: Sequence[Float[Array, "E D F"]] = ()
 ) -> list[Float[Array, "E D F"]]:
+    """``xᵀ · dy`` of each group for every ``dy``, fp32, summed over parts and added to ``totals`` if there are any.
+
+    For the arguments see ``grouped_kernels.weight_gradients``.
+    """
+    by_part = [_weight_gradients(x.taken_MD, [dy.taken_MD for dy in dys], sizes_E) for x, dys, sizes_E in parts]
+    return [reduce(add, terms) for terms in zip(*([totals] if totals else []), *by_part, strict=True)]
+
+
+def _weight_gradients(x_MD: Array, dys: Sequence[Array], sizes_E: Array) -> list[Array]:
     """``xᵀ · dy`` of each group for every ``dy``, fp32."""
     blocks = _block_rows(x_MD.shape[0], sizes_E.size)
     x_MD, *dys, ends_E = jax_compat.alike(x_MD, *dys, jnp.cumsum(sizes_E))

@@ -2,19 +2,22 @@
 
 Rows are multiplied in tiles, each of rows of one group, and rows behind the last group are tiles of zeros. Which tile
 belongs to which group the device computes first; the number of tiles is its bound. No tile reads rows of another group
-for nothing, nothing is padded or copied, and the host does not wait.
+for nothing, nothing is padded or copied, and the host does not wait. Rows may be values of an index, which kernels read
+from where they are.
 
-Weights' gradients are computed by one program for each block of a weight, which goes over the rows of the group.
+Weights' gradients are computed by one program for each block of a weight, which goes over the rows of the group, and
+adds them to a sum in place if there is one.
 
-Shapes: M rows, D inputs, F outputs, E experts, T tiles.
+Shapes: M rows, S values of which rows are taken, D inputs, F outputs, E experts, T tiles, B a block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
+from mmjax.models.experts.dispatch import Rows
 
 _MOST_ELEMENTS = 2**31
 """Offsets inside an array are of 32 bits."""
@@ -63,40 +67,50 @@ BLOCKS = Blocks(rows=128, columns=128, inner=64, warps=4, stages=3)
 FP32_BLOCKS = Blocks(rows=64, columns=64, inner=32, warps=4, stages=2)
 
 
-def products(
-    x_MD: Float[Array, "M D"], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
-) -> list[Float[Array, "M F"]]:
-    """``x[i] @ w[e(i)]`` for every weight; rows behind the last group are zeros."""
-    return [_rows([x_MD], [w], sizes_E, transposed=False) for w in weights]
+def products(x: Rows, weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]) -> list[Array]:
+    """``x[i] @ w[e(i)]`` for every weight, ``[M, F]``; rows behind the last group are zeros."""
+    return [_rows([x.values_SD], x.index_M, [w], sizes_E, transposed=False) for w in weights]
 
 
 def input_gradient(
-    dys: Sequence[Float[Array, "M F"]], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
+    dys: Sequence[Rows], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
 ) -> Float[Array, "M D"]:
-    """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros."""
-    return _rows(dys, weights, sizes_E, transposed=True)
+    """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros. The ``dys`` have one index."""
+    return _rows([dy.values_SD for dy in dys], dys[0].index_M, weights, sizes_E, transposed=True)
 
 
 def weight_gradients(
-    x_MD: Float[Array, "M D"], dys: Sequence[Float[Array, "M F"]], sizes_E: Int[Array, " E"]
+    parts: Sequence[tuple[Rows, Sequence[Rows], Int[Array, " E"]]], totals: Sequence[Float[Array, "E D F"]] = ()
 ) -> list[Float[Array, "E D F"]]:
-    """``xᵀ · dy`` of each group for every ``dy``, fp32."""
-    return [_weight_gradient(x_MD, dy, sizes_E) for dy in dys]
+    """``xᵀ · dy`` of each group for every ``dy``, fp32, summed over parts and added to ``totals`` if there are any.
+
+    Args:
+      parts: of each the inputs, the gradients of each output, and the number of rows of each expert.
+      totals: fp32 sums, varying over at least the mesh axes of the parts.
+    """
+    by_weight = [[(x, dys[place], sizes_E) for x, dys, sizes_E in parts] for place in range(len(parts[0][1]))]
+    return [_weight_gradient(of_weight, totals[place] if totals else None) for place, of_weight in enumerate(by_weight)]
 
 
 def _rows(
-    inputs: Sequence[Float[Array, "M _"]], weights: Sequence[Array], sizes_E: Int[Array, " E"], *, transposed: bool
+    inputs: Sequence[Float[Array, "S _"]],
+    index_M: Int[Array, " M"] | None,
+    weights: Sequence[Array],
+    sizes_E: Int[Array, " E"],
+    *,
+    transposed: bool,
 ) -> Array:
     """The sum over pairs of ``input[i] @ weight[e(i)]``, or ``@ weight[e(i)]ᵀ``."""
-    arrays = jax_compat.alike(*inputs, *weights, sizes_E)
-    inputs, weights, sizes_E = arrays[: len(inputs)], arrays[len(inputs) : -1], arrays[-1]
-    rows, columns = inputs[0].shape[0], weights[0].shape[1 if transposed else 2]
+    rows = Rows(inputs[0], index_M).count
+    count, indices = len(inputs), [] if index_M is None else [index_M]
+    sizes_E, *operands = jax_compat.alike(sizes_E, *indices, *inputs, *weights)
+    columns = weights[0].shape[1 if transposed else 2]
     blocks = _blocks(inputs[0]).within(rows, columns, inputs[0].shape[1])
     tiles = _tiles(sizes_E, rows, blocks.rows)
     return _call(
-        "grouped_product",
-        partial(_multiply_tile, transposed=transposed, blocks=blocks),
-        [*tiles, *inputs, *weights],
+        f"grouped_product_of_{rows}_rows",
+        partial(_multiply_tile, pairs=count, rows=rows, transposed=transposed, blocks=blocks),
+        [*tiles, *operands],
         shape=(rows, columns),
         dtype=inputs[0].dtype,
         grid=(pl.cdiv(columns, blocks.columns), tiles[0].size),
@@ -119,25 +133,27 @@ def _tiles(sizes_E: Int[Array, " E"], rows: int, size: int) -> tuple[Array, Arra
     return expert_T, first_T, row_ends_G[group_T]
 
 
-def _multiply_tile(expert_T: Any, first_T: Any, end_T: Any, *refs: Any, transposed: bool, blocks: Blocks) -> None:
+def _multiply_tile(
+    expert_T: Any, first_T: Any, end_T: Any, *refs: Any, pairs: int, rows: int, transposed: bool, blocks: Blocks
+) -> None:
     """The kernel of ``_rows``: one tile of rows, one block of columns."""
-    *operands, y_MF = refs
-    inputs, weights = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    *index, y_MF = refs[: -2 * pairs - 1] + refs[-1:]
+    inputs, weights = refs[-2 * pairs - 1 : -pairs - 1], refs[-pairs - 1 : -1]
     tile = pl.program_id(1)
     expert, first, end = expert_T[tile], first_T[tile], end_T[tile]
-    experts, (count, columns) = weights[0].shape[0], y_MF.shape
+    experts, columns = weights[0].shape[0], y_MF.shape[1]
     row_B = first + jnp.arange(blocks.rows)
     column_B = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns)
-    read_row_B, read_column_B = jnp.minimum(row_B, count - 1), _clamped(column_B, columns)
+    read_row_B, read_column_B = _read_rows(index, row_B, rows), _clamped(column_B, columns)
     weight = jnp.minimum(expert, experts - 1)
     y_BB = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
-    for x_MD, w_EDF in zip(inputs, weights, strict=True):
-        width = x_MD.shape[1]
+    for x_SD, w_EDF in zip(inputs, weights, strict=True):
+        width = x_SD.shape[1]
 
-        def turn(i: Array, y_BB: Array, x_MD: Any = x_MD, w_EDF: Any = w_EDF, width: int = width) -> Array:
+        def turn(i: Array, y_BB: Array, x_SD: Any = x_SD, w_EDF: Any = w_EDF, width: int = width) -> Array:
             inner_B = i * blocks.inner + jnp.arange(blocks.inner)
             is_within_B = inner_B < width if width % blocks.inner else None
-            x_BB = _load(x_MD.at[read_row_B[:, None], inner_B[None, :]], is_within_B, axis=1)
+            x_BB = _load(x_SD.at[read_row_B[:, None], inner_B[None, :]], is_within_B, axis=1)
             if transposed:
                 w_BB = _load(w_EDF.at[weight, read_column_B[:, None], inner_B[None, :]], is_within_B, axis=1).T
             else:
@@ -150,44 +166,74 @@ def _multiply_tile(expert_T: Any, first_T: Any, end_T: Any, *refs: Any, transpos
     triton.store(y_MF.at[row_B[:, None], column_B[None, :]], y_BB.astype(y_MF.dtype), mask=is_written)
 
 
-def _weight_gradient(x_MD: Array, dy_MF: Array, sizes_E: Array) -> Float[Array, "E D F"]:
-    """``xᵀ · dy`` of each group, fp32."""
-    x_MD, dy_MF, sizes_E = jax_compat.alike(x_MD, dy_MF, sizes_E)
-    ends_E = jnp.cumsum(sizes_E)
-    inputs, outputs = x_MD.shape[1], dy_MF.shape[1]
-    blocks = _blocks(x_MD).within(inputs, outputs, x_MD.shape[0])
+def _weight_gradient(
+    parts: Sequence[tuple[Rows, Rows, Int[Array, " E"]]], total_EDF: Float[Array, "E D F"] | None
+) -> Float[Array, "E D F"]:
+    """``xᵀ · dy`` of each group, fp32, summed over parts and added to the total."""
+    operands = list[Array]()
+    for x, dy, sizes_E in parts:
+        ends_E = jnp.cumsum(sizes_E)
+        indices = [rows.index_M for rows in (x, dy) if rows.index_M is not None]
+        operands += [ends_E - sizes_E, ends_E, *indices, x.values_SD, dy.values_SD]
+    totals = [] if total_EDF is None else [total_EDF]
+    operands, rows = list(jax_compat.alike(*operands, *totals)), [x.count for x, _, _ in parts]
+    x, dy, sizes_E = parts[0]
+    inputs, outputs = x.values_SD.shape[1], dy.values_SD.shape[1]
+    blocks = _blocks(x.values_SD).within(inputs, outputs, min(rows))
+    has_indices = tuple((x.index_M is not None, dy.index_M is not None) for x, dy, _ in parts)
     return _call(
-        "grouped_weight_gradient",
-        partial(_sum_group, blocks=blocks),
-        [ends_E - sizes_E, ends_E, x_MD, dy_MF],
+        f"grouped_weight_gradient_of_{sum(rows)}_rows",
+        partial(_sum_group, rows=tuple(rows), has_indices=has_indices, has_total=bool(totals), blocks=blocks),
+        operands,
         shape=(sizes_E.size, inputs, outputs),
         dtype=jnp.float32,
         grid=(pl.cdiv(outputs, blocks.columns), pl.cdiv(inputs, blocks.rows), sizes_E.size),
         blocks=blocks,
+        aliases={len(operands) - 1: 0} if totals else {},
     )
 
 
-def _sum_group(first_E: Any, end_E: Any, x_MD: Any, dy_MF: Any, dw_EDF: Any, *, blocks: Blocks) -> None:
+def _sum_group(
+    *refs: Any, rows: tuple[int, ...], has_indices: tuple[tuple[bool, bool], ...], has_total: bool, blocks: Blocks
+) -> None:
     """The kernel of ``_weight_gradient``: one expert, one block of its weight."""
-    expert = pl.program_id(2)
-    first, end = first_E[expert], end_E[expert]
-    count, (_, inputs, outputs) = x_MD.shape[0], dw_EDF.shape
+    *operands, dw_EDF = refs
+    _, inputs, outputs = dw_EDF.shape
+    expert, is_read = pl.program_id(2), iter(operands)
     input_B = pl.program_id(1) * blocks.rows + jnp.arange(blocks.rows)
     output_B = pl.program_id(0) * blocks.columns + jnp.arange(blocks.columns)
     read_input_B, read_output_B = _clamped(input_B, inputs), _clamped(output_B, outputs)
+    dw_BB = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    for count, has_index in zip(rows, has_indices, strict=True):
+        first, end = next(is_read)[expert], next(is_read)[expert]
+        x_index, dy_index = ([next(is_read)] if has else [] for has in has_index)
+        x_SD, dy_SF = next(is_read), next(is_read)
 
-    def turn(i: Array, dw_BB: Array, *, is_rest: bool = False) -> Array:
-        row_B = first + i * blocks.inner + jnp.arange(blocks.inner)
-        read_row_B, is_within_B = jnp.minimum(row_B, count - 1)[:, None], row_B < end if is_rest else None
-        x_BB = _load(x_MD.at[read_row_B, read_input_B[None, :]], is_within_B, axis=0)
-        dy_BB = _load(dy_MF.at[read_row_B, read_output_B[None, :]], is_within_B, axis=0)
-        return dw_BB + _dot(x_BB.T, dy_BB)
+        def turn(
+            i: Array,
+            dw_BB: Array,
+            count: int = count,
+            first: Any = first,
+            end: Any = end,
+            x: tuple[Any, Any] = (x_index, x_SD),
+            dy: tuple[Any, Any] = (dy_index, dy_SF),
+            *,
+            is_rest: bool = False,
+        ) -> Array:
+            row_B = first + i * blocks.inner + jnp.arange(blocks.inner)
+            is_within_B = row_B < end if is_rest else None
+            x_row_B, dy_row_B = (_read_rows(index, row_B, count)[:, None] for index, _ in (x, dy))
+            x_BB = _load(x[1].at[x_row_B, read_input_B[None, :]], is_within_B, axis=0)
+            dy_BB = _load(dy[1].at[dy_row_B, read_output_B[None, :]], is_within_B, axis=0)
+            return dw_BB + _dot(x_BB.T, dy_BB)
 
-    turns = (end - first) // blocks.inner
-    dw_BB = lax.fori_loop(0, turns, turn, jnp.zeros((blocks.rows, blocks.columns), jnp.float32))
-    dw_BB = turn(turns, dw_BB, is_rest=True)
+        turns = (end - first) // blocks.inner
+        dw_BB = turn(turns, lax.fori_loop(0, turns, turn, dw_BB), is_rest=True)
     is_written = (input_B < inputs)[:, None] & (output_B < outputs)[None, :]
-    triton.store(dw_EDF.at[expert, input_B[:, None], output_B[None, :]], dw_BB, mask=is_written)
+    place = (expert, input_B[:, None], output_B[None, :])
+    if has_total:  # last, so that products are not rounded to the size of the total
+        dw_BB += triton.load(next(is_read).at[place], mask=is_written, other=0)
+    triton.store(dw_EDF.at[place], dw_BB, mask=is_written)
 
 
 def _call(
@@ -199,8 +245,12 @@ def _call(
     dtype: Any,
     grid: tuple[int, ...],
     blocks: Blocks,
+    aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> Array:
-    """Runs a kernel, whose references are of complete arrays; on a CPU it is interpreted."""
+    """Runs a kernel, whose references are of complete arrays; on a CPU it is interpreted.
+
+    Of ``aliases`` see ``pallas_call``.
+    """
     for size in (shape, *(x.shape for x in operands)):
         if math.prod(size) >= _MOST_ELEMENTS:
             raise ValueError(
@@ -214,6 +264,7 @@ def _call(
         in_specs=[pl.no_block_spec] * len(operands),
         out_specs=pl.no_block_spec,
         name=name,
+        input_output_aliases=dict(aliases),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=jax_compat.traced_devices()[0] == "cpu",
     )(*operands)
@@ -224,6 +275,12 @@ def _load(reference: Any, is_within_B: Array | None, *, axis: int) -> Array:
     if is_within_B is None:
         return triton.load(reference)
     return triton.load(reference, mask=jnp.expand_dims(is_within_B, 1 - axis), other=0)
+
+
+def _read_rows(index: Sequence[Any], row_B: Array, count: int) -> Array:
+    """The places of ``count`` rows among values: those that a reference says, if there is one."""
+    read_row_B = jnp.minimum(row_B, count - 1)
+    return triton.load(index[0].at[read_row_B]) if index else read_row_B
 
 
 def _clamped(index_B: Array, count: int) -> Array:

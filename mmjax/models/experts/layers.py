@@ -1,7 +1,7 @@
 """Experts of a layer: parameters, and the weighted results of each token's experts.
 
-Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, M rows in the order
-of experts, D width, F hidden units local to this rank, E experts.
+Shapes: B rows, T tokens of this rank, N tokens of all tp ranks in a flat list, k experts a token, D width, F hidden
+units local to this rank, E experts.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mmjax import jax_compat
 from mmjax.mesh.spread import EXPERT_MLP, EXPERTS, Axes
 from mmjax.models.context import Context
-from mmjax.models.experts.exchange import LocalExperts, compute_all_to_all, compute_in_ring, compute_local
-from mmjax.models.experts.grouped import grouped_products
+from mmjax.models.experts.exchange import AllToAll, LocalExperts, compute_all_to_all, compute_in_ring, compute_local
+from mmjax.models.experts.mlp import expert_mlps
 from mmjax.models.experts.router import Router, route, router_sums
 from mmjax.models.sequence_parallel import sp_scatter
+from mmjax.models.taps import divisible
 
 
 class Experts(nnx.Module):
@@ -93,27 +93,16 @@ def _exchanged(
     experts = LocalExperts.of(axes, p["gate"].shape[0])
     same_tokens = tuple(axis for axis in axes.ep if axis not in axes.exchange)
     flat = jax_compat.tree_to_varying((h_ND, experts_Nk, weights_Nk), same_tokens)
-    compute, none = partial(compute_rows, p), jnp.zeros(())
+    compute, none = partial(expert_mlps, p), jnp.zeros(())
     if not axes.exchange:
         return lax.psum(compute_local(compute, experts, *flat), same_tokens), none
     if axes.ep_way == "ring" or same_tokens:
         return lax.psum(compute_in_ring(compute, experts, axes.exchange, *flat), same_tokens), none
-    rows = router.buffer_rows(h_ND.shape[0], experts.count, lax.axis_size(axes.experts))
-    return compute_all_to_all(compute, experts, axes, *flat, rows=rows)
-
-
-def compute_rows(
-    p: Mapping[str, Any], x_MD: Float[Array, "M D"], weights_M: Float[Array, " M"], sizes_E: Int[Array, " E"]
-) -> Float[Array, "M D"]:
-    """The result of each row's expert times the row's weight; with tp this rank's part of a sum.
-
-    Args:
-      p: arrays or handles of the local experts: "gate", "up" and "down".
-      x_MD: rows, sorted by expert.
-      weights_M: fp32 factors of the results.
-      sizes_E: number of rows of each local expert.
-    """
-    gate_MF, up_MF = grouped_products(x_MD, [p["gate"], p["up"]], sizes_E)
-    # The weights multiply hidden units, so that backward needs no results of the last product.
-    inner_MF = jax.nn.silu(gate_MF) * up_MF * weights_M.astype(gate_MF.dtype)[:, None]
-    return grouped_products(inner_MF, [p["down"]], sizes_E)[0]
+    exchange = AllToAll(
+        axes=axes.exchange,
+        tokens=partial(router.buffer_tokens, experts=experts.count),
+        rows=partial(router.buffer_rows, experts=experts.count),
+    )
+    return compute_all_to_all(
+        compute, experts, exchange, *flat, halves=divisible([p[n] for n in ("gate", "up", "down")])
+    )

@@ -45,7 +45,8 @@ class Router:
       group_limit: see ``groups``.
       bias_rate: the change in a step of each expert's bias for the choice, which is not in the weight; ``None`` for no
         bias.
-      buffer: rows of an all-to-all's buffers over their mean number under equal loads; 0 stands for the worst case.
+      buffer: tokens and rows of an all-to-all's buffers over their mean numbers under equal loads; 0 stands for the
+        worst case.
     """
 
     experts: int
@@ -58,23 +59,29 @@ class Router:
     bias_rate: float | None = None
     buffer: float = 0.0
 
-    def buffer_rows(self, tokens: int, experts: int, ranks: int) -> int:
-        """Rows of the buffer that each pair of ``ranks`` ranks exchanges, of ``tokens`` tokens and ``experts`` experts
-        on each.
-        """
+    def buffer_tokens(self, tokens: int, experts: int) -> int:
+        """The most of a rank's ``tokens`` tokens that it sends to another with ``experts`` experts, which is static."""
+        return min(tokens, math.ceil(self.buffer * tokens * self.sent_share(experts))) if self.buffer else tokens
+
+    def buffer_rows(self, tokens: int, experts: int) -> int:
+        """Rows of a rank with ``experts`` experts for the choices of ``tokens`` tokens of all ranks: static."""
         worst = tokens * min(self.per_token, experts)
-        return min(worst, math.ceil(self.buffer * tokens * self.per_token / ranks)) if self.buffer else worst
+        mean = tokens * self.per_token * experts / self.experts
+        return min(worst, math.ceil(self.buffer * mean)) if self.buffer else worst
+
+    def sent_share(self, experts: int) -> float:
+        """The share of tokens with a choice among ``experts`` experts, under equal loads."""
+        return 1 - math.comb(self.experts - experts, self.per_token) / math.comb(self.experts, self.per_token)
 
     def routed_share(self, experts: int, *, all_to_all: bool) -> float:
         """The share of the rows of a rank's products that hold a token's choice, under equal loads.
 
         Args:
           experts: experts of a rank.
-          all_to_all: how ranks exchange tokens; else in a ring.
+          all_to_all: how ranks exchange tokens; else in a ring, whose buffers hold the worst case.
         """
         tokens = 1 << 20
-        buffer = self.buffer_rows(tokens, experts, self.experts // experts)
-        rows = buffer if all_to_all else tokens * min(self.per_token, experts)
+        rows = self.buffer_rows(tokens, experts) if all_to_all else tokens * min(self.per_token, experts)
         return tokens * self.per_token * experts / self.experts / rows
 
     @property

@@ -17,6 +17,7 @@ from mmjax import jax_compat
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.context import Context
+from mmjax.models.experts import exchange
 from mmjax.models.experts.layers import Experts, apply_experts
 from mmjax.models.experts.router import Router
 from mmjax.models.parameters import declarations
@@ -30,17 +31,17 @@ def parameters() -> dict[str, jax.Array]:
     return dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
 
-def inputs() -> tuple[jax.Array, jax.Array]:
-    x = jax.random.normal(jax.random.key(1), (ROWS, TOKENS, WIDTH))
-    segments = np.ones((ROWS, TOKENS), np.int32)
+def inputs(tokens: int = TOKENS) -> tuple[jax.Array, jax.Array]:
+    x = jax.random.normal(jax.random.key(1), (ROWS, tokens, WIDTH))
+    segments = np.ones((ROWS, tokens), np.int32)
     segments[1, 5:] = 0
-    segments[2] = [1, 1, 1, 2, 2, 2, 2, 0]
+    segments[2, :8] = [1, 1, 1, 2, 2, 2, 2, 0]
     return x, jnp.asarray(segments)
 
 
-def densely(p: Any, x_BTD: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def densely(p: Any, x_BTD: jax.Array, segments_BT: jax.Array, per_token: int = ROUTER.per_token) -> jax.Array:
     probabilities = jax.nn.softmax(x_BTD @ p["router"])
-    best, experts = jax.lax.top_k(probabilities, ROUTER.per_token)
+    best, experts = jax.lax.top_k(probabilities, per_token)
     best = best / best.sum(-1, keepdims=True)
     chosen = jax.nn.one_hot(experts, ROUTER.experts) * best[..., None]
     inner = jax.nn.silu(jnp.einsum("btd,edf->btef", x_BTD, p["gate"])) * jnp.einsum("btd,edf->btef", x_BTD, p["up"])
@@ -85,19 +86,49 @@ LAYOUTS = {
 FAST = ("cp and dp", "tp", "whole experts on ranks of tp")
 
 
+def require_equal(layout: Layout, router: Router = ROUTER, tokens: int = TOKENS) -> None:
+    """Values and gradients are those of all experts for all tokens, and none is dropped."""
+    p, (x, segments), run = parameters(), inputs(tokens), on_ranks(layout, router)
+    weights = jax.random.normal(jax.random.key(2), x.shape)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(densely(p, x, segments, router.per_token) * weights)
+
+    def loss_on_ranks(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, dropped = run(p, x, segments)
+        return jnp.sum(y * weights), dropped
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(p, x)
+    (actual, dropped), gradients = jax.jit(jax.value_and_grad(loss_on_ranks, (0, 1), has_aux=True))(p, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), (actual, gradients), expected)
+    assert dropped == 0
+
+
 @pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str, ep_way: str) -> None:
-    p, (x, segments) = parameters(), inputs()
-    weights = jax.random.normal(jax.random.key(2), x.shape)
-    run = on_ranks(dataclasses.replace(LAYOUTS[name], ep_way=ep_way))
+    require_equal(dataclasses.replace(LAYOUTS[name], ep_way=ep_way))
 
-    def loss(compute: Any, p: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(compute(p, x, segments) * weights)
 
-    expected = jax.jit(jax.value_and_grad(partial(loss, densely), (0, 1)))(p, x)
-    actual = jax.jit(jax.value_and_grad(partial(loss, lambda *args: run(*args)[0]), (0, 1)))(p, x)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+@pytest.mark.parametrize(
+    "name", [n if n in FAST[:1] else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if LAYOUTS[n].ep > 1]
+)
+@pytest.mark.parametrize("spare", [0, 1])
+def test_an_exchange_in_halves_and_by_small_buffers_changes_nothing(
+    name: str, spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sends all tokens to all ranks, or to each those alone that choose its experts, in buffers for fewer."""
+    sizes = list[tuple[int, int]]()
+
+    def tokens(self: Router, tokens: int, experts: int) -> int:
+        sizes.append((tokens, tokens - spare))
+        return tokens - spare
+
+    monkeypatch.setattr(Router, "buffer_tokens", tokens)
+    monkeypatch.setattr(exchange, "HALF_TOKENS", 32)
+    layout = dataclasses.replace(LAYOUTS[name], ep_way="all-to-all")
+    require_equal(layout, dataclasses.replace(ROUTER, per_token=2), tokens=64)
+    assert {tokens for tokens, _ in sizes} == {ROWS * 64 // (layout.dp * layout.cp) // 2}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.models.experts import grouped_kernels
+from mmjax.models.experts import grouped_blocks, grouped_kernels
+from mmjax.models.experts.dispatch import Rows
 from mmjax.models.experts.grouped import grouped_products
 
 CASES = {
@@ -47,20 +50,45 @@ def test_products_and_gradients_are_those_of_each_group(case: str) -> None:
             y[place, rows] = x[rows] @ weights[place][expert]
             dx[rows] += dys[place][rows] @ weights[place][expert].T
             dw[place, expert] = x[rows].T @ dys[place][rows]
-    close(jnp.stack(grouped_kernels.products(x_MD, weights_EDF, sizes_E)), y)
-    close(grouped_kernels.input_gradient(dys_MF, weights_EDF, sizes_E), dx)
-    close(jnp.stack(grouped_kernels.weight_gradients(x_MD, dys_MF, sizes_E)), dw)
+    close(jnp.stack(grouped_kernels.products(Rows(x_MD), weights_EDF, sizes_E)), y)
+    close(grouped_kernels.input_gradient([Rows(dy) for dy in dys_MF], weights_EDF, sizes_E), dx)
+    close(jnp.stack(grouped_kernels.weight_gradients([(Rows(x_MD), [Rows(dy) for dy in dys_MF], sizes_E)])), dw)
+
+
+@pytest.mark.parametrize("ways", [grouped_kernels, grouped_blocks])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_read_by_index_and_gradients_of_parts_are_added_to_a_total(case: str, ways: Any) -> None:
+    x, weights, dys, sizes = drawn(case)
+    rng, of = np.random.default_rng(1), jnp.float32
+    sizes_E, total = jnp.asarray(sizes), rng.normal(size=weights[0].shape)
+    places = [rng.permutation(len(x) + 5)[: len(x)] for _ in range(2)]  # of 5 values that no row has, too
+    values = [rng.normal(size=(len(x) + 5, a.shape[1])) for a in (x, dys[0])]
+    for value, place, a in zip(values, places, (x, dys[0]), strict=True):
+        value[place] = a
+    x_rows, dy_rows = (Rows(jnp.asarray(v, of), jnp.asarray(p)) for v, p in zip(values, places, strict=True))
+    x_MD, dy_MF, w_EDF = jnp.asarray(x, of), jnp.asarray(dys[0], of), jnp.asarray(weights[0], of)
+    copied = ways.products(Rows(x_MD), [w_EDF], sizes_E)[0]
+    np.testing.assert_array_equal(ways.products(x_rows, [w_EDF], sizes_E)[0], copied)
+    copied = ways.input_gradient([Rows(dy_MF)], [w_EDF], sizes_E)
+    np.testing.assert_array_equal(ways.input_gradient([dy_rows], [w_EDF], sizes_E), copied)
+    half = jnp.minimum(sizes_E, 3)
+    parts = [(x_rows, [Rows(dy_MF)], sizes_E), (Rows(x_MD), [dy_rows], half), (x_rows, [dy_rows], sizes_E)]
+    expected = total.copy()
+    for expert, rows in enumerate(groups(sizes)):
+        expected[expert] += 2 * x[rows].T @ dys[0][rows]
+    for expert, rows in enumerate(groups(tuple(np.asarray(half)))):
+        expected[expert] += x[rows].T @ dys[0][rows]
+    close(ways.weight_gradients(parts, [jnp.asarray(total, of)])[0], expected)
 
 
 def test_bfloat16_is_summed_in_fp32() -> None:
     """2,048 equal products: a sum in bf16 would stay at 256."""
     x_MD, w_EDF = jnp.ones((20, 2048), jnp.bfloat16), jnp.ones((2, 2048, 32), jnp.bfloat16)
-    (y_MF,) = grouped_kernels.products(x_MD, [w_EDF], jnp.asarray([15, 5]))
+    (y_MF,) = grouped_kernels.products(Rows(x_MD), [w_EDF], jnp.asarray([15, 5]))
     assert y_MF.dtype == jnp.bfloat16
     assert bool(jnp.all(y_MF == 2048))
-    (dw_EDF,) = grouped_kernels.weight_gradients(
-        jnp.ones((1000, 16), jnp.bfloat16), [jnp.ones((1000, 16))], jnp.asarray([999])
-    )
+    rows = Rows(jnp.ones((1000, 16), jnp.bfloat16))
+    (dw_EDF,) = grouped_kernels.weight_gradients([(rows, [Rows(jnp.ones((1000, 16)))], jnp.asarray([999]))])
     assert dw_EDF.dtype == jnp.float32
     assert bool(jnp.all(dw_EDF == 999))
 
@@ -69,7 +97,7 @@ def test_too_many_elements_are_refused() -> None:
     rows = jax.ShapeDtypeStruct((2**20, 4096), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((4, 4096, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"experts: an array of shape \(1048576, 4096\) .* set Layout.ep"):
-        jax.eval_shape(lambda x, w: grouped_kernels.products(x, [w], jnp.zeros(4, jnp.int32)), rows, weights)
+        jax.eval_shape(lambda x, w: grouped_kernels.products(Rows(x), [w], jnp.zeros(4, jnp.int32)), rows, weights)
 
 
 @pytest.mark.gpu
