@@ -303,6 +303,7 @@ def _expert_work(recipe: Recipe, model: MultimodalModel, name: str, width: int) 
         trained=trained * per_layer,
         forward=2 * parameters * per_layer * settings.experts_per_token / settings.experts * width,
         features=width * settings.width * _item(recipe),
+        hidden=2 * width * settings.experts_per_token * settings.expert_width * _item(recipe),
         buffer=settings.expert_buffer,
         traced_ep=next(ep for ep in range(2, settings.experts + 1) if settings.experts % ep == 0),
     )

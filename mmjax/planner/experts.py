@@ -1,13 +1,15 @@
 """Seconds by which expert parallelism delays a stage: its exchange of tokens, and the fullest rank.
 
 Loads are uniform but for one declared factor, `ExpertWork.fullest`. A ring sends the tokens of a rank and their results
-beside products, except the last results, which no product follows. Nothing hides an all-to-all. In a backward the
-tokens are sent again, since no layer keeps what it has received. See `mmjax.models.experts.exchange`.
+beside products, except the last results, which no product follows. In an all-to-all a rank of enough tokens sends one
+half beside the products of the other; of fewer, nothing hides it. In a backward the tokens are sent again, as where no
+layer keeps what it has received. See `mmjax.models.experts.exchange`.
 """
 
 from __future__ import annotations
 
 from mmjax.mesh.layout import Layout
+from mmjax.models.experts.exchange import HALF_TOKENS
 from mmjax.planner.clock import Clock, PassSeconds, group_exchange, group_ring
 from mmjax.planner.work import ExpertWork, ModuleWork, StagePart
 
@@ -29,6 +31,7 @@ def with_experts(
     shape: tuple[float, int],
     part: StagePart,
     first: int,
+    halves: bool,
 ) -> PassSeconds:
     """Seconds of a microbatch in a stage, with those of the exchange of ep and of waiting for the fullest rank.
 
@@ -40,6 +43,8 @@ def with_experts(
       shape: rows of a microbatch on a rank, and positions of a row, such as (2.0, 4096).
       part: the part of the module that the stage has, such as `StagePart(layers=16)`.
       first: number of the stage's first device, from 0, where a node starts.
+      halves: whether an all-to-all may exchange two halves of the tokens one after the other: where gradients of
+        weights are neither left to W nor scattered.
     """
     experts = module.experts
     if experts is None or layout.ep == 1:
@@ -47,8 +52,12 @@ def with_experts(
     forward, backward = _expert_seconds(compute, module, experts, part)
     rows, width = shape
     size = experts.features * rows * width / module.width
-    exchange = _ring_seconds if layout.ep_way == "ring" else _all_to_all_seconds
-    waits = exchange(experts, layout, clock, size, (forward / part.layers, backward / part.layers), first)
+    products = forward / part.layers, backward / part.layers
+    if layout.ep_way == "ring":
+        waits = _ring_seconds(experts, layout, clock, size, products, first)
+    else:
+        hidden = products if halves and rows * width >= 2 * HALF_TOKENS else (0.0, 0.0)
+        waits = _all_to_all_seconds(experts, layout, clock, size, hidden, first)
     return PassSeconds(
         forward=compute.forward + (experts.fullest - 1) * forward + part.layers * waits[0],
         backward=compute.backward + ((experts.fullest - 1) * backward + part.layers * waits[1])
@@ -88,8 +97,11 @@ def _ring_seconds(
 def _all_to_all_seconds(
     experts: ExpertWork, layout: Layout, clock: Clock, size: float, products: tuple[float, float], first: int
 ) -> tuple[float, float]:
-    """Seconds of a layer's all-to-alls: two in forward, and three in backward, which sends tokens again."""
-    del products
-    buffers = size * experts.per_token * experts.buffer_rows(layout)
-    once = group_exchange(clock, buffers, ranks=layout.ep, apart=layout.tp, first=first)
-    return 2 * once, 3 * once
+    """Seconds of a layer's all-to-alls that products of so many seconds do not hide.
+
+    There are two in forward, and three in backward, which sends tokens again. In halves nothing lies beside half of
+    each, but for the last of backward, which gradients of weights follow.
+    """
+    once = group_exchange(clock, size * experts.received_tokens(layout), ranks=layout.ep, apart=layout.tp, first=first)
+    forward, backward = (experts.fullest * hidden for hidden in products)
+    return 2 * once - min(once, forward), 3 * once - min(2 * once, backward)

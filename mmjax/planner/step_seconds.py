@@ -105,7 +105,10 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        compute = with_experts(compute, module, layout, clock, shape=(rows, width), part=part, first=first)
+        halves = not (self.candidate.traits.splits or layout.scatters_gradients)
+        compute = with_experts(
+            compute, module, layout, clock, shape=(rows, width), part=part, first=first, halves=halves
+        )
         if layout.scatters_gradients:
             groups, ratio = shared_states(self.work, name, part, layout), self.work.item / self.work.gradient
             compute = beside_layers(compute, groups, layout, clock, layers=part.layers, ratio=ratio, first=first)

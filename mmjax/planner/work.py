@@ -8,6 +8,7 @@ every quantity of a module (`Shares`). A row is padded to `width` positions, and
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -124,7 +125,8 @@ class ExpertWork:
       trained: number of those with gradients and optimizer states.
       forward: FLOPs of a row's forward in a layer's experts, a part of `ModuleWork.forward`.
       features: bytes of the features of a row's tokens, which ranks of ep exchange in a layer.
-      buffer: rows that two ranks exchange in an all-to-all over their mean number; 0 is the worst case.
+      hidden: bytes of the hidden units of all experts of a row's tokens, which backward reads.
+      buffer: tokens and rows of an all-to-all's buffers over their mean numbers; 0 is the worst case.
       fullest: rows of the fullest rank of ep over their mean, declared; 1 means equal loads.
       traced_ep: the degree of `memory`, above 1.
       memory: by tp and way of the exchange, the bytes that a device needs with that degree.
@@ -136,6 +138,7 @@ class ExpertWork:
     trained: float
     forward: float
     features: float
+    hidden: float
     buffer: float = 0.0
     fullest: float = 1.0
     traced_ep: int = 2
@@ -151,6 +154,17 @@ class ExpertWork:
             rows = min(rows, self.buffer * self.per_token / layout.expert_ranks)
         return layout.ep * rows / self.per_token
 
+    def received_tokens(self, layout: Layout) -> float:
+        """Tokens that a rank receives, and keeps a place for, over its own tokens, as `mmjax.models.experts.exchange`.
+
+        layout: the module's layout, whose ep divides `count`.
+        """
+        if layout.ep_way == "ring" or not self.buffer:
+            return layout.ep
+        others = self.count - self.count // layout.expert_ranks
+        sent = 1 - math.comb(others, self.per_token) / math.comb(self.count, self.per_token)
+        return layout.ep * min(1.0, self.buffer * sent)
+
     def uses(self, layout: Layout) -> int:
         """How often a layer's experts are used in a microbatch: in a ring, for each rank's tokens."""
         return layout.ep if layout.ep_way == "ring" else 1
@@ -163,10 +177,14 @@ class ExpertWork:
         if layout.ep == 1:
             return plain
         traced = replace(layout, dp=layout.dp * self.traced_ep, ep=self.traced_ep)  # a dp that this degree divides
-        traced_rows, rows = (self.buffer_rows(degrees) - 1 for degrees in (traced, layout))
-        more_rows = rows / traced_rows if traced_rows > 0 else 1.0
+        traced_bytes, more_bytes = (self._more_bytes(degrees) for degrees in (traced, layout))
+        more_rows = more_bytes / traced_bytes if traced_bytes > 0 else 1.0
         memory = self.memory[layout.tp, layout.ep_way]
         return plain.extrapolated(layout.ep, memory, self.traced_ep, more_rows=more_rows)
+
+    def _more_bytes(self, layout: Layout) -> float:
+        """Bytes of features and hidden units of a row's tokens that a layout adds to those without ep."""
+        return self.features * (self.received_tokens(layout) - 1) + self.hidden * (self.buffer_rows(layout) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

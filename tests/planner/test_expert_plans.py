@@ -12,9 +12,9 @@ from mmjax.mesh.layout import EP_WAYS, Layout
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.candidates import HOMOGENEOUS, NON_COLOCATED, Candidate
 from mmjax.planner.choose import choose
-from mmjax.planner.clock import AnalyticClock, Efficiency, group_exchange, group_ring
+from mmjax.planner.clock import AnalyticClock, Efficiency, PassSeconds, group_exchange, group_ring
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.experts import expert_sums
+from mmjax.planner.experts import expert_sums, with_experts
 from mmjax.planner.sharding import shared_states
 from mmjax.planner.state_layouts import expert_parallel
 from mmjax.planner.work import ExpertWork, ModuleWork, Shares, StageMemory, StagePart, Work
@@ -26,6 +26,7 @@ EXPERTS = ExpertWork(
     trained=GIGA / 200,
     forward=0.5 * TERA,
     features=GIGA,
+    hidden=0.0,
     memory={(tp, way): StageMemory(residuals=Shares(layer=GIGA / 5)) for tp in (1, 2, 4) for way in EP_WAYS},
 )
 """Half of the parameters and FLOPs of a layer of `module`; without ep a row keeps half of what it does with ep 2."""
@@ -51,16 +52,33 @@ def passes(llm: ModuleWork, layout: Layout, accelerator: Accelerator = SLOW) -> 
 
 
 def test_nothing_hides_an_all_to_all_and_its_buffers_hold_the_worst_case() -> None:
-    """Two layers of 1 s forward and 2 s backward; a row has two choices, so two times its features."""
+    """Two layers of 1 s forward and 2 s backward; a token goes once to each rank, whatever its choices there are."""
     plain = passes(experts(), Layout(dp=4))
     assert plain == pytest.approx((2.0, 4.0), rel=1e-6)
-    # Each rank may get all choices of each other: 4 times as many rows as there are choices, of which 3/4 are sent.
-    once = 4 * 2 * 3 / 4
+    once = 4 * 3 / 4  # each rank may get all tokens of each other
     worst = passes(experts(), Layout(dp=4, ep=4, ep_way="all-to-all"))
     assert worst == pytest.approx((2 + 2 * 2 * once, 4 + 2 * 3 * once), rel=1e-6)
     smaller = passes(experts(buffer=1.5), Layout(dp=4, ep=4, ep_way="all-to-all"))
-    once = 1.5 * 2 * 3 / 4
+    once *= 1.5 * (1 - 6 / 8 * 5 / 7)  # 6 of 8 experts are on other ranks
     assert smaller == pytest.approx((2 + 2 * 2 * once, 4 + 2 * 3 * once), rel=1e-6)
+
+
+def test_halves_of_an_all_to_all_lie_beside_products() -> None:
+    """Half of each exchange begins or ends a layer's experts; the last of backward lies beside weights' gradients."""
+    layout, of = Layout(dp=4, ep=4, ep_way="all-to-all"), model(experts())
+    times, part = clock(of, SLOW), StagePart(layers=2)
+    plain = PassSeconds(forward=2.0, backward=4.0)
+
+    def seconds(rows: float, width: int, *, halves: bool) -> PassSeconds:
+        module = of.modules["llm"]
+        module = replace(module, width=width, experts=replace(EXPERTS, features=GIGA / rows / 10))
+        return with_experts(plain, module, layout, times, shape=(rows, width), part=part, first=0, halves=halves)
+
+    once = 4 * 3 / 4 / 10  # the experts' products of a layer take 0.5 and 1 s
+    whole = PassSeconds(forward=2 + 2 * 2 * once, backward=4 + 2 * 3 * once)
+    assert seconds(2, 1024, halves=False) == pytest.approx(whole)
+    assert seconds(2, 1023, halves=True) == pytest.approx(whole), "of few tokens the exchange stays whole"
+    assert seconds(2, 1024, halves=True) == pytest.approx(PassSeconds(forward=2 + 2 * once, backward=4 + 2 * once))
 
 
 def test_a_ring_lies_beside_products_but_for_its_last_send() -> None:
@@ -155,8 +173,12 @@ def test_bytes_grow_with_rows_and_gradients_shrink_with_experts() -> None:
     four = work.stage_memory(plain, Layout(dp=4, ep=4))
     assert four.residuals.layer == pytest.approx(10 + 3 * 4), "three times the rows beyond those without ep"
     assert four.fixed.layer == pytest.approx(45) and four.fixed_layer == pytest.approx(25)
-    buffered = replace(work, buffer=1.0).stage_memory(plain, Layout(dp=4, ep=4, ep_way="all-to-all"))
-    assert buffered.residuals.layer == 14, "a buffer without spare rows has as many with any ep"
+    work, way = replace(work, hidden=GIGA, buffer=2.0), "all-to-all"
+    assert work.received_tokens(Layout(dp=4, ep=4, ep_way=way)) == pytest.approx(4 * 2 * (1 - 6 / 8 * 5 / 7))
+    assert work.received_tokens(Layout(dp=2, ep=2, ep_way=way)) == 2, "no more than all tokens"
+    buffered = work.stage_memory(plain, Layout(dp=4, ep=4, ep_way=way))
+    more = (4 * 2 * (1 - 6 / 8 * 5 / 7) - 1 + 1) / (2 - 1 + 1)  # of features and of hidden units, over those of ep 2
+    assert buffered.residuals.layer == pytest.approx(10 + more * 4)
 
 
 def test_every_ep_of_the_ranks_is_tried() -> None:
