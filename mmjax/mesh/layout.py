@@ -93,7 +93,7 @@ class Layout:
       ep: expert parallel degree: number of ranks that share a layer's experts and compute them for each other's
         tokens. It divides ``dp * cp`` and takes no ranks of its own.
       ep_way: how these ranks exchange tokens: ``ring`` (all tokens go from rank to rank, beside the products of those
-        before) or ``all-to-all`` (each token goes to the ranks of its experts).
+        before) or ``all-to-all`` (each token goes once to each rank with some of its experts).
       expert_tp: tensor parallel degree inside an expert: 0 for ``tp``, or 1: then ranks of tp have whole experts of
         their own (Cornstarch §4.3: expert parallelism in place of tensor parallelism).
       rank_offset: first rank of the module.

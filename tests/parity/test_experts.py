@@ -9,7 +9,9 @@ from tiny import bindings, speaking, tiny
 
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
+from mmjax.models.experts import exchange
 from mmjax.parity import check
+from mmjax.pipeline import weight_uses
 
 Changes = dict[str, Any]
 SOFTMAX: Changes = {"llm/Decoder.experts": 4, "llm/Decoder.balance_loss": 0.05}
@@ -96,6 +98,34 @@ SLOW |= {
 )
 def test_experts_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
+    assert report and report.ok, report and report.numbers()
+
+
+UNROLLED: Changes = {"Train.unroll": True, "llm/Decoder.remat": "dots"}
+SUMMED: dict[str, Changes] = {
+    "all-to-all in halves": SIGMOID | llm(dp=4, ep=4, ep_way="all-to-all"),
+    "tp and pp": SHARED | llm(tp=2, pp=2),
+    "tp in place of ep, one program": SOFTMAX
+    | {"llm/Layout.tp": 2, "llm/Layout.dp": 4, "llm/Layout.ep": 2, "llm/Layout.expert_tp": 1, "vision/Layout.dp": 8},
+    "a ring, whose weights have several uses": SOFTMAX | llm(dp=2, ep=2),
+    "zb-h1": SHARED | llm(tp=2, pp=2) | SPLIT,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=() if name == "all-to-all in halves" else pytest.mark.long)
+        for name, changes in SUMMED.items()
+    ],
+)
+def test_gradients_that_products_add_to_sums_are_those_of_one_device(
+    changes: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bf16 weights are trained; fp32 tells a weight that counts twice, or not at all, from the reference."""
+    monkeypatch.setattr(weight_uses, "adds_to_sum", lambda dtype: True)
+    monkeypatch.setattr(exchange, "HALF_TOKENS", 8)
+    report = check(tiny(**changes, **UNROLLED), style="silent")
     assert report and report.ok, report and report.numbers()
 
 

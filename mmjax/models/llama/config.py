@@ -86,9 +86,9 @@ class DecoderConfig(ModuleSettings):
         units (DeepSeek, Qwen2-MoE).
       shared_gate: whether the result of shared experts is multiplied by a sigmoid of each token (Qwen2-MoE).
       dense_layers: number of first layers with an mlp in place of experts (DeepSeek).
-      expert_buffer: with Layout.ep_way='all-to-all', rows that two ranks exchange over their mean number under equal
-        loads, such as 1.5; choices of experts that do not fit are dropped and counted in "router_dropped". 0 is the
-        worst case, in which none is.
+      expert_buffer: with Layout.ep_way='all-to-all', tokens that two ranks exchange, and rows of a rank's experts, over
+        their mean numbers under equal loads, such as 1.5; choices of experts that do not fit are dropped and counted
+        in "router_dropped". 0 is the worst case, in which none is.
       router: how scores become probabilities: ``softmax`` over all experts, or ``sigmoid`` of each (DeepSeek-V3).
       router_normalised: whether the probabilities of a token's experts are divided by their sum.
       router_scale: factor of these probabilities.
