@@ -21,6 +21,8 @@ from mmjax.bench.gpu.timing import apart, seconds
 from mmjax.models.experts import grouped_kernels
 from mmjax.models.experts.dispatch import Rows
 
+KERNELS = frozenset({"kernels", "kernels by index"})
+"""The ways whose values are checked."""
 LIMIT = 1e-2
 """Limit on relative differences of bf16 results from those of fp32."""
 
@@ -83,7 +85,8 @@ def run(job: Job) -> None:
         for name, figures in _measure(case):
             by_case[case.name][name] = figures
             job.note(cases=by_case)
-            job.check(f"{case.name}: {name}", figures["kernels"].get("gap", 1.0) <= LIMIT)
+            for way in KERNELS & figures.keys():
+                job.check(f"{case.name}: {name}, {way}", figures[way].get("gap", 1.0) <= LIMIT)
 
 
 def _measure(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -130,6 +133,7 @@ def passes() -> Mapping[str, Mapping[str, Pass]]:
     return {
         "y": {
             "kernels": lambda x, w, dy, n: grouped_kernels.products(Rows(x), [w], n)[0],
+            "kernels by index": lambda x, w, dy, n: grouped_kernels.products(_by_index(x), [w], n)[0],
             "ragged_dot": lambda x, w, dy, n: lax.ragged_dot(x, w, n),
             "dense": lambda x, w, dy, n: x @ w[0],
         },
@@ -140,9 +144,17 @@ def passes() -> Mapping[str, Mapping[str, Pass]]:
         },
         "dw": {
             "kernels": lambda x, w, dy, n: grouped_kernels.weight_gradients([(Rows(x), [Rows(dy)], n)])[0],
+            "kernels by index": lambda x, w, dy, n: grouped_kernels.weight_gradients([(_by_index(x), [Rows(dy)], n)])[
+                0
+            ],
             "dense": lambda x, w, dy, n: jnp.matmul(x.T, dy, preferred_element_type=jnp.float32),
         },
     }
+
+
+def _by_index(x: jax.Array) -> Rows:
+    """All rows in their order, by an index, as kernels read features where tokens are."""
+    return Rows(x, jnp.arange(x.shape[0], dtype=jnp.int32))
 
 
 def _numbers(shape: tuple[int, ...], seed: int) -> jax.Array:

@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mmjax.mesh.spread import Axes
 from mmjax.models.experts.dispatch import Dispatch, TokenRows, add_rows, send_rows, sort_by_expert
 
 Compute = Callable[[Sequence[TokenRows]], list[Array]]
@@ -155,7 +156,8 @@ class _Sent(NamedTuple):
         rows = exchange.rows(count * lax.axis_size(axes))
         if size >= count:
             experts_Sk = lax.all_gather(experts_Nk, axes, tiled=True)
-            x_SD, weights_Sk = gather_tokens(h_ND, axes), gather_tokens(weights_Nk, axes)
+            x_SD: Any = gather_tokens(h_ND, axes)
+            weights_Sk: Any = gather_tokens(weights_Nk, axes)
             received = _local_rows(experts, x_SD, experts_Sk, weights_Sk, rows)
             return cls(axes, received, None, _without_row(experts, experts_Sk, received))
         first_R = lax.all_gather(experts.first, axes)
@@ -188,7 +190,7 @@ def _buffers(is_sent_NR: Array, size: int) -> tuple[Dispatch, Array]:
 
     A "choice" of the dispatch is a rank: tokens that do not go there, or do not fit, have the row R · C.
     """
-    count, ranks = is_sent_NR.shape
+    ranks = is_sent_NR.shape[1]
     place_NR = jnp.cumsum(is_sent_NR, axis=0) - 1
     fits_NR = is_sent_NR & (place_NR < size)
     rows_NR = jnp.where(fits_NR, jnp.arange(ranks) * size + place_NR, ranks * size)

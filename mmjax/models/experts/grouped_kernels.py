@@ -75,7 +75,7 @@ def products(x: Rows, weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Arr
 def input_gradient(
     dys: Sequence[Rows], weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Array, " E"]
 ) -> Float[Array, "M D"]:
-    """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros. The ``dys`` have one index."""
+    """The sum over weights of ``dy[i] @ w[e(i)]ᵀ``; rows behind the last group are zeros. All have one index."""
     return _rows([dy.values_SD for dy in dys], dys[0].index_M, weights, sizes_E, transposed=True)
 
 

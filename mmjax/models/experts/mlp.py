@@ -81,9 +81,10 @@ def _results(part: TokenRows, weights: Sequence[Array]) -> tuple[Float[Array, "N
     """The results of tokens, and the hidden units of rows before the activation."""
     gate_EDF, up_EDF, down_EFD = weights
     sizes_E = part.dispatch.sizes_E
-    hidden = [checkpoint_name(y, RESIDUAL_NAME) for y in ways().products(part.rows, [gate_EDF, up_EDF], sizes_E)]
-    (y_MD,) = ways().products(Rows(_inner(*hidden, part.weights_M)), [down_EFD], sizes_E)
-    return sum_of_choices(y_MD, part.dispatch), hidden
+    products = ways().products(part.rows, [gate_EDF, up_EDF], sizes_E)
+    gate_MF, up_MF = (checkpoint_name(y_MF, RESIDUAL_NAME) for y_MF in products)
+    (y_MD,) = ways().products(Rows(_inner(gate_MF, up_MF, part.weights_M)), [down_EFD], sizes_E)
+    return sum_of_choices(y_MD, part.dispatch), [gate_MF, up_MF]
 
 
 def _forward(parts: list[TokenRows], weights: list[Array], totals: list[Array] | None) -> tuple[list[Array], Any]:
@@ -104,7 +105,7 @@ def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[A
         inner_factors.append((part.rows, d_hidden, sizes_E))
         outer_factors.append((Rows(inner_MF), [dy], sizes_E))
         d_weights_Nk = values_of_choices(d_weights_M, part.dispatch.rows_Nk)
-        d_parts.append(_like(part, TokenRows(sum_of_choices(dx_MD, part.dispatch), d_weights_Nk, part.dispatch)))
+        d_parts.append(_gradient(part, sum_of_choices(dx_MD, part.dispatch), d_weights_Nk))
     weights = [gate_EDF, up_EDF, down_EFD]
     if totals is not None:
         return d_parts, None, _added(totals[:2], inner_factors) + _added(totals[2:], outer_factors)
@@ -115,12 +116,12 @@ def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[A
     return d_parts, summed_gradients, None
 
 
-def _like(part: TokenRows, gradient: TokenRows) -> Any:
-    """The gradient with the varying axes and dtypes of the part."""
-    h_ND, weights_Nk = (
-        summed(d.astype(x.dtype), jax_compat.varying_axes(x)) for d, x in zip(gradient[:2], part[:2], strict=True)
-    )
-    return TokenRows(h_ND, weights_Nk, None)  # type: ignore[arg-type]
+def _gradient(part: TokenRows, dh_ND: Array, d_weights_Nk: Array) -> Any:
+    """The gradient of a part, with the varying axes and dtypes of its arrays."""
+    pairs = (part.h_ND, dh_ND), (part.weights_Nk, d_weights_Nk)
+    dh_ND, d_weights_Nk = (summed(d.astype(x.dtype), jax_compat.varying_axes(x)) for x, d in pairs)
+    dispatch: Any = None
+    return TokenRows(dh_ND, d_weights_Nk, dispatch)
 
 
 def _added(totals: list[Array], factors: list[Any]) -> list[Array]:
